@@ -97,7 +97,7 @@ async def kill_router(workspace: Workspace, ledger: Ledger, exports: list[Path],
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=None, limits=limits) as client:
         with router(workspace, port, stage) as first:
-            await asyncio.to_thread(until, first, "release 1 is served")
+            await asyncio.to_thread(until, first, "elease 1 is served")
             async with Load(client, exports, CLIENTS) as load:
                 load.pause = 0.5  # as clients do that ask again
                 await load.more(CLIENTS)
@@ -106,7 +106,7 @@ async def kill_router(workspace: Workspace, ledger: Ledger, exports: list[Path],
                 answered = len(load.answers)
                 first.wait()
                 with router(workspace, port, "-") as second:
-                    await asyncio.to_thread(until, second, "release 2 is served")
+                    await asyncio.to_thread(until, second, "elease 2 is served")
                     settled = time.monotonic() - at
                     await load.more(2 * CLIENTS)
                     await load.end()  # while it still answers

@@ -1,1 +1,1 @@
-"""What computes here: precision, kernels as tuned for this machine."""
+"""Chooses how a segment is computed on this machine: precision and tuned kernels."""

@@ -1,7 +1,7 @@
-"""How a segment is computed: precision, kernels, machine. Decided once, when it is planned.
+"""Decides how a segment is computed (precision, kernels, machine), once, when the segment is planned.
 
-The decision is stored in the segment's row (``computing``) and stays until the segment ends, on any machine. A segment that
-would be computed otherwise than the one before it needs a certificate, as after a change of the code (``factory.training.certifying``).
+The decision is stored in the segment's row (``computing``) and stays until the segment ends, on any machine. A segment with another
+decision than its parent needs a certificate, as after a change of the code (``factory.training.certifying``).
 
     {"precision": {"precision": "fp32", "asked": "auto", "probe": {"seconds": {…}, "rates": {…}}, "warning": ""},
      "kernels": {"attention": "recompute", …}, "fallback": "fail", "tuning": "…/tuning/cpu-avx2-fp32.json",
@@ -25,6 +25,7 @@ from factory.core.errors import ConfigError
 from factory.core.launching import ranks, run_python
 from factory.core.workspace import Workspace, code_root
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ledger.rows import SegmentRow
@@ -36,11 +37,10 @@ Computing = dict[str, Any]
 def decide(
     workspace: Workspace, recipe: Recipe, kernels: str, before: str = "", measured: dict[str, Any] | None = None
 ) -> tuple[Recipe, Computing, list[str]]:
-    """(the recipe with its precision by name, what the segment's row keeps, lines for a person).
+    """(the recipe with its precision by name, the value of the column ``computing``, notes for a person).
 
-    ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the segment that this one goes on from.
-    ``measured``: the ``measured_precision``, where it is known.
-    Raises: ConfigError, for a precision that the device does not have or a tuning that is none.
+    ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the parent segment. ``measured``: the
+    ``measured_precision``, where it is known. Raises: ConfigError for a precision that the device lacks, or an invalid tuning file.
     """
     from kernels.contract.choice import automatic, resolve, section_of
     from kernels.contract.machine import here
@@ -66,9 +66,9 @@ def decide(
 
 
 def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
-    """``trainer.contract.plan.precision.choose`` as JSON. On a GPU in a process of its own: the factory itself would hold memory there until it ends.
+    """The result of ``trainer.contract.plan.precision.choose`` as JSON. Raises: ConfigError.
 
-    Raises: ConfigError.
+    On a GPU it runs in a process of its own, because the factory's process would keep GPU memory until it ends.
     """
     from trainer.contract.errors import RecipeError
 
@@ -80,14 +80,17 @@ def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
         try:
             return asdict(choose(recipe, torch.device("cpu"), before))
         except RecipeError as error:
-            raise ConfigError(str(error)) from error
+            raise ConfigError(error.message) from error
     with tempfile.TemporaryDirectory() as folder:
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        words = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before)
-        done = run_python(code_root(), *words)
+        arguments = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before)
+        done = run_python(code_root(), *arguments)
     if done.returncode:
-        raise ConfigError((done.stderr.strip().splitlines() or ["the precisions could not be measured"])[-1])
+        raise ConfigError(
+            "computing.precision_not_measured", "The precisions of this machine could not be measured: {error}",
+            error=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )  # fmt: skip
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -100,7 +103,7 @@ def shape_of(recipe: Recipe) -> dict[str, int]:
 
 
 def changed(before: SegmentRow, after: SegmentRow) -> list[str]:
-    """The differences between what two segments are computed by, a line each. A row of an older factory has only its precision."""
+    """The differences in precision and kernels between two segments, one line each. A row of an older factory has only its precision."""
     old, new = before.recipe_json["precision"], after.recipe_json["precision"]
     lines = [f"precision: {old} → {new}"] if old != new else []
     if before.computing and after.computing:
@@ -121,7 +124,7 @@ def kernels_text(computing: Computing | None) -> str:
 
 
 def write_kernels(folder: Path, computing: Computing | None) -> str | None:
-    """Write the ``kernels.yaml`` of a segment into a folder; returns its path. None: the code's own kernels.yaml is used."""
+    """Write the ``kernels.yaml`` of a segment into a folder; returns its path, or None where the code's own kernels.yaml is used."""
     if computing is None:
         return None
     write_atomically(folder / "kernels.yaml", kernels_text(computing))
@@ -134,7 +137,10 @@ def describe(computing: Computing | None) -> str:
 
 
 def describe_precision(found: Mapping[str, Any]) -> str:
-    """What ``measured_precision`` found, as one line."""
-    times = ", ".join(f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items())
-    how = "measured" if found["asked"] == "auto" else "asked for"
-    return f"precision {found['precision']} ({how}; products, attention and loss head of a step: {times})"
+    """The result of ``measured_precision`` as one line."""
+    times = [f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items()]
+    how = "measured" if found["asked"] == "auto" else "named in the recipe"
+    return Message(
+        "computing.precision", "precision {precision} ({how}; time of the products, attention and loss head of a step: {times})",
+        precision=found["precision"], how=how, times=times,
+    )  # fmt: skip

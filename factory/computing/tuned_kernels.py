@@ -1,6 +1,6 @@
-"""What ``factory tune`` found, a file for each machine class and precision in the workspace's ``tuning/``.
+"""Reads the results of ``factory tune``: one file for each machine class and precision in the workspace's ``tuning/``.
 
-What ``kernels.yaml`` leaves to ``auto`` is looked up here when a segment is planned (``factory.computing.computing``).
+When a segment is planned, the kernels that are ``auto`` in ``kernels.yaml`` come from these files (``factory.computing.computing``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from factory.core.errors import ConfigError
 from factory.core.faults import is_of_no_file
 from factory.core.workspace import Workspace
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from kernels.contract.machine import Machine
@@ -25,7 +26,7 @@ KERNELS = "policies/kernels.yaml"
 
 @dataclass(frozen=True)
 class Tuned:
-    """The tuned kernels of a machine and a precision. ``note``: one line for a person, where they are not exactly this machine's or recipe's."""
+    """The tuned kernels of a machine and a precision. ``note``: a message where the tuning is missing or does not fit exactly."""
 
     choice: Mapping[str, str] | None
     source: str  # the file, or ''
@@ -34,7 +35,7 @@ class Tuned:
 
 @contextmanager
 def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
-    """(a file with ``kernels.yaml`` as the live commit holds it, which is what trains; its text). Where the code is in no repository, its own."""
+    """(a file with the ``kernels.yaml`` of the live commit, its text). Without a repository, the file of the code itself."""
     from factory.git.repository import RepositoryError, file_text, live_commit
 
     path = workspace.repository / KERNELS
@@ -52,38 +53,48 @@ def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
 
 
 def path_of(workspace: Workspace, machine_class: str, precision: str) -> Path:
-    """fp8's kernels are those of bf16."""
+    """The file with the tuning of a machine class and a precision. fp8 uses the file of bf16."""
     from kernels.contract.precision import of_values
 
     return workspace.root / "tuning" / f"{machine_class}-{of_values(precision)}.json"
 
 
 def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mapping[str, int] | None = None) -> Tuned:
-    """The tuning for this machine. ``shape``: the sizes that are trained; of another recipe, it is used and said.
+    """The tuning for this machine. ``shape``: the sizes of the recipe; a tuning at other sizes is used, with a note.
 
-    Raises: ConfigError naming the file, when it cannot be read or was made on another class of machine.
+    Raises: ConfigError naming the file, when the file cannot be read or was made on another class of machine.
     """
     path = path_of(workspace, machine.name, precision)
     if not path.exists():
-        note = f"no kernels are tuned for {machine.name} in {precision}: what kernels.yaml leaves to 'auto' runs untuned; run 'factory tune'"
+        note = Message(
+            "computing.not_tuned", "No kernels are tuned for {machine} in {precision}, so the 'auto' kernels of kernels.yaml run untuned. "
+            "Run 'factory tune'.", machine=machine.name, precision=precision,
+        )  # fmt: skip
         return Tuned(None, "", note)
     found = read(path)
     made = found["machine"]
     if made["name"] != machine.name:
         raise ConfigError(
-            f"{path} was made on a machine of class {made['name']!r}, this is {machine.name!r}: remove it"
-        )
+            "computing.other_machine", "{file} was made on a machine of class {made!r}, but this machine is {here!r}. Remove the file.",
+            file=path, made=made["name"], here=machine.name,
+        )  # fmt: skip
     if made["torch"] != machine.torch:
-        note = f"{path} was made with torch {made['torch']}, this is torch {machine.torch}: it is not used; run 'factory tune'"
+        note = Message(
+            "computing.other_torch", "{file} was made with torch {made}, but this machine has torch {here}. The factory does not use the file. "
+            "Run 'factory tune'.", file=path, made=made["torch"], here=machine.torch,
+        )  # fmt: skip
         return Tuned(None, "", note)
-    note = ""
-    if shape is not None and found["setting"]["shape"] != dict(shape):
-        note = f"{path} was made at the sizes of another recipe: it is used, and 'factory tune' measures again"
+    if shape is None or found["setting"]["shape"] == dict(shape):
+        return Tuned(found["choice"], str(path))
+    note = Message(
+        "computing.other_shape", "{file} was tuned at the sizes of another recipe. The factory uses the file. To measure again, run 'factory tune'.",
+        file=path,
+    )  # fmt: skip
     return Tuned(found["choice"], str(path), note)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Raises: ConfigError naming the file."""
+    """The content of a tuning file. Raises: ConfigError naming the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
         choice, made = found["choice"], found["machine"]
@@ -93,15 +104,18 @@ def read(path: Path) -> dict[str, Any]:
         found["setting"]["shape"]["batch"]
         return dict(found)
     except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        raise ConfigError(
+            "computing.tuning_unreadable", "{file} cannot be read: {error}", file=path, error=error.strerror
+        ) from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"{path} is not a result of 'factory tune' ({error}): remove it, and run 'factory tune'"
-        ) from None
+            "computing.tuning_invalid", "{file} is not a result of 'factory tune' ({error}). Remove the file and run 'factory tune'.",
+            file=path, error=error,
+        ) from None  # fmt: skip
 
 
 def describe(tuning: Mapping[str, Any]) -> list[str]:
-    """A tuning as lines for a person: what was chosen, and the times."""
+    """A tuning as lines for a person: the chosen kernels and the measured times."""
     from kernels.contract.machine import Machine
 
     setting = tuning["setting"]

@@ -1,1 +1,1 @@
-"""``factory demo``: the whole factory once on this machine, sized to some minutes."""
+"""``factory demo``: runs the whole factory once on this machine, in the given minutes."""

@@ -1,8 +1,8 @@
-"""``factory demo``: the whole factory once, on real text, through the same code as the daemon, in the minutes given.
+"""``factory demo``: runs the whole factory once, on real text, with the daemon's code, in the given minutes.
 
-Only the arrival of the shards is scripted, and that the code loop begins after them: the daemon's duties decide what happens, and every number
-of the last screen is read from the ledger. The size of the model, the steps and how much is measured follow from measurements
-of this machine (``demo_size``). After a kill the same command goes on where it was.
+Only the arrival of the shards, and the later start of the code loop, are scripted. The daemon's duties decide everything else, and every
+number of the last screen is read from the ledger. Measurements of this machine give the size of the model, the steps and the size of
+evaluations (``demo_size``). After a kill the same command continues.
 """
 
 from __future__ import annotations
@@ -33,32 +33,36 @@ from factory.ledger.ledger import sa, shards
 from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
-MEASURING = "measuring"  # in place of a commit: the demo's model before there is one
-CODE = "code"  # in the workspace: the demo's own repository, so that yours gets no branches
+MEASURING = "measuring"  # stands for a commit, before the demo's repository has one
+CODE = "code"  # folder in the workspace: the demo's own repository, so that yours gets no branches
 RECIPE = "policies/recipes/demo.yaml"
-SMALL_CORPUS = 4.0  # minutes below which half of the library is the corpus
+SMALL_CORPUS = 4.0  # with fewer minutes, the corpus is half of the library
 
 
 def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX, fresh: bool = False) -> None:
-    """Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
+    """Run the demo. Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
     began = time.monotonic()
-    try:
-        demo_size.checked(minutes)
-    except ValueError as error:
-        raise InputError(str(error)) from None
+    demo_size.checked(minutes)
     root = where.expanduser().resolve()
     if root.exists() and any(root.iterdir()):
         if not (root / MARK).exists():
-            raise WorkspaceError(f"{root} has files that no demo made: name another folder with --workspace")
+            raise WorkspaceError(
+                "demo.other_files",
+                "{folder} has files that no demo made. Name another folder with --workspace.",
+                folder=root,
+            )
         if fresh:
             if (root / "factory.yaml").exists():
-                with Workspace.open(root).lock(MODEL_LOOP):  # no demo may be running in it
+                with Workspace.open(root).lock(MODEL_LOOP):  # refuses a folder in which a demo runs
                     pass
             shutil.rmtree(root)
-    terminal.heading("1  A workspace, and a corpus: the standard library of this Python")
+    terminal.heading(
+        Message("demo.step_corpus", "1  Make a workspace, and a corpus from the standard library of this Python")
+    )
     root.mkdir(parents=True, exist_ok=True)
     (root / MARK).touch()
     workspace = Workspace.create(root, Config(repository=CODE))
@@ -67,23 +71,31 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     with workspace.lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
-        terminal.heading("2  First shards arrive: ingest")
+        terminal.heading(Message("demo.step_ingest", "2  Ingest the first shards"))
         _arrive(plant, first)
         ingesting = time.monotonic()
         for path in arrived(plant, settle=0.0):
             ingest_arrived(plant, path)
         if not workspace.repository.exists():
-            terminal.heading("3  How fast is this machine? The model and its steps are chosen to fit")
+            terminal.heading(
+                Message("demo.step_measure", "3  Measure the speed of this machine, and choose the model and its steps")
+            )
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
-        terminal.heading("4  Train, evaluate, gate, release")
+        terminal.heading(Message("demo.step_release", "4  Train, evaluate, judge and release candidate 1"))
         work(plant, settle=0.0)
         terminal.heading(
-            "5  New shards arrive, one of them bad: training goes on from the trunk, candidate 2 meets the champion"
+            Message(
+                "demo.step_second",
+                "5  Ingest new shards (one is bad), continue the trunk, and judge candidate 2 against the champion",
+            )
         )
         _arrive(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
         work(plant, settle=0.0)
         terminal.heading(
-            "6  Nothing else is to be done: the factory improves itself. It times every line of the training step, proposes a patch, judges it"
+            Message(
+                "demo.step_improve",
+                "6  Improve the factory's own code: time every line of the training step, propose a patch, judge it",
+            )
         )
         failure: FactoryError | None = None
         try:
@@ -91,8 +103,8 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
             work(plant, settle=0.0)
         except FactoryError as error:  # for example without a sandbox; the earlier results stay
             failure = error
-            terminal.line(f"  the code loop could not run: {error}")
-    terminal.heading("7  What happened")
+            terminal.line(Message("demo.no_code_loop", "  The code loop could not run: {error}", error=error))
+    terminal.heading(Message("demo.step_summary", "7  What happened"))
     for line in summary(workspace, snapshot(workspace), time.monotonic() - began):
         terminal.line(line)
     if failure:
@@ -100,7 +112,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
 
 
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
-    """Measure, choose sizes, and write them: the code's recipe and kernels, the workspace's policies."""
+    """Measure this machine, choose the sizes, and write them into the recipe, the kernels and the workspace's policies."""
     from factory.computing.computing import describe_precision, measured_precision
     from trainer.contract.recipe import Recipe
 
@@ -110,7 +122,15 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     shape = demo_size.first_guess(minutes, _predicted(raw, found))
     for attempt in range(3):
         measured = _step_rate(workspace, terminal, shape.recipe(raw) | {"precision": found["precision"]}, str(shape))
-        terminal.line(f"  {shape}: {measured['step_s'] * 1e3:,.0f} ms a step, {measured['tokens_per_s']:,.0f} tokens/s")
+        terminal.line(
+            Message(
+                "demo.measured",
+                "  {shape}: {milliseconds:,.0f} ms a step, {rate:,.0f} tokens/s",
+                shape=str(shape),
+                milliseconds=measured["step_s"] * 1e3,
+                rate=measured["tokens_per_s"],
+            )  # fmt: skip
+        )
         better = demo_size.next_guess(minutes, shape, measured["step_s"])
         climbs = LADDER.index(better) > LADDER.index(shape)
         if better == shape or attempt == 2 or (climbs and attempt == 1):  # the chosen shape must have been measured
@@ -118,30 +138,47 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         shape = better
     seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
     size = demo_size.plan(minutes, seen)
-    parts = ", ".join(f"{name} {seconds:.0f}" for name, seconds in size.seconds.items())
     terminal.line(
-        f"  chosen for {minutes:g} minutes: {shape}; {size.first} + {size.anneal} steps for the first candidate, "
-        f"{size.later} + {size.anneal} for the second"
+        Message(
+            "demo.chosen",
+            "  Chosen for {minutes:g} minutes: {shape}. Candidate 1 gets {first} + {anneal} steps, candidate 2 gets "
+            "{later} + {anneal}.",
+            minutes=minutes,
+            shape=str(shape),
+            first=size.first,
+            later=size.later,
+            anneal=size.anneal,
+        )  # fmt: skip
     )
-    terminal.line(f"  expected time, in seconds: {parts}")
+    terminal.line(
+        Message(
+            "demo.expected",
+            "  Expected seconds: {parts}",
+            parts=[f"{name} {seconds:.0f}" for name, seconds in size.seconds.items()],
+        )
+    )
     if size.over > 30:
         terminal.line(
-            f"  on this machine, with its present load, that takes about {sum(size.seconds.values()) / 60:.1f} minutes; "
-            "with fewer steps the model would learn too little"
+            Message(
+                "demo.takes_longer",
+                "  With its present load, this machine needs about {minutes:.1f} minutes. With fewer steps the model would learn "
+                "too little.",
+                minutes=sum(size.seconds.values()) / 60,
+            )  # fmt: skip
         )
     _write_policies(workspace, size)
     edits = {KERNELS: plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
-    title = "The demo begins with plain kernels, and a model that fits this machine"
+    title = Message("demo.commit", "Use plain kernels and a model that fits this machine, for the demo")
     fork(code_root(), workspace.repository, edits, title)
     measured_with = devices.compiled(workspace.root, MEASURING)
-    if measured_with.is_dir():  # the factory's own checkout compiled it: training may go on with it
+    if measured_with.is_dir():  # the factory's own checkout compiled it, so training may use it
         own = devices.compiled(workspace.root, live_commit(workspace.repository))
         shutil.rmtree(own, ignore_errors=True)
         measured_with.rename(own)
 
 
 def _read_recipe(text: str) -> dict[str, Any]:
-    """The keys of a recipe's file, without defaults."""
+    """The keys of a recipe file, without defaults."""
     from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import RecipeError
 
@@ -151,7 +188,7 @@ def _read_recipe(text: str) -> dict[str, Any]:
 
 
 def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, float]:
-    """Seconds of the matrix products, attention and loss head of a step of each shape, by the probe's rates."""
+    """For each shape, the seconds of a step's matrix products, attention and loss head, from the probe's rates."""
     import torch
 
     from trainer.contract.plan.precision import DTYPES, parts
@@ -167,24 +204,25 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
 
 
 def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any], title: str) -> dict[str, float]:
-    """The rate of the recipe's steps, from a process of its own; training reuses its compiled code. ``start_s``: the start of
-    such a program, twice its imports.
+    """The rate of the recipe's steps, measured in a process of its own, whose compiled code training uses again.
 
-    Raises: FactoryError with the last line of its output.
+    ``start_s``: the time to start such a program, twice its imports. Raises: FactoryError with the last line of its output.
     """
     folder = workspace.root / "cache"
     folder.mkdir(exist_ok=True)
     given, kernels = folder / "demo-recipe.yaml", folder / "demo-kernels.yaml"
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
-    words = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
+    arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
     cache = str(devices.compiled(workspace.root, MEASURING) / "inductor")
     began = time.monotonic()
-    with terminal.task(f"timing steps of {title} (the first compiles)"):
-        done = run_python(code_root(), *words, TORCHINDUCTOR_CACHE_DIR=cache)
+    with terminal.task(Message("demo.timing", "timing steps of {shape} (the first step compiles)", shape=title)):
+        done = run_python(code_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
-        said = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise FactoryError(f"a step of the demo's recipe could not be timed: {said}")
+        raise FactoryError(
+            "demo.not_timed", "A step of the demo's recipe could not be timed: {error}",
+            error=(done.stderr.strip().splitlines() or ["no output"])[-1],
+        )  # fmt: skip
     found = dict(json.loads(done.stdout.splitlines()[-1]))
     return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
 
@@ -192,11 +230,12 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
 def _recipe_text(text: str, shape: DemoShape, size: Size) -> str:
     raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
-    return "# Sized by 'factory demo' for this machine.\n" + yaml.safe_dump(raw, sort_keys=False)
+    comment = Message("demo.recipe_comment", "# 'factory demo' chose these sizes for this machine.\n")
+    return comment + yaml.safe_dump(raw, sort_keys=False)
 
 
 def _write_data_policy(workspace: Workspace) -> None:
-    """The shipped one, with a module's code, docs and chats held out together: they quote one another."""
+    """Write the shipped policy, but hold out a module's code, docs and chats together, because they quote one another."""
     from agents.core.yaml_edit import set_value
 
     path = workspace.root / "policies" / "data.yaml"
@@ -209,7 +248,7 @@ def _write_data_policy(workspace: Workspace) -> None:
 
 
 def _write_policies(workspace: Workspace, size: Size) -> None:
-    """Copies of the policies with as much measuring as there is time for, and the shipped thresholds."""
+    """Write copies of the policies with the shipped thresholds, and as much measuring as the time allows."""
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
         "evals.yaml": size.evals,
@@ -225,14 +264,14 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
             raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
         path = own / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            "# The shipped policy, with as much measuring as 'factory demo' has time for.\n"
-            + yaml.safe_dump(raw, sort_keys=False)
+        comment = Message(
+            "demo.policy_comment", "# The shipped policy, with as much measuring as 'factory demo' has time for.\n"
         )
+        path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 
 
 def plain_kernels(policy: str) -> str:
-    """kernels.yaml with the plain expressions in place of every choice: something is left to find."""
+    """kernels.yaml with plain expressions in place of every choice, so that the code loop can find an improvement."""
     from agents.core.yaml_edit import set_value
     from kernels.contract.choice import PLAIN
 
@@ -253,13 +292,13 @@ def _corpus(workspace: Workspace, terminal: Terminal, minutes: float) -> list[Pa
         os.rename(aside, folder)
     found = sorted(path for path in folder.glob("*.jsonl") if path.name != BAD_SHARD)
     if not found:
-        raise InputError(f"{folder} has no shards: run 'factory demo --fresh'")
+        raise InputError("demo.no_shards", "{folder} has no shards. Run 'factory demo --fresh'.", folder=folder)
     terminal.line("  " + ", ".join(f"{path.name} {path.stat().st_size / 1e6:.1f} MB" for path in found))
     return found
 
 
 def _bad_shard(plant: Plant) -> Path:
-    """Written once, after the first ingest, because it has copies of ingested and of held-out documents."""
+    """The bad shard. It is written after the first ingest, because it has copies of ingested and of held-out documents."""
     from factory.corpus import write_bad_shard
 
     path = plant.workspace.root / "corpus" / BAD_SHARD
@@ -269,7 +308,7 @@ def _bad_shard(plant: Plant) -> Path:
 
 
 def _arrive(plant: Plant, files: list[Path]) -> None:
-    """Copy shards into the inbox, but not those that are ingested already."""
+    """Copy shards that are not yet ingested into the inbox."""
     from trainer.contract.data.token_shard import file_sha256
 
     known = {row["sha256"] for row in plant.ledger.rows(sa.select(shards.c.sha256))}
@@ -281,7 +320,7 @@ def _arrive(plant: Plant, files: list[Path]) -> None:
 
 
 def _improve_when_idle(workspace: Workspace) -> None:
-    """From now on the daemon improves the factory whenever it has nothing else to do, and so does every 'factory run' here."""
+    """Set the policy so that the daemon improves the factory when it has no other work."""
     from agents.core.yaml_edit import set_value
 
     path = workspace.root / "policies" / "agents.yaml"

@@ -1,8 +1,8 @@
-"""What fits into the demo's minutes: the model, the steps, and how much is measured. Pure functions of measured seconds.
+"""Chooses the model, the steps and the size of evaluations that fit into the demo's minutes. Pure functions of measured seconds.
 
-Every machine runs the same story: two candidates, one judged proposal. A faster machine gets a larger model and more steps, not
-a shorter demo. A step should take about ``STEP_S`` in a demo of six minutes, so that the patch gate's runs, which repeat steps
-about 300 times, leave time for training; the model is the largest of ``LADDER`` with such steps.
+Every machine makes two candidates and one judged proposal. A faster machine gets a larger model and more steps, not a shorter demo. A step
+should take about ``STEP_S`` in a demo of six minutes, so that the patch gate, which repeats steps about 300 times, leaves time for training.
+The model is the largest of ``LADDER`` with such steps.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from factory.core.errors import InputError
+from kernels.contract.message import Message
+
 LEAST_MINUTES, MOST_MINUTES = 2.0, 120.0
-STEP_S = 0.15  # seconds of a step, where the demo has SIX minutes
+STEP_S = 0.15  # seconds of a step in a demo of SIX minutes
 SIX = 6.0
-OVERHEAD = 2.0  # a step's seconds over those of its products, attention and loss head alone; measured on small models
+OVERHEAD = 2.0  # time of a step divided by that of its products, attention and loss head; measured on small models
 
 
 @dataclass(frozen=True)
 class DemoShape:
-    """One size of the demo's model, and of its batch in rows of 256 positions."""
+    """A size of the demo's model, and of its batch in rows of 256 positions."""
 
     d_model: int
     layers: int
@@ -29,18 +32,21 @@ class DemoShape:
     sequences: int
 
     def recipe(self, raw: dict[str, Any]) -> dict[str, Any]:
-        """A recipe with these sizes. The rate was found at a width of 256 and moves with muP (``base_d_model``)."""
+        """The recipe ``raw`` with these sizes. Its learning rate was tuned at a width of 256 and scales with muP (``base_d_model``)."""
         sizes = {"d_model": self.d_model, "layers": self.layers, "heads": self.heads, "kv_heads": self.kv_heads}
         model = raw["model"] | sizes | {"d_ff": self.d_ff, "base_d_model": 256}
-        # With two micro-batches the gradient's noise costs nothing to measure; one would be split now and then, and compiled again.
+        # Two micro-batches measure the gradient noise for free. One would sometimes be split, and compiled again.
         batch = raw["batch"] | {"sequences": self.sequences, "micro_sequences": self.sequences // 2}
         return raw | {"model": model, "batch": batch}
 
     def __str__(self) -> str:
-        return f"{self.layers} layers of width {self.d_model}, {self.sequences} rows of 256 tokens a step"
+        return Message(
+            "demo.shape", "{layers} layers of width {width}, {rows} rows of 256 tokens a step", layers=self.layers, width=self.d_model,
+            rows=self.sequences,
+        )  # fmt: skip
 
 
-LADDER = (  # smallest first; each step takes 1.5 to 3 times as long as the one before
+LADDER = (  # smallest first; a step of each shape takes 1.5 to 3 times as long as one of the shape before
     DemoShape(128, 2, 2, 1, 384, 8),
     DemoShape(128, 4, 2, 1, 384, 8),
     DemoShape(128, 4, 2, 1, 384, 16),
@@ -54,53 +60,54 @@ LADDER = (  # smallest first; each step takes 1.5 to 3 times as long as the one 
 
 @dataclass(frozen=True)
 class Seen:
-    """Measured seconds of this machine."""
+    """Measured seconds on this machine."""
 
     spent: float  # since the demo began
-    ingest: float  # of the first shards
-    start: float  # of a trainer whose code is compiled already
-    step: float  # of the chosen shape
+    ingest: float  # ingest of the first shards
+    start: float  # start of a trainer whose code is compiled
+    step: float  # a step of the chosen shape
 
 
 @dataclass(frozen=True)
 class Size:
-    """The sizes of the rest of the demo. ``over``: seconds by which it will exceed its minutes; 0 where it fits."""
+    """The sizes for the rest of the demo. ``over``: seconds by which the demo will exceed its minutes; 0 when it fits."""
 
-    first: int  # steps of the first trunk segment, of later ones, and of each anneal
+    first: int  # steps of the first trunk segment; ``later``: of later trunk segments; ``anneal``: of each anneal
     later: int
     anneal: int
     measure_seconds: float  # for the code loop's agent
-    improve_seconds: float  # of the day's budget: less than the first proposal takes, so that there is time for one
+    improve_seconds: float  # the day's budget: less than the first proposal takes, so that exactly one is made
     patch: dict[str, int]  # of policies/gates/patch.yaml: training
     evals: dict[str, int]  # of policies/evals.yaml
-    seconds: dict[str, float]  # what each part is expected to take
+    seconds: dict[str, float]  # expected seconds of each part
     over: float
 
 
-LEAST = {"first": 60, "later": 30, "anneal": 24}  # fewer steps, and a candidate may not beat the trigram
-SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; there are two anneals
-JUDGED_STEPS = 310  # of the gate's runs and their warm-ups, measured twice, with four pairs
-TWO_PAIRS = 0.74  # share of those steps with two pairs
+LEAST = {"first": 60, "later": 30, "anneal": 24}  # with fewer steps a candidate may not beat the trigram model
+SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; the demo has two anneals
+JUDGED_STEPS = 310  # steps of the gate's runs and warm-ups, measured twice, with four pairs
+TWO_PAIRS = 0.74  # share of JUDGED_STEPS that two pairs need
 
 
 def checked(minutes: float) -> float:
-    """Raises: ValueError for minutes out of range."""
+    """Return ``minutes``. Raises: InputError for minutes out of range."""
     if not (math.isfinite(minutes) and LEAST_MINUTES <= minutes <= MOST_MINUTES):
-        raise ValueError(
-            f"--minutes {minutes:g}: the demo takes {LEAST_MINUTES:g} to {MOST_MINUTES:g} minutes; 6 is the default"
-        )
+        raise InputError(
+            "demo.minutes", "--minutes must be from {least:g} to {most:g}, not {minutes:g}. The default is {default:g}.", minutes=minutes,
+            least=LEAST_MINUTES, most=MOST_MINUTES, default=SIX,
+        )  # fmt: skip
     return minutes
 
 
 def first_guess(minutes: float, predicted: dict[DemoShape, float]) -> DemoShape:
-    """The largest shape whose predicted step is short enough. ``predicted``: seconds of its products, attention and loss head."""
+    """The largest shape with a short enough predicted step. ``predicted``: seconds of its products, attention and loss head."""
     short = STEP_S * minutes / SIX
     fitting = [shape for shape in LADDER if shape in predicted and predicted[shape] * OVERHEAD <= short]
     return fitting[-1] if fitting else LADDER[0]
 
 
 def next_guess(minutes: float, shape: DemoShape, step: float) -> DemoShape:
-    """The shape to try after ``shape`` took ``step`` seconds a step; the same one where that is close enough."""
+    """The shape to try after ``shape`` took ``step`` seconds a step; ``shape`` itself when the time is near the goal."""
     ratio, place = step / (STEP_S * minutes / SIX), LADDER.index(shape)
     if ratio > 1.3 and place > 0:
         return LADDER[place - (2 if ratio > 5 and place > 1 else 1)]
@@ -110,23 +117,23 @@ def next_guess(minutes: float, shape: DemoShape, step: float) -> DemoShape:
 
 
 def plan(minutes: float, seen: Seen) -> Size:
-    """The sizes that use the minutes that are left."""
+    """The sizes that use the remaining minutes."""
     scale = min(1.0, minutes / SIX)
     evals = {
         "documents_per_domain": max(16, round(60 * scale)),
         "cloze_items_per_domain": max(10, round(40 * scale)),
         "chat_samples": max(4, round(12 * scale)),
     }
-    # A gain that would promote is measured twice: two pairs in each are enough for one as large as the demo's.
-    # On a noisy machine a measurement is repeated once: a second time would take another minute of the six.
+    # The gate measures a gain that would promote twice. Two pairs each are enough for a gain as large as the demo's.
+    # On a noisy machine a measurement is repeated once. A second repeat would take another minute of the six.
     hurried = minutes < 2 * SIX
     patch = {"steps": 10, "pairs": 2 if hurried else 4, "tries": 2 if hurried else 3, "long": 8 if scale == 1 else 4}
-    # Enough for at least two implementations, which are compiled first: without any there is nothing to propose.
+    # Enough to compile and time at least two implementations. Without them, no patch can be proposed.
     measure = round(max(40.0 * scale, 15.0 + 5 * seen.start), 1)
     judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else TWO_PAIRS)
-    # Counted in starts of a program that imports torch, on two cores without a GPU; the work between them is small.
+    # In starts of a program that imports torch, on two cores without a GPU. The work between the starts is small.
     fixed = {
-        "ingest of the shards that come later": 0.5 * seen.ingest,
+        "ingest of later shards": 0.5 * seen.ingest,
         "starting segments": 8 * seen.start,
         "evaluations and gates": 2 * (2 * seen.start + 10.0 * scale),
         "profile": 4.5 * seen.start + 30 * seen.step,

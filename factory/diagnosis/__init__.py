@@ -1,5 +1,5 @@
-"""Diagnosis: an anomaly's window is replayed under arms, its cause is named, and what the policy says is done.
+"""Diagnoses anomalies: replays the window of an anomaly in several arms, names the cause, and acts as the policy says.
 
-``joined`` reads what new documents are like, ``bench`` replays (the doctor of ``agents/loss_doctor`` sees nothing else), ``diagnosing`` runs and
-records a diagnosis, ``acting`` quarantines documents and rewinds, ``wording`` has a language model say what it shows.
+``joined`` compares new documents with old ones. ``bench`` replays, and is all that the doctor of ``agents/loss_doctor`` sees. ``diagnosing``
+runs and records a diagnosis. ``acting`` quarantines documents and rewinds segments. ``wording`` lets a language model describe a diagnosis.
 """

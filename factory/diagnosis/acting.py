@@ -1,17 +1,16 @@
-"""What is done about a diagnosis: guilty documents are quarantined, or the rate lowered for a while, and the segment that was spoiled is
-rewound; or a person is asked. And what a person does without a diagnosis.
+"""Acts on a diagnosis, or on a person's order: quarantines documents, lowers the learning rate for a while, rewinds segments, asks a person.
 
-A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in any segment that is planned
-later (``DataPlan.masked``), so that checkpoints and sampler states from before it stay valid. A rewound segment is not gone on from:
-the trunk goes on from the one before it, over the same shards.
+A quarantined document stays in its token shard and keeps its place in the data order, but carries no loss in segments that are planned
+later (``DataPlan.masked``). Older checkpoints and sampler states therefore stay valid. No segment continues from a rewound segment: the
+trunk continues from the segment before it, with the same shards.
 
-Each decision reads and writes in one transaction, so that a person decides while the daemon runs: what it does at that moment with what is
-rewound is given up (``factory.retrying.asking``).
+Each decision reads and writes in one transaction, so a person can decide while the daemon runs. The daemon gives up its work on a
+rewound segment (``factory.retrying.asking``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +43,22 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.training.planning import RecipeOverride, last_checkpoint, record_override, was_overridden
+from kernels.contract.message import Message
 
-AT_ONCE = 16  # steps from an episode's onset in which what is new about shards shows
-DOCTOR, PERSON = "loss_doctor", "person"  # as ``documents.rule`` names who quarantined
+AT_ONCE = 16  # steps from an episode's onset in which new shards show their effect
+DOCTOR, PERSON = "loss_doctor", "person"  # values of ``documents.rule``: who quarantined the document
 Saw = Mapping[
     int, tuple[Sequence[str], bool]
-]  # by release, the documents that it was trained on, and whether that is known
+]  # by release: (keys of the documents that it was trained on, whether this is certain)
 OF_KERNELS = ("kernels/", "policies/kernels.yaml")
 
 
-def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
-    """Do what the policy says about the diagnosis of an anomaly; returns a line for a person."""
+def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
+    """Act on the diagnosis of an anomaly as the policy says; returns a message."""
     found = _diagnosis(ledger, lead)
     if tuple(found["causes"]) in HEALTHY and _at_once(found):
         _close(ledger, lead, "healthy", "policy")
-        return "nothing is wrong; it is closed"
+        return Message("diagnosis.healthy", "Nothing is wrong, so the anomaly is closed.")
     if found["guilty"] and policy.quarantine == "automatic" and not _defended(ledger) & set(found["guilty"]):
         return quarantine_and_rewind(ledger, lead, "policy")
     if _override(found) and policy.rate == "automatic":
@@ -68,14 +68,27 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> str:
     with ledger.begin() as tx:
         asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
         record(tx, ASKED, Subject("anomaly", found["lead"]), asked)
-    undone = _said(found)
-    undone += "".join(f"; a proposal that undoes proposal {number} is opened" for number in found.get("undo", ()))
-    return f"a person decides: 'factory anomalies accept {found['lead']}' or 'factory anomalies reject {found['lead']}'{undone}"
+    override, undo = _override(found), list(found.get("undo", ()))
+    repeats = Message(
+        "diagnosis.accept_repeats", " After 'accept', training repeats the segment with {values} until step {until}.",
+        values=_values(override) if override else [], until=override.until if override else 0,
+    )  # fmt: skip
+    reverts = Message(
+        "diagnosis.patch_reverted", " The factory opens a proposal that undoes proposal {proposals}.", proposals=undo
+    )
+    return Message(
+        "diagnosis.person_decides",
+        "A person must decide. Run 'factory anomalies accept {anomaly}' or 'factory anomalies reject {anomaly}'.{repeats}{reverts}",
+        anomaly=found["lead"], repeats=repeats if override else "", reverts=reverts if undo else "",
+    )  # fmt: skip
 
 
 def blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: str | None) -> list[int]:
-    """The agents' patch that a code change or a faulty kernel can only be: merged since the commit ``previous``, in a kernel's case into
-    kernels; where ``previous`` is None, ever. None where several may be. Raises: RepositoryError."""
+    """The number of the only patch of an agent that can be the cause, where the cause is a code change or a faulty kernel.
+
+    Candidates are patches merged since the commit ``previous`` (None: all merged patches); for a kernel, those that change kernels.
+    Empty when there is no candidate or several. Raises: RepositoryError.
+    """
     if tuple(causes) not in ((CODE,), (KERNEL,)):
         return []
     code = plant.workspace.repository
@@ -92,10 +105,10 @@ def blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: s
     return [row.number for row in since] if len(since) == 1 else []
 
 
-def accept(ledger: Ledger, number: int, by: str) -> str:
-    """Do what the diagnosis proposes; where it proposes nothing, take the anomaly as it is, so that candidates may be released again.
+def accept(ledger: Ledger, number: int, by: str) -> Message:
+    """Do what the diagnosis proposes and close the anomaly, so that candidates may be released again; returns a message.
 
-    Raises: InputError when it is closed, or was not diagnosed.
+    Raises: InputError when the anomaly is closed or has no diagnosis.
     """
     if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
         return _noted(ledger, number, "accepted", by)
@@ -105,11 +118,13 @@ def accept(ledger: Ledger, number: int, by: str) -> str:
     if _override(found) and not _replaced(ledger, found["segment"]):
         return override_and_rewind(ledger, number, by)
     _close(ledger, number, "accepted", by)
-    return "closed; candidates that were held are judged again by 'factory evaluate N'"
+    return Message(
+        "diagnosis.accepted", "The anomaly is closed. To judge a held candidate N again, run 'factory evaluate N'."
+    )
 
 
-def reject(ledger: Ledger, number: int, by: str) -> str:
-    """The diagnosis is wrong: nothing is done, or what was done to documents is undone, and the anomaly is closed. Raises: InputError."""
+def reject(ledger: Ledger, number: int, by: str) -> Message:
+    """Close an anomaly whose diagnosis is wrong, and free the documents that it quarantined; returns a message. Raises: InputError."""
     if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
         return _noted(ledger, number, REJECTED, by)
     with ledger.begin() as tx:
@@ -117,18 +132,24 @@ def reject(ledger: Ledger, number: int, by: str) -> str:
         found = _diagnosis(db, number, also_closed=True)
         reason, detail = f"anomaly {found['lead']}: ", documents.c.detail
         written = sa.and_(detail.startswith(SYNTHETIC), detail.contains(f"; {reason}", autoescape=True))
-        its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # another's stay as they are
+        its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # no documents of another diagnosis
         which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
         if _override(found):
             record_override(tx, SegmentRow.get(db, found["segment"]), RecipeOverride({}, 0, "rejected"))
         freed = list(tx.execute(sa.select(documents.c.key).where(*which)).scalars())
         change_documents(tx, freed, "train", None, None)
         _closed(tx, found, REJECTED, by, documents=found["guilty"])
-    return f"closed; {len(freed)} documents are trained on again" if freed else "closed"
+    if not freed:
+        return Message("diagnosis.rejected", "The anomaly is closed.")
+    return Message(
+        "diagnosis.rejected_freed",
+        "The anomaly is closed, and {documents:,|document is|documents are} trained on again.",
+        documents=len(freed),
+    )
 
 
 def change_documents(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
-    """Give documents another fate, and a reason for it; who wrote one stays said."""
+    """Give documents another fate and its reason; the maker of a synthetic document stays recorded."""
     c = documents.c
     for start in range(0, len(keys), 500):
         these = c.key.in_(keys[start : start + 500])
@@ -138,8 +159,11 @@ def change_documents(tx: sa.Connection, keys: Sequence[str], fate: str, rule: st
             tx.execute(documents.update().where(c.key == key).values(detail=keeping_maker(before, detail)))
 
 
-def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
-    """All in one transaction: documents, releases that saw them, segments that go on from what they spoiled, the anomaly."""
+def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
+    """Quarantine the guilty documents, mark releases that saw them, rewind the segment, close the anomaly; returns a message.
+
+    All of it is one transaction.
+    """
     saw = releases_that_were_trained_on(ledger, _diagnosis(ledger, number)["guilty"])
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
@@ -150,11 +174,14 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> str:
         mark_releases(tx, saw, found["lead"])
         mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "quarantined", by)
-    return f"{len(guilty)} documents quarantined, segment {found['segment']} rewound{saw_in_words(saw)}"
+    return Message(
+        "diagnosis.quarantined", "{documents:,|document is|documents are} quarantined, and segment {segment} is rewound.{releases}",
+        documents=len(guilty), segment=found["segment"], releases=saw_in_words(saw),
+    )  # fmt: skip
 
 
-def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
-    """All in one transaction: what the recipe says otherwise for a while, segments that go on from what was spoiled, the anomaly."""
+def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
+    """Override the recipe for a while, rewind the segment, close the anomaly; returns a message. All of it is one transaction."""
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number)
@@ -163,35 +190,34 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> str:
         record_override(tx, SegmentRow.get(db, found["segment"]), override)
         mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "trained again", by)
-    return f"segment {found['segment']} rewound{_said(found)}"
+    return Message(
+        "diagnosis.rate_lowered", "Segment {segment} is rewound. Training repeats it with {values} until step {until}.",
+        segment=found["segment"], values=_values(override), until=override.until,
+    )  # fmt: skip
 
 
 def _at_once(found: Mapping[str, Any]) -> bool:
-    """Are all of the episode's anomalies near its onset? Those later, of which nothing was replayed, are not closed with it as healthy."""
+    """Whether all anomalies of the episode are near its onset. Later anomalies were not replayed, so they are not closed as healthy."""
     first, last = found["noted"]
     return bool(found["onset"] - AT_ONCE <= first and last <= found["onset"] + AT_ONCE)
 
 
 def _defended(ledger: Ledger) -> set[str]:
-    """Documents that a person said are not to blame: they are quarantined again by a person alone."""
+    """Documents that a person declared not guilty. Only a person may quarantine them again."""
     ended = [row["detail"] for row in ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=CLOSED)]
     return {key for end in ended if end["how"] == REJECTED for key in end.get("documents", ())}
 
 
 def _override(found: Mapping[str, Any]) -> RecipeOverride | None:
-    """What of the recipe cleared the anomaly, where it was the rate and nothing else."""
+    """The recipe values that removed the anomaly, where the learning rate is the only cause."""
     override = found.get("override")
     if tuple(found["causes"]) != (RATE,) or not override:
         return None
     return RecipeOverride(override["keys"], override["until"], _reason(found))
 
 
-def _said(found: Mapping[str, Any]) -> str:
-    override = _override(found)
-    if override is None:
-        return ""
-    keys = ", ".join(f"{key} {value:g}" for key, value in override.keys.items())
-    return f"; it is trained again with {keys} until step {override.until}"
+def _values(override: RecipeOverride) -> list[str]:
+    return [f"{key} {value:g}" for key, value in override.keys.items()]
 
 
 def _reason(found: Mapping[str, Any]) -> str:
@@ -199,38 +225,43 @@ def _reason(found: Mapping[str, Any]) -> str:
 
 
 def spoiled_by(db: Reads, segment: int) -> list[SegmentRow]:
-    """A segment and all that go on from it."""
+    """A segment and all its descendants."""
     return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.lineage(db, row.id))]
 
 
 def _replaced(ledger: Ledger, segment: int) -> bool:
-    """Was a segment rewound, and has another one taken its place? Then nothing is trained again for what it showed."""
+    """Whether a segment was rewound and another segment replaced it. Then no override is needed."""
     spoiled = SegmentRow.get(ledger, segment)
     later = SegmentRow.select(ledger, "WHERE id > :id AND kind = :kind", id=segment, kind=spoiled.kind)
     return spoiled.state == "rewound" and any(row.parent == spoiled.parent for row in later)
 
 
 def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mapping[str, Any]) -> None:
-    """In the caller's transaction. ``detail``: of the events."""
+    """Mark segments as rewound, in the caller's transaction. ``detail``: of the events."""
     for row in spoiled:
-        if (
-            row.state != "rewound"
-        ):  # a failed one too: training would wait for a person to mend what nothing goes on from
+        if row.state != "rewound":  # also a failed segment, else training would wait for a person
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
             record(tx, REWOUND, Subject("segment", row.id), dict(detail))
 
 
-def _noted(ledger: Ledger, number: int, how: str, by: str) -> str:
-    """Close an anomaly of the judge's, which nothing is to be done about: what it says of a candidate stands in that one's verdict."""
+def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
+    """Close an anomaly that the judge recorded. It needs no action: the verdict of its candidate contains it."""
     with ledger.begin() as tx:
-        _refuse_closed(Snapshot(tx, ledger.root), number)
+        refuse_closed(Snapshot(tx, ledger.root), number)
         _closed(tx, {"lead": number, "anomalies": [number]}, how, by)
-    return "closed; the candidate stays held, as its verdict says"
+    return Message("diagnosis.noted", "The anomaly is closed. The candidate stays held, as its verdict says.")
 
 
-def _refuse_closed(db: Reads, number: int) -> None:
+def refuse_closed(db: Reads, number: int) -> None:
+    """Raises: InputError when the anomaly is closed."""
     if end := newest_about(db, CLOSED).get(number):
-        raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
+        raise InputError(
+            "diagnosis.closed",
+            "Anomaly {anomaly} is closed: {how} by {person}.",
+            anomaly=number,
+            how=end["how"],
+            person=end["by"],
+        )
 
 
 def _close(ledger: Ledger, number: int, how: str, by: str) -> None:
@@ -244,17 +275,21 @@ def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **mo
 
 
 def _diagnosis(db: Reads, number: int, also_closed: bool = False) -> dict[str, Any]:
-    """Raises: InputError."""
+    """The newest diagnosis of an anomaly. Raises: InputError when there is none, or the anomaly is closed."""
     found = newest_about(db, DIAGNOSED).get(number)
     if found is None:
-        raise InputError(f"anomaly {number} was not diagnosed: run 'factory diagnose {number}'")
+        raise InputError(
+            "diagnosis.not_diagnosed",
+            "Anomaly {anomaly} has no diagnosis. Run 'factory diagnose {anomaly}'.",
+            anomaly=number,
+        )
     if not also_closed:
-        _refuse_closed(db, number)
+        refuse_closed(db, number)
     return found
 
 
 def releases_that_were_trained_on(ledger: Ledger, keys: Sequence[str]) -> Saw:
-    """By release, those of these documents that it was trained on, as ``factory provenance`` says, and whether that is known."""
+    """By release: the documents of ``keys`` that it was trained on, as in ``factory provenance``, and whether this is certain."""
     c = documents.c
     rows = ledger.rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
     exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
@@ -262,77 +297,114 @@ def releases_that_were_trained_on(ledger: Ledger, keys: Sequence[str]) -> Saw:
 
 
 def mark_releases(tx: sa.Connection, saw: Saw, anomaly: int | None = None) -> None:
-    """Note that releases saw documents that are quarantined now."""
+    """Record that releases were trained on documents that are quarantined now."""
     for release, (keys, exact) in saw.items():
         record(tx, MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact})
 
 
 def saw_in_words(saw: Saw) -> str:
-    """
+    """The releases that were trained on some documents, as sentences.
+
     >>> saw_in_words({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
-    '; release 1, 2 saw them; release 3 may have seen them'
+    ' Trained on them: release 1, 2. Possibly trained on them: release 3.'
     """
-    said = ""
-    for known, words in ((True, "saw them"), (False, "may have seen them")):
-        if numbers := ", ".join(str(release) for release, (_, exact) in saw.items() if exact is known):
-            said += f"; release {numbers} {words}"
-    return said
+    certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
+    said: list[str] = []
+    if certain:
+        said.append(Message("diagnosis.releases_saw", " Trained on them: release {releases}.", releases=certain))
+    if possible:
+        said.append(
+            Message(
+                "diagnosis.releases_may_have_seen", " Possibly trained on them: release {releases}.", releases=possible
+            )
+        )
+    return said[0] if len(said) == 1 else "".join(said)
 
 
 # -- without a diagnosis -----------------------------------------------------------------------------------------------
-def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> str:
-    """Training is gone on with from before a segment, and from nothing that goes on from it; returns a line for a person.
+def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> Message:
+    """Rewind a segment and its descendants, so that training continues from its parent; returns a message.
 
-    Raises: InputError for a segment that is rewound already, or whose predecessor's checkpoint is gone.
+    Raises: InputError for a segment that is already rewound, or whose parent has no checkpoint on disk.
     """
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         row = SegmentRow.get(db, number)
         if row.state in ("rewound", "abandoned"):
-            raise InputError(f"segment {number} is {row.state} already: nothing goes on from it")
+            raise InputError(
+                "diagnosis.already_rewound",
+                "Segment {segment} is already {state}, so no segment continues from it.",
+                segment=number,
+                state=row.state,
+            )
         if row.parent is not None:
             before = Path(last_checkpoint(db, row.parent)["path"])
             if not (before / "manifest.json").is_file():
                 raise InputError(
-                    f"segment {number} is not rewound: {before}, which training would go on from, is gone; "
-                    f"keep more with trunk_segments in policies/retention.yaml"
+                    "diagnosis.no_checkpoint_to_rewind_to",
+                    "Segment {segment} was not rewound, because the checkpoint {checkpoint} before it is missing. "
+                    "To keep more checkpoints, raise trunk_segments in policies/retention.yaml.",
+                    segment=number,
+                    checkpoint=before,
                 )
         spoiled = [one for one in spoiled_by(db, number) if one.state != "rewound"]
         mark_rewound(tx, spoiled, {"by": by, "why": why})
-    listed = ", ".join(str(one.id) for one in spoiled)
-    goes_on = f"from the end of segment {row.parent}" if row.parent is not None else "anew, at step 0"
-    ids = {one.id for one in spoiled}
-    made = ", ".join(str(one.number) for one in ReleaseRow.select(ledger) if one.segment in ids)
-    stays = f"; release {made} is made of it and stays ('factory release --rollback N' takes another)" if made else ""
-    return f"rewound: segment {listed}; training goes on {goes_on}, over the same shards{stays}"
+    ids = [one.id for one in spoiled]
+    made = [one.number for one in ReleaseRow.select(ledger) if one.segment in ids]
+    stays = Message(
+        "diagnosis.releases_stay", " Release {releases} was made from a rewound segment and stays. For another release, run "
+        "'factory release --rollback N'.", releases=made,
+    )  # fmt: skip
+    return Message(
+        "diagnosis.rewound", "Segment {segments} is rewound. Training continues from {start} with the same shards.{releases}",
+        segments=ids, start=f"the end of segment {row.parent}" if row.parent is not None else "step 0", parent=row.parent,
+        releases=stays if made else "",
+    )  # fmt: skip
 
 
-def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> str:
-    """Documents carry no loss in any segment that is planned later; returns a line for a person.
+def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> Message:
+    """Quarantine documents, so that they carry no loss in segments that are planned later; returns a message.
 
-    ``names``: ids or keys. Raises: InputError for one that is not trained on; nothing is changed then.
+    ``names``: ids or keys. Raises: InputError for a document that is not trained on; then nothing is changed.
     """
-    keys = _keys(ledger, names, "train", None, "is not trained on")
+    refusal = lambda name, fate: InputError(
+        "diagnosis.not_trained_on", "Document {document!r} is not trained on: its fate is {fate!r}. Nothing was changed.",
+        document=name, fate=fate,
+    )  # fmt: skip
+    keys = _keys(ledger, names, "train", None, refusal)
     saw = releases_that_were_trained_on(ledger, keys)
     detail = f"by {by}" + (f": {why}" if why else "")
     with ledger.begin() as tx:
         change_documents(tx, keys, "quarantined", PERSON, detail)
         record(tx, QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
         mark_releases(tx, saw)
-    return f"{len(keys)} documents quarantined: they carry no loss from the next segment on{saw_in_words(saw)}"
+    return Message(
+        "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined and will carry no loss from the next segment "
+        "on.{releases}", documents=len(keys), releases=saw_in_words(saw),
+    )  # fmt: skip
 
 
-def free(ledger: Ledger, names: Sequence[str], by: str) -> str:
-    """Documents that a person quarantined are trained on again. Raises: InputError, as ``quarantine``."""
-    keys = _keys(ledger, names, "quarantined", PERSON, "was not quarantined by a person")
+def free(ledger: Ledger, names: Sequence[str], by: str) -> Message:
+    """Train again on documents that a person quarantined; returns a message. Raises: InputError, as ``quarantine``."""
+    refusal = lambda name, fate: InputError(
+        "diagnosis.not_quarantined", "No person quarantined document {document!r}: its fate is {fate!r}. Nothing was changed.",
+        document=name, fate=fate,
+    )  # fmt: skip
+    keys = _keys(ledger, names, "quarantined", PERSON, refusal)
     with ledger.begin() as tx:
         change_documents(tx, keys, "train", None, None)
         record(tx, FREED, "documents", {"documents": keys, "by": by})
-    return f"{len(keys)} documents are trained on again from the next segment on"
+    return Message(
+        "diagnosis.freed",
+        "{documents:,|document is|documents are} trained on again from the next segment on.",
+        documents=len(keys),
+    )
 
 
-def _keys(ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, otherwise: str) -> list[str]:
-    """Of the documents of these ids or keys, which all have that fate."""
+def _keys(
+    ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, refusal: Callable[[str, str], InputError]
+) -> list[str]:
+    """The keys of documents, by id or key. Raises: ``refusal(name, fate)`` when a document has another fate or rule."""
     c = documents.c
     fits = sa.and_(c.fate == fate, c.rule == rule) if rule else c.fate == fate
     found: list[str] = []
@@ -340,11 +412,12 @@ def _keys(ledger: Ledger, names: Sequence[str], fate: str, rule: str | None, oth
         try:
             keys = keys_of_one(ledger, name, fits)
         except InputError as error:
-            said = str(error)
-            raise InputError(said if "nothing was changed" in said else f"{said}; nothing was changed") from error
+            if "nothing was changed" in str(error).lower():
+                raise
+            raise InputError("diagnosis.unknown_document", "{error} (Nothing was changed.)", error=error) from error
         rows = ledger.rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
         fitting = [row["key"] for row in ledger.rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))]
         if not fitting:
-            raise InputError(f"document {name!r} {otherwise} (its fate: {rows[0]['fate']}); nothing was changed")
+            raise refusal(name, rows[0]["fate"])
         found += fitting
     return list(dict.fromkeys(found))

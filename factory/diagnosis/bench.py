@@ -1,4 +1,4 @@
-"""The loss doctor's bench: replays a window of a segment under an arm, and scores the window's documents with the judge's own model."""
+"""The bench of the loss doctor: replays a window of a segment in an arm, and scores the window's documents with the judge's model."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from factory.runs.arm import Arm
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
@@ -32,39 +33,37 @@ from trainer.contract.data.document_stream import Piece, Stream, generation_of
 from trainer.contract.recipe import Recipe
 
 Runner = Callable[[Arm], Ended]  # trains an arm
-USUAL_STEPS = 32  # before the onset that say what is usual
-SAMPLE = 200  # documents of the shards before that are scored, for comparison
+USUAL_STEPS = 32  # steps before the onset that define the usual values
+SAMPLE = 200  # documents of earlier shards that are scored for comparison
 
 
 @dataclass(frozen=True)
 class Episode:
-    """Anomalies of one segment that belong together, with what is needed to run their window again."""
+    """Anomalies of one segment that belong together, with all that a replay of their window needs."""
 
     kind: str  # of the first one
     onset: int
     last: int
-    spec: Mapping[str, Any]  # the segment's, as it trained
+    spec: Mapping[str, Any]  # of the segment, as it was trained
     kernels: Mapping[str, str]  # op → implementation, by name; empty: the code's own kernels.yaml
     device: str  # of the kernels: cpu or cuda
-    lines: Sequence[StepPoint]  # of the live run, those of the segments before it too
+    lines: Sequence[StepPoint]  # of the live run, with those of the segments before it
     rungs: Sequence[tuple[int, Path]]  # checkpoints at or before the onset, oldest first
     code: Path
     previous_code: Path | None = None
-    previous_commit: str = ""  # which it is
+    previous_commit: str = ""  # the commit of ``previous_code``
     generation_begins: int | None = None
-    where: str = ""  # domain/<name> or layer/<name> that it is about
-    previous_weights: Mapping[str, float] | None = (
-        None  # shares of the domains that were in force before, if not long ago
-    )
+    where: str = ""  # domain/<name> or layer/<name> of the anomaly
+    previous_weights: Mapping[str, float] | None = None  # earlier shares of the domains, if they changed recently
     was_otherwise: Mapping[str, Any] = field(
         default_factory=dict
-    )  # keys of the optimiser and schedule of the segment before
-    one_rank: bool = False  # was it trained by several?
+    )  # keys of optimiser and schedule that differ in the segment before, with their earlier values
+    one_rank: bool = False  # replayed on one rank, though the segment was trained by several
     end: Path | None = None  # the newest checkpoint of the segment, after the window
-    environment_changed: str = ""  # what of it differs from the segment before
+    environment_changed: str = ""  # libraries that differ from the segment before
 
     def code_of(self, arm: Arm) -> Path:
-        """Where the code of one of its arms lies."""
+        """The folder with the code of an arm."""
         return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
 
     @property
@@ -76,11 +75,11 @@ class Episode:
         return self.rungs[-1]
 
     def in_segment(self) -> list[tuple[int, Path]]:
-        """Rungs from which the segment's own data plan trains through to the window."""
+        """The checkpoints from which the segment's own data plan reaches the window."""
         return [rung for rung in self.rungs if rung[0] >= self.spec["first_step"]]
 
     def older(self) -> tuple[int, Path] | None:
-        """The rung whose state differs enough and is trained enough: the one nearest to half of the onset's steps."""
+        """The checkpoint nearest to half of the onset's steps: it is trained enough, and differs enough."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
     def symptom(self) -> Symptom:
@@ -94,14 +93,16 @@ class Episode:
 
 @dataclass
 class WindowBench:
-    """A ``ReplayBench`` in ``folder``. What was replayed before a kill is read again, and counts for the budget."""
+    """A ``ReplayBench`` in ``folder``. After a kill, finished replays are read again and count for the budget."""
 
     episode: Episode
     folder: Path
     run_trainer: Runner
-    budget: int  # steps that may be replayed in all
-    before: str = ""  # the interpreter of the environment of the segment before
-    told: Callable[[float, str], None] = lambda steps, arm: None  # of each arm: steps since the last call, and its name
+    budget: int  # the most steps that may be replayed
+    before: str = ""  # the Python interpreter of the previous environment
+    told: Callable[[float, str], None] = lambda steps, arm: (
+        None
+    )  # reports progress: (steps since the last call, name of the arm)
     replayed: int = field(default=0)
 
     def case(self) -> AnomalyCase:
@@ -139,7 +140,15 @@ class WindowBench:
             steps = self.episode.until - first + approach
             if self.replayed + steps > self.budget:
                 raise BudgetSpent(
-                    f"the budget of {self.budget} replayed steps is spent: {self.replayed} were replayed, and '{arm.name}' needs {steps} more"
+                    Message(
+                        "diagnosis.budget_spent",
+                        "the budget of {budget:,|replayed step|replayed steps} is used up: {replayed:,|step was|steps were} "
+                        "replayed, and '{arm}' needs {needed} more",
+                        budget=self.budget,
+                        replayed=self.replayed,
+                        arm=arm.name,
+                        needed=steps,
+                    )
                 )
             before = self._approach() if arm.start in ("onset", "older weights") else None
             if before is not None and before.failed:
@@ -154,7 +163,10 @@ class WindowBench:
         return outcome
 
     def _approach(self) -> ArmOutcome:
-        """The steps from the newest checkpoint to the onset, once: they leave the checkpoint that most arms start from. Part of 'same again'."""
+        """Replay the steps from the newest checkpoint to the onset, once. They make the checkpoint from which most arms start.
+
+        These steps are a part of the arm 'same again'.
+        """
         done = self.folder / "approach.json"
         if (outcome := _stored(done)) is None:
             first, start = self.episode.newest
@@ -170,7 +182,7 @@ class WindowBench:
         return self.episode.newest[0] if start == "newest" else self.episode.onset
 
     def _start(self, start: Start) -> Path:
-        """The checkpoint that an arm starts from."""
+        """The checkpoint from which an arm starts."""
         episode = self.episode
         if start == "earlier":
             return episode.in_segment()[-2][1]
@@ -197,7 +209,7 @@ class WindowBench:
         curve, bits = tuple(points(list(left.lines.values()))), left.bits
         if until == episode.onset:
             at_onset = self.folder / "onset" / name_of(until)
-            remove(at_onset)  # of a process that was killed before it stored the outcome
+            remove(at_onset)  # left by a process that was killed before it stored the outcome
             copy_checkpoint(left.checkpoint, at_onset)
         remove(ended.folder)  # the numbers are kept, not the weights
         fires = (
@@ -209,7 +221,7 @@ class WindowBench:
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
 
     def _arm(self, arm: ReplayArm, first: int, start: Path, until: int) -> Arm:
-        """A trunk's rate does not depend on where it ends: an arm of it ends with the window, and its trainer goes on to the next."""
+        """The run of an arm. The rate of a trunk does not depend on its last step, so an arm of a trunk ends with the window."""
         episode, base = self.episode, dict(self.episode.spec)
         if base["kind"] == "trunk":
             base["last_step"] = until
@@ -228,8 +240,7 @@ class WindowBench:
 
     # -- documents -----------------------------------------------------------------------------------------------------
     def scores(self, start: Start) -> list[DocumentScore]:
-        """Of every document of the window's steps, the episode's last included, of ``SAMPLE`` of the shards before, and of as many of
-        those that joined last."""
+        """The scores of all documents in the window, of ``SAMPLE`` documents of earlier shards, and of as many of the newest shards."""
         path = self._start(start)
         stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
         if stored.exists():
@@ -241,7 +252,7 @@ class WindowBench:
         return found
 
     def joined(self) -> list[Joined]:
-        """Of each domain, what the shards that joined last bring into the window."""
+        """For each domain, how the documents that the newest shards bring into the window differ from earlier ones."""
         order = order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
         for key, piece in read_until(order, self.episode.until):
@@ -250,7 +261,7 @@ class WindowBench:
 
 
 def order_at(episode: Episode, step: int) -> DataOrder:
-    """The segment's data order, moved to a step of its window, or of the steps from its newest checkpoint on."""
+    """The segment's data order, moved to a step at or after the newest checkpoint."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
     first, path = episode.newest
@@ -266,15 +277,14 @@ def order_at(episode: Episode, step: int) -> DataOrder:
 
 
 def read_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
-    """Each piece of the steps up to ``step``, by its document's key."""
+    """(key of the document, piece) for each piece of the steps before ``step``."""
     while order.step < step:
         for piece in (piece for row in order.next_rows() for piece in row):
             yield order.streams[piece.stream].key(piece.document), piece
 
 
 def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
-    """Loss and gradient norm of each document of an episode's steps, of what was trained on of it, and of some others (``samples``), at a
-    checkpoint. On the CPU."""
+    """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``samples``. Computed on the CPU."""
     model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     order = order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
@@ -307,13 +317,13 @@ def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
 
 
 def last_joined(order: DataOrder) -> set[str]:
-    """Names of the streams of the newest generation; none where there is one only."""
+    """Names of the streams of the newest generation; empty for a single generation."""
     newest, oldest = (end(map(generation_of, order.streams)) for end in (max, min))
     return {name for name in order.streams if generation_of(name) == newest > oldest}
 
 
 def samples(order: DataOrder, count: int) -> list[Piece]:
-    """The first piece of about so many documents, evenly chosen, of the newest generation, and of as many of those before it."""
+    """The first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
     joined, found = last_joined(order), []
     for new in (True, False):
         streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
@@ -326,7 +336,7 @@ def samples(order: DataOrder, count: int) -> list[Piece]:
 
 
 def first_piece(stream: Stream, document: int) -> Piece:
-    """What a row holds of a document's beginning."""
+    """The first piece of a document, as a row would hold it."""
     shard, first = int(stream.shard[document]), int(stream.start[document])
     positions = min(stream.context, int(stream.length[document]) - 1)
     supervised = stream.supervised(shard, first, positions)
@@ -350,7 +360,7 @@ def _store(path: Path, outcome: ArmOutcome) -> None:
 
 
 def graft(older: Path, newest: Path, parent: Path) -> Path:
-    """A checkpoint with the weights and moments of ``older``, standing where ``newest`` stands: same step, same documents next."""
+    """A checkpoint with the weights and moments of ``older`` and the step and data position of ``newest``; returns its path."""
     target = parent / newest.name
     if not target.exists():
         tensors = checkpoints.load(older)
@@ -360,7 +370,7 @@ def graft(older: Path, newest: Path, parent: Path) -> Path:
 
 
 def moments_are_lost(checkpoint: Path) -> bool:
-    """Are all moments of a checkpoint that was trained for some steps zero?"""
+    """Whether all moments of a checkpoint are zero."""
     moments = [
         t
         for key, t in checkpoints.read_tensors(checkpoint, "optimizer").items()

@@ -1,7 +1,7 @@
-"""One diagnosis: the episode that an anomaly belongs to, its replays in the sandbox, the cause, the report, what the policy does.
+"""Makes a diagnosis: finds the episode of an anomaly, replays it in the sandbox, names the cause, records it, and acts as the policy says.
 
-Anomalies that belong together have one cause, which shows as a spike here, a jump of the norm there, and again some steps later. Killed at any
-moment, the same call goes on: replays that ended are read again.
+One cause can show as several anomalies: a loss spike, a jump of the gradient norm, and more some steps later. They form an episode. After a
+kill at any moment the same call continues: finished replays are read again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from factory.diagnosis import acting
 from factory.diagnosis.bench import Episode, WindowBench
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
+from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
@@ -44,26 +44,27 @@ from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.files import finite
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
 GAP = 8  # steps without an anomaly end an episode
-LONGEST = 32  # steps of an episode, whatever comes after them
-MOST_STEPS = 6  # of an episode, from its onset on, that are replayed; what follows is another diagnosis
-NEAR = 6  # steps before the doctor's own onset of something sudden that the trainer's may lie: its search is early by up to 16
+LONGEST = 32  # the most steps of an episode
+MOST_STEPS = 6  # replayed steps of an episode, from its onset on; later anomalies get another diagnosis
+NEAR = 6  # steps: the trainer's onset of a sudden anomaly may be so much before the doctor's; its search is early by up to 16
 SLOW = (
     "divergence",
     "activation_jump",
     "attention_logits",
     "update_jump",
-)  # begin long before they are noticed: the trainer's counts
-REACH = 128  # steps before an anomaly that its onset, as the trainer has it, may lie
+)  # kinds that begin long before the trainer notices them; the trainer's onset counts
+REACH = 128  # the trainer's onset is used if it is at most so many steps before the anomaly
 
 
 @dataclass(frozen=True)
 class Noted:
-    """An anomaly as the trainer noted it. ``began``: its own search for the onset; ``where``: domain/<name> or layer/<name>."""
+    """An anomaly as the trainer recorded it. ``began``: the onset that the trainer found; ``where``: domain/<name> or layer/<name>."""
 
     number: int
     step: int
@@ -73,7 +74,7 @@ class Noted:
 
     @classmethod
     def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> Noted:
-        """``detail``: its line of anomalies.jsonl, which patchable code wrote: what is no onset before the step is left out."""
+        """``detail``: the line of anomalies.jsonl. Patchable code wrote it, so an impossible onset is ignored."""
         began, where = (detail or {}).get("onset"), (detail or {}).get("where", "")
         possible = type(began) is int and step - REACH <= began <= step
         return cls(number, step, kind, began if possible else None, where if isinstance(where, str) else "")
@@ -81,8 +82,10 @@ class Noted:
 
 @dataclass(frozen=True)
 class EpisodeSpan:
-    """``kind``: of its anomalies the one that tells most, and ``where`` it was; steps [onset, last], both included, are replayed; ``noted``:
-    the first and the last step with an anomaly."""
+    """The steps of an episode. ``kind`` and ``where`` are those of its most informative anomaly.
+
+    Steps [onset, last] are replayed, both included. ``noted``: the first and the last step with an anomaly.
+    """
 
     kind: str
     onset: int
@@ -93,10 +96,9 @@ class EpisodeSpan:
 
 
 def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 0) -> list[EpisodeSpan]:
-    """The episodes of a segment's anomalies, oldest first. What is not about the loss, the gradient or a layer is left out.
+    """The episodes of a segment's anomalies, oldest first. Anomalies that do not concern the loss, the gradient or a layer are left out.
 
-    What tells most in an episode says where it is. It begins where the doctor's own search says, or earlier, where the trainer's does and
-    it is not far off; never before step ``begins``.
+    An episode begins at the onset that the doctor finds, or at the earlier onset of the trainer if that is near; never before step ``begins``.
 
     >>> noted = [Noted(1, 50, "grad_norm_jump", 48), Noted(2, 51, "loss_spike"), Noted(3, 90, "plateau"), Noted(4, 200, "divergence", 150)]
     >>> [(s.kind, s.onset, s.last) for s in spans(noted, [])]
@@ -126,67 +128,76 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
     return made
 
 
-PATIENCE_SECONDS = 600.0  # beyond many times what the longest replay took
-AROUND = 40  # steps before the onset, and after the last step, that are drawn
-CURVES = 4  # of arms, besides the live run's
-NEW_FOR = 16  # steps after a change in which an anomaly's onset may be its effect
+PATIENCE_SECONDS = 600.0  # added to a multiple of the longest replay's time, to limit the next replay
+AROUND = 40  # steps before the onset, and after the last step, in the figure
+CURVES = 4  # curves of arms in the figure, besides that of the live run
+NEW_FOR = 16  # steps: a change can cause an anomaly whose onset is at most so much later
 
 
 def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dict[str, Any]:
-    """Diagnose the episode of an anomaly, record it, and do what the policy says; returns what was recorded.
+    """Diagnose the episode of an anomaly, record the diagnosis, and act as the policy says; returns the recorded detail.
 
-    What cannot be replayed is recorded as ``unknown`` with the reason, so that a person is asked and the daemon does not begin again.
-    ``steps``: another budget than the policy's. Raises: InputError for an anomaly that there is not, or is not of the loss; ConfigError;
-    CheckoutError, and what a fault of the machine makes of it: nothing is recorded then, and the same call goes on.
+    An episode that cannot be replayed is recorded as ``unknown`` with the reason, so a person is asked and the daemon does not try again.
+    ``steps``: the budget, in place of the policy's. Raises: InputError for an unknown anomaly, or one that does not concern the loss;
+    ConfigError; CheckoutError, and any error that a fault of the machine causes. Then nothing is recorded, and the same call continues.
     """
     policy = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml"))
     budget = policy.steps if steps is None else steps
     if budget < 1:
         raise ConfigError(
-            f"a budget of {budget} replayed steps finds nothing: set 'steps' in policies/anomalies.yaml, or --steps, to 1 or more"
-        )
+            "diagnosis.no_budget", "A diagnosis needs a budget of at least 1 replayed step, not {budget}. Set 'steps' in policies/anomalies.yaml, or "
+            "--steps, to 1 or more.", budget=budget,
+        )  # fmt: skip
     row = AnomalyRow.get(plant.ledger, number)
     recorded = newest_about(plant.ledger, DIAGNOSED).get(number)
-    if recorded and number not in settled(plant.ledger):  # killed before anything was done about it
+    if recorded and number not in settled(plant.ledger):  # killed before it acted on the diagnosis
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
-    if end := newest_about(plant.ledger, CLOSED).get(number):
-        raise InputError(f"anomaly {number} is closed: {end['how']} by {end['by']}")
+    acting.refuse_closed(plant.ledger, number)
     segment = SegmentRow.get(plant.ledger, row.segment)
     lines: list[StepPoint] = []
-    unreadable = ""
+    unreadable: InputError | None = None
     try:
         lines = live_lines(plant.ledger, segment)
     except InputError as error:
-        unreadable = str(error)
+        unreadable = error
     span = _span(plant.ledger, row, segment.first_step, lines)
     lead = span.anomalies[0]
     folder = plant.workspace.root / "diagnoses" / f"{lead:05d}"
     found: Diagnosis | None = None
-    keys: dict[str, Any] = {}  # of the recipe, that clear it
+    keys: dict[str, Any] = {}  # recipe values that remove the anomaly
     causes, why = [UNKNOWN], ""
-    title = f"diagnosis of anomaly {lead} ({span.kind}, step {span.onset} of segment {segment.id}), replayed steps"
+    title = Message(
+        "diagnosis.replaying", "diagnosis of anomaly {anomaly} ({kind}, step {step} of segment {segment}), replayed steps",
+        anomaly=lead, kind=span.kind, step=span.onset, segment=segment.id,
+    )  # fmt: skip
     with plant.progress.task(title, budget) as told:
         try:
             if row.kind == REPLICAS_APART:
                 causes = [HARDWARE, LAYOUT]
-                raise FactoryError(_apart(row))
+                raise _replicas_apart(row)
             if unreadable:
-                raise InputError(unreadable)
+                raise unreadable
             episode, notes = _episode(plant, segment, span, lines)
             trainers = _Trainers(
                 Runs(plant, folder, "diagnosis", Subject("anomaly", lead)), episode, policy.wall_seconds
             )
             bench = WindowBench(episode, folder, trainers, budget, told=told.advance)
             if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
-                notes.append(f"previous_python in policies/anomalies.yaml, {policy.previous_python}, cannot be run")
+                notes.append(
+                    Message(
+                        "diagnosis.previous_python",
+                        "previous_python in policies/anomalies.yaml ({python}) cannot be run",
+                        python=policy.previous_python,
+                    )
+                )
             elif policy.previous_python and episode.environment_changed:
                 bench.before = policy.previous_python
             found = diagnose(bench)
             keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
-            why = "; ".join([found.why, *notes])
+            why = " ".join([found.why, *(f"({note})" for note in notes)])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
             if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
-                raise  # the machine's fault says nothing about the anomaly: another try may tell
+                raise  # a fault of the machine is no evidence about the anomaly
             why = str(error)
         finally:
             repository.remove_worktree(plant.workspace.repository, _worktree(plant.workspace, segment, ""))
@@ -206,7 +217,11 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         if undo:
             record_verdict(
                 tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
-                outcome="reject", reasons=[f"anomaly {lead}, {' or '.join(detail['causes'])}: {why}"], evidence={"anomaly": lead, "undo": undo},
+                outcome="reject", reasons=[
+                    Message(
+                        "diagnosis.patch_blamed", "Anomaly {anomaly} ({causes}): {why}", anomaly=lead, causes=" or ".join(detail["causes"]), why=why
+                    )
+                ], evidence={"anomaly": lead, "undo": undo},
             )  # fmt: skip
     done = _done(plant.ledger, policy, detail | {"lead": lead}, plant.progress)
     if found is not None:
@@ -215,17 +230,31 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
 
 
 def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
-    """What the policy does about a diagnosis that is recorded."""
+    """Act on a recorded diagnosis as the policy says; returns a message."""
     done = acting.act(ledger, policy, detail["lead"])
-    where = f"{detail['kind']}, segment {detail['segment']}, steps {detail['onset']}–{detail['last']}"
-    progress.line(f"  anomaly {detail['lead']} ({where}): {' or '.join(detail['causes'])}; {done}")
+    progress.line(
+        Message(
+            "diagnosis.diagnosed",
+            "  Anomaly {anomaly} ({kind}, segment {segment}, steps {onset}–{last}) has the cause {causes}. {done}",
+            anomaly=detail["lead"],
+            kind=detail["kind"],
+            segment=detail["segment"],
+            onset=detail["onset"],
+            last=detail["last"],
+            causes=" or ".join(detail["causes"]),
+            done=done,
+        )  # fmt: skip
+    )
     return done
 
 
-def _apart(row: AnomalyRow) -> str:
-    """Nothing is replayed for it: what a step computes was not wrong, the copies of its result were."""
-    weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "their names were not told"
-    return f"after step {row.step} the ranks held other bits of the same weights: {visible(weights, 600)}"
+def _replicas_apart(row: AnomalyRow) -> FactoryError:
+    """The reason why nothing is replayed: the step's result was right, and its copies differ."""
+    weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "names not recorded"
+    return FactoryError(
+        "diagnosis.replicas_apart", "After step {step} the ranks held different bits of the same weights: {weights}.",
+        step=row.step, weights=visible(weights, 600),
+    )  # fmt: skip
 
 
 def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
@@ -234,12 +263,16 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
     except FactoryError as error:
         if is_of_no_file(error):
             raise
-        plant.progress.line(f"  which patch is to blame cannot be told: {error}")
+        plant.progress.line(
+            Message(
+                "diagnosis.patch_unknown", "  The factory cannot find out which patch is to blame: {error}", error=error
+            )
+        )
         return []
 
 
 def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnosis) -> dict[str, Any]:
-    """The curves of its page: (step, value) of the live run around the window, and of some arms without the anomaly."""
+    """The curves of the report: (step, value) of the live run around the window, and of some arms without the anomaly."""
     live = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
     loss = {"live": [(float(p.step), p.loss) for p in live]}
     for outcome in found.outcomes:
@@ -249,7 +282,7 @@ def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnos
 
 
 def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
-    """Of a segment and those that it goes on from: all that is still on disk, by step. Raises: InputError."""
+    """The metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
     for row in SegmentRow.lineage(ledger, segment.id):
         if row.kind != "average" and Path(row.folder).is_dir():
@@ -260,7 +293,12 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
             except (UntrustedFileError, OSError) as error:
                 if is_of_no_file(error):
                     raise
-                raise InputError(f"segment {row.id}: {error}") from error
+                raise InputError(
+                    "diagnosis.metrics_unreadable",
+                    "The metrics of segment {segment} cannot be read: {error}",
+                    segment=row.id,
+                    error=error,
+                ) from error
     return points(lines)
 
 
@@ -272,25 +310,31 @@ def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) 
         if row.id in span.anomalies:
             return span
     raise InputError(
-        f"anomaly {row.id} is a {row.kind}: the loss doctor diagnoses what is about the loss or the gradient"
-    )
+        "diagnosis.not_of_the_loss", "Anomaly {anomaly} has the kind {kind}. The loss doctor diagnoses only anomalies of the loss or the gradient.",
+        anomaly=row.id, kind=row.kind,
+    )  # fmt: skip
 
 
 def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[StepPoint]) -> tuple[Episode, list[str]]:
-    """(the episode, ready to be replayed; notes for a person). Raises: InputError that says what is missing; RepositoryError."""
+    """(the episode, ready for replay; notes for a person). Raises: InputError naming what is missing; RepositoryError."""
     if segment.state not in ("done", "rewound"):
-        raise InputError(f"segment {segment.id} is {segment.state}: only what is done is diagnosed")
-    if segment.computing is not None and segment.computing["machine"]["device"] != devices.kind():
-        name = segment.computing["machine"]["name"]
         raise InputError(
-            f"segment {segment.id} was trained on {name}, and this machine has no such device: diagnose it there"
-        )
+            "diagnosis.segment_not_done", "Segment {segment} is {state}. Only a finished segment can be diagnosed.",
+            segment=segment.id, state=segment.state,
+        )  # fmt: skip
+    if segment.computing is not None and segment.computing["machine"]["device"] != devices.kind():
+        raise InputError(
+            "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Diagnose the segment there.",
+            segment=segment.id, machine=segment.computing["machine"]["name"],
+        )  # fmt: skip
     spec = spec_of(plant.ledger, segment)
     if gone := [shard["path"] for shard in spec["data_plan"]["token_shards"] if not Path(shard["path"]).is_dir()]:
         raise InputError(
-            f"the token shard {gone[0]} is gone, so its documents cannot be replayed: they were erased since"
+            "diagnosis.documents_erased",
+            "The token shard {token_shard} was erased, so its documents cannot be replayed.",
+            token_shard=gone[0],
         )
-    notes = []
+    notes: list[str] = []
     if ranks(plant.workspace) > 1:
         spec["recipe"] = for_one_rank(spec["recipe"])
         notes.append("replayed on one rank")
@@ -302,13 +346,19 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
         (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
     ]
     if not sound:
-        later = min(every, default=None)
-        oldest = f"the oldest that is left is of step {later}" if later is not None else "none is left"
         raise InputError(
-            f"no checkpoint from before step {span.onset} is left to replay from; {oldest} (keep_checkpoints in the recipe)"
-        )
+            "diagnosis.no_checkpoint", "No checkpoint from before step {step} is left for a replay. The oldest checkpoint is that of step {oldest}. "
+            "To keep more, raise keep_checkpoints in the recipe.", step=span.onset, oldest=min(every, default="none"),
+        )  # fmt: skip
     if span.onset - sound[-1][0] > segment.recipe_json["checkpoint_every"]:
-        notes.append(f"the checkpoints between steps {sound[-1][0]} and {span.onset} are gone")
+        notes.append(
+            Message(
+                "diagnosis.checkpoints_missing",
+                "the checkpoints between steps {first} and {last} are missing",
+                first=sound[-1][0],
+                last=span.onset,
+            )
+        )
     parent = SegmentRow.get(plant.ledger, segment.parent) if segment.parent else None
     code = repository.checkout(plant.workspace.repository, segment.code_commit, _worktree(plant.workspace, segment, ""))
     previous = None
@@ -333,7 +383,7 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
 
 
 def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
-    """The newest other commit that a segment before this one was trained with, if some of it lies within the ladder."""
+    """The newest other commit with which an earlier segment was trained, if that segment ends at or after step ``oldest``."""
     for row in reversed(SegmentRow.lineage(ledger, segment.id)):
         if row.id != segment.id and row.last_step < oldest:
             return None
@@ -345,8 +395,9 @@ def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | N
 def previous_weights(
     plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
 ) -> dict[str, float] | None:
-    """The shares of the domains before those of ``last``, if they changed at most ``NEW_FOR`` steps before the onset: by a phase, or with
-    the segment, whose parent had the plan ``before``.
+    """The domain shares before those at step ``last``, if they changed at most ``NEW_FOR`` steps before the onset; else None.
+
+    They change with a phase, or with the segment, whose parent had the plan ``before``.
 
     >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
     >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
@@ -364,7 +415,7 @@ def previous_weights(
 
 
 def environment_changed(computing: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
-    """What libraries a segment was trained with that its parent was not; '' where they are the same, or were not written down.
+    """The libraries that differ between a segment and its parent; '' where they are equal or were not recorded.
 
     >>> environment_changed({"machine": {"torch": "2.13", "driver": "580"}}, {"machine": {"torch": "2.11", "driver": "580"}})
     'torch 2.11 → 2.13'
@@ -375,7 +426,7 @@ def environment_changed(computing: Mapping[str, Any] | None, before: Mapping[str
 
 
 def was_otherwise(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the optimiser's, the schedule's and the clipping's keys another recipe had otherwise, with dots.
+    """The keys of optimiser, schedule and clipping (with dots) that differ in another recipe, with their values there.
 
     >>> was_otherwise({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
     {'optimizer.lr': 0.01}
@@ -395,10 +446,10 @@ def _worktree(workspace: Workspace, segment: SegmentRow, which: str) -> Path:
 
 
 class _Trainers:
-    """Trains the arms of an episode in the sandbox, each in a process and a folder of its own: what code keeps of one arm, in memory or in a
-    file, would make another blame or clear the wrong thing.
+    """Trains the arms of an episode in the sandbox.
 
-    After the first that ended an arm is stopped much sooner than the policy allows: one that hangs in every arm would take days.
+    Each arm has a process and a folder of its own, so that untrusted code cannot carry state from one arm to another. After the first
+    finished arm, the time limit is much shorter than the policy's, because code that hangs in every arm would take days.
     """
 
     def __init__(self, runs: Runs, episode: Episode, wall_seconds: float) -> None:
@@ -408,7 +459,7 @@ class _Trainers:
 
     def __call__(self, arm: Arm) -> Ended:
         output = self.runs.folder(arm)
-        for left in (*self._left, output):  # of the arm before, which has been read, and of a process that was killed
+        for left in (*self._left, output):  # of the previous arm, which was read, and of a killed process
             remove(left)
         self._left = [output]
         limit = min(self.wall_seconds, PATIENCE_SECONDS + 20 * max(self._ended)) if self._ended else self.wall_seconds

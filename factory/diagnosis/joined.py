@@ -1,7 +1,7 @@
-"""What documents that joined with new shards are like, beside those that were there: read from the data alone, nothing is replayed.
+"""Compares the documents of new shards with the documents before them. It reads the data only and replays nothing.
 
-A shard whose domains are labelled wrongly holds documents whose tokens are as frequent as another domain's are; a chat shard whose mask
-was dropped or moved has loss on other tokens.
+In a shard with wrong domain labels, the documents have the token frequencies of another domain. In a chat shard with a lost or moved mask,
+other tokens carry loss.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from agents.loss_doctor.arms import Joined
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.document_stream import Stream, domain_of, generation_of
 
-SAMPLE = 200  # documents of a stream that are looked at
-BUCKETS = 1 << 17  # that tokens are counted in: more than any vocabulary has that is trained here
-COMMON = 0.02  # share of documents in which loss begins after the same token
+SAMPLE = 200  # documents of a stream that are read
+BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
+COMMON = 0.02  # share of documents: a token is common if loss begins after it in so many
 
 
 def joined_in(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[Joined]:
-    """Of each stream of the newest generation that has documents in the window, by ``keys``; none where there is one generation only."""
+    """The comparison for each stream of the newest generation with documents in the window. Empty for a single generation.
+
+    ``keys``: the keys of the window's documents, by stream.
+    """
     newest = max(map(generation_of, order.streams))
     before: dict[str, list[Stream]] = {}
     for name, stream in order.streams.items():
@@ -41,11 +44,11 @@ def joined_in(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[Joi
     return found
 
 
-Document = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # its tokens, and which of them carry loss
+Document = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # (tokens, whether each carries loss)
 
 
 def _documents(streams: Sequence[Stream]) -> list[Document]:
-    """At most ``SAMPLE`` documents, evenly chosen, of streams of one domain."""
+    """At most ``SAMPLE`` documents of streams of one domain, evenly spaced."""
     found = []
     for stream in streams:
         for index in np.linspace(
@@ -62,8 +65,9 @@ def _documents(streams: Sequence[Stream]) -> list[Document]:
 
 
 def mask_of(new: Sequence[Document], old: Sequence[Document]) -> tuple[float, float, float]:
-    """(share of the new documents' tokens that carry loss, of the old ones', share of the new ones whose loss begins after a token that it
-    commonly begins after in the old ones).
+    """(share of tokens with loss in the new documents, the same in the old documents, share of new documents with a usual begin).
+
+    The begin is usual if loss begins after a token after which it commonly begins in the old documents.
 
     >>> chat = lambda marker, at: (np.arange(8) + marker * (np.arange(8) == at), np.arange(8) > at)
     >>> old = [chat(900, 3) for _ in range(9)]
@@ -76,13 +80,13 @@ def mask_of(new: Sequence[Document], old: Sequence[Document]) -> tuple[float, fl
     begins = Counter(_begins_after(*document) for document in old)
     common = {token for token, count in begins.items() if count >= COMMON * len(old)}
     if sum(begins[token] for token in common) < 0.5 * len(old):
-        return share(new), share(old), 1.0  # it begins anywhere
+        return share(new), share(old), 1.0  # in the old documents loss begins anywhere
     alike = sum(_begins_after(*document) in common for document in new) / max(1, len(new))
     return share(new), share(old), alike
 
 
 def _begins_after(tokens: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) -> int:
-    """The token before the first that carries loss; -1 where that is the first of all, -2 where none does."""
+    """The token before the first token with loss; -1 if the first token carries loss, -2 if no token does."""
     if not mask.any():
         return -2
     first = int(mask.argmax())
@@ -92,9 +96,9 @@ def _begins_after(tokens: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) ->
 def nearest_domain(
     new: Sequence[npt.NDArray[np.int64]], domain: str, others: Mapping[str, Sequence[npt.NDArray[np.int64]]]
 ) -> str:
-    """The domain whose documents these read like: ``domain``, unless they lie nearer to another one's own documents than to its.
+    """The domain whose documents are most like ``new``: ``domain``, unless another domain is nearer.
 
-    By the mean logarithm of a token's share among all tokens of half of a domain's documents.
+    The measure is the mean logarithm of a token's share among all tokens of half of a domain's documents.
 
     >>> low, high = (([np.arange(20) + start] * 4) for start in (0, 500))
     >>> nearest_domain(high, "code", {"code": low, "docs": high}), nearest_domain(low, "code", {"code": low, "docs": high})
@@ -107,7 +111,7 @@ def nearest_domain(
             continue
         theirs, ours = _likelihood(others[name][1::2], model), _likelihood(others[domain][1::2], model)
         if theirs <= ours:
-            continue  # the two cannot be told apart
+            continue  # the two domains cannot be distinguished
         share = (_likelihood(new, model) - ours) / (theirs - ours)
         if share > best and _likelihood(new, model) > _likelihood(new, own):
             best, nearest = share, name
@@ -115,7 +119,7 @@ def nearest_domain(
 
 
 def _shares(documents: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float64]:
-    """Logarithm of each token's share; tokens are counted by their remainder of ``BUCKETS``."""
+    """The logarithm of each token's share; tokens are counted modulo ``BUCKETS``."""
     counts = np.full(BUCKETS, 0.05)
     for tokens in documents:
         counts += np.bincount(tokens % BUCKETS, minlength=BUCKETS)

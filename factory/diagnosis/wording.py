@@ -1,7 +1,7 @@
-"""The words of a language model about a diagnosis that is recorded: asked for once, checked against the record, shown beside it.
+"""Lets a language model describe a recorded diagnosis once, checks the description against the record, and stores it beside the record.
 
-Nothing follows from them: cause, documents and remedy are the diagnosis's. An endpoint that fails, is slow or too dear leaves the reason
-in place of words. Killed between the request and the record, a diagnosis is asked about once more, in the same run and budget.
+The description has no effect: cause, documents and remedy come from the diagnosis. If the endpoint fails, is slow or too expensive, the
+reason is stored in place of the description. After a kill between request and record, the factory asks once more, in the same run and budget.
 """
 
 from __future__ import annotations
@@ -27,26 +27,33 @@ from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded
 from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TrainerError
 
 MOST_ASKED = 2  # requests about one diagnosis: the first, and one after a kill
 BEFORE = 16  # steps before the onset whose median is the usual loss
 LONGEST = 500  # characters of a fact
-TEXT = 600  # characters of a document that are shown
+TEXT = 600  # characters of each document in the request
 DOCUMENTS = 10
 
 
 def word_diagnosis(plant: Plant, number: int) -> None:
-    """Have the newest diagnosis of an anomaly worded, if it waits for that. Whatever the endpoint does, it waits no longer.
+    """Let a language model describe the newest diagnosis of an anomaly, and record the result. Afterwards the diagnosis waits no longer.
 
-    Raises nothing that the endpoint, its answer or its policy can cause: the reason is recorded.
+    Raises nothing that the endpoint, its answer or its policy can cause: such a failure is recorded.
     """
     detail = newest_about(plant.ledger, DIAGNOSED)[number]
     lead, segment = detail["lead"], SegmentRow.get(plant.ledger, detail["segment"])
     said, model, failed = Wording(), "", ""
     asked = AgentOptions(target=f"diagnosis:{detail['event']}")
-    plant.progress.line(f"  a language model is asked to word the diagnosis of anomaly {lead}")
+    plant.progress.line(
+        Message(
+            "diagnosis.wording_begins",
+            "  A language model now describes the diagnosis of anomaly {anomaly}.",
+            anomaly=lead,
+        )
+    )
     try:
         runs = AgentRuns.open(plant, AGENT, asked, work="diagnosis")
         model = f"{runs.policy.model or 'a model without a name'} at {runs.endpoint.name}"
@@ -55,26 +62,34 @@ def word_diagnosis(plant: Plant, number: int) -> None:
         run = next(iter(runs.unfinished(segment.code_commit, 1)), None) or runs.begin(segment.code_commit, asked.target)
         try:
             if _requests(plant.ledger, asked.target) >= MOST_ASKED:
-                raise LlmError(f"it was asked {MOST_ASKED} times, and the factory was killed each time")
+                raise LlmError(
+                    Message(
+                        "diagnosis.wording_killed",
+                        "The factory asked the model {requests} times and was killed each time.",
+                        requests=MOST_ASKED,
+                    )
+                )
             said = word(run.client, f"{AGENT}-{run.number}", facts)
         except (LlmError, DraftError) as error:
             failed = one_line(str(error), LONGEST)
         runs.end(run.number, "nothing" if failed else "worded", why=failed)
     except FactoryError as error:
         failed = one_line(str(error), LONGEST)
-    words = {
+    answer = {
         "anomalies": detail["anomalies"], "diagnosis": detail["event"], "model": one_line(model, 200), "failed": failed,
         "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
     }  # fmt: skip
     with plant.ledger.begin() as tx:
-        record(tx, WORDED, Subject("anomaly", lead), words)
-    plant.progress.line(
-        f"  {failed or f'{len(said.claims)} sentences hold against the record, {len(said.dropped)} do not'}"
-    )
+        record(tx, WORDED, Subject("anomaly", lead), answer)
+    counts = Message(
+        "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped} dropped.",
+        kept=len(said.claims), dropped=len(said.dropped),
+    )  # fmt: skip
+    plant.progress.line(f"  {failed or counts}")
 
 
 def word_waiting(plant: Plant) -> None:
-    """Have every diagnosis worded that waits for it."""
+    """Let a language model describe every diagnosis that waits for it."""
     while (lead := unworded(plant.ledger)) is not None:
         word_diagnosis(plant, lead)
 
@@ -82,7 +97,7 @@ def word_waiting(plant: Plant) -> None:
 def facts_of(
     detail: Mapping[str, Any], lines: Sequence[StepPoint], documents: Sequence[Mapping[str, Any]] = ()
 ) -> DiagnosisFacts:
-    """What a diagnosis says, as a language model gets it. ``lines``: of the live run; ``documents``: as ``documents_of`` has them.
+    """The facts of a diagnosis for a language model. ``lines``: of the live run. ``documents``: from ``documents_of``.
 
     >>> arm = {"arm": "fp32", "fires": True, "steps": 4, "failed": ""}
     >>> lists = {"causes": ["rate"], "guilty": [], "triggers": ["a", "b"], "arms": [arm]}
@@ -91,9 +106,9 @@ def facts_of(
     >>> found.arms["fp32"].shows, found.facts["loss"], found.facts["steps"]
     ('there', '2.1 before, 9.25 at its farthest', '7 to 8')
     """
-    words = {True: "there", False: "gone", None: "unclear"}
+    shows = {True: "there", False: "gone", None: "unclear"}
     arms = {
-        one_line(arm["arm"], 100): ArmShown("not run" if arm["failed"] else words[arm["fires"]], arm["steps"])
+        one_line(arm["arm"], 100): ArmShown("not run" if arm["failed"] else shows[arm["fires"]], arm["steps"])
         for arm in detail["arms"]
     }
     facts = {
@@ -103,7 +118,7 @@ def facts_of(
         "causes": " or ".join(detail["causes"]),
         "why": detail["why"],
         "guilty documents": str(len(detail["guilty"])),
-        "documents without which it is gone": str(len(detail["triggers"])),
+        "documents it depends on": str(len(detail["triggers"])),
         "what tames it": detail["remedy"] or "nothing that was tried",
     }
     for name, quantity in (("loss", "loss"), ("gradient norm", "grad_norm")):
@@ -114,19 +129,21 @@ def facts_of(
         if before and during:
             usual = median(before)
             farthest = max(during, key=lambda value: abs(value - usual))
-            facts[name] = f"{usual:.4g} before, {farthest:.4g} at its farthest"
+            facts[name] = Message(
+                "diagnosis.fact", "{usual:.4g} before, {farthest:.4g} at its farthest", usual=usual, farthest=farthest
+            )
     shown = tuple((f"{d['id']} of domain {d['domain']}, {d['source']}", str(d["text"])) for d in documents)
     return DiagnosisFacts(tuple(detail["causes"]), {k: one_line(v, LONGEST) for k, v in facts.items()}, arms, shown)
 
 
 def _requests(ledger: Ledger, asked: str) -> int:
-    """How often a diagnosis was asked about, in whatever run."""
+    """The number of requests about a diagnosis, over all runs."""
     runs = sa.select(agent_runs.c.id).where(agent_runs.c.agent == AGENT, agent_runs.c.asked == asked)
     return len(ledger.rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))
 
 
 def documents_of(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
-    """Id, domain, source and the beginning of the text of at most ``most`` documents, as they were trained on."""
+    """Id, domain, source and first characters of at most ``most`` documents, as training saw them."""
     found = []
     for key in keys[:most]:
         joined = sa.select(documents, token_shards.c.path.label("folder"))
@@ -147,4 +164,4 @@ def _text(workspace: Workspace, folder: Path, key: str) -> str:
         tokens = shard.tokens[start : start + min(length, TEXT)].tolist()
         return visible(Tokenizer.load(workspace.tokenizer).decode(tokens), TEXT)
     except (TrainerError, FactoryError, OSError, ValueError) as error:
-        return f"(it cannot be read any more: {error})"
+        return Message("diagnosis.document_unreadable", "(The document can no longer be read: {error})", error=error)

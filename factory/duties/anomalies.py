@@ -1,4 +1,4 @@
-"""What went wrong while training: its cause is found before its candidate is judged, which is held if the segment is rewound.
+"""Duties about anomalies: they are diagnosed before their candidate is judged, because a candidate of a rewound segment is held.
 
 Apart because a duty is one file, and one line of the table.
 """
@@ -11,6 +11,7 @@ from factory.duties.duty import Duty, Look
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import undiagnosed, unworded
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 
 def _undiagnosed(look: Look) -> list[int]:
@@ -20,7 +21,7 @@ def _undiagnosed(look: Look) -> list[int]:
 
 
 def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> None:
-    """``replayed_steps``: the budget, in place of the policy's."""
+    """Diagnose an anomaly. ``replayed_steps``: the budget, in place of the policy's."""
     diagnose_and_act(plant, anomaly, replayed_steps)
 
 
@@ -30,6 +31,7 @@ def _unworded(look: Look) -> list[int]:
 
 
 DIAGNOSE = Duty(
-    "diagnose", "replay an anomaly until its cause is known, and act on it", _undiagnosed, _diagnose, trains=True, fills_disk=True
+    "diagnose", Message("duties.diagnose", "replay an anomaly to find its cause, and act on the cause"), _undiagnosed, _diagnose,
+    trains=True, fills_disk=True,
 )  # fmt: skip
-WORD = Duty("word", "have a language model say what a diagnosis shows", _unworded, word_diagnosis)
+WORD = Duty("word", Message("duties.word", "let a language model describe a diagnosis"), _unworded, word_diagnosis)

@@ -1,4 +1,4 @@
-"""What a person asks of a daemon that runs ('judge 3'): it is done once, after what is half done and before what lasts.
+"""The duty that does requests of a person, such as 'judge 3', once. It comes after unfinished work and before long work.
 
 Apart because a duty is one file, and one line of the table.
 """
@@ -12,24 +12,31 @@ from factory.core.errors import InputError
 from factory.duties.duty import Duty, Errand, Look, always
 from factory.ledger.plant import Plant
 from factory.retrying.asking import answer, asked
+from kernels.contract.message import Message
 
 
 def _asked(look: Look) -> list[Errand]:
-    """What starts no trainer first, the oldest first."""
+    """The requests, oldest first; those that start no trainer come before the others."""
     return sorted(_errands(look), key=lambda errand: errand.duty.trains)
 
 
 def _errands(look: Look) -> Iterator[Errand]:
-    for words, one in asked(look.db).items():
+    for request, one in asked(look.db).items():
         try:
-            yield Errand.parse(words, look.duties)
+            yield Errand.parse(request, look.duties)
         except InputError as error:
-            yield Errand(Duty("refuse", "", always, partial(_refuse, str(error), one["event"])), words)
+            yield Errand(Duty("refuse", "", always, partial(_refuse, str(error), one["event"])), request)
 
 
-def _refuse(why: str, event: int, plant: Plant, words: str) -> None:
+def _refuse(why: str, event: int, plant: Plant, request: str) -> None:
     plant.say(f"  {why}")
-    answer(plant.ledger, words, event)
+    answer(plant.ledger, request, event)
 
 
-ASKED = Duty("asked", "do what a person asked for", _asked, lambda plant, subject: None, fills_disk=True)
+ASKED = Duty(
+    "asked",
+    Message("duties.asked", "do the requests of a person"),
+    _asked,
+    lambda plant, subject: None,
+    fills_disk=True,
+)

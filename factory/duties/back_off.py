@@ -1,9 +1,9 @@
-"""Goes on whatever fails: what failed rests, longer each time, while the others go on; a fault of the machine ends the pass.
+"""Keeps the daemon running when errands fail: a failed errand rests, twice as long each time, while the others continue.
 
-What failed is said once and recorded as an event, again when its words change, and when it works again. An exception that nobody expected
-leaves its traceback in ``logs/errors.log``. Waits are kept in memory: a daemon that was started again tries at once.
+A fault of the machine ends the pass. A failure is reported once and recorded as an event, again when its text changes, and when the errand
+works again. The traceback of an unexpected exception goes to ``logs/errors.log``. Waits are in memory only, so a new daemon tries at once.
 
-Things that the daemon does beside its work (``in_background``) and its start (``with_retries``) go on likewise.
+Background work of the daemon (``in_background``) and its start (``with_retries``) are retried in the same way.
 """
 
 from __future__ import annotations
@@ -26,34 +26,37 @@ from factory.retrying.backoff import Backoff, Resting, keep_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
+from kernels.contract.message import Message
 
-PASS = "a pass"  # as a whole, among the keys
-FAULT_SECONDS = 60.0  # at most, between two passes while a fault of the machine lasts
-TURN = 1.5  # times as long the action rests that met it, so that a pass comes in which the others have their turn
+PASS = "a pass"  # the key of a whole pass
+FAULT_SECONDS = 60.0  # the longest wait between two passes during a fault of the machine
+TURN = 1.5  # the errand that met the fault rests so many times longer, so that other errands get a turn
 START_SECONDS = 1.0  # between the first two tries to start
-END_SECONDS = 1.0  # that the last turn of a thread may take; then it ends with the process
+END_SECONDS = 1.0  # for the last turn of a thread; then the thread ends with the process
 MOST_UNRECORDED = 100
 T = TypeVar("T")
 
 
 class Attempts:
-    """What a pass hands each errand to; a key is an errand as text. As it is, nothing rests and what fails is raised: for ``factory run --once``,
-    and whoever runs one pass."""
+    """Does the errands of a pass. A key is an errand as text. In this class nothing rests and failures are raised, for a single pass.
+
+    ``factory run --once`` uses this class; the daemon uses ``BackOff``.
+    """
 
     def rests(self) -> Mapping[str, Resting]:
-        """How what failed rests, by key."""
+        """The state of each failed errand, by key."""
         return {}
 
     def resting(self) -> frozenset[str]:
-        """Keys of what is not tried now."""
+        """Keys of errands that are not tried now."""
         return frozenset()
 
     def failing(self) -> frozenset[str]:
-        """Keys of what failed and has not worked since."""
+        """Keys of errands that failed and have not succeeded since."""
         return frozenset()
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
-        """Was it done? False: it failed, and rests now; or the next look at the world sees what was decided meanwhile."""
+        """Do an errand; returns whether it was done. False: it failed and rests, or a decision made it out of date."""
         try:
             act()
         except RewoundError:
@@ -61,28 +64,28 @@ class Attempts:
         return True
 
     def waits(self, why: FactoryError | None) -> None:
-        """Training waits for a person, because of this; or not any longer."""
+        """Report why training waits for a person; None: training does not wait."""
         if why is not None:
             raise why
 
 
 class BackOff(Attempts):
-    """For the daemon."""
+    """Attempts of the daemon: failed errands rest and are retried."""
 
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         policy = RetryPolicy()
-        with contextlib.suppress(FactoryError, OSError):  # a pass says what is wrong with it
+        with contextlib.suppress(FactoryError, OSError):  # a pass reports an error of the file
             policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
         self.backoff = Backoff(policy.first_wait_seconds, policy.longest_wait_seconds)
-        self._asked: int | None = None  # the newest 'retry_asked' event that was heard
-        self._unrecorded: list[tuple[str, dict[str, Any]]] = []  # events that the ledger could not take
-        self._told: set[str] = set()  # keys of what was said to have failed, by an earlier daemon too
+        self._asked: int | None = None  # the newest 'retry_asked' event that was obeyed
+        self._unrecorded: list[tuple[str, dict[str, Any]]] = []  # events that the ledger could not record
+        self._told: set[str] = set()  # keys of reported failures, also of an earlier daemon
         with contextlib.suppress(Exception):  # the ledger cannot be read now
             self._told = {one["what"] for one in failing(plant.ledger)}
-        self._rested: set[str] = set()  # at some moment of this pass
-        self._failed: set[str] = set()  # in this pass
-        self._waiting = ""  # what was said that training waits for
+        self._rested: set[str] = set()  # keys that rested at some moment of this pass
+        self._failed: set[str] = set()  # keys that failed in this pass
+        self._waiting = ""  # the reported reason why training waits
 
     def resting(self) -> frozenset[str]:
         resting = self.backoff.resting()
@@ -96,7 +99,7 @@ class BackOff(Attempts):
         return self.backoff.known()
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
-        """Raises: what a fault of the machine made of it: nothing else would work either."""
+        """Raises: any error that a fault of the machine causes, because other errands would fail too."""
         if self.backoff.rests(key):
             return False
         try:
@@ -105,10 +108,17 @@ class BackOff(Attempts):
             self.say(str(told))
             return False
         except WaitingError:
-            return False  # the next look at the world says so
-        except TrainerDiedError as died:  # which is in the ledger already, and counted there
+            return False  # the next look reports it
+        except TrainerDiedError as died:  # the ledger has it already, with its count
             rest, _ = self.backoff.failed(key, str(died), failures=died.tries)
-            self.say(f"{died}" + ("" if died.parked else f"; the next try begins in {span(rest.seconds)}"))
+            again = Message(
+                "duties.next_try",
+                "{died} The next try begins in {wait}.",
+                died=died,
+                wait=span(rest.seconds),
+                seconds=rest.seconds,
+            )
+            self.say(str(died) if died.parked else again)
             if died.parked:
                 self.backoff.succeeded(key)
             return False
@@ -120,47 +130,51 @@ class BackOff(Attempts):
             self._failed.add(key)
             rest, news = self.backoff.failed(key, self._words(error, key))
             if news:
-                again = f"it is tried again in {span(rest.seconds)}, and the rest goes on"
-                self._tell(ACTION_FAILED, key, f"{key} failed: {rest.says} ({again})", rest)
+                failed = Message(
+                    "duties.failed", "{errand} failed: {error} (next try in {wait}; other work continues)",
+                    errand=key, error=rest.says, wait=span(rest.seconds), seconds=rest.seconds,
+                )  # fmt: skip
+                self._tell(ACTION_FAILED, key, failed, rest)
             return False
         self._works(key)
         return True
 
     def waits(self, why: FactoryError | None) -> None:
-        """Said once."""
-        words = str(why) if why else ""
-        if words and words != self._waiting:
-            self.say(words)
-        self._waiting = words
+        """Report a reason once."""
+        reason = str(why) if why else ""
+        if reason and reason != self._waiting:
+            self.say(reason)
+        self._waiting = reason
 
     def too_early(self) -> bool:
-        """For the next pass, after one that failed?"""
+        """Whether it is too early for the next pass, because a pass failed."""
         self._hear()
         return self.backoff.rests(PASS)
 
     def passed(self) -> None:
-        """A pass came to its end: all that is to be done was tried, or rests."""
+        """A pass ended: every due errand was tried, or rests."""
         self._works(PASS)
         for key in sorted(self._told - self._rested - self._failed):
             self.backoff.succeeded(key)
-            self._tell_no_longer(key, f"{key} failed, and is no longer to be done", "")
+            gone = Message("duties.no_longer_due", "{errand} failed earlier and is no longer due", errand=key)
+            self._tell_no_longer(key, gone, "")
         self._failed.clear()
         self._rested.clear()
 
     def pass_failed(self, error: Exception) -> None:
-        """A pass ended early: a fault of the machine, or of ours."""
+        """A pass ended early by a fault of the machine or a bug."""
         fault = fault_of(error)
-        words = words_of(fault) if fault else self._words(error, PASS)
+        said = words_of(fault) if fault else self._words(error, PASS)
         longest = min(FAULT_SECONDS, self.backoff.longest)
-        rest, news = self.backoff.failed(PASS, words, about=fault.do if fault else "", longest=longest)
+        rest, news = self.backoff.failed(PASS, said, about=fault.do if fault else "", longest=longest)
         if news:
-            # A locked ledger would be waited for, for a minute: that is recorded once it can be.
-            self._tell(PASS_FAILED, PASS, words, rest, record_now=fault != LOCKED)
+            # Writing to a locked ledger would block for a minute, so this event is recorded later.
+            self._tell(PASS_FAILED, PASS, said, rest, record_now=fault != LOCKED)
 
-    def say(self, words: str) -> None:
-        """A line, unless nobody can be told now: a full disk takes no log, a terminal may be gone."""
+    def say(self, message: str) -> None:
+        """Print a line. An error is ignored: the disk of the log may be full, the terminal may be closed."""
         with contextlib.suppress(OSError, ValueError):
-            self.progress.line(f"  {words}")
+            self.progress.line(f"  {message}")
 
     def _words(self, error: Exception, key: str) -> str:
         if isinstance(error, FactoryError):
@@ -170,29 +184,33 @@ class BackOff(Attempts):
     def _works(self, key: str) -> None:
         before = self.backoff.succeeded(key)
         if key in self._told:
-            took = f", {span(self.backoff.clock() - before.since)} after it first failed" if before else ""
-            self._tell_no_longer(key, f"{key} works again{took}", before.says if before else "")
+            seconds = self.backoff.clock() - before.since if before else None
+            again = Message(
+                "duties.works_again", "{errand} works again{after}", errand=key, seconds=seconds,
+                after=f" after {span(seconds)} of failures" if seconds is not None else "",
+            )  # fmt: skip
+            self._tell_no_longer(key, again, before.says if before else "")
 
-    def _tell(self, kind: str, key: str, words: str, rest: Resting, record_now: bool = True) -> None:
+    def _tell(self, kind: str, key: str, message: str, rest: Resting, record_now: bool = True) -> None:
         self._told.add(key)
         detail = {"what": key, "error": rest.says, "failures": rest.failures, "again_in_s": rest.seconds}
-        self._record(kind, detail, words, record_now)
+        self._record(kind, detail, message, record_now)
 
-    def _tell_no_longer(self, key: str, words: str, error: str) -> None:
+    def _tell_no_longer(self, key: str, message: str, error: str) -> None:
         self._told.discard(key)
-        self._record(WORKS_AGAIN, {"what": key, "error": error}, words)
+        self._record(WORKS_AGAIN, {"what": key, "error": error}, message)
 
-    def _record(self, kind: str, detail: dict[str, Any], words: str, record_now: bool = True) -> None:
+    def _record(self, kind: str, detail: dict[str, Any], message: str, record_now: bool = True) -> None:
         self._unrecorded = [*self._unrecorded, (kind, detail)][-MOST_UNRECORDED:]
         if record_now:
-            with contextlib.suppress(Exception), self.ledger.begin() as tx:  # the next one takes it along
+            with contextlib.suppress(Exception), self.ledger.begin() as tx:  # a later event records it too
                 for one, about in self._unrecorded:
                     record(tx, one, "daemon", about)
                 self._unrecorded = []
-        self.say(words)
+        self.say(message)
 
     def _hear(self) -> None:
-        """Did a person ask to try at once what rests?"""
+        """End all waits if a person asked for a retry."""
         with contextlib.suppress(Exception):  # the ledger cannot be read now
             asked = f"SELECT max(id) AS id FROM events WHERE kind = '{ASKED}' AND id > :heard"
             newest = self.ledger.read(asked, heard=self._asked or 0)[0]["id"]
@@ -201,34 +219,51 @@ class BackOff(Attempts):
             self._asked = newest or self._asked or 0
 
 
-def words_of(fault: Fault) -> str:
-    """For a person, while it is waited for."""
-    return f"{fault.says}: {fault.do}. The factory waits, looks again at least every {FAULT_SECONDS:.0f} s and goes on by itself"
+def words_of(fault: Fault) -> Message:
+    """The message while the factory waits for the end of a fault of the machine."""
+    return Message(
+        "duties.waiting_for_machine", "{fault}: {to_do}. The factory waits, tries again at least every {seconds:.0f} s, and continues by itself.",
+        fault=fault.says, to_do=fault.do, seconds=FAULT_SECONDS,
+    )  # fmt: skip
 
 
 def _unexpected(workspace: Workspace, what: str, error: Exception) -> str:
     log = workspace.logs / "errors.log"
     with contextlib.suppress(OSError):
         keep_traceback(log, what, error)
-    return f"unexpected error, {type(error).__name__}: {str(error)[:300]} (traceback in {log})"
+    return Message(
+        "duties.unexpected",
+        "unexpected {type}: {error} (traceback in {log})",
+        type=type(error).__name__,
+        error=str(error)[:300],
+        log=log,
+    )
 
 
 @contextmanager
 def in_background(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
-    """Call ``act`` in a thread, at once and then every so many seconds, while the block runs: neither waits for the other.
+    """Call ``act`` in a thread, at once and then every ``every`` seconds, while the block runs.
 
-    What it raises is said once, until it works again, and ends nothing; what nobody expected leaves its traceback in ``logs/errors.log``.
+    A failure is reported once until ``act`` works again, and ends nothing. The traceback of an unexpected exception goes to
+    ``logs/errors.log``.
     """
     over = threading.Event()
 
     def turns() -> None:
         said = ""
         while True:
-            words = _failure(plant.workspace, name, act)
-            if words != said:
-                said = words
-                with contextlib.suppress(OSError, ValueError):  # a full disk takes no log, a terminal may be gone
-                    plant.say(f"  {name} {f'failed: {words}; it is tried again' if words else 'works again'}")
+            failure = _failure(plant.workspace, name, act)
+            if failure != said:
+                said = failure
+                failed = Message(
+                    "duties.background_failed",
+                    "  {duty} failed and will be tried again: {error}",
+                    duty=name,
+                    error=failure,
+                )
+                works = Message("duties.background_works", "  {duty} works again.", duty=name)
+                with contextlib.suppress(OSError, ValueError):  # the disk may be full, the terminal may be closed
+                    plant.say(failed if failure else works)
             if over.wait(every):
                 return
 
@@ -242,7 +277,7 @@ def in_background(plant: Plant, name: str, every: float, act: Callable[[], objec
 
 
 def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
-    """In words; empty: it worked."""
+    """The failure of ``act`` as text; empty when it succeeded."""
     try:
         act()
     except FactoryError as error:
@@ -254,10 +289,10 @@ def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
 
 
 def with_retries(act: Callable[[], T], say: Callable[[str], object]) -> T:
-    """``act()``, again and again while a fault of the machine makes it fail: one that was just started may lack a disk. Each fault is said once.
+    """The result of ``act()``, which is repeated while a fault of the machine makes it fail. Each fault is reported once.
 
-    Raises: whatever else ``act`` does; ConfigError and InputError, too, where what is set caused the fault: a port that only root may listen
-    on, and not where no setting can, as when factory.yaml cannot be read because no file handle is left.
+    Just after its start, a machine may still lack a disk. Raises: any other error of ``act``. A ConfigError or InputError with a fault is
+    raised if a setting can cause it (a port that only root may use), and repeated if no setting can (no file handle is left).
     """
     waits = Backoff(START_SECONDS, FAULT_SECONDS)
     while True:
@@ -270,7 +305,7 @@ def with_retries(act: Callable[[], T], say: Callable[[str], object]) -> T:
                 raise
             rest, news = waits.failed("start", fault.says)
             if news:
-                if isinstance(error, FactoryError):  # it knows more: which server, say
+                if isinstance(error, FactoryError):  # it has more facts, for example the server's name
                     say(f"  {error}")
                 say(f"  {words_of(fault)}")
         time.sleep(rest.seconds)

@@ -1,4 +1,4 @@
-"""What a duty says of itself, what it is asked, and one thing to do now."""
+"""The classes of a duty, of the state that it looks at, and of an errand: a duty to be done on one subject."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads, SegmentRow
 from factory.retrying.asking import EVERYTHING, Pause, pause_of
 from factory.retrying.tries import open_segment
+from kernels.contract.message import Message
 
 
 @dataclass
 class Look:
-    """What there is to see at one moment. Each ``due`` is asked with one; what is read of the ledger is read once."""
+    """The state at one moment, for each ``due``. It reads each value of the ledger once."""
 
     plant: Plant
     db: Reads  # the ledger, at one moment
-    duties: tuple[Duty, ...] = ()  # the list, which a person's requests name
+    duties: tuple[Duty, ...] = ()  # the list of duties, for the requests of a person
     low_on_disk: bool = False
-    resting: frozenset[str] = frozenset()  # errands, as text, that failed and are not tried now
-    failing: frozenset[str] = frozenset()  # and those that failed when they were last tried
-    settle: float = SETTLE_SECONDS  # for so long a file of the inbox is unchanged
-    endless: bool = False  # the trunk goes on without new shards too, while epochs are left
+    resting: frozenset[str] = frozenset()  # failed errands, as text, that are not tried now
+    failing: frozenset[str] = frozenset()  # errands that failed when they were last tried
+    settle: float = SETTLE_SECONDS  # a file of the inbox is ready after so many seconds without a change
+    endless: bool = False  # the trunk continues without new shards while epochs are left
 
     @cached_property
     def pause(self) -> Pause | None:
@@ -36,12 +37,12 @@ class Look:
 
     @cached_property
     def open_segment(self) -> int | None:
-        """Planned, not done."""
+        """The segment that is planned and not done, or None."""
         return open_segment(self.db)
 
     @cached_property
     def stuck_segment(self) -> int | None:
-        """The newest segment that trains, when it is parked, or the code that is live was refused for it: training waits for a person."""
+        """The newest segment that trains, if it is parked, or if the live code was refused for it. Training then waits for a person."""
         row = SegmentRow.first(self.db, "WHERE kind <> 'average' ORDER BY id DESC")
         if row is None or row.state not in ("failed", "uncertified"):
             return None
@@ -53,50 +54,59 @@ class Look:
         return row.id
 
     def rests(self, name: str) -> list[int]:
-        """The numbers for which a duty is not to be tried now."""
+        """The numbers of the subjects that a duty should not try now."""
         return [int(key.removeprefix(f"{name} ")) for key in self.resting if key.startswith(f"{name} ")]
 
 
 def always(look: Look) -> Iterable[object]:
-    """``due`` of what looks itself whether there is anything to do."""
+    """``due`` of a duty that finds out itself whether it has work."""
     return (None,)
 
 
 @dataclass(frozen=True)
 class Duty:
-    """Its rank is its place in ``factory.duties.table``."""
+    """One kind of work of the daemon. Its rank is its place in ``factory.duties.table``."""
 
-    name: str  # a verb and its object, in one word: a person asks for it so, and failures are told of it
+    name: str  # a verb and its object as one word, for requests of a person and messages about failures
     does: str  # a line for 'factory duties'
-    # What waits, most urgent first: a number, a path, None, or an Errand of another duty.
+    # The subjects that wait, most urgent first: a number, a path, None, or an Errand of another duty.
     due: Callable[[Look], Iterable[object]]
-    do: Callable[..., object]  # do(plant, subject): safe to repeat, and recorded by its own transaction
-    trains: bool = False  # it starts trainers: waits while training is paused
+    do: Callable[..., object]  # do(plant, subject): safe to repeat; its own transaction records it
+    trains: bool = False  # starts trainers: waits while training is paused
     fills_disk: bool = False  # waits while the disk is below its floor
-    plans: bool = False  # it plans a segment: waits while one is open, or is stuck until a person decides
+    plans: bool = False  # plans a segment: waits while a segment is open, or waits for a person
     when_idle: bool = False  # waits while a segment is open
-    recurs: bool = False  # the same subject may be due again at once, as a file of the same name: it is no sign that nothing was done
-    # Done once in each pass, before all else; or before whatever follows it in the list.
+    recurs: bool = False  # the same subject may be due again at once, for example a file with the same name
+    # Done once in each pass before all others ("pass"), or before each later duty in the list ("look").
     each: Literal["", "pass", "look"] = ""
-    in_background: float = 0.0  # done every so many seconds, in a thread of its own, whatever else is done or paused
-    at_end: bool = False  # of one beside: also before 'factory run --once' ends
+    in_background: float = 0.0  # seconds between two turns in a thread of its own, also while the daemon is paused
+    at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
     def held(self, look: Look) -> str:
-        """Why it waits whatever is due, in a few words; empty: it does not."""
+        """Why the duty waits, whether or not it is due; empty when it does not wait."""
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
-            return str(look.pause)
+            return look.pause.message
         if self.fills_disk and look.low_on_disk:
-            return "the disk is below its floor"
+            return Message("duties.disk_low", "the free space of the disk is below its floor")
         if (self.plans or self.when_idle) and look.open_segment is not None:
-            return f"segment {look.open_segment} is not done"
+            return Message("duties.segment_open", "segment {segment} is not done", segment=look.open_segment)
         if self.plans and look.stuck_segment is not None:
-            return f"segment {look.stuck_segment} waits for a person: see 'factory status'"
+            return Message(
+                "duties.segment_stuck",
+                "segment {segment} waits for a decision of a person (run 'factory status')",
+                segment=look.stuck_segment,
+            )
         return ""
+
+    @property
+    def look_key(self) -> str:
+        """The key of the errand that asks ``due`` again after an error."""
+        return f"check if {self.name} is due"
 
 
 @dataclass(frozen=True)
 class Errand:
-    """A duty to be done on one subject. As text it is what a person asks for, what rests and what is said to fail: 'judge 3'."""
+    """A duty to be done on one subject. Its text, such as 'judge 3', is used in requests, for rests and in messages about failures."""
 
     duty: Duty
     subject: object = None
@@ -113,12 +123,22 @@ class Errand:
         self.duty.do(plant, self.subject)
 
     @classmethod
-    def parse(cls, words: str, duties: Iterable[Duty]) -> Errand:
-        """What a person asked for, as an errand prints itself. Raises: InputError for a duty or a number that is none."""
-        name, _, number = words.partition(" ")
+    def parse(cls, text: str, duties: Iterable[Duty]) -> Errand:
+        """The inverse of ``str``. Raises: InputError for an unknown duty or an invalid number."""
+        name, _, number = text.partition(" ")
         duty = next((one for one in duties if one.name == name and not one.in_background), None)
         if duty is None:
-            raise InputError(f"{words!r} was asked for, and no duty is called {name!r}: 'factory duties' lists them")
+            raise InputError(
+                "duties.unknown",
+                "The request {request!r} names no known duty. Run 'factory duties' to list the duties.",
+                request=text,
+                duty=name,
+            )
         if number and not number.isdecimal():
-            raise InputError(f"{words!r} was asked for, and {number!r} is no number")
+            raise InputError(
+                "duties.no_number",
+                "The request {request!r} has {number!r} in place of a number.",
+                request=text,
+                number=number,
+            )
         return cls(duty, int(number) if number else None)

@@ -1,6 +1,6 @@
-"""``factory duties``: the list, with what is due, held or resting now, and when each was last done.
+"""``factory duties``: the list of duties with what is due, held or resting now, and when each was last done.
 
-What rests and what was done is noted in ``logs/duties.json`` by the daemon; the rest is looked at as the daemon does, and nothing is done.
+The daemon notes rests and finished errands in ``logs/duties.json``. The other facts are computed as the daemon computes them; nothing is done.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ from factory.ledger.plant import Plant
 from factory.retrying.backoff import Resting
 from factory.status.waiting import failing
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {errand: {"until", "failures"}}}
 MOST_SHOWN = 5  # errands of a duty
 
 
 def note(workspace: Workspace, rests: Mapping[str, Resting], done: Errand | None = None) -> None:
-    """Write down what rests, and what was done just now. A note for people: a full disk takes none, and holds nothing up."""
+    """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written or raised."""
     before, now = read(workspace), time.time()
     known = before["rests"]
     after = {
@@ -45,7 +46,7 @@ def note(workspace: Workspace, rests: Mapping[str, Resting], done: Errand | None
 
 
 def read(workspace: Workspace) -> dict[str, dict[str, Any]]:
-    """The note; nothing where there is none that can be read."""
+    """The content of the note; empty when it is missing or cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace.logs / NAME).read_text())
         if isinstance(found, dict) and all(isinstance(found.get(key), dict) for key in ("done", "rests")):
@@ -54,8 +55,11 @@ def read(workspace: Workspace) -> dict[str, dict[str, Any]]:
 
 
 def facts(plant: Plant) -> list[dict[str, Any]]:
-    """Each duty: ``rank``, ``name``, ``does``, ``when`` it is looked at, ``due`` (errands, or why that cannot be told), ``held`` (why it
-    waits), ``rests`` (errands: until when, and why), ``done`` (the errand last done, and when). Moments are seconds since 1970."""
+    """The facts of each duty: ``rank``, ``name``, ``does``, ``when`` it is looked at, ``due``, ``held``, ``rests``, ``done``.
+
+    ``due``: errands, or an error; ``held``: why it waits; ``rests``: until when each errand rests, and why; ``done``: the last errand, and when.
+    Times are seconds since 1970.
+    """
     noted, now = read(plant.workspace), time.time()
     errors = {one["what"]: one["error"] for one in failing(plant.ledger)}
     with plant.ledger.snapshot() as db:
@@ -64,7 +68,7 @@ def facts(plant: Plant) -> list[dict[str, Any]]:
             {
                 "rank": rank,
                 "name": duty.name,
-                "does": duty.does,
+                "does": str(duty.does),
                 "when": _when(duty),
                 "due": _due(duty, look),
                 "held": duty.held(look),
@@ -81,8 +85,8 @@ def facts(plant: Plant) -> list[dict[str, Any]]:
 
 def _when(duty: Duty) -> str:
     if duty.in_background:
-        return f"every {duty.in_background:g} s, beside the others"
-    return {"pass": "once in each pass", "look": "before whatever follows", "": "when it is due"}[duty.each]
+        return f"every {duty.in_background:g} s, in background"
+    return {"pass": "once in each pass", "look": "before each later duty", "": "when it is due"}[duty.each]
 
 
 def _due(duty: Duty, look: Look) -> list[str]:
@@ -93,27 +97,38 @@ def _due(duty: Duty, look: Look) -> list[str]:
     except Exception as error:
         if fault_of(error):
             raise
-        return [f"cannot be told: {error}"]
+        return [f"unknown: {error}"]
     return [str(one if isinstance(one, Errand) else Errand(duty, one)) for one in found]
 
 
 def _of(duty: Duty, key: str) -> bool:
-    return key in (duty.name, f"looking what is due of {duty.name}") or key.startswith(f"{duty.name} ")
+    return key in (duty.name, duty.look_key) or key.startswith(f"{duty.name} ")
 
 
 def lines(found: list[dict[str, Any]]) -> list[str]:
-    """The facts, for people: a line for each duty, and below it what there is to say of it now."""
+    """The facts as lines for people: one line for each duty, and below it its present state."""
     width = max(len(one["name"]) for one in found)
-    shown = ["What the daemon does: the first that is due and not held, then the list is read again.", ""]
+    title = Message(
+        "duties.list", "The daemon does the first duty that is due and not held. Then it reads the list again."
+    )
+    shown = [title, ""]
     for one in found:
         when = "" if one["when"] == "when it is due" else f" ({one['when']})"
         shown.append(f"{one['rank']:>3}  {one['name']:<{width}}  {one['does']}{when}")
         more = [f"due: {', '.join(one['due'])}"] if one["due"] else []
         more += [f"waits: {one['held']}"] if one["held"] else []
         for key, rest in one["rests"].items():
-            why = f": {rest['error']}" if rest["error"] else ""
-            more.append(f"{key} rests until {local(rest['until'])} after {rest['failures']} failures{why}")
+            more.append(
+                Message(
+                    "duties.rests",
+                    "{errand} rests until {until} after {failures:,|failure|failures}{why}",
+                    errand=key,
+                    until=local(rest["until"]),
+                    failures=rest["failures"],
+                    why=f": {rest['error']}" if rest["error"] else "",
+                )
+            )
         if done := one["done"]:
             more.append(f"last done: {done['errand']}, {span(time.time() - done['at'])} ago")
-        shown += [f"{'':>{width + 7}}{words}" for words in more]
+        shown += [f"{'':>{width + 7}}{line}" for line in more]
     return shown

@@ -1,4 +1,4 @@
-"""From a finished anneal to a release: exported, judged, released; a release that was begun is finished before all else."""
+"""Duties that export, judge and release a finished anneal. A release that was begun is finished first."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, SegmentRow, Ver
 from factory.release.approvals import automatic, how_to_answer, waits
 from factory.release.releases import OutOfDate, release
 from factory.training.exporting import export_candidate
+from kernels.contract.message import Message
 
 
 def unexported(db: Reads) -> list[int]:
-    """Anneals and averages of which there is no candidate."""
-    none = "NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id)"
-    rows = SegmentRow.select(db, f"WHERE kind <> 'trunk' AND state = 'done' AND {none} ORDER BY id")
+    """The finished anneals and averages without a candidate."""
+    rows = SegmentRow.select(
+        db,
+        "WHERE kind <> 'trunk' AND state = 'done' AND NOT EXISTS (SELECT 1 FROM candidates c WHERE c.segment = segments.id) ORDER BY id",
+    )
     return [row.id for row in rows]
 
 
 def _unfinished(look: Look) -> list[int]:
-    """Releases whose saga has not reached 'published'."""
+    """The releases that are not yet published."""
     return [row.number for row in ReleaseRow.select(look.db, "WHERE state <> 'published' ORDER BY number")]
 
 
 def _unjudged(look: Look) -> list[int]:
-    none = (
-        "NOT EXISTS (SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
-    )
-    return [row.id for row in CandidateRow.select(look.db, f"WHERE {none} ORDER BY id")]
+    judged = "(SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
+    return [row.id for row in CandidateRow.select(look.db, f"WHERE NOT EXISTS {judged} ORDER BY id")]
 
 
 def _promoted(look: Look) -> list[int]:
-    """The newest verdict, when it says promote, nothing was released for it and the policy asks for no approval."""
+    """The newest verdict, if it promotes, is not released, and needs no approval by the policy."""
     verdict = VerdictRow.first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
     if verdict is None or verdict.outcome != "promote":
         return []
@@ -52,17 +53,25 @@ def _finish(plant: Plant, number: int) -> None:
 def _release(plant: Plant, verdict: int) -> None:
     try:
         release(plant, verdict)
-    except OutOfDate as error:  # another champion since: what was promoted is judged again, against that one
+    except OutOfDate as error:  # the champion changed since, so the candidate is judged against the new one
         plant.say(f"  {error}")
         judge(plant, VerdictRow.get(plant.ledger, verdict).number)
 
 
 def judge(plant: Plant, candidate: int) -> int:
-    """Evaluate a candidate, judge it; returns the verdict's id."""
+    """Evaluate a candidate and judge it; returns the verdict's id."""
     evaluate(plant, candidate)
     verdict = decide(plant, candidate)
     row = VerdictRow.get(plant.ledger, verdict)
-    plant.say(f"  candidate {candidate}: {row.outcome.upper()}")
+    plant.say(
+        Message(
+            "duties.judged",
+            "  candidate {candidate}: {verdict}",
+            candidate=candidate,
+            verdict=row.outcome.upper(),
+            outcome=row.outcome,
+        )
+    )
     for reason in row.reasons:
         plant.say(f"    {reason}")
     if decision_on(plant.ledger, row) is None and waits(plant, row):
@@ -70,13 +79,19 @@ def judge(plant: Plant, candidate: int) -> int:
     return verdict
 
 
-FINISH_RELEASE = Duty("finish_release", "finish a release that was begun", _unfinished, _finish)
+FINISH_RELEASE = Duty(
+    "finish_release", Message("duties.finish_release", "finish a release that was begun"), _unfinished, _finish
+)
 EXPORT = Duty(
     "export",
-    "make a candidate of an anneal or an average",
+    Message("duties.export", "make a candidate of an anneal or an average"),
     lambda look: unexported(look.db),
     export_candidate,
     fills_disk=True,
 )
-RELEASE = Duty("release", "release what was promoted, where the policy asks for no approval", _promoted, _release)
-JUDGE = Duty("judge", "evaluate a candidate and judge it against the champion", _unjudged, judge)
+RELEASE = Duty(
+    "release", Message("duties.release", "release a promoted candidate that needs no approval"), _promoted, _release
+)
+JUDGE = Duty(
+    "judge", Message("duties.judge", "evaluate a candidate and judge it against the champion"), _unjudged, judge
+)

@@ -1,8 +1,8 @@
 """The daemon: a level-triggered loop over the list of duties (DESIGN §5, Ledger).
 
-It holds no state but what rests after a failure: each pass reads the ledger and the inbox, does the first duty that is due and not held, and
-lets the duty's own transaction record it, until nothing is due. Killed at any instruction, the next pass finishes or redoes. What fails rests,
-longer each time, and the rest goes on (``back_off``): only a signal ends the daemon.
+Its only state is the rests after failures. Each pass reads the ledger and the inbox, and does the first duty that is due and not held, until
+no duty is due. The duty's own transaction records it. After a kill at any instruction, the next pass finishes or repeats the errand. A failed
+errand rests, and other errands continue (``back_off``). Only a signal ends the daemon.
 """
 
 from __future__ import annotations
@@ -28,13 +28,17 @@ from factory.retention.low_disk import filled, make_room, training_waits
 from factory.retrying.asking import PausedError, answer, asked
 from factory.retrying.tries import describe_parked
 from factory.training.certifying import NotCertified, certificate_of, next_steps
+from kernels.contract.message import Message
 
 MOST_REPEATS = 3  # of one errand in a row
-ASKED_BY = ("action", "by", "at", "event")  # of a request; what else it says are arguments of ``do``
+ASKED_BY = ("action", "by", "at", "event")  # keys of a request; its other keys are arguments of ``do``
 
 
 def next_errands(look: Look) -> list[Errand]:
-    """The first errand that is due, not resting and not held, after what is done before it; without one, only people are waited for."""
+    """The first errand that is due, not resting and not held, after the "look" duties before it.
+
+    Without such an errand, the daemon waits for files or for a person.
+    """
     found: list[Errand] = []
     for duty in look.duties:
         if duty.in_background or duty.each == "pass":
@@ -47,12 +51,11 @@ def next_errands(look: Look) -> list[Errand]:
 
 
 def _first(duty: Duty, look: Look) -> Errand | None:
-    """A look that failed becomes an errand of its own: what it met is mended, or said, and rests as others do."""
-    looking = f"looking what is due of {duty.name}"
-    if look.resting & {duty.name, looking} or duty.held(look):
+    """The first errand of a duty, or None. If ``due`` fails, an errand that asks it again: its error is repaired or reported, and it rests."""
+    if look.resting & {duty.name, duty.look_key} or duty.held(look):
         return None
-    again = Errand(Duty(looking, duty.does, always, partial(_look_again, duty, replace(look))))
-    if looking in look.failing:
+    again = Errand(Duty(duty.look_key, duty.does, always, partial(_look_again, duty, replace(look))))
+    if duty.look_key in look.failing:
         return again
     try:
         for subject in duty.due(look):
@@ -77,10 +80,10 @@ def work(
     attempts: Attempts | None = None,
     duties: tuple[Duty, ...] = DUTIES,
 ) -> int:
-    """A pass: act until there is nothing to do; returns the number of errands done. One bad shard or file never stops the rest; a token shard
-    or a checkpoint that is gone or damaged is made again.
+    """Make a pass: do errands until none is due; returns the number of errands done.
 
-    ``attempts``: what becomes of an errand that fails; without it, it is raised, as is why training waits for a person.
+    A bad shard or file does not stop other errands. A missing or damaged token shard or checkpoint is made again. ``attempts``: handles
+    failures; by default they are raised, and so is the reason why training waits for a person.
     """
     attempts = attempts or Attempts()
     nothing = Look(plant, plant.ledger, duties, settle=settle, endless=endless)
@@ -112,42 +115,54 @@ def work(
 
 
 def _do(plant: Plant, errand: Errand, repeats: int) -> None:
-    """Raises: FactoryError for an errand that comes up again and again without effect."""
+    """Do an errand. Raises: FactoryError for an errand that is due repeatedly without effect."""
     if repeats >= MOST_REPEATS:
-        raise FactoryError(f"no progress on {errand}: run 'factory check'")
+        raise FactoryError(
+            "duties.no_progress", "The errand '{errand}' had no effect {repeats} times in a row. Run 'factory check'.",
+            errand=str(errand), repeats=repeats,
+        )  # fmt: skip
     wanted = asked(plant.ledger).get(str(errand), {})
     how = {key: value for key, value in wanted.items() if key not in ASKED_BY and value is not None}
     try:
         with_mending(plant, partial(errand.duty.do, plant, errand.subject, **how))
-    except InputError as error:  # of an anomaly that was closed meanwhile, say
+    except InputError as error:  # for example, the anomaly was closed meanwhile
         if not wanted or is_of_no_file(error):
             raise
-        plant.say(f"  {errand} is not done: {error}")
+        plant.say(
+            Message(
+                "duties.request_refused",
+                "  The request '{errand}' was not done: {error}",
+                errand=str(errand),
+                error=error,
+            )
+        )
     if wanted:
         answer(plant.ledger, str(errand), wanted["event"])
 
 
 def _why_training_waits(look: Look) -> FactoryError | None:
-    """For a person; None: it does not."""
+    """The reason why training waits, as an error; None when it does not wait."""
     if look.pause:
-        return PausedError(str(look.pause))
+        return PausedError(look.pause.message)
     if look.stuck_segment is None:
         return None
     row = SegmentRow.get(look.db, look.stuck_segment)
     if row.state == "uncertified":
         verdict = certificate_of(look.plant.ledger, row.id)
-        why = verdict.reasons[0] if verdict else ""
         return NotCertified(
-            f"the code of segment {row.id} is not certified and training waits. {why} {next_steps(row.id)}"
-        )
+            "duties.not_certified", "Training waits, because the code of segment {segment} is not certified. {reason} {to_do}",
+            segment=row.id, reason=verdict.reasons[0] if verdict else "", to_do=next_steps(row.id),
+        )  # fmt: skip
     log = look.plant.workspace.logs / f"segment-{row.id:05d}.log"
-    return SegmentError(f"{describe_parked(look.db, row)} (its log: {log})")
+    return SegmentError(
+        "duties.parked", "{parked} The log is {log}.", parked=describe_parked(look.db, row), segment=row.id, log=log
+    )
 
 
 def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
-    """The daemon: a pass, wait, again; the trunk goes on while epochs are left. ``once`` ends when nothing new is left.
+    """Run the daemon: passes with waits of ``every`` seconds. The trunk continues while epochs are left.
 
-    Nothing that fails ends it: only ``once`` raises.
+    ``once``: end when no new work is left. Only ``once`` raises; otherwise no failure ends the daemon.
     """
     threads = [duty for duty in DUTIES if duty.in_background]
     with plant.workspace.lock(MODEL_LOOP), ExitStack() as stack:
@@ -157,9 +172,14 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
                 if duty.at_end:
                     stack.callback(_at_end, duty, plant)
             if work(plant, settle=0.0) == 0:
-                plant.say("  there is nothing to do: 'factory status' says what it waits for")
+                plant.say(
+                    Message(
+                        "duties.nothing_to_do",
+                        "  The factory has nothing to do. Run 'factory status' to see what it waits for.",
+                    )
+                )
             return
-        for duty in threads:  # each has connections of its own
+        for duty in threads:  # each thread has its own connections
             own = replace(plant, ledger=Ledger.open(plant.workspace.ledger_url, plant.workspace.root))
             stack.enter_context(in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
         back_off = BackOff(plant)
@@ -171,14 +191,14 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
                 except Exception as error:
                     back_off.pass_failed(error)
                     if filled(plant.workspace, error):
-                        with suppress(Exception):  # what it meets, the next pass does
+                        with suppress(Exception):  # the next pass meets the error again
                             make_room(plant)
             time.sleep(every)
 
 
 def _at_end(duty: Duty, plant: Plant) -> None:
-    """What fails is said, and done by the next process."""
+    """Do a background duty once more. A failure is reported; the next process does the duty again."""
     try:
         duty.do(plant, None)
     except (FactoryError, OSError) as error:
-        plant.say(f"  {duty.name} failed: {error}")
+        plant.say(Message("duties.failed_at_end", "  {duty} failed: {error}", duty=duty.name, error=error))

@@ -1,7 +1,7 @@
-"""The list: what the daemon does, in the order in which it looks. What is due first is done, then the list is read again.
+"""The duties of the daemon in order. The daemon does the first duty that is due, then reads the list again.
 
-First what each pass begins with, then what arrived, what is half done, what follows from the newest checkpoint, and new training; what only
-improves the factory comes where nothing else is to be done.
+The order: duties at the start of each pass, arrived files, unfinished work, work on the newest checkpoint, new training. Duties that only
+improve the factory come last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from factory.duties.upkeep import (
 )
 
 DUTIES: tuple[Duty, ...] = (
-    NOTIFY,  # beside all else
+    NOTIFY,  # in the background
     ANSWER_APPROVALS,
     BACK_UP,  # once in each pass
     FINISH_REMOVALS,
@@ -49,14 +49,14 @@ DUTIES: tuple[Duty, ...] = (
     FINISH_RELEASE,
     TRAIN,
     EXPORT,
-    DIAGNOSE,  # before its candidate is judged, which is held if the segment is rewound
+    DIAGNOSE,  # before JUDGE, because a candidate of a rewound segment is held
     RELEASE,
     JUDGE,
     ASKED,
-    WORD,  # after what follows from the diagnosis, and before what lasts
+    WORD,  # after the effects of a diagnosis, and before long work
     OVERDUE_AUDIT,
     PLAN_ANNEAL,
-    REPLICATE,  # while the checkpoint is there that it begins at
+    REPLICATE,  # before the retention policy removes its first checkpoint
     PLAN_TRUNK,
     AUDIT,
     IMPROVE,

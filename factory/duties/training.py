@@ -1,4 +1,4 @@
-"""The trunk, its anneals and their replicas: planned where nothing waits for a person, and trained."""
+"""Duties that plan and train the trunk, its anneals and their replicas."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ from factory.status.status import AHEAD
 from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from factory.training.tuning import tune_if_new
+from kernels.contract.message import Message
 
 _computed: dict[Path, tuple[Any, Trunk]] = {}
 
 
 def train(plant: Plant, segment: int) -> None:
+    """Train a planned segment, follow it in MLflow, and tidy up afterwards."""
     row = SegmentRow.get(plant.ledger, segment)
     follower = Tracking.open(plant).follow_segment(row, plant.progress.line)
     follower.begin()
@@ -42,17 +44,27 @@ def train(plant: Plant, segment: int) -> None:
     tidy(plant)
     loss = result.get("loss")
     if row.kind == "average":
-        plant.say(f"  segment {segment}: {describe_average(result['averaged'])}")
+        average = describe_average(result["averaged"])
+        plant.say(Message("duties.average_made", "  segment {segment}: {average}", segment=segment, average=average))
+        return
+    if not isinstance(loss, float):
+        plant.say(Message("duties.segment_done", "  Segment {segment} is done.", segment=segment))
         return
     plant.say(
-        f"  segment {segment} ({row.kind}): steps {row.first_step}–{row.last_step}, loss {loss:.3f}"
-        if isinstance(loss, float)
-        else f"  segment {segment} done"
+        Message(
+            "duties.segment_trained",
+            "  segment {segment} ({kind}): steps {first}–{last}, loss {loss:.3f}",
+            segment=segment,
+            kind=row.kind,
+            first=row.first_step,
+            last=row.last_step,
+            loss=loss,
+        )  # fmt: skip
     )
 
 
 def _unannealed(look: Look) -> list[int]:
-    """The newest finished trunk segment, when no anneal branches off it."""
+    """The newest finished trunk segment, if it has no anneal."""
     trunk = SegmentRow.first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
         return []
@@ -61,14 +73,14 @@ def _unannealed(look: Look) -> list[int]:
 
 
 def _unmeasured(look: Look) -> list[int]:
-    """The anneal of which the data order's noise is to be measured, while the checkpoint is there that it begins at."""
+    """The anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
     workspace = look.plant.workspace
     found = waits(workspace, look.db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
     return [] if found is None else [found]
 
 
 def _trunk(look: Look) -> Iterable[None]:
-    """There is a reason to go on, and enough data."""
+    """``(None,)`` if the data are enough for the next trunk segment and it has a reason: new shards, or an endless run."""
     if not look.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return ()
     trunk = trunk_ahead(look)
@@ -76,8 +88,10 @@ def _trunk(look: Look) -> Iterable[None]:
 
 
 def trunk_ahead(look: Look) -> Trunk:
-    """What the data allows the trunk to do next, as ``next_trunk``. To compute it every token shard is opened, so it is computed when
-    something that it follows from changed; noted in the ledger, where ``factory status`` reads how much is missing. Raises: ConfigError."""
+    """The result of ``next_trunk``, computed again only after one of its inputs changed, because it opens every token shard.
+
+    The ledger records it, and ``factory status`` reads the missing tokens there. Raises: ConfigError.
+    """
     plant, follows_from = look.plant, _follows_from(look)
     known = _computed.get(plant.workspace.root)
     if known is None or known[0] != follows_from:
@@ -88,7 +102,7 @@ def trunk_ahead(look: Look) -> Trunk:
 
 
 def _follows_from(look: Look) -> Any:
-    """The token shards there are, the segments by state, the documents that are masked, and the recipe: each as little as tells a change."""
+    """A summary that changes with the token shards, the states of segments, the masked documents or the recipe."""
     shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
     segments = look.db.read(
         "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
@@ -104,17 +118,18 @@ def _plan_trunk(plant: Plant, _: None) -> None:
 
 
 TRAIN = Duty(
-    "train", "train a segment that is planned, from its newest checkpoint", lambda look: filter(None, [look.open_segment]), train,
+    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda look: filter(None, [look.open_segment]), train,
     trains=True, fills_disk=True,
 )  # fmt: skip
 PLAN_ANNEAL = Duty(
-    "plan_anneal", "branch off the trunk with a decaying rate", _unannealed, lambda plant, _: plan_anneal(plant),
-    trains=True, fills_disk=True, plans=True,
+    "plan_anneal", Message("duties.plan_anneal", "plan an anneal: a branch off the trunk with a decaying rate"), _unannealed,
+    lambda plant, _: plan_anneal(plant), trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 REPLICATE = Duty(
-    "replicate", "train a champion's anneal again on another order of the data, to measure its noise", _unmeasured, replicate,
+    "replicate", Message("duties.replicate", "train a champion's anneal again with another data order, to measure its noise"), _unmeasured, replicate,
     trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 PLAN_TRUNK = Duty(
-    "plan_trunk", "plan the trunk's next segment, when there are data for it", _trunk, _plan_trunk, trains=True, fills_disk=True, plans=True
+    "plan_trunk", Message("duties.plan_trunk", "plan the next trunk segment when the data are enough"), _trunk, _plan_trunk,
+    trains=True, fills_disk=True, plans=True,
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What arrives, what is kept in order and what people see: quick, and done in each pass or beside all else.
+"""Quick duties about arrived files, order in the workspace, and pages for people. They run in each pass or in the background.
 
 Apart because a duty is an entry here or a file, and one line of the table.
 """
@@ -19,51 +19,73 @@ from factory.release.releases import reconcile
 from factory.show.catching_up import catch_up
 from factory.show.mlflow.answering import ApprovalAnswers
 from factory.show.telling.delivery import Notifier
+from kernels.contract.message import Message
 
 UPDATE_INBOX = Duty(
     "update_inbox",
-    "return to the inbox what may be readable by now, and say what waits there and why",
+    Message(
+        "duties.update_inbox", "return files to the inbox that may be readable now, and report which files wait and why"
+    ),
     due=lambda look: (look.settle,),
     do=update_inbox,
     each="pass",
 )
 INGEST = Duty(
-    "ingest", "ingest a file of the inbox", due=lambda look: arrived(look.plant, look.settle), do=take, recurs=True
+    "ingest",
+    Message("duties.ingest", "ingest a file of the inbox"),
+    due=lambda look: arrived(look.plant, look.settle),
+    do=take,
+    recurs=True,
 )
 
 
 def _back_up(plant: Plant, _: None) -> None:
-    """A copy for which there is no room ends no pass: it is one duty that failed, and what frees some room comes after it."""
+    """Make the daily backup. A full disk fails this duty only and does not end the pass, because later duties free space."""
     try:
         said = back_up_daily(plant)
     except Exception as error:
         fault = fault_of(error)
         if fault is None or fault == LOCKED:
             raise
-        raise FactoryError(f"no backup was made: {fault.says}: {fault.do}") from None
+        raise FactoryError(
+            "duties.no_backup",
+            "The daemon made no backup: {fault}. To continue, {to_do}.",
+            fault=fault.says,
+            to_do=fault.do.rstrip(", "),
+        ) from None
     if said:
         plant.say(f"  {said}")
 
 
-BACK_UP = Duty("back_up", "make a backup, once a day", always, _back_up, each="pass")
+BACK_UP = Duty("back_up", Message("duties.back_up", "make a backup once a day"), always, _back_up, each="pass")
 FINISH_REMOVALS = Duty(
-    "finish_removals", "erase what a person took out, and mark releases that saw it", always, lambda plant, _: finish_removals(plant), each="pass"
+    "finish_removals", Message("duties.finish_removals", "erase documents that a person took out, and mark the releases that saw them"), always,
+    lambda plant, _: finish_removals(plant), each="pass",
 )  # fmt: skip
 REPORT_RELEASABLE = Duty(
-    "report_releasable", "look whether the data can be released, when something changed", always, lambda plant, _: refresh(plant), each="look"
+    "report_releasable", Message("duties.report_releasable", "after a change, check whether the data allow a release"), always,
+    lambda plant, _: refresh(plant), each="look",
 )  # fmt: skip
 
 
-# One each in a process: waits after failures are kept in it, and what waits already is said once.
+# One object of each in a process: it keeps the waits after failures, and reports each waiting item once.
 _notifier, _answers = lru_cache(maxsize=1)(Notifier), lru_cache(maxsize=1)(ApprovalAnswers)
 
-PUBLISH = Duty("publish", "bring the served folder up to date", always, lambda plant, _: reconcile(plant), each="pass")
+PUBLISH = Duty(
+    "publish",
+    Message("duties.publish", "update the folder of the served release"),
+    always,
+    lambda plant, _: reconcile(plant),
+    each="pass",
+)
 SHOW = Duty(
-    "show", "show in MLflow and in reports/ what they do not show yet", always, lambda plant, _: catch_up(plant), each="look"
+    "show", Message("duties.show", "add new results to MLflow and to reports/"), always, lambda plant, _: catch_up(plant), each="look"
 )  # fmt: skip
 NOTIFY = Duty(
-    "notify", "tell the receivers of notifications", always, lambda plant, _: _notifier(plant).look(), in_background=2.0, at_end=True
+    "notify", Message("duties.notify", "send notifications to their receivers"), always, lambda plant, _: _notifier(plant).look(),
+    in_background=2.0, at_end=True,
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
-    "answer_approvals", "hear what people say of candidates in MLflow", always, lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0
+    "answer_approvals", Message("duties.answer_approvals", "read decisions of people about candidates in MLflow"), always,
+    lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0,
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""What the factory does about what fails: it tells faults apart, waits, tries again, parks what makes no progress, and asks a person.
+"""Failures: the factory tells faults apart, waits, tries again, parks segments without progress, and asks a person.
 
-a duty fails    ─► backoff (waits longer each time; ``factory.duties.back_off``: says so once, and the rest goes on)
-a trainer dies  ─► tries (crash, OOM killer, hang: watchdog; again from its checkpoint, or parked)
-a tool hangs    ─► watchdog (does nothing any more: killed)
-a person        ─► asking (pause, resume, a duty now), tries (retry, abandon); what is at work on what was rewound is given up
+a duty fails    ─► backoff (waits twice as long each time; ``factory.duties.back_off`` reports the failure once, other duties continue)
+a trainer dies  ─► tries (after a crash, the OOM killer or a hang: starts again from its checkpoint, or parks the segment)
+a tool hangs    ─► watchdog (kills it)
+a person        ─► asking (pause, resume, a duty now), tries (retry, abandon); work on a rewound segment is given up
 """

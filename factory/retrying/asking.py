@@ -1,9 +1,9 @@
-"""What a person asks of a daemon that runs, and what is decided while it is at work: events of the ledger.
+"""Requests and decisions of a person while the daemon runs. All are events of the ledger.
 
-``factory pause`` and ``factory resume`` hold it until a person takes the pause back. 'judge 3' is one of its duties on one subject, which it does
-in its next pass, once. ``factory rewind``, ``factory anomalies accept`` and their like are one transaction, at any moment: what the daemon has
-read before is compared with it in the transaction that records what the daemon did. Work on what was rewound, or decided about data and recipe,
-is given up then, and the next pass does what follows from the ledger of now.
+``factory pause`` holds the daemon until ``factory resume``. A request such as 'judge 3' is one duty with one subject, which the daemon does
+once in its next pass. ``factory rewind``, ``factory anomalies accept`` and similar commands are one transaction at any moment. The transaction
+that records work of the daemon checks for such decisions. If one concerns the work, the daemon gives the work up, and its next pass
+starts from the new ledger.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from factory.core.moments import local
 from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED, REWOUND
 from factory.ledger.removals import REMOVED, RETURNED
 from factory.ledger.rows import Reads, SegmentRow
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -28,25 +29,33 @@ TRAINING, EVERYTHING = "training", "everything"
 
 
 class PausedError(WaitingError):
-    """What was asked for is paused: it did not fail, and goes on after 'factory resume'."""
+    """The requested work is paused. It did not fail, and continues after 'factory resume'."""
 
     exit_code = 6
 
 
 @dataclass(frozen=True)
 class Pause:
-    what: str  # TRAINING: whatever starts a trainer; EVERYTHING: the inbox too
+    """A pause in force: what, by whom, since when and why."""
+
+    what: str  # TRAINING: all duties that start a trainer; EVERYTHING: also the inbox
     by: str
     at: float  # seconds since 1970
     why: str
 
     def __str__(self) -> str:
-        why = f" ({self.why})" if self.why else ""
-        return f"{self.what} is paused by {self.by} since {local(self.at)}{why}; 'factory resume' goes on"
+        return self.message
+
+    @property
+    def message(self) -> Message:
+        return Message(
+            "retrying.paused", "{person} paused {what} on {since}{why}. Run 'factory resume' to continue.",
+            what=self.what, person=self.by, since=local(self.at), at=self.at, why=f" ({self.why})" if self.why else "",
+        )  # fmt: skip
 
 
 def pause_of(db: Reads) -> Pause | None:
-    """The pause that is in force."""
+    """The pause in force, or None."""
     found = db.read(
         f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
     )
@@ -57,11 +66,14 @@ def pause_of(db: Reads) -> Pause | None:
 
 
 def pause(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
-    """Hold the daemon from now on; replaces a pause that is in force. Raises: InputError."""
+    """Pause the daemon; replaces a pause in force. Raises: InputError."""
     from factory.ledger.ledger import record
 
     if what not in (TRAINING, EVERYTHING):
-        raise InputError(f"cannot pause {what!r}: name {TRAINING!r} or {EVERYTHING!r}")
+        raise InputError(
+            "retrying.cannot_pause", "{what!r} cannot be paused. Name {training!r} or {everything!r}.",
+            what=what, training=TRAINING, everything=EVERYTHING,
+        )  # fmt: skip
     with ledger.begin() as tx:
         record(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
     found = pause_of(ledger)
@@ -70,12 +82,12 @@ def pause(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
 
 
 def resume(ledger: Ledger, by: str) -> Pause:
-    """Take the pause back; returns it. Raises: InputError when nothing is paused."""
+    """End the pause in force; returns it. Raises: InputError when nothing is paused."""
     from factory.ledger.ledger import record
 
     found = pause_of(ledger)
     if found is None:
-        raise InputError("nothing is paused")
+        raise InputError("retrying.not_paused", "Nothing is paused.")
     with ledger.begin() as tx:
         record(tx, RESUMED, "daemon", {"by": by})
     return found
@@ -84,11 +96,11 @@ def resume(ledger: Ledger, by: str) -> Pause:
 def refuse_paused(db: Reads) -> None:
     """Raises: PausedError while training is paused."""
     if found := pause_of(db):
-        raise PausedError(str(found))
+        raise PausedError(found.message)
 
 
 def ask(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
-    """``how``: what they are done with, as ``asked`` gives it."""
+    """Record a request for each action, such as 'judge 3'. ``how``: further arguments of the duty, which ``asked`` returns."""
     from factory.ledger.ledger import record
 
     with ledger.begin() as tx:
@@ -97,7 +109,7 @@ def ask(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
 
 
 def asked(db: Reads) -> dict[str, dict[str, Any]]:
-    """What was asked for and not done since, the oldest first: ``action``, ``by``, ``at``, and ``event``, the number of the newest that asks."""
+    """The requests that are not done yet, by action, oldest first. Each has ``action``, ``by``, ``at`` and ``event``, its newest event."""
     sql = "SELECT id, kind, at, detail FROM events WHERE kind IN (:asked, :answered) ORDER BY id"
     found: dict[str, dict[str, Any]] = {}
     for row in db.read(sql, asked=ASKED, answered=ANSWERED):
@@ -105,42 +117,46 @@ def asked(db: Reads) -> dict[str, dict[str, Any]]:
         action = detail["action"]
         if row["kind"] == ASKED:
             found[action] = detail | {"event": row["id"], "at": row["at"]}
-        elif action in found and found[action]["event"] == detail["event"]:  # it was asked for again while it was done
+        elif action in found and found[action]["event"] == detail["event"]:  # else a newer request came during the work
             del found[action]
     return found
 
 
 def answer(ledger: Ledger, action: str, event: int) -> None:
+    """Record that the request of the event ``event`` is done."""
     from factory.ledger.ledger import record
 
     with ledger.begin() as tx:
         record(tx, ANSWERED, "daemon", {"action": action, "event": event})
 
 
-OVERRIDDEN = "recipe_overridden"  # for the segment that takes a rewound one's place
+OVERRIDDEN = "recipe_overridden"  # event: other recipe values for the segment that replaces a rewound segment
 
 
 class RewoundError(WaitingError):
-    """What was being done goes on from what a person, or a diagnosis, took back meanwhile: nothing failed, and nothing of it is recorded."""
+    """A person or a diagnosis decided meanwhile against the basis of the work. Nothing failed, and nothing of the work is recorded."""
 
 
 def refuse_rewound(db: Reads, segment: int) -> None:
-    """Raises: RewoundError."""
+    """Raises: RewoundError when the segment was rewound."""
     if SegmentRow.get(db, segment).state == "rewound":
         raise RewoundError(
-            f"segment {segment} was rewound meanwhile: nothing goes on from it. Run the same command again"
+            "retrying.rewound",
+            "Segment {segment} was rewound meanwhile, so no work continues from it. Run the same command again.",
+            segment=segment,
         )
 
 
 def newest_decision(db: Reads) -> int:
-    """The number of the newest event that changes what the next segment is: what it goes on from, its documents or its recipe."""
+    """The number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
     kinds = ", ".join(f"'{kind}'" for kind in (CLOSED, FREED, QUARANTINED, REWOUND, REMOVED, RETURNED, OVERRIDDEN))
     return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
 
 
 def refuse_decided(db: Reads, before: int) -> None:
-    """Raises: RewoundError when there is a newer one than ``before``."""
+    """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision``."""
     if newest_decision(db) != before:
         raise RewoundError(
-            "somebody decided about data or segments while the next one was planned: it is to be planned again"
+            "retrying.plan_out_of_date",
+            "A person or a diagnosis changed data or segments while a segment was planned. The factory must plan the segment again.",
         )

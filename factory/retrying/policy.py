@@ -1,4 +1,4 @@
-"""``policies/retries.yaml``: how often and after how long what failed is tried again, and when a trainer counts as hung."""
+"""``policies/retries.yaml``: number of tries, waits between tries, and when a trainer counts as hung."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ class RetryPolicy(StrictPolicy):
     """Every key is optional."""
 
     tries: Count = 3
-    """A segment is parked when its trainer died so often without a new checkpoint in between."""
+    """The factory parks a segment after so many deaths of its trainer without a new checkpoint in between."""
     first_wait_seconds: Seconds = 10.0
-    """Before what failed is tried again; twice as long after each further failure."""
+    """The wait before the first retry. It doubles with each further failure."""
     longest_wait_seconds: Seconds = 600.0
-    """What such a wait grows to."""
+    """The longest such wait."""
     hung_times: Annotated[float, Field(gt=1)] = 10.0
-    """A trainer hung when it made no step for so many times the usual time of a step …"""
+    """A trainer counts as hung after no step for this multiple of the usual time of a step, and for at least ``hung_seconds``."""
     hung_seconds: Seconds = 300.0
-    """… and for so long at least. Time in which it waited for a core does not count."""
+    """The least time without a step before a trainer counts as hung. Time in which it waits for a core does not count."""
     start_seconds: Seconds = 3600.0
-    """The least time until its first step, in which it compiles; or ``hung_times`` the longest start measured here, if that is longer."""
+    """The least time for the first step, which includes compiling. If longer, ``hung_times`` the longest start measured here is used."""
 
     @classmethod
     def load(cls, path: Path) -> RetryPolicy:

@@ -1,9 +1,8 @@
-"""How a trainer ended, and the tries of a segment: a trainer that died is started again from its newest checkpoint, and parked when that makes no
-progress.
+"""Decides how a trainer ended, and counts the tries of a segment.
 
-It crashed, was killed, ran out of memory, or hung: so say its exit, its log, and the kernel's count of what it killed for memory. Deaths are
-counted from the newest checkpoint: after one that was made since the last death the count begins again. Unfinished progress is never left
-behind: nothing else is planned while a segment is parked, until a person says ``factory retry`` or ``factory abandon``.
+The exit code, the log and the kernel's count of OOM kills show whether a trainer crashed, was killed, ran out of memory, or hung. A trainer
+that died starts again from its newest checkpoint. The count of deaths starts again with each new checkpoint. A segment without progress is
+parked. Nothing else is planned while a segment is parked, until a person runs ``factory retry`` or ``factory abandon``.
 """
 
 from __future__ import annotations
@@ -22,28 +21,29 @@ from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 from factory.core.left_files import read_object
 from factory.ledger.rows import Reads, SegmentRow, Subject
 from factory.retrying.asking import refuse_rewound
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
 
 
 HUNG, OUT_OF_MEMORY, KILLED, CRASHED, REFUSED = "hung", "out of memory", "killed", "crashed", "failed"
-# As torchrun writes them, or code that lies: no number is longer than that of a signal or an exit.
-OF_A_RANK = re.compile(r"Signal (\d{1,3}) \(SIG\w+\) received by PID \d+|exitcode\s*: -(\d{1,3}) ")
+# Lines of torchrun, which untrusted code can also write. The number has at most three digits, as signals and exit codes have.
+OF_A_RANK = re.compile(r"Signal\s(\d{1,3})\s\(SIG\w+\)\sreceived\sby\sPID\s\d+|exitcode\s*: -(\d{1,3}) ")
 CODE_OF_A_RANK = re.compile(r"exitcode\s*: (-?\d{1,3}) ")
-NO_MEMORY = re.compile(
-    r"out of memory|OutOfMemoryError|can't allocate memory|Cannot allocate memory|MemoryError|bad_alloc"
-)
+NO_MEMORY = re.compile(r"out\sof\smemory|OutOfMemoryError|(can't|Cannot)\sallocate\smemory|MemoryError|bad_alloc")
 
 
 @dataclass(frozen=True)
 class Ending:
-    kind: str  # one of the above
-    says: str  # follows 'segment 3'
+    """How a trainer ended."""
+
+    kind: str  # HUNG, OUT_OF_MEMORY, KILLED, CRASHED or REFUSED
+    says: str  # a predicate: follows 'the trainer of segment 3'
 
 
 def oom_kills() -> int | None:
-    """How many processes of this machine the kernel's OOM killer has ended since it was started; None where the kernel doesn't tell."""
+    """The number of processes that the kernel's OOM killer has killed since the machine started; None where the kernel has no count."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
             name, _, count = line.partition(" ")
@@ -53,7 +53,7 @@ def oom_kills() -> int | None:
 
 
 def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Ending:
-    """code: of the trainer, −n after signal n. line: the one of its log that explains most. log: its end.
+    """How a trainer ended. code: its exit code, −n after signal n. line: the most helpful line of its log. log: the log's end.
 
     >>> ending_of(1, "trainer: no", "", None)
     Ending(kind='failed', says='ended with exit 1: trainer: no')
@@ -61,30 +61,65 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
     cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:
         if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in CODE_OF_A_RANK.findall(log)):
-            return Ending(KILLED, f"was stopped by somebody else (SIGTERM), and not by this factory{cause}")
-        code = 1  # torchrun stopped the others because one had failed
+            return Ending(
+                KILLED,
+                Message(
+                    "retrying.ended.stopped",
+                    "received SIGTERM from another process than this factory, and stopped{cause}",
+                    cause=cause,
+                ),
+            )
+        code = 1  # torchrun stopped the other ranks because one had failed
     if code == EXIT_DISK_FULL:
-        return Ending(REFUSED, f"says that the disk is full, but there is room for its checkpoints{cause}")
+        return Ending(
+            REFUSED,
+            Message(
+                "retrying.ended.disk_not_full",
+                "reported a full disk, but the disk has room for its checkpoints{cause}",
+                cause=cause,
+            ),
+        )
     if code == -signal.SIGTERM:
-        return Ending(KILLED, "was ended by somebody else (SIGTERM), and not by this factory")
+        return Ending(
+            KILLED, Message("retrying.ended.terminated", "was ended by SIGTERM from another process than this factory")
+        )
     number = _signal(code, log)
     if number == signal.SIGKILL:
         kills = oom_kills()
         if kills is not None and kills_before is not None and kills > kills_before:
             return Ending(
                 OUT_OF_MEMORY,
-                "was ended by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory",
+                Message(
+                    "retrying.ended.oom_killer",
+                    "was killed by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory",
+                ),
             )
-        return Ending(KILLED, "was killed by somebody else (SIGKILL), and not by this machine's OOM killer")
+        return Ending(
+            KILLED,
+            Message(
+                "retrying.ended.killed", "was killed by another process (SIGKILL), not by this machine's OOM killer"
+            ),
+        )
     if code > 0 and NO_MEMORY.search(line):
-        return Ending(OUT_OF_MEMORY, f"ended with exit {code}, out of memory{cause}")
+        return Ending(
+            OUT_OF_MEMORY,
+            Message(
+                "retrying.ended.out_of_memory",
+                "ran out of memory and ended with exit {code}{cause}",
+                code=code,
+                cause=cause,
+            ),
+        )
     if number:
-        return Ending(CRASHED, f"ended with signal {_name(number)}{cause}")
-    return Ending(REFUSED, f"ended with exit {code}{cause}")
+        return Ending(
+            CRASHED,
+            Message("retrying.ended.signal", "ended with signal {signal}{cause}", signal=_name(number), cause=cause),
+        )
+    return Ending(REFUSED, Message("retrying.ended.exit", "ended with exit {code}{cause}", code=code, cause=cause))
 
 
 def _signal(code: int, log: str) -> int:
-    """That ended the trainer, or the first of its ranks as torchrun reports it; 0: none."""
+    """The signal that ended the trainer, or the first of its ranks in torchrun's report; 0: none."""
     if code < 0:
         return -code
     found = OF_A_RANK.search(log) if code == 1 else None
@@ -105,15 +140,15 @@ STUMBLED, FAILED, RETRIED, ABANDONED, ASKED = (
 
 
 class TrainerDiedError(SegmentError):
-    """A trainer ended before its segment did. ``tries``: how often since the segment's newest checkpoint; ``parked``: too often."""
+    """A trainer ended before the end of its segment. ``tries``: deaths since the segment's newest checkpoint."""
 
-    def __init__(self, says: str, tries: int, parked: bool) -> None:
-        super().__init__(says)
+    def __init__(self, message: str, tries: int, parked: bool) -> None:
+        super().__init__(message)
         self.tries, self.parked = tries, parked
 
 
 def newest_step(row: SegmentRow) -> int | None:
-    """The step of a segment's newest whole checkpoint; None: there is none. A folder that only has the name of one is no progress."""
+    """The step of a segment's newest whole checkpoint, or None. A folder with only the name of a checkpoint does not count."""
     found = ((CHECKPOINT.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
     steps = ((int(named.group(1)), path) for named, path in found if named)
     return max(
@@ -122,7 +157,7 @@ def newest_step(row: SegmentRow) -> int | None:
 
 
 def _is_whole(checkpoint: Path) -> bool:
-    """Are all files of its manifest there, each as long as it says? Their hashes are for whoever reads them."""
+    """Whether all files of the manifest exist with the right length. Readers of the files check their hashes."""
     try:
         files = read_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
@@ -133,8 +168,10 @@ def _is_whole(checkpoint: Path) -> bool:
 
 
 def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tries: int, final: bool) -> SegmentRow:
-    """Write down how a trainer of a segment ended, and park the segment after ``tries`` without progress, or at once if ``final``;
-    returns the row as it is now."""
+    """Record how a segment's trainer ended; returns the segment's new row.
+
+    The segment is parked after ``tries`` deaths without progress, or at once if ``final``.
+    """
     from factory.ledger.ledger import record, segments
     from factory.ledger.snapshot import Snapshot
 
@@ -153,7 +190,7 @@ def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tri
 
 
 def _steps_at_deaths(db: Reads, segment: int) -> list[int]:
-    """Of the newest checkpoint at each death since a person had the segment tried again; −1: there was none."""
+    """The step of the newest checkpoint at each death since the last ``factory retry`` of the segment; −1: no checkpoint."""
     subject = str(Subject("segment", segment))
     rows = db.read("SELECT kind, detail FROM events WHERE subject = :subject ORDER BY id", subject=subject)
     steps: list[int] = []
@@ -167,43 +204,55 @@ def _steps_at_deaths(db: Reads, segment: int) -> list[int]:
 
 
 def open_segment(db: Reads) -> int | None:
-    """The oldest that is planned and not done."""
+    """The oldest segment that is planned and not done, or None."""
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     return row.id if row else None
 
 
 def parked(db: Reads) -> SegmentRow | None:
-    """The newest segment that trains, if it is parked: a person decides about it before anything else trains."""
+    """The newest segment that trains, if it is parked. A person must decide about it before another segment trains."""
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     return newest if newest is not None and newest.state == "failed" else None
 
 
-def why_parked(db: Reads, row: SegmentRow) -> str:
-    """What is parked, where and why."""
+def why_parked(db: Reads, row: SegmentRow) -> Message:
+    """Says which segment is parked, at which step and why."""
     step = newest_step(row)
-    where = f"at step {step}" if step is not None else "before its first checkpoint"
+    begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
+    where = f"at step {step}" if step is not None else begun
     newest = db.read(
         f"SELECT detail FROM events WHERE subject = :subject AND kind = '{FAILED}' ORDER BY id DESC LIMIT 1",
         subject=str(Subject("segment", row.id)),
     )
     said = str(newest[0]["detail"].get("said") or "") if newest else ""
-    name = f"segment {row.id} ({row.kind}, steps {row.first_step}–{row.last_step})"
-    return f"{name} is parked {where}" + (f": it {said}" if said else "")
+    return Message(
+        "retrying.parked", "Segment {segment} ({kind}, steps {first}–{last}) is parked {where}{why}", segment=row.id, kind=row.kind,
+        first=row.first_step, last=row.last_step, where=where, step=step, why=f": its trainer {said}" if said else "",
+    )  # fmt: skip
 
 
-def ways_on(row: SegmentRow) -> str:
-    """The commands that can help."""
-    return f"factory retry {row.id}, or factory abandon {row.id}"
+def ways_on(row: SegmentRow) -> Message:
+    """The two commands that a person can choose from for a parked segment."""
+    return Message("retrying.parked_commands", "factory retry {segment}, or factory abandon {segment}", segment=row.id)
 
 
-def describe_parked(db: Reads, row: SegmentRow) -> str:
-    """``why_parked``, and the two commands to choose from."""
+def describe_parked(db: Reads, row: SegmentRow) -> Message:
+    """``why_parked``, and what the two commands do."""
     step = newest_step(row)
-    goes_on = f"goes on from step {step}" if step is not None else "begins it again"
-    return (
-        f"{why_parked(db, row)}. Training waits: correct the cause, then 'factory retry {row.id}' {goes_on}, with the recipe and the data that "
-        f"are frozen in it; 'factory abandon {row.id}' gives its steps up and trains on from before them, with those that there are then"
-    )
+    return Message(
+        "retrying.parked_to_do", "{parked}. Training waits until a person decides. To continue the segment from {start} with its recipe and data, "
+        "correct the cause and run 'factory retry {segment}'. To give up the segment's steps and train with the present recipe and data, run "
+        "'factory abandon {segment}'.", parked=why_parked(db, row), start=step_or_beginning(step), step=step, segment=row.id,
+    )  # fmt: skip
+
+
+def step_or_beginning(step: int | None) -> str:
+    """The place from which a segment continues, as words.
+
+    >>> step_or_beginning(40), step_or_beginning(None)
+    ('step 40', 'its beginning')
+    """
+    return f"step {step}" if step is not None else "its beginning"
 
 
 def refuse_parked(db: Reads) -> None:
@@ -213,12 +262,12 @@ def refuse_parked(db: Reads) -> None:
 
 
 def newest_asked(db: Reads) -> int:
-    """The number of the newest event that asks for another try; 0: none does."""
+    """The number of the newest event that asks for another try; 0 without one."""
     return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
 
 
-def retry(ledger: Ledger, segment: int | None, by: str) -> str:
-    """Have the daemon try all at once that waits after a failure, and a parked segment again; returns a line for a person.
+def retry(ledger: Ledger, segment: int | None, by: str) -> Message:
+    """Make the daemon retry now all work that waits after a failure, and a parked segment; returns a message.
 
     Raises: InputError for a segment that is neither parked nor planned.
     """
@@ -227,24 +276,28 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> str:
     if segment is None:
         with ledger.begin() as tx:
             record(tx, ASKED, "daemon", {"by": by, "segment": None})
-        return "the daemon tries again now what waits after a failure"
+        return Message("retrying.retry_all", "The daemon now retries all work that waits after a failure.")
     row = SegmentRow.get(ledger, segment)
     with ledger.begin() as tx:
         changed = {"state": "planned", "attempts": 0, "finished_at": None}
-        # The daemon may end it meanwhile.
+        # The daemon may finish the segment meanwhile.
         mine = (segments.c.id == segment) & segments.c.state.in_(("failed", "planned"))
         if not tx.execute(segments.update().where(mine).values(**changed)).rowcount:
             raise InputError(
-                f"segment {segment} is {row.state}: only a parked segment, or one that waits, is tried again"
-            )
+                "retrying.cannot_retry", "Segment {segment} is {state}. Only a parked or planned segment can be tried again.",
+                segment=segment, state=row.state,
+            )  # fmt: skip
         record(tx, ASKED, "daemon", {"by": by, "segment": segment})
         record(tx, RETRIED, Subject("segment", segment), {"by": by})
     step = newest_step(row)
-    return f"segment {segment} goes on from {f'step {step}' if step is not None else 'its beginning'} at the next pass"
+    return Message(
+        "retrying.retried", "The daemon continues segment {segment} from {start} in its next pass.",
+        segment=segment, start=step_or_beginning(step), step=step,
+    )  # fmt: skip
 
 
-def abandon(ledger: Ledger, segment: int, by: str) -> str:
-    """Give up what a parked segment trained: the next one goes on from what was done before it. Its folder stays.
+def abandon(ledger: Ledger, segment: int, by: str) -> Message:
+    """Give up the steps of a parked segment; returns a message. The next segment starts where this one started. Its folder stays.
 
     Raises: InputError for a segment that is not parked.
     """
@@ -255,8 +308,16 @@ def abandon(ledger: Ledger, segment: int, by: str) -> str:
     with ledger.begin() as tx:
         mine = (segments.c.id == segment) & (segments.c.state == "failed")
         if not tx.execute(segments.update().where(mine).values(state="abandoned")).rowcount:
-            raise InputError(f"segment {segment} is {row.state}, not parked: there is nothing to abandon")
+            raise InputError(
+                "retrying.cannot_abandon",
+                "Segment {segment} is {state}. Only a parked segment can be abandoned.",
+                segment=segment,
+                state=row.state,
+            )
         record(tx, ABANDONED, Subject("segment", segment), {"by": by, "step": step})
-    begins = f"from step {row.first_step}" if row.parent else "anew, at step 0"
-    lost = f"{step - row.first_step} steps are given up" if step is not None else "no step is lost"
-    return f"segment {segment} is abandoned: {lost}, and the next one goes on {begins}. Its checkpoints stay in {row.folder}"
+    return Message(
+        "retrying.abandoned",
+        "Segment {segment} is abandoned, and {lost:,|step|steps} of it are given up. The next segment starts from step {first}. "
+        "The checkpoints stay in {folder}.", segment=segment, lost=step - row.first_step if step is not None else 0,
+        first=row.first_step if row.parent else 0, folder=row.folder,
+    )  # fmt: skip

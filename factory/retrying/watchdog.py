@@ -1,9 +1,11 @@
-"""Notices what hangs: a trainer that makes no more steps (it waits for a rank that is gone, a driver, a lock, for ever), and workers of ingest that
-make no more chunks; a tool of live code (an export, an average, a profile) that uses no processor and writes nothing, which is ended.
+"""Notices processes that hang.
 
-How long a step takes is measured: by this process's own clock, from the steps themselves, and before the first from this machine's
-earlier segments. Time in which the trainer wanted to run and got no core does not count, so that a busy machine is not taken for
-a hung trainer; a checkpoint that grows is a sign of life.
+A trainer hangs when it makes no more steps: it waits forever for a lost rank, a driver or a lock. Workers of ingest hang when they finish no
+more chunks. A tool of live code (an export, an average, a profile) hangs when it uses no processor and writes nothing; then it is killed.
+
+The usual time of a step is measured with this process's clock, and before the first step it is taken from earlier segments on this machine.
+Time in which the trainer waited for a core does not count, so a busy machine does not look like a hung trainer. A growing checkpoint counts
+as progress.
 """
 
 from __future__ import annotations
@@ -23,24 +25,25 @@ from factory.core.moments import span
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import SegmentRow, Subject
 from factory.retrying.policy import RetryPolicy
+from kernels.contract.message import Message
 from trainer.contract import stopping
 
-BEGUN = "trainer_begun"  # event: a trainer made its first step, so many seconds after it was started
-REMEMBERED = 1000  # steps whose time is
-STARTS = 20  # of earlier trainers
+BEGUN = "trainer_begun"  # event: a trainer made its first step, with the seconds since its start
+REMEMBERED = 1000  # newest steps whose time is used
+STARTS = 20  # newest starts of earlier trainers that are used
 POLL_SECONDS = 5.0  # between two looks at a tool
 
 
 @dataclass(frozen=True)
 class UsualTimes:
-    """What was measured here before. Seconds; None: nothing was."""
+    """Earlier measurements on this machine, in seconds; None: no measurement."""
 
     start: float | None = None  # the longest time from a trainer's start to its first step
-    step: float | None = None
+    step: float | None = None  # the longest mean time of a step of a segment
 
 
 def usual_of(ledger: Ledger, row: SegmentRow) -> UsualTimes:
-    """Of earlier trainers with this recipe's model on this kind of machine."""
+    """The times of earlier trainers with this recipe on the same kind of machine."""
     machine = _machine(row)
     begun = ledger.read(f"SELECT detail FROM events WHERE kind = '{BEGUN}' ORDER BY id DESC LIMIT {STARTS}")
     starts = [one["detail"]["seconds"] for one in begun if one["detail"]["machine"] == machine]
@@ -55,7 +58,7 @@ def usual_of(ledger: Ledger, row: SegmentRow) -> UsualTimes:
 
 
 def record_begun(ledger: Ledger, row: SegmentRow, process: int, seconds: float) -> None:
-    """Write down that a trainer made its first step."""
+    """Record that a trainer made its first step."""
     detail = {"process": process, "seconds": seconds, "machine": _machine(row)}
     with ledger.begin() as tx:
         record(tx, BEGUN, Subject("segment", row.id), detail)
@@ -66,18 +69,18 @@ def _machine(row: SegmentRow) -> str:
 
 
 class Watchdog:
-    """Of one trainer, or a pool of workers, that was just started. ``look`` is called every second or so."""
+    """Watches one trainer, or a pool of workers, from its start. Call ``look`` about once a second."""
 
     def __init__(
         self, policy: RetryPolicy, usual: UsualTimes, process: int, folder: Path, *, starts_often: bool = False, first_counts: bool = False,
         unit: str = "step", clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
-        """process: whose tree it is. folder: what grows while it writes a checkpoint. starts_often: any step may compile, not only
-        the first. first_counts: the first step takes what others take. unit: what a step is called."""
+        """process: the root of the watched processes. folder: grows while a checkpoint is written. starts_often: every step may
+        compile, not only the first. first_counts: the first step takes as long as the others. unit: the name of a step in messages."""
         self.policy, self.usual, self.process, self.folder = policy, usual, process, folder
         self.starts_often, self.first_counts, self.unit, self.clock = starts_often, first_counts, unit, clock
-        self.steps: int | None = None  # made since the start, as told; None: none yet
-        self.idle_seconds = 0.0  # seconds without a step in which it could have run
+        self.steps: int | None = None  # made since the start; None: no step yet
+        self.idle_seconds = 0.0  # seconds without a step, less the time spent waiting for a core
         self.started = self._looked = self._moved = clock()
         self._took: deque[float] = deque(maxlen=REMEMBERED)
         self._longest = 0.0
@@ -86,7 +89,7 @@ class Watchdog:
 
     @property
     def limit(self) -> float:
-        """Seconds without a step after which it counts as hung."""
+        """Seconds without a step after which the process counts as hung."""
         start = max(self.policy.start_seconds, self.policy.hung_times * (self.usual.start or 0.0))
         if self.steps is None:
             return start
@@ -99,11 +102,11 @@ class Watchdog:
         return statistics.median(self._took) if self._took else self.usual.step
 
     def begin(self) -> None:
-        """Nothing was to be done since the last look: that time does not count."""
+        """Start the clock again: the process had nothing to do since the last look."""
         self._looked = self._moved = self.clock()
 
     def look(self, steps: int) -> str:
-        """steps: how many are done since the start. Returns '' or, of one that hung, what it did, for a person."""
+        """Compare the number of steps since the start with the last look; returns '' or a message that the process hung."""
         now = self.clock()
         passed, self._looked = now - self._looked, now
         if steps > (self.steps or 0):
@@ -124,13 +127,15 @@ class Watchdog:
             self._wrote, self.idle_seconds = wrote, 0.0
         return self._hung() if self.idle_seconds >= self.limit else ""
 
-    def _hung(self) -> str:
-        usual = f"{self.step:.3g} s is usual" if self.step else "none was timed yet"
-        what = f"no first {self.unit}" if self.steps is None else f"no {self.unit}"
-        return f"{what} for {span(self.idle_seconds)} ({usual}, the limit is {span(self.limit)})"
+    def _hung(self) -> Message:
+        return Message(
+            "retrying.hung", "no {unit} for {idle} ({usual}, the limit is {limit})",
+            unit=f"first {self.unit}" if self.steps is None else self.unit, idle=span(self.idle_seconds), seconds=self.idle_seconds,
+            usual=f"{self.step:.3g} s is usual" if self.step else "none was timed yet", limit=span(self.limit),
+        )  # fmt: skip
 
     def _waited_for_a_core(self) -> float:
-        """Seconds that the thread which waited longest waited for one, since the last call."""
+        """The longest time, in seconds, that a thread waited for a core since the last call."""
         found: dict[int, int] = {}
         for process in _tree(self.process):
             with contextlib.suppress(OSError, ValueError, IndexError):
@@ -144,14 +149,14 @@ class Watchdog:
 
 
 def _tree(process: int) -> Iterator[int]:
-    """A process and all that it started."""
+    """A process and all its descendants."""
     yield process
     for child in stopping.children(process):
         yield from _tree(child)
 
 
 def size_of(folder: Path) -> tuple[int, int]:
-    """(files, bytes) below a folder, whatever else happens there."""
+    """(files, bytes) below a folder, which other processes may change meanwhile."""
     files = size = 0
     for place, _, names in os.walk(folder):
         for name in names:
@@ -163,7 +168,7 @@ def size_of(folder: Path) -> tuple[int, int]:
 
 @contextmanager
 def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
-    """Kill ``process`` and all that it started once they did nothing for so many seconds. Yields a list: what is in it then says so."""
+    """Kill ``process`` and its descendants after ``seconds`` without activity. Yields a list, which then has a message."""
     over, said = threading.Event(), list[str]()
 
     def watch() -> None:
@@ -173,7 +178,14 @@ def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
             now = activity(process)
             idle_seconds, before = idle_seconds + pause if now == before else 0.0, now
             if idle_seconds >= seconds and not over.is_set():
-                said.append(f"killed: it used no processor and wrote nothing for {span(idle_seconds)} (hung_seconds)")
+                said.append(
+                    Message(
+                        "retrying.tool_hung",
+                        "killed, because it used no processor and wrote nothing for {idle} (hung_seconds)",
+                        idle=span(idle_seconds),
+                        seconds=idle_seconds,
+                    )  # fmt: skip
+                )
                 stopping.kill([process])
                 return
 
@@ -187,7 +199,7 @@ def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
 
 
 def activity(process: int) -> tuple[int, ...]:
-    """(number of processes, processor time in ticks, bytes written) of a process and all that it started."""
+    """(number of processes, processor time in ticks, bytes written) of a process and its descendants."""
     count = ticks = written = 0
     for one in _tree(process):
         with contextlib.suppress(OSError, ValueError, IndexError):  # it ended

@@ -1,7 +1,7 @@
-"""Serves the champion over an OpenAI-compatible address, and replaces it by the next one without losing a request.
+"""Serves the champion at an OpenAI-compatible address, and replaces it by the next champion without losing a request.
 
-A request walks: ``router`` (key, retry, metrics) → the engine that is current, a process of its own: ``native`` (``api`` reads the request,
-``engine_loop`` → ``batch`` → ``decoder`` + ``sampling`` make tokens, ``replies`` words them) or vLLM (``vllm``). A release walks:
-``champion`` (what the ledger says) → ``swap`` starts an engine (``engines``), holds it to the export's hash and to ``fixture`` (what the
-judge's own model says), warms it up, flips the router, drains the old engine and stops it. ``serve`` runs it all.
+Path of a request: ``router`` (key, retries, metrics) → the current engine, a process of its own, which is vLLM (``vllm``) or ``native``
+(``api`` reads the request, ``engine_loop`` → ``batch`` → ``decoder`` make tokens, ``replies`` formats them). Path of a release: ``champion``
+(read from the ledger) → ``swap`` starts an engine (``engines``), checks the export's hash, compares the engine with ``fixture`` (the answers
+of the judge's model), warms the engine up, makes it current, drains the old engine and stops it. ``serve`` runs all of it.
 """

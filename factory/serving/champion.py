@@ -1,4 +1,4 @@
-"""What should be served: the champion of the ledger, which is the only source of truth. A rollback is one more event there."""
+"""The release to serve: the champion of the ledger, which alone decides. A rollback is one more event of the ledger."""
 
 from __future__ import annotations
 
@@ -11,26 +11,29 @@ from factory.core.exports import folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.reader import Reader
 from factory.ledger.rows import champion
+from kernels.contract.message import Message
 
 
 @dataclass(frozen=True)
 class Champion:
+    """The release to serve, and its export."""
+
     release: int
     export: Path
-    export_sha256: str  # of the ledger: what was judged
+    export_sha256: str  # recorded in the ledger when the export was judged
 
     def check(self) -> None:
-        """Raises: InputError when the export is missing or not, byte for byte, what was judged."""
+        """Raises: InputError when the export is missing or differs in a byte from the judged export."""
         found = folder_sha256(self.export)
         if found != self.export_sha256:
             raise InputError(
-                f"{self.export} is not what was released (sha256 {found[:12]}…, recorded {self.export_sha256[:12]}…): restore it, "
-                "or 'factory release --rollback N'"
-            )
+                "serving.export_changed", "{export} differs from the released export (sha256 {found:.12}…, recorded {recorded:.12}…). "
+                "Restore it, or run 'factory release --rollback N'.", export=self.export, found=found, recorded=self.export_sha256,
+            )  # fmt: skip
 
 
 class ExportWatch:
-    """Notices that the export of what is served was changed. The engine has what it read in memory, but no other can be started."""
+    """Notices changes of the served export. The running engine has the old weights in memory, but no new engine can start."""
 
     def __init__(self, champion: Champion) -> None:
         self._champion = champion
@@ -43,14 +46,19 @@ class ExportWatch:
         self._champion.check()
 
     def look(self) -> bool:
-        """Is there a new ``problem``? Reads the files only when the size, time or number of one changed since the last look."""
+        """Whether there is a new ``problem``. Reads the files only after a change of a size, a time or an inode."""
         if _signature(self._champion.export) == self._seen:
             return False
         before, self.problem = self.problem, ""
         try:
             self.check()
         except (InputError, OSError) as error:
-            self.problem = f"release {self._champion.release} is served from memory: {error}"
+            self.problem = Message(
+                "serving.served_from_memory",
+                "Release {release} is served from memory. {error}",
+                release=self._champion.release,
+                error=error,
+            )
         return bool(self.problem) and self.problem != before
 
 
@@ -64,6 +72,6 @@ def _signature(folder: Path) -> list[tuple[str, int, int, int]]:
 
 
 def read_champion(workspace: Workspace) -> Champion | None:
-    """None before the first release. Raises: WorkspaceError when the ledger cannot be read."""
+    """The champion of the ledger; None before the first release. Raises: WorkspaceError when the ledger cannot be read."""
     row = champion(Reader(workspace))
     return Champion(row.number, Path(row.export_path), row.export_sha256) if row else None

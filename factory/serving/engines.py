@@ -1,4 +1,4 @@
-"""An engine: one process that serves one export on a Unix socket of its own, so that no port is taken and nobody else can reach it."""
+"""An engine: one process that serves one export on its own Unix socket. It uses no port, and other users cannot reach it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from factory.core.launching import die_with
 from factory.core.left_files import read_tail
 from factory.core.workspace import code_root
 from factory.serving.champion import Champion
+from kernels.contract.message import Message
 
-LOG_BYTES = 64 << 10  # of a log's end that are read
+LOG_BYTES = 64 << 10  # the end of a log that is read
 POLL_SECONDS = 0.1
 END_SECONDS = 2.0
-STOP_SECONDS = 10.0  # after which an engine that nobody uses any more is killed: nothing can be lost by it
+STOP_SECONDS = 10.0  # an unused engine that takes longer to end is killed; no request can be lost
 
 
 class EngineError(FactoryError):
@@ -35,17 +36,17 @@ class EngineError(FactoryError):
 
 @dataclass(frozen=True)
 class EngineKind:
-    """How engines of a kind are started."""
+    """How to start engines of one kind."""
 
     name: str
-    command: Callable[[Path, str], list[str]]  # of an export and a socket
+    command: Callable[[Path, str], list[str]]  # (export, socket) → command line
     environment: dict[str, str]
-    tolerance: float  # nats that its log-probabilities may differ from the judge's
-    adapt: Callable[[str, bytes, Path], bytes]  # (path, body, export) → the body that it gets; raises ApiError
+    tolerance: float  # nats by which its log-probabilities may differ from the judge's
+    adapt: Callable[[str, bytes, Path], bytes]  # (path, body, export) → the body for the engine; raises ApiError
 
 
 def native() -> EngineKind:
-    """The embedded engine: fp32 on the GPU that is there, else on the CPU."""
+    """The embedded engine: fp32 on a GPU if the machine has one, else on the CPU."""
 
     def command(export: Path, socket: str) -> list[str]:
         return [sys.executable, "-m", "factory.serving.native.server", str(export), socket]
@@ -55,7 +56,7 @@ def native() -> EngineKind:
 
 
 class Engine:
-    """``start`` makes one. It is asked through ``client``; whoever asks counts himself in ``in_flight``."""
+    """A running engine, made by ``start``. Requests go through ``client``; the caller counts each request in ``in_flight``."""
 
     def __init__(
         self, kind: EngineKind, champion: Champion, folder: Path, log: Path, process: asyncio.subprocess.Process
@@ -67,16 +68,15 @@ class Engine:
         )
         self.client = httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None, trust_env=False)
         self.in_flight = 0
-        self.problem = ""  # why it is of no use any more
+        self.problem = ""  # why it can no longer be used
         self.ended = asyncio.ensure_future(process.wait())
 
     @classmethod
     async def start(cls, kind: EngineKind, champion: Champion, logs: Path) -> Engine:
-        """Its output goes to a file in ``logs``. Raises: EngineError when its program cannot be started; OSError."""
+        """Start an engine whose output goes to a file in ``logs``. Raises: EngineError when its program cannot start; OSError."""
         path = logs / f"serve-{kind.name}-release-{champion.release}.log"
-        folder = Path(
-            tempfile.mkdtemp(prefix="factory-serve-")
-        )  # for this user alone, and short: a socket's path has 107 bytes
+        # For this user alone, and with a short path: the path of a socket has at most 107 bytes.
+        folder = Path(tempfile.mkdtemp(prefix="factory-serve-"))
         try:
             command = kind.command(champion.export, str(folder / "socket"))
             with open(path, "wb") as log:
@@ -87,24 +87,29 @@ class Engine:
                     stderr=log,
                     cwd=folder,
                     env=os.environ | kind.environment,
-                    start_new_session=True,  # an interrupt from the terminal is the router's to handle
+                    start_new_session=True,  # the router handles an interrupt from the terminal
                     preexec_fn=die_with(os.getpid()),
                 )
         except (OSError, FactoryError) as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
-                raise EngineError(f"{command[0]} cannot be started: {error.strerror}") from error
+                raise EngineError(
+                    "serving.engine_not_started",
+                    "{program} cannot be started: {error}.",
+                    program=command[0],
+                    error=error.strerror,
+                ) from error
             raise
         return cls(kind, champion, folder, path, process)
 
     async def ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
-        """Its answer, of which nothing is read yet. Raises: httpx.TransportError, also once the engine was stopped."""
+        """Send a request; returns the answer with its body unread. Raises: httpx.TransportError, also after the engine was stopped."""
         if self.client.is_closed:
             raise httpx.ConnectError("the engine was stopped")
         return await self.client.send(self.client.build_request(method, path, **parts), stream=True)
 
     async def wait_ready(self) -> None:
-        """Until it answers. A large model takes its time: only the end of its process ends the waiting. Raises: EngineError."""
+        """Wait until the engine is healthy. There is no time limit, because a large model needs long. Raises: EngineError when it ends."""
         while True:
             if self.ended.done():
                 raise EngineError(self.describe_end())
@@ -113,11 +118,13 @@ class Engine:
             await asyncio.wait([self.ended], timeout=POLL_SECONDS)
 
     async def unhealthy(self) -> str:
-        """Why it does not work, by its own word; empty: it does."""
+        """The problem that the engine itself reports; empty when it is healthy."""
         try:
             answer = await self.client.get("/health")
         except httpx.HTTPError as error:
-            return f"no answer: {type(error).__name__}"
+            return Message(
+                "serving.engine_no_answer", "the engine does not answer ({error})", error=type(error).__name__
+            )
         if answer.status_code == 200:
             return ""
         with contextlib.suppress(json.JSONDecodeError, AttributeError):
@@ -125,7 +132,7 @@ class Engine:
         return f"status {answer.status_code}"
 
     async def examine(self) -> bool:
-        """Is it still of use? Sets ``problem`` when not."""
+        """Whether the engine can still be used. Sets ``problem`` when not."""
         if not self.problem:
             if self.ended.done():
                 self.problem = self.describe_end()
@@ -134,22 +141,24 @@ class Engine:
         return not self.problem
 
     async def end(self) -> str:
-        """How it ended, if it did: a process that was killed stops answering a moment before its end is known. Else empty."""
+        """How the engine ended; empty when it runs. Waits a moment, because a killed process stops answering before its end is known."""
         await asyncio.wait([self.ended], timeout=END_SECONDS)
         return self.describe_end() if self.ended.done() else ""
 
-    def describe_end(self) -> str:
+    def describe_end(self) -> Message:
+        """Says how the process ended, with the last line of its log."""
         code = self.process.returncode
         how = (
             "ended" if code is None else f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
         )
         lines = read_tail(self.log, LOG_BYTES).decode(errors="replace").strip().splitlines()
-        return f"the {self.kind.name} engine of release {self.champion.release} {how}" + (
-            f": {lines[-1][:300]}" if lines else ""
-        )
+        return Message(
+            "serving.engine_ended", "the {engine} engine of release {release} {how}{line}", engine=self.kind.name, release=self.champion.release,
+            how=how, code=code, line=f": {lines[-1][:300]}" if lines else "",
+        )  # fmt: skip
 
     async def stop(self) -> None:
-        """End the process and all that it started. Nothing that it still works on is waited for."""
+        """End the process and its descendants, without waiting for their work."""
         with contextlib.suppress(ProcessLookupError):
             if self.process.returncode is None:
                 self.process.terminate()

@@ -1,7 +1,7 @@
-"""The parity fixture: what the judge's own tokenizer and model say of an export, and whether an engine says the same.
+"""The parity fixture: the answers of the judge's own tokenizer and model for an export, with which an engine is compared.
 
-``python -m factory.serving.fixture EXPORT OUT`` writes it, in a process of its own: ids of texts and chats, and greedy continuations with their
-log-probabilities and the margin by which each token is the likeliest. It is what the release gate asked too (``factory.evals.probes.engine``).
+``python -m factory.serving.fixture EXPORT OUT`` writes it in a process of its own: token ids of texts and chats, and greedy continuations
+with their log-probabilities and the margin of each likeliest token. The release gate asks the same (``factory.evals.probes.engine``).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from factory.release.serving import MODEL_NAME
 
 
 class ParityError(FactoryError):
-    """The engine is not the model that was judged."""
+    """The engine does not answer like the judged model."""
 
 
 def make(export: Path) -> dict[str, Any]:
-    """What the judge's side says. Raises: InputError for an export that cannot be read."""
+    """The answers of the judge's model. Raises: InputError for an export that cannot be read."""
     from factory.evals.reference_model import ReferenceModel
     from factory.ingest.tokenizer import Tokenizer
     from factory.serving.api.defaults import GenerationDefaults
@@ -38,17 +38,19 @@ def make(export: Path) -> dict[str, Any]:
 
 
 async def check(client: httpx.AsyncClient, fixture: dict[str, Any], tolerance: float) -> None:
-    """Hold an engine to the fixture. ``tolerance``: of log-probabilities, in nats.
+    """Compare an engine with the fixture. ``tolerance``: of log-probabilities, in nats.
 
-    Raises: ParityError naming the checks that failed; httpx.HTTPError.
+    Raises: ParityError naming the failed checks; httpx.HTTPError.
     """
     found = await Asking(client, fixture, tolerance, MODEL_NAME).check(typed_texts=False)
     if wrong := [f"{check.name}: {check.detail}" for check in found if not check.ok]:
-        raise ParityError("; ".join(wrong))
+        raise ParityError(
+            "serving.not_the_judged_model", "The engine does not answer like the judged model: {failed}", failed=wrong
+        )
 
 
 async def made(export: Path) -> dict[str, Any]:
-    """``make`` in a process of its own. Raises: ParityError."""
+    """Run ``make`` in a process of its own. Raises: ParityError."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"
         process = await asyncio.create_subprocess_exec(
@@ -66,7 +68,10 @@ async def made(export: Path) -> dict[str, Any]:
         if process.returncode:
             last = said.decode(errors="replace").strip().splitlines()[-1:]
             raise ParityError(
-                f"{export}: what the judge's side says of it could not be computed: {''.join(last)[:300]}"
+                "serving.no_fixture",
+                "The judge's model could not compute its answers for {export}: {error}",
+                export=export,
+                error="".join(last)[:300],
             )
         return dict(json.loads(out.read_text(encoding="utf-8")))
 

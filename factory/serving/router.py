@@ -1,7 +1,7 @@
-"""The address that users have: key, engine of the moment, retries, metrics. The answers are the engine's own bytes.
+"""The address for users: checks the key, passes requests to the current engine, retries, counts. Answers are the engine's own bytes.
 
-A request whose engine ends before a byte of its answer was sent is asked again of the next engine; a stream that has begun ends with an error
-event, as nobody can take back what was read.
+If an engine ends before the first byte of an answer was sent, the router sends the request to the next engine. A stream that has begun ends
+with an error event.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from factory.serving.api.disconnects import Gone, unless_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
 from factory.serving.swap import Supervisor, Unavailable
+from kernels.contract.message import Message
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
 MOST_BYTES = 16 << 20  # of a request
-MOST_TRIES = 5  # of one request: it may be what ends the engines
-ENDED = "the engine ended while it answered; ask again"
+MOST_TRIES = 5  # of one request, because the request itself may make engines fail
+ENDED = Message("serving.engine_ended_in_answer", "The engine ended while it answered. Send the request again.")
 
 
 def application(supervisor: Supervisor, key: str) -> Starlette:
-    """``key``: what a request must bring as its bearer token; empty: nothing."""
+    """The router as an ASGI application. ``key``: the bearer token that each request needs; empty: no token."""
     router = _Router(supervisor, key)
     routes = [Route(path, router.guarded(router.generate), methods=["POST"]) for path in PATHS]
     routes += [
@@ -48,21 +49,24 @@ def application(supervisor: Supervisor, key: str) -> Starlette:
 class _Router:
     def __init__(self, supervisor: Supervisor, key: str) -> None:
         self.supervisor, self.metrics = supervisor, supervisor.metrics
-        self._key = key.encode(errors="surrogateescape")  # of the command line or the environment: its bytes
+        self._key = key.encode(errors="surrogateescape")  # the bytes of the command line or the environment
 
     def guarded(self, handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """``handle``, for who has the key; what it raises becomes an answer."""
+        """``handle`` for requests with the key; its errors become answers."""
 
         async def answer(request: Request) -> Response:
             try:
                 given = request.headers.get("authorization", "").encode("latin-1")  # the bytes that were sent
                 if self._key and not hmac.compare_digest(given, b"Bearer " + self._key):
-                    raise ApiError(401, "this server wants its key: Authorization: Bearer KEY", code="invalid_api_key")
+                    wrong = Message(
+                        "serving.wrong_key", "This server needs its key in the header 'Authorization: Bearer KEY'."
+                    )
+                    raise ApiError(401, wrong, openai_code="invalid_api_key")
                 response = await handle(request)
             except ApiError as error:
                 response = JSONResponse(error.body(), error.status)
             except Unavailable as error:
-                body = ApiError(503, str(error), code="no_engine").body()
+                body = ApiError(503, Message.from_json(error.message), openai_code="no_engine").body()
                 response = JSONResponse(body, 503, {"Retry-After": "5"})
             except (Gone, ClientDisconnect):
                 response = Response(status_code=499)
@@ -88,17 +92,20 @@ class _Router:
                 await self.supervisor.examine(engine)
                 tried += 1
             if tried == MOST_TRIES:
-                raise ApiError(
-                    502, f"{ENDED}, but this one saw {tried} engines end, and may be the cause", code="engine_failed"
+                failed = Message(
+                    "serving.engines_ended",
+                    "{tried} engines ended while they answered this request. The request may be the cause.",
+                    tried=tried,
                 )
+                raise ApiError(502, failed, openai_code="engine_failed")
             self.metrics.add("factory_serve_retries_total")
 
     async def _ask(self, engine: Engine, path: str, body: bytes, held: AsyncExitStack) -> _Answer | None:
-        """The answer, whole or to its first byte; None when the engine is of no use and another should be asked."""
+        """The answer, whole or up to its first bytes; None when the engine failed and another should be asked."""
         headers = {
             "content-type": "application/json",
             "accept-encoding": "identity",
-        }  # the bytes are passed on as they are
+        }  # the bytes are passed on unchanged
         response = await engine.ask("POST", path, content=body, headers=headers)
         held.push_async_callback(response.aclose)
         if response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -114,7 +121,7 @@ class _Router:
         return _Answer(response, content, None)
 
     def _passed_on(self, answer: _Answer, engine: Engine, began: float, held: AsyncExitStack) -> Response:
-        """The engine's answer as ours; ``held`` is let go once its last byte is sent, or cannot be."""
+        """The engine's answer as a response. It releases ``held`` when its last byte is sent, or when sending fails."""
         headers = {"x-factory-release": str(engine.champion.release)}
         kind = answer.response.headers.get("content-type", "application/json")
         bodies = self._bytes_of(answer, engine, began)
@@ -129,7 +136,7 @@ class _Router:
             except httpx.TransportError:
                 self.metrics.add("factory_serve_broken_streams_total")
                 await self.supervisor.examine(engine)
-                yield f"data: {json.dumps(ApiError(502, ENDED, code='engine_failed').body())}\n\n".encode()
+                yield f"data: {json.dumps(ApiError(502, ENDED, openai_code='engine_failed').body())}\n\n".encode()
         self.metrics.add("factory_serve_request_seconds_sum", time.monotonic() - began)
         self.metrics.add("factory_serve_request_seconds_count")
 
@@ -167,19 +174,22 @@ class _Router:
             try:
                 text += (await (await engine.ask("GET", "/metrics")).aread()).decode()
             except httpx.HTTPError as error:
-                text += f"# the engine's own metrics could not be read: {type(error).__name__}\n"
+                text += f"# engine metrics missing: {type(error).__name__}\n"
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def unknown(self, request: Request) -> Response:
-        known = ", ".join([*PATHS, "/v1/models", "/health", "/metrics"])
-        raise ApiError(404, f"{request.method} {request.url.path[:80]}: there is no such address; known: {known}")
+        unknown = Message(
+            "serving.no_such_address", "{method} {path} is not an address of this server. Known addresses: {known}.", method=request.method,
+            path=request.url.path[:80], known=[*PATHS, "/v1/models", "/health", "/metrics"],
+        )  # fmt: skip
+        raise ApiError(404, unknown)
 
 
 class _Holding(StreamingResponse):
-    """Lets go of what it holds however its sending ends, also when it never begins."""
+    """A streaming response that releases ``held`` when sending ends in any way, or never begins."""
 
-    def __init__(self, held: AsyncExitStack, *words: Any, **options: Any) -> None:
-        super().__init__(*words, **options)
+    def __init__(self, held: AsyncExitStack, *content: Any, **options: Any) -> None:
+        super().__init__(*content, **options)
         self._held = held
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -198,7 +208,10 @@ async def _read_body(request: Request) -> bytes:
     async for chunk in request.stream():
         body += chunk
         if len(body) > MOST_BYTES:
-            raise ApiError(413, f"the request has more than {MOST_BYTES >> 20} MiB")
+            raise ApiError(
+                413,
+                Message("serving.request_too_large", "The request has more than {most} MiB.", most=MOST_BYTES >> 20),
+            )
     return bytes(body)
 
 

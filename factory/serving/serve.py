@@ -1,4 +1,4 @@
-"""``factory serve``: the router on its address, the supervisor beside it, both in one event loop."""
+"""``factory serve``: runs the router and the supervisor in one event loop."""
 
 from __future__ import annotations
 
@@ -19,19 +19,24 @@ from factory.serving.champion import read_champion
 from factory.serving.engines import EngineKind
 from factory.serving.router import application
 from factory.serving.swap import Supervisor
+from kernels.contract.message import Message
 
-CLOSE_SECONDS = 5  # for requests in flight after an interrupt
+CLOSE_SECONDS = 5  # after an interrupt, for requests in flight
 
 
 def serve(
     workspace: Workspace, kind: EngineKind, *, host: str, port: int, key: str, say: Callable[[str], None]
 ) -> None:
-    """Serve the champion until interrupted. ``port`` 0: a free one, which is said.
+    """Serve the champion until interrupted. ``port`` 0: a free port, which ``say`` reports.
 
-    Raises: InputError for an address that cannot be had, or one that others can reach without a key.
+    Raises: InputError for an address that is not available, or that other machines can reach without a key.
     """
     if not key and not is_loopback(host):
-        raise InputError(f"--host {host}: others can reach it, so a key is required: --key, or $FACTORY_SERVE_KEY")
+        raise InputError(
+            "serving.key_required",
+            "Other machines can reach --host {host}, so a key is required. Set --key or $FACTORY_SERVE_KEY.",
+            host=host,
+        )
     listening = listen(host, port)
     ledger = Ledger.open(workspace.ledger_url)
 
@@ -42,7 +47,7 @@ def serve(
     supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
     where = f"[{host}]" if ":" in host else host
     url = f"http://{where}:{listening.getsockname()[1]}/v1"
-    say(f"{url} is open (Ctrl-C ends it)")
+    say(Message("serving.open", "The server listens at {url}. Press Ctrl-C to end it.", url=url))
     with served_at(workspace, url):
         asyncio.run(_run(supervisor, listening, key))
 

@@ -1,10 +1,10 @@
-"""Keeps the champion served: brings up engines, makes one of them current, ends the others. Never in place.
+"""Keeps the champion served: starts engines, makes one of them current, ends the others. No engine is changed in place.
 
-    started → healthy → verified (the export's hash is the ledger's) → parity → warm → flipped; the old engine: drained → stopped
+    started → healthy → verified (the export has the ledger's hash) → parity → warm → flipped; the old engine: drained → stopped
 
-Until ``flipped`` nothing has changed for anybody, so a new engine may fail or be killed at any stage: the old one serves on, the failure is said,
-and it is tried again after a pause that doubles. The flip is one assignment. Two tasks at most: ``swap`` brings up what the ledger wants, ``mend``
-what was served before and ended.
+A new engine may fail or be killed at any stage before ``flipped``: the old engine continues to serve, the failure is reported, and the
+supervisor tries again after a pause that doubles. The flip is one assignment. At most two tasks run: ``swap`` starts an engine for the
+ledger's champion, ``mend`` replaces an engine that served and ended.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,25 +23,27 @@ from factory.core.errors import FactoryError
 from factory.serving import fixture
 from factory.serving.champion import Champion, ExportWatch
 from factory.serving.engines import Engine, EngineError, EngineKind
+from factory.serving.metrics import Metrics
+from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0  # between looks at the ledger
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # before a failed engine is tried again
-WARM_UP = 8  # requests at once
-SOON = 10  # times as long as its start took: an engine that ends within that did not work
+WARM_UP = 8  # requests at the same time
+SOON = 10  # an engine that ends within so many times its start time did not work
 NO_ANSWER_SECONDS, NO_ANSWER = (
     60.0,
     50,
-)  # a health question unanswered for so long, and so many times the longest yet, is a hung engine
+)  # an engine hangs if a health request takes so many seconds, and so many times the longest earlier one
 Stage = Callable[[str, Engine], Awaitable[None]]
 
 
 class Unavailable(FactoryError):
-    """No engine serves, and why."""
+    """No engine serves. The message has the reason."""
 
 
 @dataclass
 class _Attempt:
-    """At bringing up one champion."""
+    """An attempt to start an engine for one champion."""
 
     champion: Champion
     task: asyncio.Task[None] | None = None
@@ -51,8 +52,10 @@ class _Attempt:
 
 
 class Supervisor:
-    """``run`` it beside the router, which asks ``use`` for an engine. ``logs``: a folder for the engines' output.
-    ``note``: (event, release, detail) for the ledger."""
+    """Starts, watches and replaces engines. ``run`` it beside the router, which gets an engine from ``use``.
+
+    ``logs``: a folder for the engines' output. ``note``: records (event, release, detail) in the ledger.
+    """
 
     def __init__(
         self,
@@ -66,16 +69,16 @@ class Supervisor:
         self.kind, self.metrics = kind, Metrics()
         self._read, self._say, self._note, self._on_stage, self._logs = read, say, note, on_stage, logs
         self.current: Engine | None = None
-        self.serving: Champion | None = None  # the last that was made current
-        self.wanted: Champion | None = None
-        self.trouble = ""  # of the newest attempt; empty when it worked
-        self._watch: ExportWatch | None = None  # over the export of ``serving``
+        self.serving: Champion | None = None  # the champion of the newest current engine
+        self.wanted: Champion | None = None  # the champion of the ledger
+        self.trouble = ""  # why the newest attempt failed; empty when it succeeded
+        self._watch: ExportWatch | None = None  # watches the export of ``serving``
         self._attempts: dict[str, _Attempt] = {}
         self._background: set[asyncio.Task[None]] = set()
         self.engines: list[Engine] = []
         self._changed = asyncio.Condition()
         self._wake = asyncio.Event()
-        self._looked = asyncio.Event()  # at the ledger, once
+        self._looked = asyncio.Event()  # set after the first look at the ledger
         self._flipped_at = self._seconds_to_start = 0.0
         self._short_lives = 0  # engines in a row that ended soon after they were made current
         self._fixtures: dict[str, dict[str, Any]] = {}
@@ -84,13 +87,13 @@ class Supervisor:
 
     @property
     def changed_export(self) -> str:
-        """What is wrong with the files of what is served, which its engine does not see any more."""
+        """The problem with the files of the served export, which its engine no longer reads."""
         return self._watch.problem if self._watch else ""
 
     # -- for the router -------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
     async def use(self) -> AsyncIterator[Engine]:
-        """The engine for a request, which is not stopped before the block ends. Waits while one comes up. Raises: Unavailable."""
+        """An engine for a request. It is not stopped before the block ends. Waits while an engine starts. Raises: Unavailable."""
         engine = await self._pick()
         engine.in_flight += 1
         try:
@@ -103,14 +106,18 @@ class Supervisor:
         await self._looked.wait()
         while self.current is None:
             if not any(attempt.task and not attempt.failures for attempt in self._attempts.values()):
-                raise Unavailable(self.trouble or "nothing is released yet: 'factory status' shows what is judged")
+                none = Message(
+                    "serving.nothing_released",
+                    "No model is released, so none can be served. Run 'factory status' to see the candidates.",
+                )
+                raise Unavailable(Message.from_json(self.trouble or none))
             async with self._changed:
                 if self.current is None:
                     await self._changed.wait()
         return self.current
 
     async def examine(self, engine: Engine) -> bool:
-        """Is it still of use? If not, no further request gets it, and another is brought up."""
+        """Whether an engine can still be used. If not, it gets no more requests, and another engine is started."""
         sound = await engine.examine()
         if not sound and engine is self.current:
             await self._lose(engine)
@@ -118,22 +125,21 @@ class Supervisor:
 
     # -- the loop -------------------------------------------------------------------------------------------------------
     async def run(self) -> None:
-        """For ever; ``close`` ends what it started."""
+        """Run without end; ``close`` ends the engines."""
         health = asyncio.ensure_future(self._watch_health())
         try:
             while True:
                 self._wake.clear()
                 await self._look()
-                with contextlib.suppress(
-                    TimeoutError
-                ):  # not wait_for: Python 3.11's forgets a cancellation that comes with the event
+                # Not wait_for: in Python 3.11 it loses a cancellation that comes together with the event.
+                with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_SECONDS):
                         await self._wake.wait()
         finally:
             health.cancel()
 
     async def close(self) -> None:
-        """End every engine, whatever it does."""
+        """End every engine, without waiting for its work."""
         tasks = [attempt.task for attempt in self._attempts.values() if attempt.task] + list(self._background)
         for task in tasks:
             task.cancel()
@@ -144,7 +150,13 @@ class Supervisor:
         try:
             self.wanted = await asyncio.to_thread(self._read)
         except FactoryError as error:
-            self._tell(f"the ledger cannot be read, so what is served stays: {error}")
+            self._tell(
+                Message(
+                    "serving.ledger_unreadable",
+                    "The ledger cannot be read, so the served release stays the same: {error}",
+                    error=error,
+                )
+            )
         if self.current and self.current.ended.done():
             await self.examine(self.current)
         if watch := self._watch:
@@ -156,7 +168,7 @@ class Supervisor:
         self._looked.set()
 
     async def _retarget(self, name: str, target: Champion | None) -> None:
-        """Let the task of that name work on ``target``, and on nothing else."""
+        """Make the task of that name work on ``target``; end its work on another champion."""
         attempt = self._attempts.get(name)
         if attempt and attempt.champion != target:
             del self._attempts[name]
@@ -180,9 +192,28 @@ class Supervisor:
             attempt.failures += 1
             pause = _pause(attempt.failures)
             attempt.next_at = time.monotonic() + pause
-            self.trouble = f"release {attempt.champion.release} is not served: {why}"
-            on = f"; release {self.current.champion.release} serves on" if self.current else ""
-            self._tell(f"{self.trouble}{on}; tried again in {pause:.0f} s")
+            self.trouble = Message(
+                "serving.not_served",
+                "Release {release} is not served: {why}",
+                release=attempt.champion.release,
+                why=why,
+            )
+            stays = (
+                Message(
+                    "serving.still_served", " Release {release} is still served.", release=self.current.champion.release
+                )
+                if self.current
+                else ""
+            )
+            self._tell(
+                Message(
+                    "serving.tried_again",
+                    "{trouble}.{stays} The server tries again in {seconds:.0f} s.",
+                    trouble=self.trouble.rstrip("."),
+                    stays=stays,
+                    seconds=pause,
+                )
+            )
             await self._record("serving_failed", attempt.champion.release, {"why": why, "failures": attempt.failures})
         finally:
             attempt.task = None
@@ -192,9 +223,9 @@ class Supervisor:
 
     # -- one swap -------------------------------------------------------------------------------------------------------
     async def _bring_up(self, champion: Champion, mends: bool) -> None:
-        """From nothing to current; an engine that ``mends`` takes no other's place: a swap was faster.
+        """Start an engine and make it current. If it ``mends`` and another engine became current meanwhile, it is discarded.
 
-        Raises: FactoryError, httpx.HTTPError, OSError, and nothing has changed.
+        Raises: FactoryError, httpx.HTTPError, OSError; then nothing has changed.
         """
         stage, engine, began = "started", None, time.monotonic()
         try:
@@ -207,7 +238,7 @@ class Supervisor:
             await self._passed(stage, engine)
             stage = "verified"
             watch = ExportWatch(champion)
-            await asyncio.to_thread(watch.check)  # what it has read is what is there now, and that is what was judged
+            await asyncio.to_thread(watch.check)  # the engine read the files that are there now: the judged export
             await self._passed(stage, engine)
             stage = "parity"
             expected = await self._fixture(champion)
@@ -239,7 +270,7 @@ class Supervisor:
         await self._passed("flipped", engine)
 
     def _flip(self, engine: Engine) -> None:
-        """From here on every new request goes to ``engine``. One assignment: no request can see half of it."""
+        """Send every new request to ``engine``. It is one assignment, so no request sees an intermediate state."""
         old, self.current = self.current, engine
         again = self.serving == engine.champion
         self.serving, self.trouble, self._said = engine.champion, "", ""
@@ -249,7 +280,7 @@ class Supervisor:
         self._start(self._record("serving", engine.champion.release, {"engine": engine.kind.name, "again": again}))
 
     async def _retire(self, engine: Engine) -> None:
-        """Let an engine finish what it works on, then stop it. If it ends before, its requests are asked again or told so."""
+        """Let an engine finish its requests, then stop it. If it ends earlier, its requests are retried or get an error."""
         while engine.in_flight and not engine.ended.done():
             await asyncio.wait([engine.ended], timeout=0.1)
         await self._passed("drained", engine)
@@ -258,29 +289,37 @@ class Supervisor:
         await self._passed("stopped", engine)
 
     async def _lose(self, engine: Engine) -> None:
-        """The current engine is of no use any more."""
+        """Replace the current engine, which can no longer be used."""
         self.current = None
         self.trouble = engine.problem
         self.metrics.add("factory_serve_engine_ends_total")
         soon = time.monotonic() - self._flipped_at < SOON * self._seconds_to_start
         self._short_lives = self._short_lives + 1 if soon else 0
         pause = _pause(self._short_lives - 1)
-        after = f" in {pause:.0f} s" if pause else ""
-        self._tell(f"{engine.problem}; another engine of release {engine.champion.release} is started{after}")
+        self._tell(
+            Message(
+                "serving.engine_replaced",
+                "The served engine failed: {problem}. The server starts another engine of release {release}{delay}.",
+                problem=engine.problem.rstrip("."),
+                release=engine.champion.release,
+                delay=f" in {pause:.0f} s" if pause else "",
+                seconds=pause,
+            )
+        )
         if pause and self.serving and "mend" not in self._attempts:
             self._attempts["mend"] = _Attempt(self.serving, next_at=time.monotonic() + pause)
         self._start(self._record("serving_failed", engine.champion.release, {"why": engine.problem}))
         self._start(self._discard(engine))
-        await self._retarget("mend", self.serving)  # at once, as requests wait for it, unless engine after engine ends
+        await self._retarget("mend", self.serving)  # at once, because requests wait, unless several engines ended soon
         self._wake.set()
 
     async def _discard(self, engine: Engine) -> None:
-        """Stop an engine that no request gets any more; what it works on is asked of another."""
+        """Stop an engine that gets no more requests. Another engine answers its open requests."""
         await asyncio.shield(engine.stop())
         self.engines.remove(engine)
 
     async def _fixture(self, champion: Champion) -> dict[str, Any]:
-        """What the judge's side says of an export, made once in a process of its own. Raises: ParityError."""
+        """The fixture of an export, made once in a process of its own. Raises: ParityError."""
         if champion.export_sha256 not in self._fixtures:
             self._fixtures = {champion.export_sha256: await fixture.made(champion.export)}
         return self._fixtures[champion.export_sha256]
@@ -289,15 +328,19 @@ class Supervisor:
         if self._on_stage:
             await self._on_stage(stage, engine)
         if stage in ("started", "flipped", "stopped"):
-            words = {
-                "started": "comes up",
-                "flipped": "is served",
-                "stopped": "is not served any more, its engine has ended",
-            }
-            self._say(f"release {engine.champion.release} {words[stage]} ({engine.kind.name})")
+            named = {"release": engine.champion.release, "engine": engine.kind.name}
+            self._say(
+                Message("serving.starts", "The {engine} engine of release {release} starts.", **named)
+                if stage == "started"
+                else Message("serving.served", "Release {release} is served by a {engine} engine.", **named)
+                if stage == "flipped"
+                else Message(
+                    "serving.stopped", "Release {release} is no longer served; its {engine} engine ended.", **named
+                )
+            )
 
     async def _watch_health(self) -> None:
-        """An engine that ends is noticed at once, one that is unhealthy or hangs by its answers."""
+        """Notice an engine that ends (at once), is unhealthy, or hangs (by its answers)."""
         while True:
             engine = self.current
             if engine is None:
@@ -312,7 +355,12 @@ class Supervisor:
             else:
                 answer.cancel()
                 if not engine.ended.done() and not engine.problem:
-                    engine.problem = f"the engine of release {engine.champion.release} did not answer for {limit:.0f} s"
+                    engine.problem = Message(
+                        "serving.engine_hung",
+                        "the engine of release {release} did not answer for {seconds:.0f} s",
+                        release=engine.champion.release,
+                        seconds=limit,
+                    )
                 await self.examine(engine)
             await asyncio.wait([engine.ended], timeout=POLL_SECONDS)
 
@@ -324,23 +372,31 @@ class Supervisor:
     async def _record(self, event: str, release: int, detail: dict[str, Any]) -> None:
         try:
             await asyncio.to_thread(self._note, event, release, detail)
-        except Exception as error:  # serving goes on when the ledger's disk is full
-            self._say(f"the ledger did not take '{event}' of release {release}: {error}")
+        except Exception as error:  # serving continues, for example when the ledger's disk is full
+            self._say(
+                Message(
+                    "serving.not_recorded",
+                    "The ledger could not record '{event}' of release {release}: {error}",
+                    event=event,
+                    release=release,
+                    error=error,
+                )
+            )
 
-    def _tell(self, words: str) -> None:
-        """Say it once."""
-        if words != self._said:
-            self._said = words
-            self._say(words)
+    def _tell(self, message: str) -> None:
+        """Report a message, but not twice in a row."""
+        if message != self._said:
+            self._said = message
+            self._say(message)
 
 
 def _pause(failures: int) -> float:
-    """Seconds to wait after so many failures in a row: 0, 1, 2, 4 …"""
+    """The seconds to wait after ``failures`` failures in a row: 0, 1, 2, 4 …"""
     return min(FIRST_PAUSE * 2 ** (failures - 1), LONGEST_PAUSE) if failures > 0 else 0.0
 
 
 async def _warm_up(engine: Engine, expected: dict[str, Any]) -> None:
-    """Requests of several lengths at once, so that no user's is the first. Raises: ParityError, httpx.HTTPError."""
+    """Send requests of several lengths at the same time, so that no user's request is the first. Raises: ParityError, httpx.HTTPError."""
     prompts = [row["prompt"] for row in expected["greedy"]]
     asks = [
         {"prompt": prompts[n % len(prompts)], "max_tokens": len(expected["greedy"][0]["tokens"])}
@@ -348,50 +404,7 @@ async def _warm_up(engine: Engine, expected: dict[str, Any]) -> None:
     ]
     for answer in await asyncio.gather(*(engine.client.post("/v1/completions", json=ask) for ask in asks)):
         if answer.status_code != 200:
-            raise fixture.ParityError(f"the warm-up was answered by {answer.status_code}: {answer.text[:300]}")
-
-
-HELP = {  # of /metrics
-    "factory_serve_requests_total": ("counter", "Requests answered, by status."),
-    "factory_serve_request_seconds_sum": ("counter", "Seconds from a request to the last byte of its answer, summed."),
-    "factory_serve_request_seconds_count": ("counter", "Requests in that sum."),
-    "factory_serve_retries_total": (
-        "counter",
-        "Requests given to another engine because theirs ended before a byte was sent.",
-    ),
-    "factory_serve_broken_streams_total": ("counter", "Streams that ended with an error because their engine ended."),
-    "factory_serve_engine_ends_total": ("counter", "Engines that ended or became unhealthy while they served."),
-    "factory_serve_swaps_total": ("counter", "Engines made current, by release."),
-    "factory_serve_failures_total": ("counter", "Engines that could not be made current, by stage."),
-    "factory_serve_in_flight": ("gauge", "Requests that are being answered, by release."),
-    "factory_serve_release": ("gauge", "The release that new requests go to; 0: none."),
-    "factory_serve_export_changed": ("gauge", "1: the files of what is served are not what was released."),
-    "factory_serve_champion": ("gauge", "The release that the ledger wants served; 0: none."),
-}
-
-
-class Metrics:
-    """Counters as Prometheus reads them (text format 0.0.4)."""
-
-    def __init__(self) -> None:
-        self._counts: Counter[tuple[str, str]] = Counter()
-
-    def add(self, name: str, amount: float = 1, **labels: object) -> None:
-        """Add to a counter of ``HELP``."""
-        assert name in HELP, name
-        self._counts[name, _labels(labels)] += amount  # type: ignore[assignment]
-
-    def text(self, gauges: list[tuple[str, dict[str, object], float]]) -> str:
-        """All counters, and ``gauges`` (name, labels, value) as they are now."""
-        values = {**self._counts, **{(name, _labels(labels)): value for name, labels, value in gauges}}
-        lines = []
-        for name, (kind, words) in HELP.items():
-            lines += [f"# HELP {name} {words}", f"# TYPE {name} {kind}"]
-            found = [f"{name}{labels} {value:g}" for (other, labels), value in sorted(values.items()) if other == name]
-            lines += found or ([f"{name} 0"] if kind == "counter" else [])
-        return "\n".join(lines) + "\n"
-
-
-def _labels(labels: dict[str, object]) -> str:
-    inner = ",".join(f'{key}="{value}"' for key, value in sorted(labels.items()))
-    return f"{{{inner}}}" if inner else ""
+            raise fixture.ParityError(
+                "serving.warm_up_failed", "The engine answered a warm-up request with status {status}: {text}", status=answer.status_code,
+                text=answer.text[:300],
+            )  # fmt: skip

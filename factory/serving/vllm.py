@@ -1,7 +1,7 @@
-"""vLLM as an engine: started from its own environment (``make serve-env``) as ``vllm serve``, spoken to over a Unix socket.
+"""vLLM as an engine: ``vllm serve`` from its own environment (``make serve-env``), on a Unix socket.
 
-What it would do otherwise than this factory's engine is settled before it is asked: its sampling defaults are passed (it ignores
-``do_sample: false``), prompts become token ids here (it would match special tokens in plain text), and requests are read by the same rules.
+Three differences from the embedded engine are removed here. Sampling defaults are passed, because vLLM ignores ``do_sample: false``. Prompts
+become token ids, because vLLM would find special tokens in plain text. Requests are checked by the same rules.
 """
 
 from __future__ import annotations
@@ -34,31 +34,39 @@ SETTINGS = {
 
 
 def vllm(environment: Path | None = None) -> EngineKind:
-    """``environment``: by default the one that ``make serve-env`` makes. Raises: InputError when there is no vLLM in it."""
+    """vLLM from ``environment``; default: that of ``make serve-env``. Raises: InputError when vLLM is not installed there."""
     environment = environment or code_root() / ENVIRONMENT
     program = environment / "bin" / "vllm"
     if not program.exists():
-        raise InputError(f"{program}: vLLM is not installed: run 'make serve-env' (some GB), or use --engine native")
+        raise InputError(
+            "serving.no_vllm", "vLLM is not installed: {program} is missing. Run 'make serve-env' (some GB), or use --engine native.",
+            program=program,
+        )  # fmt: skip
     on_gpu = Path("/dev/nvidia0").exists()
 
     def command(export: Path, socket: str) -> list[str]:
         if lacks := vllm_lacks(read_config(export).head_dim):
-            raise InputError(f"{export.name}: {lacks}: use --engine native")
+            raise InputError(
+                "serving.vllm_cannot",
+                "vLLM cannot serve {export}: {why}. Use --engine native.",
+                export=export.name,
+                why=lacks,
+            )
         defaults = GenerationDefaults.read(export).sampling
         sampling = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
-        words = [str(program), "serve", str(export), "--uds", socket, "--served-model-name", MODEL_NAME]
-        words += ["--override-generation-config", json.dumps(sampling), "--disable-uvicorn-access-log"]
-        return words + (["--dtype", "auto"] if on_gpu else ["--dtype", "float32", "--enforce-eager"])
+        line = [str(program), "serve", str(export), "--uds", socket, "--served-model-name", MODEL_NAME]
+        line += ["--override-generation-config", json.dumps(sampling), "--disable-uvicorn-access-log"]
+        return line + (["--dtype", "auto"] if on_gpu else ["--dtype", "float32", "--enforce-eager"])
 
     settings = SETTINGS | {"PATH": f"{environment / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
     if not on_gpu:
         settings["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
-    # In bf16 two right programs differ by some hundredths of a nat.
+    # In bf16 two correct programs differ by some hundredths of a nat.
     return EngineKind("vllm", command, settings, tolerance=0.1 if on_gpu else 1e-3, adapt=adapt)
 
 
 def adapt(path: str, body: bytes, export: Path) -> bytes:
-    """The body that vLLM gets for a request. Raises: ApiError."""
+    """The body for vLLM, made from the body of a request. Raises: ApiError."""
     chat = path.endswith("/chat/completions")
     data = parse_body(body)
     ask = read_request(data, chat, _served(export))

@@ -1,1 +1,1 @@
-"""Segments: planned, certified, trained, averaged, exported. ``planning`` says what comes next, ``training`` runs it."""
+"""Plans, certifies, trains, averages and exports segments. ``planning`` decides the next segment, ``training`` runs it."""

@@ -1,8 +1,8 @@
-"""Candidates that are averages: the newest kept checkpoints of one run, all alike or weighted by held-out loss.
+"""Candidates that are averages of the newest checkpoints of one run, with equal weights or weights from the held-out loss.
 
-An average is a segment of kind 'average': it trains nothing, hangs below the newest checkpoint's segment, and leaves a
-checkpoint in its folder. So lineage, provenance, tracking, export and the gate treat its candidate like any other. What is
-averaged stands in the event that planned it; a killed factory finds the segment open and makes it again.
+An average is a segment of kind 'average' that trains nothing. Its parent is the segment of the newest checkpoint, and it leaves a
+checkpoint in its folder. Lineage, provenance, tracking, export and the gate therefore treat its candidate like any other.
+The event 'segment_planned' names the checkpoints. After a kill, the factory finds the segment open and makes the average again.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment, plan_segment
 from factory.training.segment_folder import claim, failed, give_up, record_done
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 KIND = "average"
+OF_PARENT = " ".join(
+    ("generation", "recipe", "recipe_json", "recipe_sha256", "data_plan")
+)  # columns copied from the parent's row
 AT_MOST = 5  # checkpoints, by default
 Rule = Literal["uniform", "held-out-loss"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint on disk."""
+    """A checkpoint on disk that is part of an average."""
 
     id: str  # SHA-256 of its manifest
     segment: int
@@ -50,12 +54,12 @@ class Source:
 
 
 def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
-    """Shares that fall with the loss: softmax(−loss / τ), τ = max(standard deviation of the losses, noise).
+    """Weights that sum to one and fall with the loss: softmax(−loss / τ), τ = max(standard deviation of the losses, noise).
 
-    A Boltzmann weight at the losses' own scale, as Akaike weights are at a fixed one (Burnham and Anderson 2002, §2.9):
-    the unit of the loss does not matter, and no checkpoint is ever thrown away (the losses of K checkpoints span at most
-    √(2K) standard deviations, so the least share is e^−√(2K) of the largest). Losses that differ by less than the
-    measurement's ``noise`` weigh almost the same. Equal losses give equal shares.
+    These are Boltzmann weights at the losses' own scale; Akaike weights have a fixed scale (Burnham and Anderson 2002, §2.9).
+    The unit of the loss does not matter. No checkpoint gets weight zero: the losses of K checkpoints span at most √(2K)
+    standard deviations, so the least weight is at least e^−√(2K) of the largest. Losses that differ by less than the
+    measurement's ``noise`` get almost equal weights.
     """
     mean = math.fsum(losses) / len(losses)
     temperature = max(math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / len(losses)), noise)
@@ -67,9 +71,9 @@ def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
 
 # -- choosing and planning ---------------------------------------------------------------------------------------------
 def kept(ledger: Ledger, segment: SegmentRow) -> list[Source]:
-    """The checkpoints on disk that may be averaged with a segment's newest one, oldest first.
+    """The checkpoints on disk that may be averaged with a segment's newest checkpoint, oldest first.
 
-    Of an anneal: its own. Of a trunk: also those of the trunk before it, back to where the recipe was another.
+    An anneal has its own checkpoints only. A trunk segment also has those of earlier trunk segments with the same recipe.
     """
     from trainer.contract.checkpoint.format import manifest_sha256, steps_in
 
@@ -90,34 +94,39 @@ def kept(ledger: Ledger, segment: SegmentRow) -> list[Source]:
 
 
 def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source]:
-    """What to average, oldest first: the newest ``last`` checkpoints of a segment, or as many as there are up to ``AT_MOST``.
+    """The checkpoints to average, oldest first: the newest ``last`` of a segment. The default is all of them, at most ``AT_MOST``.
 
-    Raises: InputError that lists the checkpoints, when there are too few.
+    ``segment``: None for the newest finished trunk segment. Raises: InputError with the known checkpoints, when there are too few.
     """
     if segment is None:
         row = last_segment(ledger, "trunk")
         if row is None:
-            raise InputError("there is no finished trunk segment to average in: run 'factory train' first")
+            raise InputError(
+                "training.no_trunk_to_average",
+                "No trunk segment is finished, so none can be averaged. Run 'factory train' first.",
+            )
     else:
         trained = SegmentRow.select(ledger, "WHERE kind <> 'average' AND state = 'done' ORDER BY id")
         row = next((one for one in trained if one.id == segment), None)
         if row is None:
-            known = ", ".join(str(one.id) for one in trained)
-            raise InputError(f"no finished segment {segment}; there are: {known or 'none'}")
-    there = kept(ledger, row)
-    wanted = last if last is not None else min(AT_MOST, len(there))
-    if wanted < 2 or len(there) < wanted:
-        steps = ", ".join(str(source.step) for source in there) or "none"
+            raise InputError(
+                "training.segment_not_finished", "Segment {segment} is not finished or does not exist. Finished segments: {finished}.",
+                segment=segment, finished=[one.id for one in trained] or "none",
+            )  # fmt: skip
+    available = kept(ledger, row)
+    count = last if last is not None else min(AT_MOST, len(available))
+    if count < 2 or len(available) < count:
         raise InputError(
-            f"an average needs {wanted if last is not None else 'two'} checkpoints; segment {row.id} and the trunk before it, "
-            f"with the same recipe, have those of steps: {steps}. Take fewer (--last), at least 2, or raise the recipe's "
-            "keep_checkpoints"
-        )
-    return there[-wanted:]
+            "training.too_few_checkpoints",
+            "An average needs {needed} checkpoints. Segment {segment} and the trunk segments before it with the same recipe have "
+            "checkpoints of these steps: {steps}. Average fewer checkpoints (--last, at least 2), or raise keep_checkpoints in the recipe.",
+            needed=max(count, 2), segment=row.id, steps=[source.step for source in available] or "none",
+        )  # fmt: skip
+    return available[-count:]
 
 
 def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int | None = None) -> int:
-    """Record the average as a segment to be run; returns its id. The same rule and checkpoints give the same segment."""
+    """Record an average as a planned segment; returns its id. The same rule and checkpoints give the same segment."""
     from factory.git.repository import live_commit
 
     sources = choose(plant.ledger, segment, last)
@@ -131,14 +140,14 @@ def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int
     commit = live_commit(plant.workspace.repository)
     parent = SegmentRow.get(plant.ledger, sources[-1].segment)
     steps = (sources[-1].step, sources[-1].step)
-    same = parent.only("generation recipe recipe_json recipe_sha256 data_plan")
+    same = parent.only(OF_PARENT)
     with plant.ledger.begin() as tx:
         detail = {"average": plan}
         return plan_segment(tx, plant.workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)
 
 
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:
-    """What an average segment is made of, as it was planned."""
+    """The rule and the checkpoints of an average segment, as they were planned."""
     sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
     plan = dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
     return plan | {"sources": [located(dict(source), ledger.root) for source in plan["sources"]]}
@@ -152,7 +161,7 @@ def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
 def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     """Make the averaged checkpoint and record it; returns the segment's result. Safe to repeat.
 
-    Raises: SegmentError when a checkpoint is damaged or does not fit (its log is named); InputError when the held-out loss
+    Raises: SegmentError, naming the log, when a checkpoint is damaged or has other shapes; InputError when the held-out loss
     cannot be measured.
     """
     from trainer.contract.checkpoint.format import manifest_sha256, name_of
@@ -162,7 +171,9 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     code = LiveCode.of(plant, row.code_commit)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
-    with plant.progress.task(f"averaging {len(parts)} checkpoints", None) as task:
+    with plant.progress.task(
+        Message("training.averaging", "averaging {checkpoints} checkpoints", checkpoints=len(parts)), None
+    ) as task:
         if plan["rule"] == "held-out-loss":
             try:
                 advance = lambda n: task.advance(n, "held-out loss")
@@ -176,8 +187,8 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         task.advance(0, "averaging")
         weights = ",".join(repr(part["weight"]) for part in parts)
         paths = [part["path"] for part in parts]
-        words = [str(folder / "checkpoints"), *paths, "--weights", weights]
-        made = code.run("-m", "trainer.tools.average", *words, writable=[folder], readonly=list(map(Path, paths)))
+        arguments = [str(folder / "checkpoints"), *paths, "--weights", weights]
+        made = code.run("-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths)))
         clear(folder, plant.progress)
         _succeeded(plant, row, made)
     path = folder / "checkpoints" / name_of(row.last_step)
@@ -196,15 +207,15 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
 def _measure(
     plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: Advance
 ) -> dict[str, Any]:
-    """Give each part its loss and weight; returns what they were measured on."""
+    """Add the keys ``loss`` and ``weight`` to each part; returns the noise and the documents of the measurement."""
     ruler = held_out_ruler(plant)
     scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
         remove(scratch)
         scratch.mkdir()
-        words = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
-        made = code.run("-m", *words, writable=[scratch], readonly=[Path(part["path"])])
+        arguments = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
+        made = code.run("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
         clear(scratch, plant.progress)
         _succeeded(plant, row, made)
         if part is parts[-1]:
@@ -218,7 +229,7 @@ def _measure(
 
 
 def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[str]) -> None:
-    """Raises: SegmentError when the program failed; its words are in the segment's log."""
+    """Raises: SegmentError when the program failed; its output is in the segment's log."""
     if done.returncode:
         with open(plant.workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
@@ -230,10 +241,10 @@ Advance = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Ruler:
-    """Held-out documents, and how their losses become one number."""
+    """Measures the held-out loss of an export as one number: a weighted mean over domains."""
 
     texts: list[ScoredText]
-    shares: dict[str, float]  # of each domain in the number; they sum to one
+    shares: dict[str, float]  # the weight of each domain; they sum to one
     policy: EvalPolicy
 
     def loss(self, export: Path, advance: Advance = lambda _: None) -> float:
@@ -241,7 +252,7 @@ class Ruler:
         return self._measure(ReferenceModel.load(export), advance, export)[0]
 
     def loss_and_noise(self, export: Path, advance: Advance = lambda _: None) -> tuple[float, float]:
-        """The loss, and how far a second measurement of the same weights may lie from it (``tasks.noise_floor``)."""
+        """The loss, and how far a second measurement of the same weights may be from it (``tasks.noise_floor``)."""
         model = ReferenceModel.load(export)
         loss, items = self._measure(model, advance, export)
         noise = noise_floor(model, self.texts, items, self.policy, advance)
@@ -252,31 +263,32 @@ class Ruler:
         bits = ratio_bits(items)
         loss = sum(share * bits[domain] for domain, share in self.shares.items())
         if not math.isfinite(loss):
-            raise InputError(f"{export}: its held-out loss is not finite")
+            raise InputError("training.loss_not_finite", "The held-out loss of {export} is not finite.", export=export)
         return loss, items
 
     @property
     def documents(self) -> dict[str, int]:
-        """How many are measured, a domain."""
+        """The number of measured documents of each domain."""
         return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
 
 
 def held_out_ruler(plant: Plant) -> Ruler:
-    """The dev half's documents of the domains that the release policy's target names.
+    """A ruler over the held-out documents (dev half) of the domains in the release policy's target.
 
-    Raises: InputError when nothing of them is held out; ConfigError.
+    Raises: InputError when no such document is held out; ConfigError.
     """
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     weights = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")).target.weights
     tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
     dev = held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
-    wanted = {d.domain: weights.get(d.domain, 0.0) if weights else 1.0 for d in dev}
+    weight_of = {d.domain: weights.get(d.domain, 0.0) if weights else 1.0 for d in dev}
     texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
-    texts = [text for text in texts if wanted[text.document.domain] > 0]
-    shares = {domain: wanted[domain] for domain in sorted({text.document.domain for text in texts})}
+    texts = [text for text in texts if weight_of[text.document.domain] > 0]
+    shares = {domain: weight_of[domain] for domain in sorted({text.document.domain for text in texts})}
     if not shares:
         raise InputError(
-            "nothing in the dev half of what is held out is of the domains that the release policy's target names: ingest more documents"
+            "training.no_held_out_documents",
+            "The held-out documents (dev half) have none of the domains in the target of policies/gates/release.yaml. Ingest more documents.",
         )
     total = sum(shares.values())
     return Ruler(texts, {domain: weight / total for domain, weight in shares.items()}, policy)

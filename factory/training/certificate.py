@@ -1,23 +1,21 @@
-"""The certificate of a code change: before a segment starts under another commit, its first steps are run under both.
+"""Judges the certificate of a code change: before a segment starts under another commit, both commits run its first steps.
 
-Old and new code run N steps from the same checkpoint on the same data. What they differ by must lie inside seed noise:
-what the *old* code alone differs by when only the seed of the data order is another (a run that starts from a checkpoint
-has no other seed). Everything is measured in one way, as the difference of two runs; the noise is the root mean square of
-that difference over all pairs of seeds.
+Old and new code run N steps from the same checkpoint on the same data. Their difference must be inside seed noise. Seed noise is
+the difference between two runs of the *old* code that have different seeds of the data order (a run that starts from a checkpoint
+has no other seed). The noise of a measure is the root mean square of that difference over all pairs of seeds.
 
-Why this bound: it is the smallest change that could not have been seen in training anyway, and it needs no number chosen
-by hand. It is wide: another order of the data moves the weights far more than another order of additions does, so the
-distance of the weights alone would pass a rate that is 10 % off. Hence the other measures, whose seed noise is small: the
-length of the update, whole and of each tensor, the optimiser's state, the gradient's norm; and what does not depend on the
-seed at all (the rate, the optimiser's count of steps) may not differ beyond rounding. A change that 20 steps cannot show,
-like another weight decay, passes; so the tighter numbers are recorded too: each difference as a share of its noise, and
-next to the difference that the old code shows when it simply runs again (zero on CPU).
+Why this bound: a smaller change could not be seen in training anyway, and the bound needs no number chosen by hand.
+The bound is wide for the distance of the weights, which alone would accept a learning rate that is 10 % off. Other measures have
+small seed noise: the length of the update (whole and of each tensor), the optimiser's state, the gradient norm. The learning rate
+and the optimiser's step count do not depend on the seed, and may differ by rounding only. A change that N steps cannot
+show, such as another weight decay, passes. The evidence therefore also holds each difference as a share of its noise, and the
+difference between two runs of the old code with the same seed (zero on a CPU).
 
-A segment that is computed in another precision or by other kernels than the one before it is judged in the same way: what ran
-before is the old code, what will run the new.
+A segment with another precision or other kernels than its parent is judged in the same way: the parent's settings are the old code,
+the new settings are the new code.
 
-The losses, norms and rates are those that the trainer wrote down; weights and optimiser state are read from its
-checkpoints. This guards against mistakes, not against code that lies: for that there is the patch gate.
+The trainer itself wrote the losses, norms and rates; weights and optimiser state are read from its checkpoints. The certificate
+finds mistakes. It does not find code that lies: the patch gate does.
 """
 
 from __future__ import annotations
@@ -27,38 +25,40 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from factory.core.policy_file import Count, StrictPolicy, load_policy
+from kernels.contract.message import Message
 
-SERIES = ("loss", "grad_norm", "lr")  # of metrics.jsonl; the loss must be there
+SERIES = ("loss", "grad_norm", "lr")  # keys of metrics.jsonl; a run without a loss is not judged
 ROUNDING = 1e-6  # share of a value that fp32 rounding may change: the least noise of any measure
-TRAINED_WITH = ("trainer/", "kernels/", "policies/kernels.yaml")  # all that a segment's process reads of the repository
+TRAINED_WITH = ("trainer/", "kernels/", "policies/kernels.yaml")  # all files of the repository that a trainer reads
 
-Series = list[float | None]  # a value a step; None: not finite, or not written
+Series = list[float | None]  # one value for each step; None: not finite, or not written
+TENSOR_UPDATE = "tensor's update length"  # name of a measure
 Part = Literal["resume", "accumulation", "kernels", "compile", "ranks"]
 
 
 class PreflightPolicy(StrictPolicy):
-    """``preflight`` of the same file: ``factory/training/preflight.py``."""
+    """The key ``preflight`` of the same file; ``factory/training/preflight.py`` uses it."""
 
     parts: list[Part] = ["resume", "accumulation", "kernels", "compile", "ranks"]
-    """What is compared at each new commit, layout or environment; an empty list turns the preflight off."""
+    """Comparisons to make at each new commit, layout or environment. An empty list turns the preflight off."""
     steps: Count = 20
-    """Of a small model; each way to train takes them once."""
+    """Steps that each way to train takes, with a small model."""
     times_rounding: Annotated[float, Field(ge=1)] = 10.0
-    """The largest difference that passes, in multiples of what one rounding of each weight does over the same steps."""
+    """The largest difference that passes, in multiples of the effect of rounding each weight once, over the same steps."""
 
 
 class CertificatePolicy(StrictPolicy):
     """``policies/gates/certificate.yaml``. Every key is optional."""
 
     steps: Count = 20
-    """Run under both codes; all of them, when the segment is shorter."""
+    """Steps that each commit runs; a shorter segment is run whole."""
     seeds: Annotated[int, Field(ge=3)] = 3
-    """Orders of the data that the noise is measured over, under the old code; each costs ``steps`` steps."""
+    """Number of data orders that the old code runs to measure the noise. Each costs ``steps`` steps."""
     share_of_noise: Annotated[float, Field(gt=0, le=1)] = 1.0
     """The largest difference that passes, as a share of the seed noise."""
 
@@ -72,23 +72,23 @@ class CertificatePolicy(StrictPolicy):
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of what one run left, the numbers that it is judged by."""
+    """The numbers of one run that are judged."""
 
-    series: dict[str, Series]  # by name, a value a step
+    series: dict[str, Series]  # by name, one value for each step
     moved: dict[str, float]  # ‖weights − the checkpoint's‖ by tensor
     optimizer: dict[str, float]  # norm by tensor of the optimiser's state
 
 
 @dataclass(frozen=True)
 class CertificateEvidence:
-    """What the runs measured. A missing measurement is empty, and the judge names it."""
+    """The measurements of all runs. A missing measurement is empty, and the judge names it."""
 
     old_commit: str
     new_commit: str
-    changed: list[str]  # files that training reads, precision and kernels that differ; none: no runs were needed
+    changed: list[str]  # changed files that training reads, changed precision and kernels; empty: no runs were needed
     first_step: int = 0
     steps: int = 0
-    basis: Literal["segment", "parent", ""] = ""  # whose recipe and data plan both ran under
+    basis: Literal["segment", "parent", ""] = ""  # both commits ran with the recipe and data plan of this segment
     seeds: tuple[int, ...] = ()
     old: Numbers | None = None
     again: Numbers | None = None  # the old code a second time
@@ -97,7 +97,7 @@ class CertificateEvidence:
     apart: float = math.nan  # ‖weights new − old‖
     apart_again: float = math.nan  # ‖weights again − old‖
     apart_seeds: float = math.nan  # root mean square over pairs of seeds of ‖weights − weights‖
-    old_failed: str = ""  # the old code's last line when it could not run
+    old_failed: str = ""  # the last line of the old code's log, when it could not run
     new_failed: str = ""
 
 
@@ -113,57 +113,104 @@ class Measure:
 
     @property
     def share(self) -> float:
-        """Of the noise."""
+        """The difference as a multiple of the noise."""
         return self.difference / self.noise if self.noise > 0 else (0.0 if self.difference == 0 else math.inf)
 
 
 @dataclass(frozen=True)
 class Judgement:
+    """The outcome of a certificate or preflight, and its reasons."""
+
     outcome: Literal["promote", "hold", "reject"]  # promote: the segment may start
-    reasons: list[str]
+    reasons: list[Message]
     measures: list[Measure]
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
 def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) -> Judgement:
-    """May the segment start? Pure. Missing evidence is ``hold``."""
+    """Decide whether the segment may start. Pure. Missing evidence is ``hold``."""
     if not evidence.changed:
-        words = "Nothing that training reads differs between the two commits: no runs were needed."
-        return Judgement("promote", [words], [])
+        why = Message(
+            "training.certificate.no_change",
+            "The two commits have the same files for training, so no runs were needed.",
+        )
+        return Judgement("promote", [why], [])
     if evidence.old_failed or evidence.old is None:
-        return Judgement("hold", [f"The old code could not be run: {evidence.old_failed or 'no run'}."], [])
+        why = Message(
+            "training.certificate.old_code_failed",
+            "The old code could not run: {why}.",
+            why=evidence.old_failed or "no run",
+        )
+        return Judgement("hold", [why], [])
     if evidence.new_failed or evidence.new is None:
-        return Judgement("reject", [f"The new code could not be run: {evidence.new_failed or 'no run'}."], [])
+        why = Message(
+            "training.certificate.new_code_failed",
+            "The new code could not run: {why}.",
+            why=evidence.new_failed or "no run",
+        )
+        return Judgement("reject", [why], [])
     if len(evidence.others) < policy.seeds:
-        words = f"The noise was measured over {len(evidence.others)} seeds, {policy.seeds} are needed."
-        return Judgement("hold", [words], [])
+        why = Message(
+            "training.certificate.too_few_seeds", "The noise was measured with {measured:,|seed|seeds}, but {needed} are needed.",
+            measured=len(evidence.others), needed=policy.seeds,
+        )  # fmt: skip
+        return Judgement("hold", [why], [])
     if evidence.steps < 1 or not any(value is not None for value in evidence.old.series.get("loss", [])):
-        return Judgement("hold", ["The old code left no losses to compare with."], [])
+        why = Message("training.certificate.no_losses", "The run of the old code wrote no loss to compare with.")
+        return Judgement("hold", [why], [])
     found = measures(evidence)
     unmeasured = [m.name for m in found if math.isnan(m.noise) or m.name in ("loss", "weights") and m.noise == 0]
     if unmeasured:
-        words = f"Other seeds gave no noise to compare with: {', '.join(unmeasured)}."
-        return Judgement("hold", [words], found)
+        why = Message(
+            "training.certificate.no_noise", "Runs with other seeds gave no noise for these measures: {measures}.",
+            measures=unmeasured,
+        )  # fmt: skip
+        return Judgement("hold", [why], found)
     outside = [m for m in found if not m.share <= policy.share_of_noise]
     if outside:
-        return Judgement("reject", [f"Outside seed noise: {_sentence(m)}." for m in _worst_first(outside)], found)
-    facts = [f"Inside seed noise: {_sentence(m)}." for m in _worst_first(found)]
+        return Judgement("reject", [_outside_noise(m) for m in _worst_first(outside)], found)
+    facts = [_inside_noise(m) for m in _worst_first(found)]
     if all(m.difference == 0 for m in found):
-        facts = [f"The same to the last bit over {evidence.steps} steps."]
+        facts = [
+            Message(
+                "training.certificate.same_bits",
+                "Old and new code gave the same bits over {steps:,|step|steps}.",
+                steps=evidence.steps,
+            )
+        ]
     series = [name for name in SERIES if (name in evidence.old.series) != (name in evidence.new.series)]
     state = sorted(evidence.old.optimizer.keys() ^ evidence.new.optimizer.keys())
     lost = [name for name in SERIES if name in evidence.old.series and name not in evidence.new.series]
     lost += sorted(evidence.old.optimizer.keys() - evidence.new.optimizer.keys())[:3]
     if lost:
-        return Judgement("hold", [f"The new code no longer leaves what it is judged by: {', '.join(lost)}."], found)
-    if series or state:
-        uncompared = [*series, *([f"{len(state)} tensors of the optimiser's state, first {state[0]}"] if state else [])]
-        facts.append(f"Not compared, because only one of them left it: {', '.join(uncompared)}.")
+        why = Message(
+            "training.certificate.measures_lost", "The new code no longer writes these values that the certificate compares: {lost}.",
+            lost=lost,
+        )  # fmt: skip
+        return Judgement("hold", [why], found)
+    if series:
+        facts.append(
+            Message(
+                "training.certificate.series_not_compared",
+                "Only one of the two commits wrote these series, which were not compared: {series}.",
+                series=series,
+            )  # fmt: skip
+        )
+    if state:
+        facts.append(
+            Message(
+                "training.certificate.state_not_compared",
+                "Only one of the two commits wrote {tensors:,|tensor|tensors} of the optimiser's state, for example {first}. "
+                "The certificate did not compare them.",
+                tensors=len(state),
+                first=state[0],
+            )  # fmt: skip
+        )
     return Judgement("promote", facts, found)
 
 
 def measures(evidence: CertificateEvidence) -> list[Measure]:
-    """Every way in which the new code's run may differ from the old code's."""
+    """All measured differences between the run of the new code and the run of the old code."""
     old, new, again, others = evidence.old, evidence.new, evidence.again or evidence.old, evidence.others
     assert old is not None and new is not None and again is not None
     found = []
@@ -174,7 +221,7 @@ def measures(evidence: CertificateEvidence) -> list[Measure]:
     found.append(_scalar("mean loss", *means))
     found.append(Measure("weights", evidence.apart, evidence.apart_seeds, evidence.apart_again))
     found.append(_scalar("length of the update", *(_length(trace.moved) for trace in (old, new, again, *others))))
-    found.append(_by_tensor("length of a tensor's update", *(trace.moved for trace in (old, new, again, *others))))
+    found.append(_by_tensor(TENSOR_UPDATE, *(trace.moved for trace in (old, new, again, *others))))
     kinds = sorted({name.partition(".")[0] for name in old.optimizer.keys() & new.optimizer.keys()})
     for kind in kinds:
         of = lambda trace: {n: v for n, v in trace.optimizer.items() if n.partition(".")[0] == kind}  # noqa: B023
@@ -212,9 +259,9 @@ def _scalar(name: str, old: float, new: float, again: float, *others: float) -> 
 def _by_tensor(
     name: str, old: dict[str, float], new: dict[str, float], again: dict[str, float], *others: dict[str, float]
 ) -> Measure:
-    """The largest difference of any tensor, as a share of the tensor's own norm; the noise is pooled over the tensors.
+    """The largest difference of any tensor, as a share of the tensor's own norm.
 
-    Pooled, because the spread of one tensor over a few seeds is now and then small by chance.
+    The noise is pooled over the tensors, because the spread of one tensor over a few seeds can be small by chance.
     """
     share = lambda a, b, norm: abs(a - b) / norm if norm > 0 else (0.0 if a == b else math.inf)
     apart = {tensor: share(old[tensor], new[tensor], old[tensor]) for tensor in old.keys() & new.keys()}
@@ -251,19 +298,36 @@ def _rooted_mean(squares: Sequence[float]) -> float:
 
 
 def _least(noise: float, scale: float, name: str) -> float:
-    """Rounding, where a seed changes nothing; but a loss that no seed changes was not measured."""
+    """The noise, or rounding where a seed changes nothing. A loss that no seed changes was not measured, and stays zero."""
     return noise if name == "loss" else max(noise, ROUNDING * scale)
 
 
-# -- words -------------------------------------------------------------------------------------------------------------
+# -- messages ----------------------------------------------------------------------------------------------------------
 def _worst_first(found: Iterable[Measure]) -> list[Measure]:
     by_share: Callable[[Measure], float] = lambda m: math.inf if math.isnan(m.share) else m.share
     return sorted(found, key=by_share, reverse=True)
 
 
-def _sentence(measure: Measure) -> str:
-    where = f" ({measure.where})" if measure.where and measure.difference else ""
-    return (
-        f"{measure.name}{where} differs by {measure.difference:.3g}, between seeds by {measure.noise:.3g}: "
-        f"{measure.share:.2g} of it; the old code run again: {measure.again:.2g}"
-    )
+def _inside_noise(measure: Measure) -> Message:
+    return Message(
+        "training.certificate.inside_noise", "Inside seed noise: {measure}{place} differs by {difference:.3g}, which is {share:.2g} of "
+        "the noise of {noise:.3g}. A second run of the old code differs by {again:.2g}.", **_numbers(measure),
+    )  # fmt: skip
+
+
+def _outside_noise(measure: Measure) -> Message:
+    return Message(
+        "training.certificate.outside_noise", "Outside seed noise: {measure}{place} differs by {difference:.3g}, which is {share:.2g} "
+        "times the noise of {noise:.3g}. A second run of the old code differs by {again:.2g}.", **_numbers(measure),
+    )  # fmt: skip
+
+
+def _numbers(measure: Measure) -> dict[str, Any]:
+    return {
+        "measure": measure.name,
+        "place": f" ({measure.where})" if measure.where and measure.difference else "",
+        "difference": measure.difference,
+        "noise": measure.noise,
+        "share": measure.share,
+        "again": measure.again,
+    }

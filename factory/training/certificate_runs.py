@@ -1,6 +1,7 @@
-"""The runs behind a certificate: N steps under the old code and the new, and under the old code with other seeds.
+"""Runs that a certificate needs: N steps with the old code, with the new code, and with the old code and other seeds.
 
-They lie below the segment's folder until the verdict stands, and take (3 + seeds) × N steps. Nothing here judges.
+Together the runs take (3 + seeds) × N steps. Their files are below the segment's folder until the verdict is recorded.
+Nothing here judges.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Numbers
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
+from kernels.contract.message import Message
 
 EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
 
 
 def changed_files(repository: Path, old: str, new: str) -> list[str]:
-    """Files that training reads and that differ between two commits. Raises: RepositoryError."""
+    """The files that training reads and that differ between two commits. Raises: RepositoryError."""
     return [change.path for change in changes(repository, old, new) if change.path.startswith(TRAINED_WITH)]
 
 
 def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> CertificateEvidence:
-    """Run what has to be run. Raises: SegmentError when the trainer was stopped or the disk is full, CheckoutError, and what a fault of the
-    machine makes of it: begin again then."""
+    """Make the runs that the certificate needs; returns their evidence.
+
+    Raises: SegmentError when the trainer was stopped or the disk is full; CheckoutError; any error that a fault of the machine causes.
+    After each of them the caller may begin again.
+    """
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
         files = changed_files(plant.workspace.repository, parent.code_commit, row.code_commit)
@@ -53,10 +58,14 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
             raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
-    what = "; ".join(filter(None, (what, *changed[len(files) :])))
     plant.progress.line(
-        f"  what training runs changed since segment {parent.id} ({what}): a certificate is needed before segment "
-        f"{row.id} starts"
+        Message(
+            "training.certificate_needed",
+            "  The code, precision or kernels changed since segment {parent} ({changes}). Segment {segment} needs a certificate.",
+            parent=parent.id,
+            segment=row.id,
+            changes=[change for change in (what, *changed[len(files) :]) if change],
+        )  # fmt: skip
     )
     steps = min(policy.steps, row.last_step - row.first_step)
     plan = with_contents(plant.ledger, plan_of(plant.ledger, row))
@@ -81,17 +90,19 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
 
 
 def seed_of(plan: dict[str, Any], number: int) -> int:
-    """The seed of a noise run: of what is in the data plan, wherever it lies, so that a killed factory goes on with its runs
-    and the same data gives the same noise on every machine."""
+    """The seed of a noise run. It depends on the content of the data plan alone.
+
+    After a kill, the factory therefore resumes the same runs, and the same data give the same noise on every machine.
+    """
     shards = sorted(shard["id"] for shard in plan["token_shards"])
     return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
 def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
-    """What to run both codes on, best first: as the segment will run, else as its parent ran.
+    """The specs that both commits can be run with, best first: that of the segment, then that of its parent.
 
-    The second is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is squeezed
-    into ``steps`` steps, so that all of its schedule is run.
+    The parent's spec is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is shortened
+    to ``steps`` steps, so that its whole schedule is run.
     """
     spec = spec_of(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
@@ -106,11 +117,10 @@ def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> di
 def arms(
     spec: Spec, parent: SegmentRow, row: SegmentRow, seeds: Sequence[int]
 ) -> tuple[Arm, list[Arm], list[Arm], Arm]:
-    """Of one basis: the old code, the old code a second time (or nothing), the old code under other seeds, the new code. Each side computes as
-    its own segment does.
+    """The runs of one spec: (old code, old code a second time or none, old code with each other seed, new code).
 
-    Where the precision changes, the old one may be a hundred times as slow on this machine: only the first is run in it, once; the old code's
-    other seeds, which the noise is measured over, run in the new one.
+    Each commit computes as its own segment does. Where the precision changes, the old precision can be a hundred times slower on this
+    machine. Then only the first run uses the old precision, and the runs with other seeds use the new precision.
     """
     precisions = [one.recipe_json["precision"] for one in (parent, row)]
     old, new = (
@@ -129,29 +139,34 @@ def arms(
 def compare(
     evidence: CertificateEvidence, start: Path, old: Trace, again: Trace, others: Sequence[Trace], new: Trace
 ) -> CertificateEvidence:
-    """Fill in the numbers and the distances between weights. Holds the weights of three runs at a time.
+    """Add the numbers of each run and the distances between weights. Holds the weights of three runs in memory.
 
-    Raises: what a fault of the machine makes of it, which says nothing about the runs.
+    Raises: any error that a fault of the machine causes; such an error is no evidence about the runs.
     """
     try:
         origin = read_checkpoint(start).model
         old_numbers, old_weights = _read(old, origin)
         again_numbers, weights = (old_numbers, old_weights) if again == old else _read(again, origin)
-        # each is read anew, so that two are held at a time
+        # Each checkpoint is read again, so that only two are in memory.
         between = [_weights_apart(*(replace(one).left.model for one in pair)) for pair in combinations(others, 2)]
         evidence = replace(
             evidence, old=old_numbers, again=again_numbers, others=tuple(_read(one, origin)[0] for one in map(replace, others)),
             apart_again=_weights_apart(old_weights, weights), apart_seeds=math.hypot(*between) / math.sqrt(len(between)),
         )  # fmt: skip
     except UntrustedFileError as error:
-        return replace(evidence, old_failed=f"what it left cannot be read: {error}")
+        return replace(evidence, old_failed=unreadable(error))
     if evidence.new_failed:
         return evidence
     try:
         numbers, weights = _read(new, origin)
     except UntrustedFileError as error:
-        return replace(evidence, new_failed=f"what it left cannot be read: {error}")
+        return replace(evidence, new_failed=unreadable(error))
     return replace(evidence, new=numbers, apart=_weights_apart(old_weights, weights))
+
+
+def unreadable(error: Exception) -> Message:
+    """Says that files of a run cannot be read."""
+    return Message("training.run_not_readable", "the files of the run cannot be read: {error}", error=str(error))
 
 
 def _weights_apart(a: Tensors, b: Tensors) -> float:
@@ -159,9 +174,14 @@ def _weights_apart(a: Tensors, b: Tensors) -> float:
 
 
 def _read(trace: Trace, origin: Tensors) -> tuple[Numbers, dict[str, Any]]:
-    """Raises: UntrustedFileError when something is missing or of another shape."""
+    """Raises: UntrustedFileError when a file or tensor is missing or a tensor has another shape."""
     left = trace.left
     moved = {name: one.apart for name, one in apart(origin, left.model).items()}
     if not all(map(math.isfinite, moved.values())):
-        raise UntrustedFileError("its weights are not finite, or have other names or shapes than the checkpoint's")
+        raise UntrustedFileError(
+            Message(
+                "training.weights_do_not_fit",
+                "Its weights are not finite, or their names or shapes differ from those of the checkpoint.",
+            )
+        )
     return Numbers(trace.series(SERIES), moved, sizes(left.optimizer)), left.model

@@ -1,10 +1,10 @@
-"""Certificates in the ledger: required before a segment starts, recorded as verdicts of the gate 'code', accepted by people.
+"""Requires a certificate before a segment starts, records it as a verdict of the gate 'code', and lets a person accept the code.
 
-A preflight joins it (gate 'preflight'): at each new commit, layout or environment, after the certificate.
+At each new commit, layout or environment a preflight (gate 'preflight') follows the certificate.
 
-A segment whose certificate is not 'promote' is marked 'uncertified' in the same transaction, and nothing of it is started.
-The segment then waits for a person: new code (a revert, a fix) makes the factory plan it again, or ``factory certify --accept`` takes this
-code as it is; what was accepted, when and by whom stays in the ledger.
+A segment whose verdict is not 'promote' is marked 'uncertified' in the same transaction, and is not started. The segment
+then waits for a person. After new code (a revert or a fix) the factory plans it again, and ``factory certify --accept`` accepts the code
+as it is. The ledger keeps who accepted what, and when.
 """
 
 from __future__ import annotations
@@ -38,54 +38,59 @@ from factory.training.certificate import (
 from factory.training.planning import last_checkpoint
 from factory.training.preflight import judge_preflight
 from kernels.contract.files import finite, finite_json, write_atomically
+from kernels.contract.message import Message
 
 GATE = "code"
 PREFLIGHT = "preflight"
 SCRATCH = {
     GATE: "certificate",
     PREFLIGHT: "preflight",
-}  # where a gate's runs lie in the segment's folder, and the name of its file beside them
+}  # by gate: the folder of its runs in the segment's folder, and the name of its .json file
 ACCEPTED = "certificate_accepted"
 UNCERTIFIED = "uncertified"
 OF_CODE = f"gate IN ('{GATE}', '{PREFLIGHT}')"
 
 
 class NotCertified(SegmentError, WaitingError):
-    """The code changed, and the change is not shown to be inside seed noise: the segment was not started."""
+    """The code changed, and no certificate shows that the change is inside seed noise. The segment was not started."""
 
 
 def ensure_certified(plant: Plant, row: SegmentRow) -> None:
-    """Return when a segment may start: what trains it is as it was for its parent, or was measured, or a person took it as it is.
+    """Return when a segment may start: its code did not change since its parent, or is certified, or a person accepted it.
 
-    Raises: NotCertified when it may not; SegmentError when the runs were stopped: begin again then.
+    Raises: NotCertified when the segment may not start; SegmentError when the runs were stopped, and the caller may begin again.
     """
     parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
     policy = CertificatePolicy.load(plant.workspace.policy("gates/certificate.yaml"))
     if parent and (parent.code_commit != row.code_commit or changed(parent, row)):
         _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))
-    if policy.preflight.parts and _flies(plant.workspace, parent, row):
+    if policy.preflight.parts and _needs_preflight(plant.workspace, parent, row):
         _allow(
             plant.ledger, row, _newest(plant.ledger, PREFLIGHT, row.id) or _run_preflight(plant, row, policy.preflight)
         )
 
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
-    """The runs are removed once their verdict stands. Raises: NotCertified."""
+    """Remove the runs, whose verdict is recorded. Raises: NotCertified."""
     remove(Path(row.folder) / SCRATCH[verdict.gate])
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
-        raise NotCertified(f"segment {row.id} was not started. {' '.join(verdict.reasons)} {next_steps(row.id)}")
+        raise NotCertified(
+            "training.not_certified", "Segment {segment} was not started. {reasons} {to_do}",
+            segment=row.id, reasons=" ".join(verdict.reasons), to_do=next_steps(row.id),
+        )  # fmt: skip
 
 
 def _newest(ledger: Ledger, gate: str, segment: int) -> VerdictRow | None:
     return VerdictRow.newest(ledger, gate, Subject("segment", segment))
 
 
-def next_steps(segment: int) -> str:
-    """What a person can do about an uncertified segment."""
-    return (
-        "Commit corrected or reverted code, with which the daemon plans it again; where something could not be measured, stop 'factory run' and "
-        f"let 'factory train' or 'factory anneal' measure it again; or take this code as it is: 'factory certify --accept {segment}'"
-    )
+def next_steps(segment: int) -> Message:
+    """The ways in which a person can continue from an uncertified segment."""
+    return Message(
+        "training.certificate_to_do", "To continue, commit corrected or reverted code: the daemon then plans the segment again. "
+        "If a measurement is missing, stop 'factory run' and measure again with 'factory train' or 'factory anneal'. "
+        "To accept this code as it is, run 'factory certify --accept {segment}'.", segment=segment,
+    )  # fmt: skip
 
 
 def certificate_of(ledger: Ledger, segment: int) -> VerdictRow | None:
@@ -95,7 +100,7 @@ def certificate_of(ledger: Ledger, segment: int) -> VerdictRow | None:
 
 
 def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
-    """``{"by", "at"}`` of the person who took the code that this verdict is about, or None."""
+    """``{"by", "at"}`` of the person who accepted the code of this verdict, or None."""
     for row in ledger.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=ACCEPTED):
         if row["detail"]["subject_sha256"] == verdict.subject_sha256:
             return {"by": row["detail"]["by"], "at": row["at"]}
@@ -103,18 +108,23 @@ def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
 
 
 def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
-    """A person takes the code of an uncertified segment as it is; the segment is planned again. Returns the verdict.
+    """Record that a person accepts the code of an uncertified segment, which is then planned again. Returns the verdict.
 
-    Raises: InputError when it is not waiting for that, or another segment took its place.
+    Raises: InputError when the segment does not wait for that, or another segment replaced it.
     """
     verdict = certificate_of(plant.ledger, segment)
     waiting = SegmentRow.select(plant.ledger, "WHERE state = :state ORDER BY id", state=UNCERTIFIED)
     if verdict is None or segment not in {row.id for row in waiting}:
-        listed = ", ".join(str(row.id) for row in waiting) or "none"
-        raise InputError(f"segment {segment} does not wait for a certificate; those that do: {listed}")
+        raise InputError(
+            "training.not_uncertified", "Segment {segment} does not wait for a certificate. Segments that wait: {waiting}.",
+            segment=segment, waiting=[row.id for row in waiting] or "none",
+        )  # fmt: skip
     newer = SegmentRow.first(plant.ledger, "WHERE kind <> 'average' AND id > :id", id=segment)
     if newer:
-        raise InputError(f"segment {segment} was replaced by segment {newer.id}: there is nothing to accept")
+        raise InputError(
+            "training.segment_replaced", "Segment {newer} replaced segment {segment}, so its code cannot be accepted.",
+            segment=segment, newer=newer.id,
+        )  # fmt: skip
     detail = {"by": person, "verdict": verdict.id, "subject_sha256": verdict.subject_sha256}
     with plant.ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)
@@ -124,14 +134,14 @@ def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
 
 
 def every_certificate(ledger: Ledger) -> list[dict[str, Any]]:
-    """All of them with their evidence, oldest first, and who accepted which."""
+    """All certificates and preflights with their evidence, oldest first, and with the person who accepted the code."""
     return [
         {"segment": row.number, **row.with_evidence(ledger), "accepted": accepted(ledger, row)}
         for row in VerdictRow.select(ledger, f"WHERE {OF_CODE} ORDER BY id")
     ]
 
 
-# -- making one --------------------------------------------------------------------------------------------------------
+# -- making a certificate ----------------------------------------------------------------------------------------------
 def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> VerdictRow:
     def measure() -> tuple[Judgement, dict[str, Any]]:
         from factory.training.certificate_runs import gather
@@ -147,36 +157,53 @@ def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certific
 def _verdict(
     plant: Plant, row: SegmentRow, gate: str, judged: str, policy: str, against: str | None, measure: Callable[[], tuple[Judgement, dict[str, Any]]]
 ) -> VerdictRow:  # fmt: skip
-    """The newest verdict on the same thing that was not for want of a measurement; else by ``measure``, whose evidence is written to the
-    segment's folder. The verdict, the event, and the segment's state are recorded all at once."""
+    """The newest verdict on the same ``judged`` hash that is not 'hold'; without one, the verdict of ``measure``.
+
+    The evidence is written to the segment's folder. One transaction records the verdict, the event and the segment's state.
+    """
     same = "WHERE gate = :gate AND subject_sha256 = :judged AND outcome <> 'hold' ORDER BY id DESC"
     known = VerdictRow.first(plant.ledger, same, gate=gate, judged=judged)
-    if known:  # the same code on the same checkpoint and data: measured for a segment that this one takes the place of
+    if known:  # an earlier segment, which this one replaces, had the same code, checkpoint and data
         outcome, reasons, shown = known.outcome, known.reasons, known.evidence(plant.ledger)
     else:
         judgement, measured = measure()
-        outcome, reasons = judgement.outcome, judgement.reasons
+        outcome, reasons = judgement.outcome, list(judgement.reasons)
         file = Path(row.folder) / f"{SCRATCH[gate]}.json"
         shown = finite(measured) | {"file": str(file)}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, finite_json(shown | {"outcome": outcome, "reasons": reasons}, indent=1))
-        shown.pop("evidence", None)  # of a certificate, every number of every step: in its file alone
-    words = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[outcome]
+        shown.pop("evidence", None)  # every number of every step: the file has it, the ledger does not
+    event = {"promote": "certified", "hold": "not_certified", "reject": "not_certified"}[outcome]
     subject = Subject("segment", row.id)
     with plant.ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, plant.ledger.root), row.id)
         number = record_verdict(
             tx, gate, subject, against=against, policy_sha256=policy, subject_sha256=judged, outcome=outcome, reasons=reasons, evidence=shown
         )  # fmt: skip
-        record(tx, words.lower().replace(" ", "_"), subject, {"verdict": number})
+        record(tx, event, subject, {"verdict": number})
         if outcome != "promote":
             tx.execute(segments.update().where(segments.c.id == row.id).values(state=UNCERTIFIED))
-    plant.say(f"  the code of segment {row.id} is {words}: {reasons[0]}")
+    plant.say(
+        Message(
+            "training.code_certified",
+            "  The code of segment {segment} is certified. {reason}",
+            segment=row.id,
+            reason=reasons[0],
+        )
+        if outcome == "promote"
+        else Message(
+            "training.code_not_certified",
+            "  The code of segment {segment} is not certified ({outcome}). {reason}",
+            segment=row.id,
+            outcome=outcome,
+            reason=reasons[0],
+        )  # fmt: skip
+    )
     return VerdictRow.get(plant.ledger, number)
 
 
 def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, checkpoint: str) -> str:
-    """One hash of all that the measurement depends on: approval binds to it."""
+    """The hash of all inputs of the measurement. An acceptance is valid for this hash."""
     same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
     of = policy.model_dump(exclude={"preflight"})
     parts = [of, parent.code_commit, row.code_commit, checkpoint, same, changed(parent, row)]
@@ -184,7 +211,7 @@ def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, ch
 
 
 def _shown(evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any]:
-    """The part of the evidence that the ledger keeps."""
+    """The part of the evidence that the ledger stores."""
     losses = {
         name: trace.series.get("loss", []) for name, trace in (("old", evidence.old), ("new", evidence.new)) if trace
     }
@@ -199,20 +226,20 @@ def _shown(evidence: CertificateEvidence, judgement: Judgement) -> dict[str, Any
 
 
 # -- the preflight -----------------------------------------------------------------------------------------------------
-def _flies(workspace: Workspace, parent: SegmentRow | None, row: SegmentRow) -> bool:
-    """Is the segment trained by other code, in another layout, or in another environment than its parent?
+def _needs_preflight(workspace: Workspace, parent: SegmentRow | None, row: SegmentRow) -> bool:
+    """Whether code, layout or environment differ between the segment and its parent.
 
-    A first segment on one rank is not preflighted: it starts at once. What an older factory did not write down counts as equal.
+    A first segment on one rank needs no preflight. A value that an older factory did not record counts as equal.
     """
     if parent is None:
         return _trained_by(row)["ranks"] not in (1, None)
     before, now = _trained_by(parent), _trained_by(row)
     differ = {key for key in now if before[key] != now[key] and before[key] is not None and now[key] is not None}
-    return bool(differ - {"commit"}) or ("commit" in differ and _trains_otherwise(workspace, parent, row))
+    return bool(differ - {"commit"}) or ("commit" in differ and _training_files_differ(workspace, parent, row))
 
 
-def _trains_otherwise(workspace: Workspace, parent: SegmentRow, row: SegmentRow) -> bool:
-    """Do two commits differ in a file that training reads? Yes, where one of them is not known any more."""
+def _training_files_differ(workspace: Workspace, parent: SegmentRow, row: SegmentRow) -> bool:
+    """Whether two commits differ in a file that training reads; also true when the repository lost one of them."""
     from factory.training.certificate_runs import changed_files
 
     try:
@@ -222,7 +249,7 @@ def _trains_otherwise(workspace: Workspace, parent: SegmentRow, row: SegmentRow)
 
 
 def _trained_by(row: SegmentRow) -> dict[str, Any]:
-    """All that a preflight depends on, but for the size of the model and the data; None: not written down."""
+    """All inputs of a preflight except the model's size and the data. A value is None when it was not recorded."""
     found: dict[str, Any] = row.computing or {}
     machine = found.get("machine")
     recipe = row.recipe_json

@@ -1,4 +1,4 @@
-"""From a segment's last checkpoint to a candidate: the export in transformers' format, and its row."""
+"""Makes a candidate of a segment's last checkpoint: an export in the format of transformers, and its row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kernels.contract.files import sync_folder, sync_tree
 
 
 def export_candidate(plant: Plant, segment: int) -> int:
-    """Turn a segment's last checkpoint into an HF-format export and a candidate row; returns the candidate's id. Idempotent."""
+    """Export a segment's last checkpoint in the format of transformers and record the candidate; returns its id. Idempotent."""
     known = CandidateRow.first(plant.ledger, "WHERE segment = :segment", segment=segment)
     if known:
         return known.id
@@ -34,8 +34,10 @@ def export_candidate(plant: Plant, segment: int) -> int:
     if not target.exists():
         make_export(plant, row, aside)
         os.rename(aside, target)
-    sync_folder(target.parent)  # also of one that a killed process made
-    made = made_from(Path(checkpoint["path"]), row.recipe_json)  # by this process, not by the code that exported it
+    sync_folder(target.parent)  # also when a killed process made the export
+    made = made_from(
+        Path(checkpoint["path"]), row.recipe_json
+    )  # this process reads the checkpoint; the exporting code is not trusted
     with plant.ledger.begin() as tx:
         values = {"checkpoint": checkpoint["id"], "export_path": plant.ledger.inside(target), "created_at": time.time()}
         values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": folder_sha256(target)}
@@ -45,10 +47,10 @@ def export_candidate(plant: Plant, segment: int) -> int:
 
 
 def make_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
-    """Write a segment's last checkpoint in transformers' format to ``folder``, which is made anew, and flush it.
+    """Write a segment's last checkpoint in the format of transformers to a new ``folder``, and flush it.
 
-    Chat template and sampling defaults are this factory's. ``as_it_was``: those of the code and tokenizer that it comes from, for an
-    older export that is made again. Raises: SegmentError.
+    Chat template and sampling defaults are those of this factory. ``as_it_was``: those of the segment's code and tokenizer, to make an
+    older export again. Raises: SegmentError.
     """
     from factory.ingest.tokenizer import Tokenizer
     from trainer.contract.checkpoint.export import generation_config
@@ -57,14 +59,15 @@ def make_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = F
     remove(folder)
     folder.mkdir()
     code = LiveCode.of(plant.reporting_to(SILENT), row.code_commit)
-    words = ["trainer.contract.checkpoint.export", checkpoint["path"], str(folder)]
-    done = code.run("-m", *words, writable=[folder], readonly=[Path(checkpoint["path"])])
+    arguments = ["trainer.contract.checkpoint.export", checkpoint["path"], str(folder)]
+    done = code.run("-m", *arguments, writable=[folder], readonly=[Path(checkpoint["path"])])
     clear(folder, SILENT)
     if done.returncode:
         raise SegmentError(
-            f"the export of {checkpoint['path']} failed: {done.stderr.strip().splitlines()[-1:] or 'no message'}"
-        )
+            "training.export_failed", "The export of {checkpoint} failed: {error}",
+            checkpoint=checkpoint["path"], error=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )  # fmt: skip
     Tokenizer.load(plant.workspace.tokenizer).copy_to(folder, as_it_was)
     if not as_it_was:
         (folder / "generation_config.json").write_text(json.dumps(generation_config(), indent=2) + "\n")
-    sync_tree(folder)  # the ledger is about to name it
+    sync_tree(folder)  # before the ledger names it

@@ -1,6 +1,6 @@
-"""Plans segments: over which token shards, from which checkpoint, how many steps the data can feed.
+"""Plans segments: their token shards, their first checkpoint, and the number of steps that the data allow.
 
-A plan is a row of the ledger; nothing is started here.
+A plan is a row of the ledger. Nothing is started here.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
 from factory.retrying.asking import OVERRIDDEN, newest_decision, refuse_decided, refuse_rewound
 from factory.retrying.tries import refuse_parked
+from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
 if TYPE_CHECKING:
@@ -43,24 +44,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Trunk:
-    """The next trunk segment, as the data allows it."""
+    """The next trunk segment that the data allow."""
 
-    steps: int  # 0: the data cannot feed a trunk and the anneal off it
+    steps: int  # 0: too little data for a trunk segment and its anneal
     new_shards: int  # token shards that the trunk has not seen
     wanted: int  # steps that the recipe asks for
-    missing_tokens: int  # how many more tokens make a first step possible; 0 when there are enough
+    missing_tokens: int  # more tokens that a first step needs; 0 when there are enough
 
 
 def next_trunk(plant: Plant, steps: int | None = None) -> Trunk:
-    """What the trunk could do now. Shortened to what the shards hold under the recipe's epoch cap, an anneal's share kept back.
+    """The trunk segment that could be planned now: ``steps`` or the recipe's steps, shortened to the data.
 
-    Batches are counted as full: a packing that pads leaves data over, and never runs out of it.
+    The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full, so a packing
+    that pads leaves data over and never runs out of data.
     """
     recipe = load_recipe(plant.workspace)
     last = trunk_parent(plant.ledger, recipe)
     wanted = steps or (recipe.schedule.trunk_steps.later if last else recipe.schedule.trunk_steps.first)
     first = last.last_step if last else 0
-    # positions of a trunk of that many steps and of the anneal off it, through the batch's warm-up
+    # Positions of a trunk segment of that many steps and its anneal. The batch size may still warm up.
     needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
     shards = _every_shard(plant.ledger, last)
     seen = {shard["id"] for shard in plan_of(plant.ledger, last)["token_shards"]} if last else set()
@@ -75,10 +77,9 @@ def next_trunk(plant: Plant, steps: int | None = None) -> Trunk:
 
 
 def plan_trunk(plant: Plant, steps: int | None = None) -> int:
-    """Record the next trunk segment over every token shard there is; returns its id. ``progress`` gets a line on how it will be computed.
+    """Record the next trunk segment over all token shards; returns its id. A line of ``plant.progress`` names precision and kernels.
 
-    Shards that the trunk has not seen join as a new generation. Raises: InputError when there is too little to train on, or a segment
-    is parked.
+    Shards that the trunk has not seen become a new generation. Raises: InputError when the data are too few or a segment is parked.
     """
     refuse_parked(plant.ledger)
     trunk = next_trunk(plant, steps)
@@ -86,20 +87,24 @@ def plan_trunk(plant: Plant, steps: int | None = None) -> int:
     last = trunk_parent(plant.ledger, recipe)
     if not trunk.steps:
         if not trunk.new_shards and not last:
-            raise InputError("nothing to train on: no shard has been ingested; drop one into the inbox")
+            raise InputError(
+                "training.no_shards", "The factory has no ingested shard to train on. Drop a shard into the inbox."
+            )
         raise InputError(
-            f"too little to train on: recipe {recipe.name} (max_epochs {recipe.mixture.max_epochs}) needs at least "
-            f"{trunk.missing_tokens:,} tokens more; drop shards into the inbox"
-        )
+            "training.too_few_tokens", "Recipe {recipe} (max_epochs {max_epochs}) needs at least {missing:,|more token|more tokens} to train. "
+            "Drop shards into the inbox.", recipe=recipe.name, max_epochs=recipe.mixture.max_epochs, missing=trunk.missing_tokens,
+        )  # fmt: skip
     return _plan(plant, "trunk", last, trunk.steps, _every_shard(plant.ledger, last))
 
 
 def plan_anneal(plant: Plant) -> int:
-    """Record an anneal branch off the trunk's last checkpoint, over the trunk's token shards; returns its id. Raises: InputError."""
+    """Record an anneal from the trunk's last checkpoint over the trunk's token shards; returns its id. Raises: InputError."""
     refuse_parked(plant.ledger)
     trunk = last_segment(plant.ledger, "trunk")
     if trunk is None:
-        raise InputError("there is no trunk to anneal from: run 'factory train' first")
+        raise InputError(
+            "training.no_trunk", "No trunk segment is finished, so no anneal can branch off. Run 'factory train' first."
+        )
     planned = with_contents(plant.ledger, plan_of(plant.ledger, trunk))["token_shards"]
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
     return _plan(plant, "anneal", trunk, load_recipe(plant.workspace).schedule.anneal_steps, shards)
@@ -111,10 +116,10 @@ def last_segment(ledger: Ledger, kind: str) -> SegmentRow | None:
 
 
 def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
-    """The segment that the next trunk segment goes on from; None for the first one.
+    """The segment from whose last checkpoint the next trunk segment starts; None for the first trunk segment.
 
-    With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal off the newest trunk segment: its
-    weights, its sampler state and its last step, so that no document is seen sooner again and steps go on counting.
+    With ``schedule.continue_from: anneal`` (WSD-S, arXiv 2410.05192) it is the anneal of the newest trunk segment. The next trunk
+    segment takes the anneal's weights, sampler state and last step, so it repeats no document early and continues the step count.
     """
     trunk = last_segment(ledger, "trunk")
     if trunk is None or recipe.schedule.continue_from == "trunk":
@@ -124,7 +129,7 @@ def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
 
 
 def last_checkpoint(db: Reads, segment: int) -> dict[str, Any]:
-    """The checkpoint that a finished segment ended with."""
+    """The last checkpoint of a finished segment, as its row."""
     return db.read("SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment)[0]
 
 
@@ -140,19 +145,22 @@ def load_recipe(workspace: Workspace) -> Recipe:
     try:
         recipe = Recipe.load(workspace.recipe_path())
     except TrainerError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.message) from error
     check_ranks(workspace, recipe)
     return recipe
 
 
 def _with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
-    """Raises: ConfigError for a recipe that is no longer possible with them."""
+    """The recipe with other values. Raises: ConfigError when these values make an impossible recipe."""
     from trainer.contract.recipe import with_keys
 
     try:
         return type(recipe).parse(with_keys(recipe.model_dump(mode="json"), keys))
     except TrainerError as error:
-        raise ConfigError(f"recipe {recipe.name} with {dict(keys)}: {error}") from error
+        raise ConfigError(
+            "training.override_impossible", "Recipe {recipe} is not possible with {values}: {error}",
+            recipe=recipe.name, values=dict(keys), error=error,
+        ) from error  # fmt: skip
 
 
 @contextmanager
@@ -160,12 +168,19 @@ def _fits(recipe: Recipe) -> Iterator[None]:
     try:
         yield
     except TrainerError as error:
-        raise ConfigError(f"recipe {recipe.name} and the ingested shards do not fit: {error}") from error
+        raise ConfigError(
+            "training.recipe_does_not_fit",
+            "Recipe {recipe} cannot use the ingested shards: {error}",
+            recipe=recipe.name,
+            error=error,
+        ) from error
 
 
 def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str, int]]:
-    """(id, path, generation) of every token shard; those that the trunk has not seen make the next generation, unless a person took out
-    all of their documents."""
+    """(id, path, generation) of each token shard. Shards that the trunk has not seen form the next generation.
+
+    A shard is left out when the trunk has not seen it and a person took out all of its documents.
+    """
     seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
     newest = max(seen.values(), default=0)
     listed = ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
@@ -174,7 +189,7 @@ def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str
 
 
 def _emptied(ledger: Ledger) -> set[str]:
-    """Token shards all of whose documents were taken out."""
+    """The token shards of which a person took out all documents."""
     touched = {shard for removal in removals(ledger) if removal.state != "returned" for shard in removal.token_shards}
     sql = "SELECT COUNT(*) AS n FROM documents WHERE token_shard = :shard AND fate <> :fate"
     return {shard for shard in touched if not ledger.read(sql, shard=shard, fate=FATE)[0]["n"]}
@@ -183,9 +198,9 @@ def _emptied(ledger: Ledger) -> set[str]:
 def _data_plan(
     ledger: Ledger, recipe: Recipe, kind: str, shards: list[tuple[str, str, int]], first: int, last: int, licences: Licences
 ) -> tuple[DataPlan, list[str]]:  # fmt: skip
-    """The plan of the steps [first, last), and the domains it leaves out because no shard of them has arrived yet.
+    """(the plan of the steps [first, last), the domains of the mixture that have no shard yet).
 
-    Raises: ConfigError naming the key, when nothing has arrived of a mixture that these steps need.
+    Raises: ConfigError naming the key, when no domain of a mixture that these steps need has a shard.
     """
     from trainer.contract.data.data_plan import DataPlan
 
@@ -201,7 +216,7 @@ def _data_plan(
 
 
 def _with_moved(ledger: Ledger, plan: dict[str, Any]) -> dict[str, Any]:
-    """A new plan, with documents in the domains that a person gave them (``factory.data.relabelling``)."""
+    """The plan with the domains that a person gave to documents (``factory.data.relabelling``)."""
     rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.moved).where(token_shards.c.moved.is_not(None)))
     moved = {row["id"]: {"moved": row["moved"]} for row in rows if row["moved"]}
     return {**plan, "token_shards": [{**shard, **moved.get(shard["id"], {})} for shard in plan["token_shards"]]}
@@ -212,12 +227,12 @@ def _licences(workspace: Workspace) -> Licences:
 
 
 def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[str]:
-    """Keys of documents of these shards that came earlier or later under a licence that does not allow training, which no person settled."""
-    told = ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT)
-    if not told and not any(
+    """Keys of documents of these shards that also arrived under a licence that forbids training, unless a person decided the conflict."""
+    conflict = ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT)
+    if not conflict and not any(
         "licence" in (row["counts"] or {}).get("dropped", {}) for row in ledger.read("SELECT counts FROM shards")
     ):
-        return set()  # and the long table of documents is not searched
+        return set()  # saves a search of the long table of documents
     strict = counted(ledger, licences).values()
     return {
         one.key for one in strict if one.token_shard in token_shards and not licences.of(one.counts_as(licences)).train
@@ -225,15 +240,15 @@ def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[s
 
 
 def _left_out(ledger: Ledger, token_shards: set[str]) -> list[str]:
-    """Keys of documents of these shards that an anomaly was blamed on (``factory.diagnosis.acting``), or that a person took out."""
+    """Keys of documents of these shards that are in quarantine (``factory.diagnosis.acting``) or that a person took out."""
     if not ledger.read(f"SELECT id FROM events WHERE kind IN ('documents_quarantined', '{REMOVED}') LIMIT 1"):
-        return []  # and the long table of documents is not searched
+        return []  # saves a search of the long table of documents
     listed = ledger.read(f"SELECT key, token_shard FROM documents WHERE fate IN ('quarantined', '{FATE}')")
     return [row["key"] for row in listed if row["token_shard"] in token_shards]
 
 
 def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow | None) -> DataOrder:
-    """Where the segment ``last`` left the data, or its beginning. Raises: ConfigError when plan and recipe don't fit it."""
+    """The data order from the end of the segment ``last``, or from its beginning. Raises: ConfigError when plan and recipe do not fit."""
     from trainer.contract.data.data_order import DataOrder
 
     state = None
@@ -245,7 +260,7 @@ def _data_order(ledger: Ledger, recipe: Recipe, plan: DataPlan, last: SegmentRow
 
 
 def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: SegmentRow | None, last_step: int) -> None:
-    """Raises: ConfigError naming ``batch.max_padding`` when the plan cannot keep it."""
+    """Raises: ConfigError naming ``batch.max_padding`` when the plan needs more padding."""
     from trainer.contract.plan.feasible import refuse_padding
 
     if recipe.batch.max_padding is not None:
@@ -260,14 +275,22 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     if parent is not None:
         refuse_rewound(plant.ledger, parent.id)
     recipe = load_recipe(plant.workspace)
-    notes = refuse_misfit(plant, recipe, parent)
+    notes: list[str] = [*refuse_misfit(plant, recipe, parent)]
     first = parent.last_step if parent else 0
     overridden = override_of(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
         recipe = _with_keys(recipe, overridden.keys)
         length = max(1, min(length, overridden.until - first)) if kind == "trunk" else length
-        said = ", ".join(f"{key} {value}" for key, value in overridden.keys.items())
-        plant.progress.line(f"  steps {first} to {first + length - 1}: {said} ({overridden.reason})")
+        plant.progress.line(
+            Message(
+                "training.recipe_overridden",
+                "  Steps {first} to {last} use {values} in place of the recipe's values ({reason}).",
+                first=first,
+                last=first + length - 1,
+                values=[f"{key} {value}" for key, value in overridden.keys.items()],
+                reason=overridden.reason,
+            )  # fmt: skip
+        )
     plan, left_out = _data_plan(plant.ledger, recipe, kind, shards, first, first + length, _licences(plant.workspace))
     _refuse_padding(plant.ledger, recipe, plan, parent, first + length)
     commit = live_commit(plant.workspace.repository)
@@ -296,7 +319,7 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
 def plan_segment(
     tx: sa.Connection, workspace: Workspace, kind: str, steps: tuple[int, int], detail: dict[str, Any], **columns: Any
 ) -> int:
-    """Add a planned segment of the steps [first, last), and its event; returns its id."""
+    """Add the row of a planned segment of the steps [first, last), and its event; returns its id."""
     number = next_key(tx, segments)
     folder = inside(workspace.root, workspace.segments / f"{number:05d}-{kind}")
     made = {"folder": folder, "state": "planned", "created_at": time.time()}
@@ -307,7 +330,7 @@ def plan_segment(
 
 @dataclass(frozen=True)
 class RecipeOverride:
-    """``keys`` of the recipe, with dots, until step ``until`` (not included)."""
+    """Values that replace ``keys`` of the recipe (with dots) until step ``until`` (not included)."""
 
     keys: Mapping[str, Any]
     until: int
@@ -315,20 +338,20 @@ class RecipeOverride:
 
 
 def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOverride) -> None:
-    """For the segment that will take the place of ``spoiled``."""
+    """Record an override for the segment that will replace ``spoiled``."""
     place = {"kind": spoiled.kind, "parent": spoiled.parent}
     detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
     record(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
 
 
 def override_of(db: Reads, kind: str, parent: int | None) -> RecipeOverride | None:
-    """The newest for a segment of that kind off that parent; None where that one has no keys, as after a rejected diagnosis."""
+    """The newest override for a segment of this kind and parent; None when it has no keys, as after a rejected diagnosis."""
     found = _newest(db, kind, parent)
     return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
 
 
 def was_overridden(db: Reads, kind: str, parent: int | None) -> bool:
-    """Was there ever one for such a segment, or a person's word that there shall be none?"""
+    """Whether the ledger has an override for a segment of this kind and parent; a person's order to have none also counts."""
     return _newest(db, kind, parent) is not None
 
 
@@ -338,10 +361,10 @@ def _newest(db: Reads, kind: str, parent: int | None) -> dict[str, Any] | None:
     return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)
 
 
-def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[str]:
-    """Returns lines for a person: changes that the recipe's ``accept_changes`` names.
+def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[Message]:
+    """Compare the recipe's model with that of the parent; returns a message for each change that ``accept_changes`` accepts.
 
-    Raises: ConfigError that names what differs, both values and their places, and what to do.
+    Raises: ConfigError naming each other change with both values, the file, and what to do.
     """
     from trainer.contract.checkpoint.same_function import function_changes, not_accepted
     from trainer.contract.recipe import ACCEPTABLE
@@ -350,28 +373,46 @@ def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> li
         refuse_vocabulary(plant, recipe)
         return []
     workspace = plant.workspace
-    before = parent.recipe_json.get("model")  # as the ledger has it: a checkpoint may be older than its own account
+    before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:
-        return []  # a row that an older factory recovered without its recipe: the trainer compares the weights
+        return []  # an older factory recovered the row without its recipe; the trainer compares the weights
     changes = function_changes(before, recipe.model)
     refused = not_accepted(before, recipe.model, recipe.accept_changes)
     if before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context
         refused.insert(0, "context")
     if refused:
-        shown = ", ".join(f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused)
-        root = SegmentRow.lineage(plant.ledger, parent.id)[0].id
-        named = f"name it in the recipe (accept_changes: [{', '.join(refused)}]): the weights then learn the new function from where they are; "
+        accept = Message(
+            "training.accept_model_change", "Or add accept_changes: [{keys}] to the recipe, and training continues from the present weights. ",
+            keys=refused,
+        )  # fmt: skip
         raise ConfigError(
-            f"{workspace.recipe_path()}: {shown}: not what segment {parent.id} was trained with. Take the change back; or "
-            f"{named if set(refused) <= set(ACCEPTABLE) else ''}"
-            f"train anew here with 'factory rewind {root} -w {workspace.root}' (data, tokenizer and releases stay); or begin another workspace "
-            f"with 'factory init --recipe {recipe.name} --tokenizer {workspace.tokenizer} -w FOLDER'"
+            "training.model_changed", "{recipe_file} changes the model with which segment {segment} was trained: {changes}. Take the change back. "
+            "{accept}Or train from step 0 in this workspace with 'factory rewind {root} -w {workspace}', which keeps data, tokenizer and "
+            "releases. Or begin another workspace with 'factory init --recipe {recipe} --tokenizer {tokenizer} -w FOLDER'.",
+            recipe_file=workspace.recipe_path(), segment=parent.id,
+            changes=[f"model.{key} {changes[key][0]} → {changes[key][1]}" for key in refused],
+            accept=accept if set(refused) <= set(ACCEPTABLE) else "", root=SegmentRow.lineage(plant.ledger, parent.id)[0].id,
+            workspace=workspace.root, recipe=recipe.name, tokenizer=workspace.tokenizer,
+        )  # fmt: skip
+    notes = [
+        Message(
+            "training.model_change_accepted",
+            "The recipe accepts this change: model.{key} {old} → {new}.",
+            key=key,
+            old=old,
+            new=new,
         )
-    notes = [f"accepted by the recipe: model.{key} {old} → {new}" for key, (old, new) in changes.items()]
-    idle = [key for key in recipe.accept_changes if key not in changes]
-    if idle:
+        for key, (old, new) in changes.items()
+    ]
+    unused = [key for key in recipe.accept_changes if key not in changes]
+    if unused:
         notes.append(
-            f"accept_changes names {', '.join(idle)}, which did not change: take it out of {workspace.recipe_path()}"
+            Message(
+                "training.accept_changes_unused",
+                "accept_changes in {recipe_file} names {keys}, but no such change was made. Remove the name.",
+                recipe_file=workspace.recipe_path(),
+                keys=unused,
+            )  # fmt: skip
         )
     return notes

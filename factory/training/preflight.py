@@ -1,20 +1,20 @@
-"""The preflight: a small model trained in several ways that must come to the same weights.
+"""Judges the preflight: the commit trains a small model in several ways, and all must end with the same weights.
 
-A certificate compares new code with old code; the preflight compares new code with itself, so that it finds what was always wrong,
-and what never shows in the loss: a denominator that depends on the accumulation, ranks that draw the same numbers, a rank that clips
-by itself, copies of weights that drift apart, a kernel whose backward pass is wrong, state that a resume forgets.
+A certificate compares new code with old code. The preflight compares new code with itself, so it also finds old mistakes, and mistakes
+that the loss does not show: a denominator that depends on the accumulation, ranks that draw the same numbers, a rank that clips
+by itself, copies of weights that drift apart, a kernel with a wrong backward pass, state that a resume forgets.
 
     straight      0 ───────► LEAD ─────────────────────────► LEAD + steps
-    resumed                  └─ another process ───────────►  the same to the bit on a CPU
+    resumed                  └─ another process ───────────►  the same bits on a CPU
     accumulation             └─ 4 micro-batches for 1 ─────►
-    kernels                  └─ every op's reference ──────►  rounding, and no more than that
+    kernels                  └─ every op's reference ──────►  differ by rounding only
     compile                  └─ compiled blocks ───────────►
     2 ranks                  └─ weights, matrices, batch split ►
-    rounded                  └─ weights moved by rounding ►  what rounding may do: the bound
-    first weights 0 ► 1         1 and 2 ranks, at a rate that moves nothing: the same to the bit
+    rounded                  └─ weights moved by rounding ►  the effect of rounding: the bound
+    first weights 0 ► 1         1 and 2 ranks, at a rate that moves nothing: the same bits
 
-Bounds are measured and not assumed: some runs go on from weights each of which is changed by one rounding, and no other run may be more
-than ``times_rounding`` times as far from the straight one. Of gradients, moments and losses each is held to its own.
+The bounds are measured. Two runs start from weights each of which is changed by one rounding. Every other run may be at most
+``times_rounding`` times as far from the straight run as these two. Weights, gradients, moments and losses each have their own bound.
 """
 
 from __future__ import annotations
@@ -26,52 +26,60 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factory.training.certificate import Judgement, PreflightPolicy
+from kernels.contract.message import Message
 
-LEAD = 10  # steps before the runs part, so that moments are warm
-PERTURBED = ("rounded 1", "rounded 2")  # runs that measure what rounding does
-LEAST = 1e-6  # share of a value that is never held against a run
-# Of a weight. Weights are kept in fp32, where the smallest change is a unit in the last place; to compute in bf16 they are rounded.
-# In fp8 the same perturbation shows how far roundings to eight bits spread it.
+LEAD = 10  # steps before the runs separate, so that moments are warm
+PERTURBED = ("rounded 1", "rounded 2")  # runs that measure the effect of rounding
+LEAST = 1e-6  # share of a value: a smaller difference is always accepted
+# The relative change of each weight, by precision. In fp32 the smallest change is a unit in the last place. To compute in bf16, weights
+# are rounded. In fp8 the same change as in bf16 shows how far rounding to eight bits spreads it.
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9, "fp8": 2.0**-9}
 MICRO_BATCHES = 4
 SEQUENCES = 8  # rows of a batch: two for each micro-batch, four for each rank
 NARROWEST = 2  # key/value heads: the fewest that two tensor ranks can share
+MOST_NAMED = 3  # weights in a message
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train that must come to what the straight run came to. ``words``: what is compared."""
+    """One way to train that must end with the weights of the straight run. ``words``: names both sides of the comparison."""
 
     name: str
-    part: str  # of the policy
-    words: str
+    part: str  # of the policy's ``parts``
+    words: Message
     recipe: Mapping[str, Any] = field(default_factory=dict)  # keys with dots
     reference_kernels: bool = False
     ranks: int = 1
 
 
 WAYS = (
-    Way("resumed", "resume", "a resumed run and a straight one"),
+    Way("resumed", "resume", Message("training.preflight.resumed", "a resumed run and an uninterrupted run")),
     Way(
-        "accumulated",
-        "accumulation",
-        f"accumulation of {MICRO_BATCHES} micro-batches and of 1",
+        "accumulated", "accumulation",
+        Message("training.preflight.accumulated", "accumulation of {micro_batches} micro-batches and of 1", micro_batches=MICRO_BATCHES),
         {"batch.micro_sequences": SEQUENCES // MICRO_BATCHES},
     ),
-    Way("reference", "kernels", "reference kernels and the chosen ones", reference_kernels=True),
-    Way("compiled", "compile", "compiled blocks and plain ones", {"compile": True}),
-    Way("split", "ranks", "2 ranks that split the weights and 1 rank", ranks=2),
-    Way("tensor", "ranks", "2 ranks that split each matrix and 1 rank", {"parallel.tensor": 2}, ranks=2),
-    Way("replicas", "ranks", "2 ranks with a copy of the weights each and 1 rank", {"parallel.replicas": 2}, ranks=2),
-)
+    Way(
+        "reference", "kernels", Message("training.preflight.reference", "reference kernels and the chosen kernels"), reference_kernels=True
+    ),
+    Way("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
+    Way("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
+    Way(
+        "tensor", "ranks", Message("training.preflight.tensor", "2 ranks that split each matrix and 1 rank"), {"parallel.tensor": 2}, ranks=2
+    ),
+    Way(
+        "replicas", "ranks", Message("training.preflight.replicas", "2 ranks that each hold all weights and 1 rank"),
+        {"parallel.replicas": 2}, ranks=2,
+    ),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class FromStraight:
-    """How far a run is from the straight one: shares of the straight one's values.
+    """How far a run is from the straight run, as shares of the straight run's values.
 
-    ``series``: by name of metrics.jsonl, a value a step. ``tensors``: by name; of a weight how its ways since the runs parted differ,
-    as a share of the straight one's; of ``exp_avg.<weight>`` and other moments the share of their norm.
+    ``series``: by key of metrics.jsonl, one value for each step. ``tensors``: by name. For a weight: the difference between the two changes
+    since step LEAD, as a share of the straight run's change. For ``exp_avg.<weight>`` and other moments: a share of their norm.
     """
 
     series: Mapping[str, Sequence[float]]
@@ -80,26 +88,28 @@ class FromStraight:
 
 @dataclass(frozen=True)
 class PreflightEvidence:
-    """What the runs of one commit measured. A way that is in none of the mappings was not asked for."""
+    """The measurements of one commit's runs. A way that is in none of the mappings was not asked for."""
 
     commit: str
     lead: int
     steps: int
     exact_resume: bool  # a CPU repeats itself to the bit
-    failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not come to its end
+    failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not finish
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
     rounding: Sequence[FromStraight] = ()
     apart: Mapping[str, FromStraight] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
-    )  # by way with ranks: first weights that differ
-    replicas_apart: Mapping[str, Sequence[str] | None] = field(default_factory=dict)  # None: the trainer did not say
+    )  # by way with ranks: names of initial weights that differ
+    replicas_apart: Mapping[str, Sequence[str] | None] = field(
+        default_factory=dict
+    )  # None: the trainer did not write it
     seconds: float = 0.0
 
 
 @dataclass(frozen=True)
 class Beyond:
-    """The first number of a run that is further off than rounding explains."""
+    """The first number of a run that differs by more than rounding explains."""
 
     what: str
     step: int
@@ -109,56 +119,112 @@ class Beyond:
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
 def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Judgement:
-    """May the commit train? Pure. Missing evidence is ``hold``; each reason names the comparison and the step.
+    """Decide whether the commit may train. Pure. Missing evidence is ``hold``; each reason names the comparison and the step.
 
     >>> near = FromStraight({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
     >>> far = FromStraight({"loss": [1e-7, 3e-2]}, {"w": 0.4})
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
-    >>> judgement.outcome, judgement.reasons
-    ('reject', ['Preflight: accumulation of 4 micro-batches and of 1 differ: loss at step 11 by 0.03 of its size, rounding by 2e-07.'])
+    >>> print(judgement.outcome, *judgement.reasons)
+    reject Preflight: accumulation of 4 micro-batches and of 1 differ. loss at step 11 differs by 0.03 of its value; rounding gives 2e-07.
     """
-    wrong, missing = [], []
+    wrong, missing = list[Message](), list[Message]()
     for name, line in evidence.failed.items():
-        wrong.append(f"Preflight: the run {name!r} failed: {line}.")
+        wrong.append(
+            Message("training.preflight.run_failed", "Preflight: the run {run!r} failed: {line}.", run=name, line=line)
+        )
     asked = [way for way in WAYS if way.part in policy.parts and way.name not in evidence.left_out]
     if len(evidence.rounding) < len(PERTURBED) and not wrong:
-        missing.append("Preflight: it was not measured what rounding does.")
+        missing.append(Message("training.preflight.no_rounding", "Preflight: the effect of rounding was not measured."))
     for way in asked if not wrong and not missing else ():
         born, copies = evidence.born_apart.get(way.name, ()), evidence.replicas_apart.get(way.name, ())
         if way.name not in evidence.apart:
-            missing.append(f"Preflight: {way.words} were not compared.")
+            missing.append(
+                Message("training.preflight.not_compared", "Preflight: {both} were not compared.", both=way.words)
+            )
             continue
         if born:
-            wrong.append(f"Preflight: {way.words} differ: the first weights, before step 0: {_names(born)}.")
-        if copies is None:
-            missing.append(f"Preflight: {way.words}: the code does not say whether its ranks' copies are equal.")
-        elif copies:
-            last = evidence.lead + evidence.steps - 1
             wrong.append(
-                f"Preflight: {way.words}: ranks hold other bits of the same weights after step {last}: {_names(copies)}."
+                Message(
+                    "training.preflight.initial_weights_differ",
+                    "Preflight: {both} differ. {count:,|initial weight differs|initial weights differ} "
+                    "before step 0, for example {weights}.",
+                    both=way.words,
+                    count=len(born),
+                    weights=list(born[:MOST_NAMED]),
+                )  # fmt: skip
+            )
+        if copies is None:
+            missing.append(
+                Message(
+                    "training.preflight.copies_unknown",
+                    "Preflight: {both}: the code does not write whether the copies of its ranks are equal.",
+                    both=way.words,
+                )  # fmt: skip
+            )
+        elif copies:
+            wrong.append(
+                Message(
+                    "training.preflight.copies_differ",
+                    "Preflight: {both}: after step {step} the ranks hold different bits of "
+                    "{count:,|weight|weights}, for example {weights}.",
+                    both=way.words,
+                    step=evidence.lead + evidence.steps - 1,
+                    count=len(copies),
+                    weights=list(copies[:MOST_NAMED]),
+                )  # fmt: skip
             )
         exact = way.part == "resume" and evidence.exact_resume
         if beyond := first_beyond(evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding):
-            than = "and must be the same to the bit" if exact else f"rounding by {beyond.rounding:.2g}"
-            wrong.append(
-                f"Preflight: {way.words} differ: {beyond.what} at step {beyond.step} by {beyond.difference:.2g} of its size, {than}."
-            )
+            wrong.append(_beyond_exact(way, beyond) if exact else _beyond_rounding(way, beyond))
     if wrong:
         return Judgement("reject", wrong, [])
     if missing:
         return Judgement("hold", missing, [])
-    facts = [f"Preflight: {len(asked)} ways to train came to the same weights over {evidence.steps} steps."]
-    words = {way.name: way.words for way in WAYS}
-    facts += [f"Preflight: not compared: {words[name]}: {why}." for name, why in evidence.left_out.items()]
+    facts = [
+        Message(
+            "training.preflight.passed",
+            "Preflight: {ways:,|way|ways} to train gave the same weights over {steps:,|step|steps}.",
+            ways=len(asked),
+            steps=evidence.steps,
+        )  # fmt: skip
+    ]
+    both = {way.name: way.words for way in WAYS}
+    facts += [
+        Message(
+            "training.preflight.left_out",
+            "Preflight: {both} were not compared, because {why}.",
+            both=both[name],
+            why=why,
+        )
+        for name, why in evidence.left_out.items()
+    ]
     return Judgement("promote", facts, [])
 
 
+def _beyond_exact(way: Way, beyond: Beyond) -> Message:
+    return Message(
+        "training.preflight.bits_differ", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
+        "all bits must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+    )  # fmt: skip
+
+
+def _beyond_rounding(way: Way, beyond: Beyond) -> Message:
+    return Message(
+        "training.preflight.beyond_rounding", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
+        "rounding gives {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
+        rounding=beyond.rounding,
+    )  # fmt: skip
+
+
 def first_beyond(evidence: PreflightEvidence, found: FromStraight, times: float) -> Beyond | None:
-    """The first number of ``found`` that is more than ``times`` the rounding away; losses before tensors, which are of the last step."""
+    """The first number of ``found`` that is more than ``times`` the effect of rounding; None without one.
+
+    Losses come before tensors, which are those of the last step.
+    """
     first: Beyond | None = None
     for name, shares in found.series.items():
-        noise = 0.0  # the largest so far: it grows from step to step, and is small at one by chance
+        noise = 0.0  # the largest so far: it grows with the steps, and can be small at one step by chance
         for at, share in enumerate(shares):
             noise = max([noise, *(other.series.get(name, [])[at] for other in evidence.rounding)])
             if not share <= _bound(times, noise):
@@ -180,13 +246,13 @@ def first_beyond(evidence: PreflightEvidence, found: FromStraight, times: float)
 
 
 def kind_of(tensor: str) -> str:
-    """``exp_avg`` of ``exp_avg.embedding``; ``weight`` of weights, whose names are the model's own."""
+    """``exp_avg`` for ``exp_avg.embedding``; ``weight`` for a weight, whose name is that of the model."""
     kind = tensor.partition(".")[0]
     return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
 
 
 def _usual(kind: str, rounding: Sequence[FromStraight]) -> float:
-    """The median over the tensors of a kind: one tensor over two runs is now and then near by chance."""
+    """The median over the tensors of a kind, because the distance of one tensor can be small by chance."""
     shares = [share for other in rounding for name, share in other.tensors.items() if kind_of(name) == kind]
     return statistics.median(shares) if shares else 0.0
 
@@ -195,16 +261,12 @@ def _bound(times: float, noise: float) -> float:
     return max(times * noise, LEAST) if times else 0.0
 
 
-def _names(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-# -- what is run -------------------------------------------------------------------------------------------------------
+# -- the small model ---------------------------------------------------------------------------------------------------
 def small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """A recipe as complete JSON → one of the same switches whose steps take a fraction of a second.
+    """A recipe with the same switches whose steps take a fraction of a second. ``recipe``: complete, as JSON.
 
-    Few heads, layers and rows; the vocabulary stays, as the data's tokens are numbers in it. Clipping always acts. Nothing is
-    compiled, skipped, or split in two for the noise scale: ``WAYS`` change one thing each.
+    It has few heads, layers and rows. The vocabulary stays, because the data's tokens are its numbers. Clipping always acts. Nothing is
+    compiled, skipped, or split in two for the noise scale, because each of ``WAYS`` changes one thing.
     """
     model = dict(recipe["model"])
     groups = model["heads"] // model["kv_heads"]

@@ -1,7 +1,7 @@
-"""The runs behind a preflight, of the new commit, below the segment's folder; ``preflight`` says what they are.
+"""Runs that a preflight needs, with the new commit, below the segment's folder. ``preflight`` describes them.
 
-Three trainers one after the other: the straight run; what goes on from its checkpoint; two ranks, over gloo where there is no GPU, on however
-few cores. Nothing here judges.
+Three trainers run one after the other. The first makes the straight run. The second makes the one-rank runs that start from its
+checkpoint. The third has two ranks, over gloo where there is no GPU. Nothing here judges.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from factory.runs.running import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
+from factory.training.certificate_runs import unreadable
 from factory.training.planning import plan_of
 from factory.training.preflight import (
     LEAD,
@@ -36,25 +37,35 @@ from factory.training.preflight import (
     Way,
     small_recipe,
 )
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import name_of
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe, with_keys
 
 SERIES = ("loss", "grad_norm")  # of metrics.jsonl
 RANKS = 2
-BORN = "first weights of "  # a run of one step, which is too small to move a weight
+BORN = "first weights of "  # a run of one step whose rate is too small to move a weight
 STILL = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 
 
 def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> PreflightEvidence:
-    """Run all that the policy asks for under a segment's code. Raises: SegmentError when a trainer was stopped or the disk is full, CheckoutError,
-    and what a fault of the machine makes of it: begin again then."""
+    """Make all runs that the policy asks for with a segment's code; returns their evidence.
+
+    Raises: SegmentError when a trainer was stopped or the disk is full; CheckoutError; any error that a fault of the machine causes.
+    After each of them the caller may begin again.
+    """
     began = time.monotonic()
     flight = Flight(plant, row, policy)
     found = PreflightEvidence(row.code_commit, LEAD, policy.steps, flight.device == "cpu", left_out=flight.left_out)
     plant.progress.line(
-        f"  preflight of {row.code_commit[:12]} before segment {row.id}: {len(flight.ways)} ways to train a small model, "
-        f"{flight.steps} steps in all"
+        Message(
+            "training.preflight_begins",
+            "  The preflight of commit {commit:.12} before segment {segment} trains a small model in {ways:,|way|ways}, {steps:,|step|steps} in all.",
+            commit=row.code_commit,
+            segment=row.id,
+            ways=len(flight.ways),
+            steps=flight.steps,
+        )  # fmt: skip
     )
     try:
         code = LiveCode.of(plant, row.code_commit)
@@ -72,7 +83,7 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
 
 
 class Flight:
-    """The arms of one preflight, each by its name."""
+    """The runs of one preflight, each by its name."""
 
     def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
         self.row, self.last = row, LEAD + policy.steps
@@ -89,31 +100,37 @@ class Flight:
 
     @property
     def steps(self) -> int:
-        """Of all runs."""
+        """The steps of all runs together."""
         return LEAD + (1 + len(PERTURBED) + len(self.ways)) * (self.last - LEAD)
 
     def _impossible(self, way: Way) -> str:
-        """Why a way cannot be run here; empty: it can."""
+        """Why a way cannot be run here, as a clause; empty: it can."""
         if way.part == "kernels" and not self.row.computing:
-            return "the segment was planned by a factory that did not write its kernels down"
+            return Message(
+                "training.preflight.kernels_unknown",
+                "an older factory planned the segment and did not record its kernels",
+            )
         if way.part == "kernels" and set((self.row.computing or {})["kernels"].values()) == {"reference"}:
-            return "every op runs its reference already"
+            return Message("training.preflight.all_reference", "every op already runs its reference kernel")
         if way.part == "compile" and not self.row.recipe_json["compile"]:
-            return "the recipe does not compile"
+            return Message("training.preflight.not_compiled", "the recipe does not compile")
         if way.ranks > 1 and self.device != "cpu":
             import torch
 
             if torch.cuda.device_count() < way.ranks:
-                return f"this machine has {torch.cuda.device_count()} GPU, and each of {way.ranks} ranks needs one"
+                return Message(
+                    "training.preflight.too_few_gpus", "{ranks} ranks need one GPU each, and this machine has {gpus:,|GPU|GPUs}",
+                    ranks=way.ranks, gpus=torch.cuda.device_count(),
+                )  # fmt: skip
         try:
             recipe = Recipe.parse(with_keys(self.recipe, way.recipe))
             recipe.batch.check_ranks(recipe.parallel.data_ranks(way.ranks, recipe.model))
         except TrainerError as error:
-            return str(error)
+            return error.message
         return ""
 
     def trainers(self) -> Iterator[tuple[str, list[Arm]]]:
-        """(what, its arms) of each trainer, in order: later arms start from what the first one left."""
+        """(name, its arms) of each trainer, in order. Later arms start from the checkpoint of the first."""
         yield "straight", [self.arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
         alone = [way.name for way in self.ways if way.ranks == 1]
@@ -133,16 +150,16 @@ class Flight:
         )  # fmt: skip
 
     def trace(self, name: str) -> Trace:
-        """What an arm left, from where the runs part."""
+        """The trace of an arm from step LEAD, where the runs separate."""
         return replace(self.runs.trace(self.arm(name)), first=0 if name.startswith(BORN) else LEAD)
 
     @cached_property
     def parted(self) -> Path:
-        """The straight run's checkpoint where the runs part."""
+        """The straight run's checkpoint at step LEAD, where the runs separate."""
         return self.runs.folder(self.arm("straight")) / "checkpoints" / name_of(LEAD)
 
     def began(self, name: str) -> Path:
-        """What an arm goes on from: that checkpoint, or a perturbed copy of it."""
+        """The checkpoint from which an arm starts: that of the straight run, or a perturbed copy."""
         if name not in PERTURBED:
             return self.parted
         target = self.runs.home / "perturbed" / name.replace(" ", "-")
@@ -157,10 +174,10 @@ def compare(
     began: Callable[[str], Path],
     trace: Callable[[str], Trace],
 ) -> PreflightEvidence:
-    """Fill in how far each run is from the straight one. Holds four checkpoints at a time.
+    """Add how far each run is from the straight run. Holds four checkpoints in memory.
 
-    ``began``, ``trace``: by a run's name, the checkpoint that it began with, and what it left. Raises: what a fault of the machine makes of
-    it, which says nothing about the runs.
+    ``began``, ``trace``: by a run's name, its first checkpoint and its trace. Raises: any error that a fault of the machine causes; such an
+    error is no evidence about the runs.
     """
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
@@ -177,12 +194,12 @@ def compare(
             born = {way: weights_apart(first, trace(run := BORN + way).left.model) for way in ranks}
         copies = {run: trace(run).replicas_apart for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
-        return replace(found, failed={run: f"what it left cannot be read: {error}"})
+        return replace(found, failed={run: unreadable(error)})
     rounding = [apart.pop(run) for run in PERTURBED]
     return replace(found, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 
 def values_of(trace: Trace) -> dict[str, Series]:
-    """Every series, also one that was not written."""
+    """All of ``SERIES``, with None where the trainer wrote nothing."""
     nothing: Series = [None] * (trace.last - trace.first)
     return dict.fromkeys(SERIES, nothing) | trace.series(SERIES)

@@ -1,4 +1,4 @@
-"""A segment's folder and row: its specification, the lock on it, and how it ends."""
+"""A segment's folder and row: its specification, its owner, and how it ends."""
 
 from __future__ import annotations
 
@@ -21,13 +21,18 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.retrying.asking import refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import Ending, TrainerDiedError, ending_of, newest_step, record_death
+from factory.retrying.tries import Ending, TrainerDiedError, ending_of, newest_step, record_death, step_or_beginning
 from factory.runs.folders import refuse_full
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.files import put_in_place, sync_folder, write_atomically
+from kernels.contract.message import Message
 
 OWNER = "owner.json"
-PLANNED = "id kind parent generation recipe recipe_json recipe_sha256 data_plan code_commit first_step last_step computing created_at"
+PLANNED = " ".join(
+    ("id", "kind", "parent", "generation", "recipe", "recipe_json", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step",
+     "computing", "created_at")
+)  # fmt: skip
+OF_PLAN = " ".join(("id", "kind", "parent", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step"))
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 
 
@@ -40,18 +45,26 @@ def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
         "code_commit": row.code_commit, "kernels": None,
     }  # fmt: skip
     if row.kind == "trunk" and parent and parent.kind == "anneal":
-        spec["rewarm"] = True  # left out where it is false: code older than the key can read the spec too
+        spec["rewarm"] = True  # left out when false, so that code older than the key can read the spec
     return spec
 
 
 def claim(plant: Plant, row: SegmentRow) -> Path:
-    """The segment's folder, which bears its plan and the ledger's identity. One that bears another's is set aside, and never taken for
-    this segment's own."""
+    """The segment's folder, marked with the segment's plan and the ledger's identity.
+
+    A folder with the mark of another plan or ledger is moved to ``set-aside/`` and never used.
+    """
     folder = Path(row.folder)
     if folder.is_dir() and any(folder.iterdir()) and not is_owner(read_owner(folder), plant.ledger, row):
         away = set_aside(plant.workspace.root, folder)
         plant.progress.line(
-            f"  {folder} held files of another plan or another ledger, which are not segment {row.id}'s: moved to {away}"
+            Message(
+                "training.folder_set_aside",
+                "  {folder} had files of another plan or ledger than segment {segment}. The factory moved them to {target}.",
+                folder=folder,
+                segment=row.id,
+                target=away,
+            )  # fmt: skip
         )
         with plant.ledger.begin() as tx:
             record(tx, "set_aside", Subject("segment", row.id), {"where": plant.ledger.inside(away)})
@@ -61,7 +74,7 @@ def claim(plant: Plant, row: SegmentRow) -> Path:
 
 
 def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
-    """Write a segment's owner into its folder, which is made if need be."""
+    """Write the owner of a segment into its folder, and make the folder if it is missing."""
     path = Path(row.folder) / OWNER
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +85,7 @@ def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
 
 
 def read_owner(folder: Path) -> dict[str, Any]:
-    """Whose a segment's folder is; empty: it does not say."""
+    """The owner that a segment's folder names; empty when it names none."""
     try:
         return read_object(folder / OWNER)
     except SegmentError:
@@ -84,13 +97,13 @@ def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
 
 
 def plan_sha256(row: SegmentRow) -> str:
-    """Of what a segment computes, and where it goes on from."""
-    plan = row.only("id kind parent recipe_sha256 data_plan code_commit first_step last_step")
+    """The hash of what a segment computes and of the segment from which it starts."""
+    plan = row.only(OF_PLAN)
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
 def set_aside(root: Path, path: Path) -> Path:
-    """Move what belongs to nobody out of the way, to ``set-aside/``; returns where it lies now. Nothing is ever deleted."""
+    """Move a file or folder without a known owner to ``set-aside/``; returns its new path. Nothing is deleted."""
     away = root / "set-aside" / f"{time.time_ns()}-{path.name}"
     away.parent.mkdir(exist_ok=True)
     put_in_place(path, away)
@@ -98,9 +111,10 @@ def set_aside(root: Path, path: Path) -> Path:
 
 
 def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: Ending | None = None) -> NoReturn:
-    """Record how a trainer of a segment ended: ``why``, or as its exit and its log tell. ``kills_before``: ``oom_kills`` at its start.
+    """Record how a segment's trainer ended: ``why``, or what its exit and log show. ``kills_before``: ``oom_kills`` at its start.
 
-    Raises: SegmentError, always; TrainerDiedError for what counts as a try; DiskFullError when the trainer says so, and it is.
+    Raises: SegmentError, always; TrainerDiedError for an end that counts as a try; DiskFullError when the trainer reports a full disk, and
+    the disk is full.
     """
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     line = failure_line(log)
@@ -110,17 +124,27 @@ def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, w
     ending = why or ending_of(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
     policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
     row = record_death(plant.ledger, row, ending, code, policy.tries, final=code == 2)
-    parked = row.state == "failed"
+    if row.state == "failed":
+        parked = Message(
+            "training.trainer_died_parked",
+            "The trainer of segment {segment} {ending} (log: {log}).",
+            segment=row.id,
+            ending=ending.says,
+            log=log,
+        )
+        raise TrainerDiedError(parked, row.attempts, True)
     step = newest_step(row)
-    where = f"checkpoint at step {step}" if step is not None else "beginning"
-    next_try = f"; it goes on from its {where}, after {row.attempts} of {policy.tries} tries without a new checkpoint"
-    raise TrainerDiedError(
-        f"segment {row.id} {ending.says} (log: {log}){'' if parked else next_try}", row.attempts, parked
-    )
+    died = Message(
+        "training.trainer_died",
+        "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}; {attempts} of {tries} tries "
+        "made no new checkpoint.", segment=row.id, ending=ending.says, log=log, start=step_or_beginning(step), step=step,
+        attempts=row.attempts, tries=policy.tries,
+    )  # fmt: skip
+    raise TrainerDiedError(died, row.attempts, False)
 
 
 def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
-    """Mark a segment as failed for good: trying again would not help."""
+    """Mark a segment as failed when another try would not help."""
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
         tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
@@ -128,19 +152,24 @@ def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
 
 
 def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
-    """Write down a segment's end, its checkpoint and its anomalies, all at once. Raises: SegmentError for files that say otherwise;
-    RewoundError."""
+    """Record a segment's end, its checkpoint and its anomalies in one transaction.
+
+    Raises: SegmentError for files that contradict the result; RewoundError.
+    """
     from trainer.contract.checkpoint.format import read_manifest
     from trainer.contract.errors import CheckpointError
 
     path = Path(result["checkpoint"])
     manifest = hashlib.sha256(read_text(path / "manifest.json").encode()).hexdigest()
     if manifest != result["manifest_sha256"]:
-        raise SegmentError(f"segment {row.id}: {path} is not the checkpoint that its result names")
+        raise SegmentError(
+            "training.other_checkpoint", "Segment {segment}: {checkpoint} is not the checkpoint that the trainer's result names.",
+            segment=row.id, checkpoint=path,
+        )  # fmt: skip
     try:
         read_manifest(path)
     except CheckpointError as error:
-        raise SegmentError(str(error)) from None
+        raise SegmentError(error.message) from None
     found = [_anomaly(line, folder / "anomalies.jsonl", row) for line in _lines(folder / "anomalies.jsonl")]
     if names := result.get("replicas_apart"):
         weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
@@ -162,10 +191,15 @@ def _lines(path: Path) -> list[str]:
 
 
 def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
-    """Raises: SegmentError, also for a step that is none of the segment's: a diagnosis would look for it for ever."""
+    """Raises: SegmentError, also for a step outside the segment, which no diagnosis could find."""
     found = parse_object(line, path)
     if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):
-        raise SegmentError(f"{path} cannot be read: an anomaly without step or kind")
+        raise SegmentError(
+            "training.anomaly_malformed", "{file} has an anomaly without a step or a valid kind.", file=path
+        )
     if not row.first_step <= found["step"] < row.last_step:
-        raise SegmentError(f"{path} cannot be read: an anomaly at step {found['step']}, which is none of the segment's")
+        raise SegmentError(
+            "training.anomaly_outside", "{file} has an anomaly at step {step}, which is outside the segment's steps {first} to {last}.",
+            file=path, step=found["step"], first=row.first_step, last=row.last_step - 1,
+        )  # fmt: skip
     return found

@@ -1,7 +1,7 @@
-"""Runs the trainer: once a segment, from the worktree of the live code (DESIGN §2, §5).
+"""Runs the trainer of a segment from the worktree of the live code (DESIGN §2, §5).
 
-The ledger row of a segment is written before its folder, and holds all that the folder needs; a killed factory runs the same segment
-again and the trainer resumes from its newest good checkpoint. Results are read from files that the trainer leaves; its exit ends the segment.
+The ledger row of a segment is written before its folder, and has all values that the folder needs. After a kill, the factory runs the
+same segment again, and the trainer resumes from its newest good checkpoint. The trainer's files give the results; its exit ends the segment.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from factory.runs.live import not_for_the_machine
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.sandbox.live import Running
 from factory.training.segment_folder import claim, failed, record_done, spec_of
+from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
-ENDED = (0, EXIT_STOPPED, EXIT_DISK_FULL)  # exit codes for which what the trainer read is not to blame
-KILL_SECONDS = 120.0  # within which a killed trainer has given its memory back, however large
+ENDED = (0, EXIT_STOPPED, EXIT_DISK_FULL)  # exit codes that a damaged input does not cause
+KILL_SECONDS = 120.0  # a killed trainer frees its memory in this time, however large
 
 
 class Follower(Protocol):
@@ -41,16 +42,14 @@ class Follower(Protocol):
 def run_segment(
     plant: Plant, number: int, follower: Follower | None = None, mend: Callable[[bool], bool] = lambda every: False
 ) -> dict[str, Any]:
-    """Run, or resume, a planned segment to its end; returns the content of result.json.
+    """Run or resume a planned segment to its end; returns the content of result.json. An average (``factory.training.averaging``) is made.
 
-    ``mend``: mends what the trainer reads, and says whether anything had to be: at the start what changed since it was last looked at
-    (False); when the trainer failed, all (True). Then it runs again.
-    An average (``factory.training.averaging``) is made, not trained.
+    ``mend(every)``: repairs the trainer's inputs, and returns whether any was damaged. ``every`` is False at the start (look at files that
+    changed), and True after the trainer failed (look at all files). After a repair the trainer runs again.
 
-    Raises: NotCertified when the code changed and may not go on (nothing was started); PausedError while training is paused; RewoundError
-    when it was rewound meanwhile;
-    SegmentError when the trainer fails (its log is named). A segment whose trainer dies again and again without a new checkpoint is
-    parked: marked 'failed'.
+    Raises: NotCertified when the code changed and no certificate allows it (nothing was started); PausedError while training is paused;
+    RewoundError when the segment was rewound meanwhile; SegmentError, naming the log, when the trainer fails. A segment whose trainer dies
+    repeatedly without a new checkpoint is parked: its state is 'failed'.
     """
     row = SegmentRow.get(plant.ledger, number)
     if row.state == "done":
@@ -64,7 +63,7 @@ def run_segment(
     from factory.training.certifying import ensure_certified
     from trainer.contract.recipe import Recipe
 
-    check_ranks(plant.workspace, Recipe.parse(row.recipe_json))  # planned on another number of GPUs, say
+    check_ranks(plant.workspace, Recipe.parse(row.recipe_json))  # the number of GPUs may differ from that at planning
     folder = claim(plant, row)
     ensure_certified(plant, row)
     mend(not all(path.exists() for path in read_by(spec_of(plant.ledger, row))))
@@ -72,23 +71,22 @@ def run_segment(
         kills = oom_kills()
         code, hung = run_trainer(plant, row, folder, follower)
         if hung or code in ENDED or not mend(True):
-            break  # else what it read was damaged, and is whole again
+            break  # else an input was damaged and is repaired
     if hung or code != 0 or not (folder / "result.json").exists():
         failed(plant, row, code, kills, hung)
     try:
         result = result_of(folder, row.last_step)
         record_done(plant.ledger, row, folder, result)
     except SegmentError as error:
-        failed(plant, row, code, kills, Ending(REFUSED, f"ended with exit {code}: {error}"))
+        said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
+        failed(plant, row, code, kills, Ending(REFUSED, said))
     return result
 
 
 def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower | None) -> tuple[int, Ending | None]:
-    """Run a segment's trainer in ``folder``, from the newest checkpoint there.
+    """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (its exit code, its ending if it hung).
 
-    Returns (its exit code, what it did when it hung and was killed).
-
-    Raises: PausedError once a pause has stopped it; RewoundError once it was rewound.
+    A trainer that hangs is killed. Raises: PausedError when a pause stopped the trainer; RewoundError when the segment was rewound.
     """
     code = LiveCode.of(plant, row.code_commit)
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
@@ -98,18 +96,19 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
         open(log, "ab") as out,
         plant.progress.task(title, row.last_step - row.first_step) as task,
     ):
-        clear(folder, plant.progress)  # what a trainer left that was cut short with its factory
+        clear(folder, plant.progress)  # files of a trainer that was killed together with its factory
         forget_exit(folder)
         spec = spec_of(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
         write_spec(folder, spec)
         reads = read_by(spec | {"kernels": None})
-        words = [str(folder)]
         refuse_full(folder, row.recipe_json, f"segment {row.id}")
         policy, usual = RetryPolicy.load(plant.workspace.policy("retries.yaml")), usual_of(plant.ledger, row)
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
-        process = start_trainer(plant.workspace, code, words, writable=[folder], readonly=reads, out=out, lock=lock)
+        process = start_trainer(
+            plant.workspace, code, [str(folder)], writable=[folder], readonly=reads, out=out, lock=lock
+        )
         dog = Watchdog(policy, usual, process.pid, folder)
-        task.advance(0, "starting (the first time, the model is compiled)")
+        task.advance(0, Message("training.starting", "starting; the first start compiles the model"))
         hung, number = "", process.command()
         try:
             while not hung and not ended(process, POLL_SECONDS):
@@ -120,7 +119,7 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
                     if begins and dog.steps is not None:
                         record_begun(plant.ledger, row, number, dog.clock() - dog.started)
                     refuse_paused(plant.ledger)
-                    if row.state == "planned":  # else what is done is replayed
+                    if row.state == "planned":  # else a finished segment is replayed
                         refuse_rewound(plant.ledger, row.id)
                     if follower:
                         follower.poll()
@@ -133,29 +132,31 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
         clear(folder, plant.progress)
     if follower:
         follower.poll()
-    ending = Ending(HUNG, f"hung: {hung}; its trainer, process {number}, was killed") if hung else None
-    return exit_code(process.wait(), [folder]), ending
+    ending = Message(
+        "training.hung", "hung, so the factory killed its process {process}: {hung}", hung=hung, process=number
+    )
+    return exit_code(process.wait(), [folder]), Ending(HUNG, ending) if hung else None
 
 
 def _kill(process: Running, row: SegmentRow, number: int, hung: str) -> None:
-    """Raises: SegmentError when it does not end."""
+    """Kill a trainer that hung. Raises: SegmentError when it does not end."""
     try:
         process.kill(KILL_SECONDS)
     except subprocess.TimeoutExpired:
         raise SegmentError(
-            f"segment {row.id} hung: {hung}; its trainer, process {number}, was killed and does not end: it waits in the kernel for a disk "
-            "or a driver. The segment goes on once it has ended; if it never does, restart the machine"
-        ) from None
+            "training.hung_unkillable",
+            "The trainer of segment {segment} hung: {hung}. The factory killed its process {process}, but the process does not end: "
+            "it waits in the kernel for a disk or a driver. The segment continues when the process has ended. If it never ends, "
+            "restart the machine.", segment=row.id, hung=hung, process=number,
+        ) from None  # fmt: skip
 
 
 class _StepWatch:
-    """Moves a progress bar from the last whole line of metrics.jsonl, and counts the steps that a trainer made since its start."""
+    """Moves a progress bar to the last whole line of metrics.jsonl, and counts the steps of a trainer since its start."""
 
     def __init__(self, path: Path, first_step: int) -> None:
         self.path, self.done, self.made = path, first_step, 0
-        last = last_metrics(
-            path
-        )  # an earlier trainer's; one that goes on from a checkpoint first cuts off what came after it
+        last = last_metrics(path)  # of an earlier trainer; a trainer that resumes first cuts off the later lines
         self._last = last["step"] if last else first_step - 1
 
     def report(self, task: Any) -> None:
@@ -165,11 +166,11 @@ class _StepWatch:
         self.made += max(0, last["step"] - self._last)
         self._last = last["step"]
         if last["step"] + 1 > self.done:
-            words = [f"loss {last['loss']:.3f}"] if isinstance(last.get("loss"), float) else []
-            words += (
+            shown = [f"loss {last['loss']:.3f}"] if isinstance(last.get("loss"), float) else []
+            shown += (
                 [f"{last['tokens_per_s'] / 1000:.1f}k tok/s"] if isinstance(last.get("tokens_per_s"), float) else []
             )
-            task.advance(last["step"] + 1 - self.done, " ".join(words))
+            task.advance(last["step"] + 1 - self.done, " ".join(shown))
             self.done = last["step"] + 1
 
 

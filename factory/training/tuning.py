@@ -1,7 +1,7 @@
-"""``factory tune``: time the registered kernels on this machine, at the recipe's shapes.
+"""``factory tune`` times the registered kernels on this machine, at the recipe's shapes.
 
-Measured by the live code in a process of its own (``kernels.contract.tune``). Every implementation that may be chosen is approved code,
-so that choosing needs no proposal; the choice is used from the next segment on (``factory.computing.tuned_kernels``).
+The live code measures in a process of its own (``kernels.contract.tune``). Every implementation that it may choose is approved code, so
+a choice needs no proposal. The next segment uses the choice (``factory.computing.tuned_kernels``).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from factory.training.planning import load_recipe, trunk_parent
 from kernels.contract.choice import automatic, section_of
 from kernels.contract.files import write_atomically
 from kernels.contract.machine import here
+from kernels.contract.message import Message
 from kernels.contract.precision import of_values
 
 SECONDS = 60.0
@@ -38,18 +39,18 @@ class TuningError(FactoryError):
 
 
 def tune_if_new(workspace: Workspace, progress: Progress) -> None:
-    """Tune once for a machine, torch and precision that nothing was tuned for. A failure is reported as a line, and nothing is raised."""
+    """Tune when this machine, torch and precision have no tuning. A failure is a line of progress; nothing is raised."""
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
         automatic_here = automatic(section_of(text, devices.kind()))
         if automatic_here and lookup(workspace, here(), precision_of(workspace)).choice is None:
             tune(workspace, progress)
     except FactoryError as error:
-        progress.line(f"  kernels are not tuned: {error}")
+        progress.line(Message("training.not_tuned", "  The kernels are not tuned: {error}", error=error))
 
 
 def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> Path:
-    """Time every registered implementation that is right here, at the recipe's shapes; returns the file of what was found.
+    """Time every registered implementation that computes correctly here, at the recipe's shapes; returns the file with the result.
 
     Raises: TuningError, ConfigError, RepositoryError.
     """
@@ -57,7 +58,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
     code = LiveCode.of(
         Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), live_commit(workspace.repository)
     )
-    # Many kernels are compiled in one process, which pays for a precompiled header; no other process uses what is compiled with it.
+    # Many kernels are compiled in one process, so a precompiled header saves time. No other process uses these builds.
     code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")
     header = {devices.PRECOMPILED: "1"}
 
@@ -66,16 +67,27 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
             progress.line(f"    {line.strip()}")
             task.advance(1)
 
-    progress.line(f"  tuning kernels for {here()}, recipe {recipe.name} in {precision}, {seconds:.0f} s at most")
+    progress.line(
+        Message(
+            "training.tuning",
+            "  Tuning the kernels for {machine}, recipe {recipe} in {precision}, for at most {seconds:.0f} s.",
+            machine=str(here()),
+            recipe=recipe.name,
+            precision=precision,
+            seconds=seconds,
+        )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory() as folder, progress.task("tuning kernels") as task, devices.one():
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-        words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
-        words += ["--device", devices.kind(), "--seconds", str(seconds)]
-        done = code.run(*words, readonly=[given], on_line=on_line, environment=header)
+        arguments = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
+        arguments += ["--device", devices.kind(), "--seconds", str(seconds)]
+        done = code.run(*arguments, readonly=[given], on_line=on_line, environment=header)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]
-        raise TuningError(f"the kernels could not be timed (exit {done.returncode}): {why}")
+        raise TuningError(
+            "training.tuning_failed", "Timing the kernels failed with exit {code}: {why}", code=done.returncode, why=why
+        )
     found = json.loads(done.stdout.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
     path = path_of(workspace, found["machine"]["name"], precision)
     path.parent.mkdir(exist_ok=True)
@@ -84,7 +96,7 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
 
 
 def precision_of(workspace: Workspace) -> str:
-    """The precision that the kernels of a trunk segment planned now would compute in."""
+    """The precision in which the kernels of the next trunk segment would compute."""
     recipe = load_recipe(workspace)
     last = trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
     return of_values(measured_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and kill -9 to the factory, also in the midst of a step: within ten seconds nothing runs, and nothing is lost."""
+"""SIGTERM, Ctrl-C and kill -9 to the factory, also within a step: after ten seconds no process runs, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ STEP = "        recipe, spec = self.recipe, self.spec\n        lr ="
 
 @dataclass
 class Slow:
-    """A plant whose training step is slow while ``mark`` exists, and its segment that is planned."""
+    """A plant whose training step is slow while ``mark`` exists, and its planned segment."""
 
     workspace: Workspace
     ledger: Ledger
@@ -51,7 +51,7 @@ class Slow:
         return self.folder / "mark"
 
     def start(self, *words: str) -> tuple[subprocess.Popen[str], list[psutil.Process]]:
-        """The factory, once its trainer is in the midst of a slow step; and all that it started."""
+        """(the factory's process while its trainer is within a slow step, all processes that it started)."""
         mark_owner(self.ledger, SegmentRow.get(self.ledger, self.segment))  # makes the folder, which is this segment's
         for old in self.folder.glob("slow-*"):
             old.unlink()
@@ -107,8 +107,8 @@ def test_a_second_signal_ends_all_at_once(slow: Slow) -> None:
 
 
 @pytest.mark.slow("a factory and its trainer, killed in the midst of a step")
-def test_what_a_killed_factory_started_ends_by_itself_and_the_segment_goes_on_to_its_end(slow: Slow) -> None:
-    """The last of this file's tests that stop it."""
+def test_processes_of_a_killed_factory_end_and_the_segment_finishes(slow: Slow) -> None:
+    """The last test of this file that stops the segment."""
     process, started = slow.start("train")
     process.kill()
     assert not left_of(started)
@@ -153,7 +153,7 @@ def test_code_that_ignores_the_signal_is_killed_with_its_children(
 
 @pytest.mark.slow("a factory and its trainer, stopped in the midst of a step")
 def test_make_demo_passes_sigterm_on(tmp_path: Path) -> None:
-    """In a virtual environment that is ready, make starts the factory itself, and ends with it."""
+    """In a complete virtual environment, make starts the factory itself, and ends with it."""
     venv, demo = tmp_path / "venv", tmp_path / "demo"
     (venv / "bin").mkdir(parents=True)
     command = venv / "bin" / "factory"
@@ -206,8 +206,8 @@ def stubborn(how: str, before: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("how", ["orderly", "twice", "late"])
-def test_whatever_the_main_thread_does_nothing_is_left(how: str) -> None:
-    """Told once, it may unwind for some seconds; a signal that came twice at a time was told once."""
+def test_a_signal_leaves_no_process_whatever_the_main_thread_does(how: str) -> None:
+    """After one signal, the process may clean up for some seconds. Two signals at almost the same time count as one."""
     process = stubborn(how, "stopping.UNWIND_SECONDS = 1.0" if how == "late" else "")
     started = started_by(process.pid)
     process.terminate()
@@ -234,7 +234,7 @@ main()
 """
 
 
-def test_what_fails_because_it_was_interrupted_is_no_bug() -> None:
+def test_a_failure_after_an_interrupt_is_not_reported_as_a_bug() -> None:
     words = [sys.executable, "-c", HALF_AN_IMPORT, "imports"]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "ready\n"

@@ -1,4 +1,4 @@
-"""A team's own data to a second release, command by command: with no edit but what the releasability report advised."""
+"""A team takes its own data to a second release with commands only, and edits only what the releasability report advises."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def said(home: Path, *words: str) -> str:
 
 
 def holding(home: Path) -> list[dict[str, Any]]:
-    """Lines of the report that would hold a release."""
+    """The lines of the report that would hold a release."""
     return [line for line in json.loads(said(home, "data", "list", "--json"))["releasable"] if line["ok"] is False]
 
 

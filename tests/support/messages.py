@@ -40,6 +40,7 @@ NOT_MESSAGES = {
     "factory/tasks/published/programs.py": "benchmarks' prompts and programs",
     "factory/tasks/inside/": "it runs inside the sandbox: standard library only",
     "factory/set_up/": "it runs before anything is installed: standard library only",
+    "factory/serving/metrics.py": "descriptions of metrics, which Prometheus reads",
     "factory/sandbox/launch.py": "it runs inside the sandbox: standard library only",
     "factory/corpus/": "text of a generated corpus",
     "factory/ingest/chat_template.py": "Jinja templates",

@@ -1,1 +1,1 @@
-"""OpenAI's API as requests are written in it: ``request`` reads one, ``defaults`` says what an export asks for where it does not."""
+"""Requests in the form of OpenAI's API. ``request`` reads a request; ``defaults`` reads the sampling defaults of an export."""

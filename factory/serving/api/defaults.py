@@ -1,4 +1,4 @@
-"""How an export wants to be sampled: ``generation_config.json``, read as hostile input."""
+"""Reads the sampling defaults of an export from ``generation_config.json``, as hostile input."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_json
 
 IDLE = {"bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache"}
-# Keys that would change what is generated, and the only values of theirs that change nothing.
+# Keys that can change the generated text, and their values that do not change it.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0, None), "no_repeat_ngram_size": (0, None), "min_p": (0.0, None), "typical_p": (1.0, None),
     "num_beams": (1, None), "num_return_sequences": (1, None), "max_length": (20, None), "min_length": (0, None),
@@ -19,6 +19,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Sampling:
+    """How tokens are sampled."""
+
     temperature: float = 0.0  # 0: the likeliest token
     top_p: float = 1.0
     top_k: int = 0  # 0: all
@@ -26,29 +28,38 @@ class Sampling:
 
 @dataclass(frozen=True)
 class GenerationDefaults:
-    """What ``generation_config.json`` of an export says."""
+    """The content of an export's ``generation_config.json``."""
 
     sampling: Sampling
     stop_ids: frozenset[int]
 
     @classmethod
     def read(cls, export: Path) -> GenerationDefaults:
-        """Raises: ExportError for a key that would change what is generated and is not understood here."""
+        """Read the file of an export. Raises: ExportError for a key that changes the generated text and is not supported."""
         where = export / "generation_config.json"
         data = read_json(where)
         for key, allowed in NEUTRAL.items():
             if key in data and data[key] not in allowed:
                 raise ExportError(
-                    f"{where}: {key}: {str(data[key])[:40]} would change what is generated; only {allowed[0]} is served"
-                )
+                    "serving.default_not_supported", "{file}: the server does not support {key} {value}. Only {allowed} is supported.",
+                    file=where, key=key, value=str(data[key])[:40], allowed=allowed[0],
+                )  # fmt: skip
         known = IDLE | NEUTRAL.keys() | {"do_sample", "temperature", "top_p", "top_k", "eos_token_id"}
         if strange := sorted(data.keys() - known):
-            raise ExportError(f"{where}: {strange[0][:80]}: no such key is known, so nothing that has it is served")
+            raise ExportError(
+                "serving.default_unknown", "{file}: the server does not know the key {key}, so it does not serve this export.",
+                file=where, key=strange[0][:80],
+            )  # fmt: skip
         stop = data.get("eos_token_id")
         ids = [stop] if type(stop) is int else stop
         if not isinstance(ids, list) or not ids or any(type(number) is not int or number < 0 for number in ids):
-            raise ExportError(f"{where}: eos_token_id: expected token ids, got {str(stop)[:40]}")
-        if not data.get("do_sample", False):  # as transformers: greedy, whatever the temperature says
+            raise ExportError(
+                "serving.default_stop_ids",
+                "{file}: eos_token_id must be token ids, not {value}.",
+                file=where,
+                value=str(stop)[:40],
+            )
+        if not data.get("do_sample", False):  # as in transformers: greedy at any temperature
             return cls(Sampling(), frozenset(ids))
         temperature, top_p = (_number(where, data, key, 1.0) for key in ("temperature", "top_p"))
         return cls(Sampling(temperature, top_p, int(_number(where, data, "top_k", 0.0))), frozenset(ids))
@@ -57,5 +68,11 @@ class GenerationDefaults:
 def _number(where: Path, data: dict[str, Any], key: str, default: float) -> float:
     value = data.get(key, default)
     if type(value) not in (int, float) or not 0 <= value <= 1e6:
-        raise ExportError(f"{where}: {key}: expected a number of at least 0, got {str(value)[:40]}")
+        raise ExportError(
+            "serving.default_not_a_number",
+            "{file}: {key} must be a number from 0 to 1,000,000, not {value}.",
+            file=where,
+            key=key,
+            value=str(value)[:40],
+        )
     return float(value)

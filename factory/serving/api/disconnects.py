@@ -1,4 +1,4 @@
-"""Work for a client is given up once the client is gone."""
+"""Cancels work for a client that closed its connection."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Gone(Exception):
 
 
 async def unless_gone(request: Request, work: Awaitable[Made]) -> Made:
-    """What ``work`` makes. The body of ``request`` must have been read. Raises: Gone, after ``work`` was cancelled."""
+    """The result of ``work``. The body of ``request`` must have been read. Raises: Gone, after it cancelled ``work``."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:

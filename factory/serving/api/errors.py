@@ -1,19 +1,26 @@
-"""What a request gets in place of an answer, in OpenAI's form."""
+"""Errors that a request gets in place of an answer, in OpenAI's form."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from kernels.contract.message import CodedError, Message
 
-class ApiError(Exception):
-    """What a request gets in place of an answer."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+class ApiError(CodedError):
+    """An error that a request gets in place of an answer.
+
+    ``openai_code``: a code that clients of OpenAI's API know. Without one, the body has the code of ``message``.
+    """
+
+    def __init__(self, status: int, message: Message, param: str | None = None, openai_code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status, self.param, self.openai_code = status, param, openai_code
 
     def body(self) -> dict[str, Any]:
+        """The body of the answer: OpenAI's ``{"error": …}``."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         if self.status == 401:
             kind = "authentication_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        code = self.openai_code or self.code or None
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": code}}

@@ -1,6 +1,6 @@
-"""A request as OpenAI's API writes it, read as hostile input: what is asked for, or one clear error. Pure.
+"""Reads a request of OpenAI's API as hostile input: returns what it asks for, or raises one clear error. Pure.
 
-What would change the answer and is not understood is refused; what changes nothing (``user``, ``metadata``, zero penalties) is ignored.
+An unsupported key that would change the answer is refused. A key that changes nothing (``user``, ``metadata``, zero penalties) is ignored.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, Sampling
 from factory.serving.api.errors import ApiError
+from kernels.contract.message import Message
 
 MOST_CHOICES, MOST_STOPS, MOST_PROMPTS = 64, 16, 256
 MOST_LOGPROBS = 20
@@ -35,7 +36,7 @@ IDLE = {
     "stream",
     "stream_options",
 }
-# Keys that are understood only where they say that nothing is asked for.
+# Unsupported keys, with the values that ask for nothing.
 NOTHING: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "logit_bias": ({}, None), "tools": ([], None), "functions": ([], None),
     "tool_choice": ("none", "auto", None), "response_format": ({"type": "text"}, None), "suffix": ("", None), "echo": (False, None),
@@ -44,7 +45,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 
 IN_MESSAGE, IN_PART = ("role", "content"), ("type", "text")
-# Keys of OpenAI's messages that are understood only where they say nothing.
+# Unsupported keys of OpenAI's messages, which may only be empty.
 UNSAID = frozenset(
     ("name", "refusal", "audio", "annotations", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
 )  # fmt: skip
@@ -52,7 +53,7 @@ UNSAID = frozenset(
 
 @dataclass(frozen=True)
 class CompletionAsk:
-    """What a request asks for."""
+    """A checked request."""
 
     chat: bool
     prompts: tuple[tuple[int, ...], ...]  # token ids; a chat has one
@@ -62,10 +63,10 @@ class CompletionAsk:
     seed: int | None
     stops: tuple[str, ...]
     stop_ids: frozenset[int]
-    logprobs: int | None  # this many likeliest with each token; None: no log-probabilities
+    logprobs: int | None  # number of likeliest tokens with each token; None: no log-probabilities
     stream: bool
     usage_in_stream: bool
-    tokens_as_ids: bool  # tokens are written token_id:N, as vLLM does it
+    tokens_as_ids: bool  # tokens are written token_id:N, as in vLLM
 
     @property
     def prompt_tokens(self) -> int:
@@ -74,7 +75,7 @@ class CompletionAsk:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What requests are read against."""
+    """The parts of the served model that a request is checked against."""
 
     tokenizer: Tokenizer
     defaults: GenerationDefaults
@@ -83,25 +84,31 @@ class ServedModel:
 
 
 def load_served(export: Path) -> ServedModel:
-    """Raises: ExportError for an export that cannot be read, or whose chat template is not this factory's."""
+    """Load these parts. Raises: ExportError for an export that cannot be read, or whose chat template is not this factory's."""
     config, tokenizer = read_config(export), Tokenizer.load(export)
     path = export / "chat_template.jinja"
     known = (tokenizer.chat_template, *(() if tokenizer.bos else OLDER_TEMPLATES))
     if not path.is_file() or path.read_text(encoding="utf-8") not in known:
-        raise ExportError(f"{path}: not the template that this factory trains with; chats would get other ids")
+        raise ExportError(
+            "serving.other_chat_template",
+            "{file} is not the chat template of this factory, so chats would get other token ids.",
+            file=path,
+        )
     return ServedModel(tokenizer, GenerationDefaults.read(export), config.context, config.vocab_size)
 
 
 def parse_body(body: bytes) -> dict[str, Any]:
-    """Raises: ApiError."""
+    """The JSON object of a body. Raises: ApiError."""
     try:
         return parse_json_object(body)
     except ValueError as error:
-        raise ApiError(400, f"the body is not JSON that can be read: {error}") from None
+        raise ApiError(
+            400, Message("serving.body_not_json", "The body is not a valid JSON object: {error}", error=error)
+        ) from None
 
 
 def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> CompletionAsk:
-    """Raises: ApiError naming the parameter."""
+    """Check the body of a request. Raises: ApiError naming the parameter."""
     check_model(body)
     _check_keys(body, chat)
     prompts = (tuple(chat_ids(body, served.tokenizer)),) if chat else text_ids(body, served)
@@ -109,13 +116,11 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     wanted = _whole(body, "max_completion_tokens", 1, 1 << 24) if chat else None
     wanted = wanted or _whole(body, "max_tokens", 1, 1 << 24)
     if longest + (wanted or 1) > served.context:
-        asked = f" and max_tokens {wanted}" if wanted else ""
-        raise ApiError(
-            400,
-            f"this model's context is {served.context} tokens; the prompt has {longest}{asked}: shorten one of them",
-            "messages" if chat else "prompt",
-            "context_length_exceeded",
-        )
+        too_long = Message(
+            "serving.context_exceeded", "The model's context has {context} tokens, but the prompt has {prompt}{answer}. Shorten the prompt or lower "
+            "max_tokens.", context=served.context, prompt=longest, answer=f" and max_tokens is {wanted}" if wanted else "", max_tokens=wanted,
+        )  # fmt: skip
+        raise ApiError(400, too_long, "messages" if chat else "prompt", "context_length_exceeded")
     room = served.context - longest
     defaults = served.defaults.sampling
     temperature, top_p = _number(body, "temperature", 0, 2), _number(body, "top_p", 0, 1)
@@ -128,10 +133,11 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
     n = _whole(body, "n", 1, MOST_CHOICES) or 1
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
-        raise ApiError(400, "stream_options: expected an object", "stream_options")
+        raise ApiError(400, Message("serving.stream_options", "stream_options must be an object."), "stream_options")
     if strange := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
-        words = f"{strange[0][:80]}: no such key is known{nearest(strange[0], ['include_usage'])}"
-        raise ApiError(400, f"stream_options.{words}", "stream_options")
+        raise ApiError(
+            400, _unknown(f"stream_options.{strange[0]}", nearest(strange[0], ["include_usage"])), "stream_options"
+        )
     return CompletionAsk(
         chat=chat,
         prompts=prompts,
@@ -149,56 +155,102 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
 
 
 def check_model(body: dict[str, Any]) -> None:
-    """Raises: ApiError for another model than the one that is served."""
+    """Raises: ApiError when the request names another model than the served one."""
     if body.get("model", MODEL_NAME) != MODEL_NAME:
-        name = str(body["model"])[:80]
-        raise ApiError(404, f"there is no model {name!r}; this server has {MODEL_NAME!r}", "model", "model_not_found")
+        other = Message(
+            "serving.no_such_model",
+            "This server has no model {name!r}. Its model is {served!r}.",
+            name=str(body["model"])[:80],
+            served=MODEL_NAME,
+        )
+        raise ApiError(404, other, "model", "model_not_found")
 
 
 def chat_ids(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
-    """The ids of a chat that waits for its answer: special tokens in a message are plain text. Raises: ApiError."""
+    """The token ids of a chat up to its next answer. Special tokens in a message count as plain text. Raises: ApiError."""
     return [int(number) for number in tokenizer.prompt(check_messages(body))]
 
 
 def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages, contents as text. Raises: ApiError for a role that no training document can have (a role with a line end could
-    spell special tokens where a template writes it down), a content that is not text, or a key that is not understood."""
+    """The messages, with their contents as text.
+
+    Raises: ApiError for an unknown role, a content that is not text, or an unsupported key. A role with a line end could make special
+    tokens in a template, so only roles of training documents are allowed.
+    """
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
-        raise ApiError(400, "messages: expected a list of at least one message", "messages")
+        raise ApiError(
+            400, Message("serving.no_messages", "messages must be a list with at least one message."), "messages"
+        )
     found = []
     for number, message in enumerate(messages):
         where = f"messages[{number}]"
         if not isinstance(message, dict):
-            raise ApiError(400, f"{where}: expected an object with 'role' and 'content'", where)
+            raise ApiError(
+                400,
+                Message(
+                    "serving.message_not_an_object", "{where} must be an object with 'role' and 'content'.", where=where
+                ),
+                where,
+            )
         _check_message_keys(message, IN_MESSAGE, where)
         role = message.get("role")
         if role == "developer":  # OpenAI's newer name
             role = "system"
         if role not in ROLES:
-            raise ApiError(400, f"{where}.role: expected one of {', '.join(ROLES)}, got {str(role)[:40]!r}", where)
+            wrong = Message(
+                "serving.unknown_role",
+                "{where}.role must be one of {roles}, not {role!r}.",
+                where=where,
+                roles=list(ROLES),
+                role=str(role)[:40],
+            )
+            raise ApiError(400, wrong, where)
         content = message.get("content")
         if isinstance(content, list):
             if not all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-                raise ApiError(400, f"{where}.content: this model reads text only", where)
+                raise ApiError(
+                    400,
+                    Message(
+                        "serving.text_only",
+                        "{where}.content must be text, because this model reads only text.",
+                        where=where,
+                    ),
+                    where,
+                )
             for at, part in enumerate(content):
                 _check_message_keys(part, IN_PART, f"{where}.content[{at}]")
                 if not isinstance(part.get("text"), str):
-                    raise ApiError(400, f"{where}.content[{at}].text: expected text", where)
+                    raise ApiError(400, _not_text(f"{where}.content[{at}].text"), where)
             content = "".join(part["text"] for part in content)
         if not isinstance(content, str):
-            raise ApiError(400, f"{where}.content: expected text", where)
+            raise ApiError(400, _not_text(f"{where}.content"), where)
         found.append({"role": role, "content": content})
     return found
 
 
+def _not_text(where: str) -> Message:
+    return Message("serving.not_text", "{where} must be text.", where=where)
+
+
+def _unknown(where: str, nearby: str) -> Message:
+    return Message(
+        "serving.unknown_parameter", "{where} is not a known parameter{nearest}", where=where[:160], nearest=nearby
+    )
+
+
 def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
-    """What asks for nothing is let pass: a client gives an answer back with all its keys, most of them null."""
+    """An empty unsupported key passes, because clients send an answer back with all its keys, most of them null."""
     for key in sorted(given.keys() - {*known}):
         if not (key in UNSAID and given[key] in (None, [], {}, "")):
-            does = "this model reads role and content alone: leave it out" if key in UNSAID else "no such key is known"
-            near = "" if key in UNSAID else nearest(key, known)
-            raise ApiError(400, f"{where}.{key[:80]}: {does}{near}", f"{where}.{key[:80]}", "unsupported_parameter")
+            place = f"{where}.{key[:80]}"
+            unsupported = Message(
+                "serving.message_key",
+                "{where} is not supported: this model reads only role and content. Remove it.",
+                where=place,
+            )
+            refusal = unsupported if key in UNSAID else _unknown(place, nearest(key, known))
+            raise ApiError(400, refusal, place, "unsupported_parameter")
 
 
 def text_ids(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...], ...]:
@@ -207,9 +259,12 @@ def text_ids(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...]
     if isinstance(prompt, str) or isinstance(prompt, list) and prompt and all(type(part) is int for part in prompt):
         prompt = [prompt]
     if not isinstance(prompt, list) or not prompt or len(prompt) > MOST_PROMPTS:
-        raise ApiError(
-            400, f"prompt: expected a text, token ids, or a list of at most {MOST_PROMPTS} of them", "prompt"
+        wrong = Message(
+            "serving.prompt",
+            "prompt must be a text, token ids, or a list of at most {most} of these.",
+            most=MOST_PROMPTS,
         )
+        raise ApiError(400, wrong, "prompt")
     return tuple(_ids_of(part, served) for part in prompt)
 
 
@@ -219,26 +274,39 @@ def _ids_of(part: Any, served: ServedModel) -> tuple[int, ...]:
     elif isinstance(part, list) and all(type(number) is int for number in part):
         ids = part
     else:
-        raise ApiError(400, "prompt: expected a text or a list of token ids", "prompt")
+        raise ApiError(
+            400, Message("serving.prompt_part", "Each prompt must be a text or a list of token ids."), "prompt"
+        )
     if not ids:
-        raise ApiError(400, "prompt: it is empty, and there is no token to begin from", "prompt")
+        raise ApiError(
+            400, Message("serving.prompt_empty", "prompt is empty, and this model has no start token."), "prompt"
+        )
     if wrong := [number for number in ids if not 0 <= number < served.vocab_size]:
-        raise ApiError(400, f"prompt: token id {wrong[0]} is not between 0 and {served.vocab_size - 1}", "prompt")
+        outside = Message(
+            "serving.token_id",
+            "prompt has the token id {id}, which is not between 0 and {last}.",
+            id=wrong[0],
+            last=served.vocab_size - 1,
+        )
+        raise ApiError(400, outside, "prompt")
     return tuple(ids)
 
 
 def _check_keys(body: dict[str, Any], chat: bool) -> None:
     for key, allowed in NOTHING.items():
         if key in body and body[key] not in allowed:
-            raise ApiError(400, f"{key}: this server does not do that: leave it out", key, "unsupported_parameter")
+            unsupported = Message(
+                "serving.unsupported_parameter",
+                "This server does not support {key}. Remove it from the request.",
+                key=key,
+            )
+            raise ApiError(400, unsupported, key, "unsupported_parameter")
     known = IDLE | NOTHING.keys() | {
         "max_tokens", "temperature", "top_p", "top_k", "n", "stop", "logprobs", "ignore_eos", "return_tokens_as_token_ids",
     }  # fmt: skip
     known |= {"messages", "max_completion_tokens", "top_logprobs"} if chat else {"prompt"}
     if strange := sorted(body.keys() - known):
-        raise ApiError(
-            400, f"{strange[0][:80]}: no such parameter is known{nearest(strange[0], known)}", strange[0][:80]
-        )
+        raise ApiError(400, _unknown(strange[0][:80], nearest(strange[0], known)), strange[0][:80])
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
@@ -247,7 +315,7 @@ def _logprobs(body: dict[str, Any], chat: bool) -> int | None:
     top = _whole(body, "top_logprobs", 0, MOST_LOGPROBS)
     if not _truth(body, "logprobs"):
         if top:
-            raise ApiError(400, "top_logprobs: needs 'logprobs': true", "top_logprobs")
+            raise ApiError(400, Message("serving.top_logprobs", "top_logprobs needs 'logprobs': true."), "top_logprobs")
         return None
     return top or 0
 
@@ -260,7 +328,13 @@ def _stops(body: dict[str, Any]) -> tuple[str, ...]:
         or len(found) > MOST_STOPS
         or not all(isinstance(text, str) and text for text in found)
     ):
-        raise ApiError(400, f"stop: expected a text or a list of at most {MOST_STOPS}, none of them empty", "stop")
+        raise ApiError(
+            400,
+            Message(
+                "serving.stop", "stop must be a text or a list of at most {most} texts, none empty.", most=MOST_STOPS
+            ),
+            "stop",
+        )
     return tuple(found)
 
 
@@ -269,7 +343,11 @@ def _whole(body: dict[str, Any], key: str, lowest: int, highest: int) -> int | N
     if value is None:
         return None
     if type(value) is not int or not lowest <= value <= highest:
-        raise ApiError(400, f"{key}: expected a whole number from {lowest} to {highest}, got {str(value)[:40]}", key)
+        wrong = Message(
+            "serving.whole_number", "{key} must be a whole number from {lowest} to {highest}, not {value}.",
+            key=key, lowest=lowest, highest=highest, value=str(value)[:40],
+        )  # fmt: skip
+        raise ApiError(400, wrong, key)
     return value
 
 
@@ -278,12 +356,22 @@ def _number(body: dict[str, Any], key: str, lowest: float, highest: float) -> fl
     if value is None:
         return None
     if type(value) not in (int, float) or not math.isfinite(value) or not lowest <= value <= highest:
-        raise ApiError(400, f"{key}: expected a number from {lowest} to {highest}, got {str(value)[:40]}", key)
+        wrong = Message(
+            "serving.number", "{key} must be a number from {lowest} to {highest}, not {value}.", key=key, lowest=lowest, highest=highest,
+            value=str(value)[:40],
+        )  # fmt: skip
+        raise ApiError(400, wrong, key)
     return float(value)
 
 
 def _truth(body: dict[str, Any], key: str) -> bool:
     value = body.get(key)
     if value not in (None, True, False) or type(value) in (int, float):
-        raise ApiError(400, f"{key}: expected true or false, got {str(value)[:40]}", key)
+        raise ApiError(
+            400,
+            Message(
+                "serving.true_or_false", "{key} must be true or false, not {value}.", key=key, value=str(value)[:40]
+            ),
+            key,
+        )
     return bool(value)

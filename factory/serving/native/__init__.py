@@ -1,1 +1,1 @@
-"""The embedded engine: ``server`` answers requests, ``engine_loop`` steps ``batch``, which holds what ``decoder`` needs to write a token for each."""
+"""The embedded engine: ``server`` answers requests. ``engine_loop`` steps ``batch``, which lets ``decoder`` compute a token for each sequence."""

@@ -1,8 +1,8 @@
-"""Continuous batching: sequences join and leave between any two steps, and none sees that others are there.
+"""Continuous batching: sequences join and leave between any two steps, and do not influence each other.
 
-Rows of the cache: first those whose prompt is read (``_ready`` of them, decoded together), then those that still read theirs. A step is
-one pass of the model: the next token of each ready row, and at most ``CHUNK`` prompt tokens, so that a long prompt does not hold up who is
-writing. A row that leaves is replaced by the last one, so the rows in use are always a slice and nothing is copied to read them.
+Rows of the cache: first the ``_ready`` rows whose prompt is read, which are decoded together; then the rows that still read a prompt. A step
+is one pass of the model: the next token of each ready row, and at most ``CHUNK`` prompt tokens, so that a long prompt does not delay other
+sequences. The last row replaces a row that leaves, so the used rows are always a slice and reading them copies nothing.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ import torch
 from factory.serving.api.defaults import Sampling
 from factory.serving.native.decoder import CachedDecoder
 
-CHUNK = 512  # prompt tokens a step
+CHUNK = 512  # prompt tokens in a step
 MOST_ROWS = 128
 
 
 @dataclass(frozen=True)
 class Job:
-    """One sequence to continue. ``prompt`` and ``most_tokens`` together fit the model's context."""
+    """A sequence to continue. ``prompt`` and ``most_tokens`` together fit into the model's context."""
 
     key: int
     prompt: list[int]
     most_tokens: int
     sampling: Sampling = Sampling()
     stop_ids: frozenset[int] = frozenset()
-    top: int = 0  # this many likeliest tokens are told with each
+    top: int = 0  # number of likeliest tokens to return with each token
     seed: int = 0
 
 
 class Token(NamedTuple):
-    """What a step wrote for a job. ``end``: 'stop' (this token is one of ``stop_ids``), 'length' or 'failed'; empty: it goes on."""
+    """A token that a step computed for a job. ``end``: 'stop' (the token is in ``stop_ids``), 'length' or 'failed'; empty: the job continues."""
 
     key: int
     token: int
@@ -56,7 +56,7 @@ class _Row:
 
 
 class RunningBatch:
-    """``room``: how many cache columns, rows × longest row, may be held at once; one context at least."""
+    """The sequences that are decoded together. ``room``: the most cache columns (rows × longest row), at least one context."""
 
     def __init__(self, decoder: CachedDecoder, room: int) -> None:
         self.decoder, self.room = decoder, max(room, decoder.config.context)
@@ -71,7 +71,7 @@ class RunningBatch:
         self._waiting.append(job)
 
     def cancel(self, key: int) -> None:
-        """Forget a job, wherever it is."""
+        """Remove a job, whether it waits or runs."""
         self._waiting = deque(job for job in self._waiting if job.key != key)
         for number, row in enumerate(self._rows):
             if row.job.key == key:
@@ -87,7 +87,7 @@ class RunningBatch:
         return len(self._rows)
 
     def step(self) -> list[Token]:
-        """Read prompts, write a token for each row whose prompt is read. Empty only while there is nothing to do or a long prompt is read."""
+        """Read prompts and compute a token for each ready row. Empty only without jobs, or while a long prompt is read."""
         self._admit()
         found = self._advance()
         ended = {token.key for token in found if token.end}
@@ -102,7 +102,7 @@ class RunningBatch:
             job = self._waiting[0]
             columns = max([len(job.prompt) + job.most_tokens, *(row.columns for row in self._rows)])
             if self._rows and (len(self._rows) + 1) * columns > self.room:
-                break  # in order of arrival: a long one is not overtaken for ever
+                break  # jobs start in order of arrival, so a long job does not wait for ever
             self._waiting.popleft()
             self._rows.append(_Row(job, torch.Generator().manual_seed(job.seed)))
         self._grow(len(self._rows), max((row.columns for row in self._rows), default=0))
@@ -118,7 +118,7 @@ class RunningBatch:
         self._cache[:, :, :kept_rows, :, :kept_columns] = had[:, :, :kept_rows, :, :kept_columns]
 
     def _advance(self) -> list[Token]:
-        """One pass: the last token of each ready row, and pieces of prompts behind them."""
+        """Run one pass: the last token of each ready row, then pieces of prompts."""
         tokens, left = [row.written[-1:] for row in self._rows[: self._ready]], CHUNK
         for row in self._rows[self._ready :]:
             if not left:
@@ -131,13 +131,13 @@ class RunningBatch:
         logits_BV = self.decoder.logits(tokens, [row.length for row in rows], self._cache)
         for row, piece in zip(rows, tokens, strict=True):
             row.length += len(piece)
-        if rows[-1].length < len(rows[-1].job.prompt):  # only the last can be in the middle of its prompt
+        if rows[-1].length < len(rows[-1].job.prompt):  # only the last row can be in the middle of its prompt
             rows.pop()
         self._ready = len(rows)
         return self._tokens(rows, logits_BV[: self._ready]) if rows else []
 
     def _tokens(self, rows: list[_Row], logits_BV: torch.Tensor) -> list[Token]:
-        most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN where one of a row is
+        most_B, least_B = logits_BV.amax(1), logits_BV.amin(1)  # both are NaN where the row has a NaN
         sound = (most_B.isfinite() & least_B.isfinite()).tolist()
         chosen = logits_BV.argmax(1).tolist()
         for number, row in enumerate(rows):
@@ -157,7 +157,7 @@ class RunningBatch:
         return found
 
     def _leave(self, number: int) -> None:
-        """Its place goes to the last ready row, whose own goes to the last row of all."""
+        """Remove a row: the last ready row takes its place, and the last row of all takes that row's place."""
         if number < self._ready:
             self._ready -= 1
             self._move(self._ready, number)
@@ -174,8 +174,10 @@ class RunningBatch:
 
 
 def draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
-    """One token, by temperature, top-k and top-p. A request's draws depend on its seed alone, never on who shares its batch.
-    ``generator`` lives on the CPU; one number is drawn from it, also where only one token is possible."""
+    """Sample one token by temperature, top-k and top-p. The result depends on the job's seed, not on the other jobs of the batch.
+
+    ``generator`` is on the CPU. One number is drawn from it even where only one token is possible.
+    """
     at = float(torch.rand(1, generator=generator, dtype=torch.float64))
     sorted_V, order_V = (logits_V.double().cpu() / max(sampling.temperature, 1e-6)).sort(descending=True, stable=True)
     if sampling.top_k:

@@ -1,8 +1,8 @@
 """The decoders of ``export_config`` with a cache of keys and values, in fp32, on a CPU or a GPU.
 
-The maths is the judge's (``factory.evals.reference_model``), written a second time: that one is what this one is held to, when a release is
-swapped in and in the tests. A row's cache column is its position, so rows of any length share a batch without padding: a pass takes the new
-tokens of all rows as one list, [N, D], and only attention looks at rows. Matrices that read the same input are stored as one, and multiplied once.
+It computes the same as the judge's model (``factory.evals.reference_model``), with which it is compared when a release becomes current, and in
+tests. A token's position is its column in the cache, so rows of any length share a batch without padding. A pass takes the new tokens of all
+rows as one list, [N, D], and only attention uses rows. Matrices with the same input are stored and multiplied as one.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 @dataclass(frozen=True)
 class _Piece:
-    """Tokens ``first`` … ``last - 1`` of a pass, which follow one another in ``row``; the last stands at column ``seen - 1``."""
+    """Consecutive tokens ``first`` … ``last - 1`` of a pass, all in ``row``; the last is at column ``seen - 1``."""
 
     first: int
     last: int
     row: int
     seen: int
-    mask_TS: torch.Tensor | None  # None: the row begins here, the mask is causal
+    mask_TS: torch.Tensor | None  # None: the row begins with this piece, so a causal mask is used
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """Where the tokens of a pass stand. The first ``singles`` of them are one each of the first rows; ``pieces`` are the others."""
+    """The positions of a pass's tokens. The first ``singles`` tokens are one for each of the first rows; ``pieces`` are the others."""
 
     row_N: torch.Tensor
     column_N: torch.Tensor
     turn_N1K: tuple[torch.Tensor, torch.Tensor]  # cosines and sines
     singles: int
-    seen: int  # columns that the singles look at
-    mask_B11S: torch.Tensor | None  # added to the scores of the singles; None: all see all of them
+    seen: int  # columns that the singles attend to
+    mask_B11S: torch.Tensor | None  # added to the scores of the singles; None: all singles see all columns
     pieces: list[_Piece]
 
 
@@ -56,16 +56,18 @@ class CachedDecoder:
         frequencies_K2 = config.rope_theta ** (-even_K2 / config.head_dim)
         angle_SK2 = torch.arange(config.context)[:, None].float() * frequencies_K2
         self._cos_SK = angle_SK2.cos().repeat(1, 2).to(device)
-        self._sin_SK = torch.cat((-angle_SK2.sin(), angle_SK2.sin()), 1).to(device)  # signed, as ``_rotate`` takes them
+        self._sin_SK = torch.cat((-angle_SK2.sin(), angle_SK2.sin()), 1).to(
+            device
+        )  # with the signs that ``_rotate`` needs
 
     @classmethod
     def load(cls, folder: Path, device: torch.device) -> CachedDecoder:
-        """Raises: ExportError for anything but a sound export of a known architecture."""
+        """Load an export. Raises: ExportError for an export that is damaged or has an unknown architecture."""
         config = read_config(folder)
         return cls(config, read_weights(folder, config), device)
 
     def _join(self) -> dict[str, torch.Tensor]:
-        """Each matrix of ``JOINED`` by the name of its first part; ``weights`` then holds views of it, so that nothing is held twice."""
+        """Each matrix of ``JOINED`` by the name of its first part. ``weights`` then has views of it, so memory is used once."""
         joined = {}
         for first, *others in JOINED:
             for name in [name for name in self.weights if name.endswith(f".{first}.weight")]:
@@ -77,7 +79,7 @@ class CachedDecoder:
         return joined
 
     def _qk_norm(self, layer: int) -> torch.Tensor:
-        """The norm's weights of each query head, then of each key head."""
+        """The norm weights of each query head, then of each key head."""
         q_K, k_K = (self.weights[f"model.layers.{layer}.self_attn.{part}_norm.weight"] for part in "qk")
         return torch.cat((q_K.expand(self.config.heads, -1), k_K.expand(self.config.kv_heads, -1)))
 
@@ -88,13 +90,16 @@ class CachedDecoder:
 
     @property
     def bytes_a_token(self) -> int:
-        """Of the cache."""
+        """Bytes of the cache for each token."""
         return 4 * self.config.layers * 2 * self.config.kv_heads * self.config.head_dim
 
     @torch.inference_mode()
     def logits(self, tokens: list[list[int]], starts: list[int], cache: torch.Tensor) -> torch.Tensor:
-        """Logits [B, V] after the last of the ``tokens`` of each of the first B rows of ``cache`` [layers, 2, rows, G, S, K]. They are at least
-        one a row, and stand at columns ``starts`` … . Their keys and values are written there; all columns before them must have been."""
+        """Logits [B, V] after the last token of each row. ``tokens``: at least one for each of the first B rows of ``cache``.
+
+        ``cache``: [layers, 2, rows, G, S, K]. A row's tokens begin at its column in ``starts``. Their keys and values are written to the cache;
+        all earlier columns must be written.
+        """
         at = self._place([len(row) for row in tokens], starts)
         ids_N = torch.tensor([token for row in tokens for token in row], device=self.device)
         x_ND = F.embedding(ids_N, self.weights["model.embed_tokens.weight"])
@@ -102,7 +107,7 @@ class CachedDecoder:
             block = f"model.layers.{layer}"
             y_ND = self._norm(x_ND, self.weights[f"{block}.input_layernorm.weight"])
             o_ND = self._attention(y_ND, layer, at, cache[layer])
-            if at.pieces and layer == self.config.layers - 1:  # of a prompt, only its last token goes on
+            if at.pieces and layer == self.config.layers - 1:  # only the last token of a prompt needs the rest
                 ends = [*range(at.singles), *(piece.last - 1 for piece in at.pieces)]
                 x_ND, o_ND = x_ND[ends], o_ND[ends]
             x_ND = x_ND + F.linear(o_ND, self.weights[f"{block}.self_attn.o_proj.weight"])
@@ -143,7 +148,7 @@ class CachedDecoder:
         q_NHK, k_NGK = qk_NHK.split((config.heads, config.kv_heads), 1)
         cache[:, at.row_N, :, at.column_N] = torch.stack((k_NGK, v_NGK), 1)
         outputs = []
-        if at.singles:  # the queries that share a key-value head are to it as the tokens of one row
+        if at.singles:  # queries that share a key-value head are treated as tokens of one row
             q_BGQK = q_NHK[: at.singles].unflatten(1, (config.kv_heads, -1))
             keys, values = cache[:, : at.singles, :, : at.seen]
             o_BGQK = F.scaled_dot_product_attention(q_BGQK, keys, values, attn_mask=at.mask_B11S)
@@ -162,7 +167,7 @@ class CachedDecoder:
         return F.linear(F.silu(gate) * up, self.weights[f"{name}.down_proj.weight"])
 
     def _mixture(self, x_ND: torch.Tensor, name: str, experts: ExpertsConfig) -> torch.Tensor:
-        """Each token to ``per_token`` experts, chosen by biased sigmoids and weighted by the plain ones (arXiv:2412.19437, §2.1.2)."""
+        """Send each token to ``per_token`` experts, chosen by biased sigmoids and weighted by unbiased ones (arXiv:2412.19437, §2.1.2)."""
         affinity_NE = F.linear(x_ND, self.weights[f"{name}.gate.weight"]).sigmoid()
         chosen_NP = (affinity_NE + self.weights[f"{name}.gate.e_score_correction_bias"]).topk(experts.per_token).indices
         weight_NP = affinity_NE.gather(1, chosen_NP)
@@ -179,5 +184,5 @@ class CachedDecoder:
 
 
 def _rotate(x_NHK: torch.Tensor, cos_N1K: torch.Tensor, sin_N1K: torch.Tensor) -> torch.Tensor:
-    """RoPE of halves. The sines of the first half are negated."""
+    """Apply RoPE to the two halves. The sines of the first half are negated."""
     return torch.addcmul(x_NHK * cos_N1K, x_NHK.roll(x_NHK.shape[-1] // 2, -1), sin_N1K)

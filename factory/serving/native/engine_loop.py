@@ -1,7 +1,7 @@
-"""The thread that steps a ``RunningBatch``: jobs come in from any thread, tokens go out to each job's own listener.
+"""The thread that steps a ``RunningBatch``. Jobs come from any thread; each job has a listener for its tokens.
 
-What it can not survive (log-probabilities that are no numbers, an error of the device) ends every job with a reason and makes the engine
-unhealthy for good: who supervises it starts another process.
+A fatal error (log-probabilities that are not finite, an error of the device) ends every job with a reason and makes the engine
+unhealthy for good. Its supervisor then starts another process.
 """
 
 from __future__ import annotations
@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from factory.serving.native.batch import Job, RunningBatch, Token
+from kernels.contract.message import Message
 
-Listener = Callable[[Token | None], None]  # None: the job ended without another token, ``EngineLoop.problem`` says why
+Listener = Callable[
+    [Token | None], None
+]  # None: the job ended without another token; ``EngineLoop.problem`` has the reason
 MOST_WAITING = 1024
 HUNG_SECONDS, HUNG = 60.0, 50
-NOT_NUMBERS = (
-    "the model's log-probabilities are not finite numbers: its weights, or the memory that holds them, are broken"
+NOT_NUMBERS = Message(
+    "serving.not_finite",
+    "The model's log-probabilities are not finite numbers. Its weights, or the memory that holds them, are damaged.",
 )
 
 
 class EngineLoop:
-    """``submit`` and ``cancel`` may be called from any thread; listeners are called from this one and must not block."""
+    """Runs the thread. ``submit`` and ``cancel`` may be called from any thread; listeners are called from this thread and must not block."""
 
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
@@ -31,14 +35,14 @@ class EngineLoop:
         self._cancelled: list[int] = []
         self._wake = threading.Condition()
         self._next_key = 0
-        self.problem = ""  # why it no longer works
-        self._began: float | None = None  # of the step that runs
+        self.problem = ""  # why the engine no longer works
+        self._began: float | None = None  # when the running step began
         self._slowest = 0.0  # seconds of a step
         self.tokens_written = self.prompt_tokens = self.steps = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
     def submit(self, listener: Listener, make: Callable[[int], Job]) -> int | None:
-        """The key of a new job, which ``make`` makes from it; None when too many wait, or the engine is broken (``problem``)."""
+        """Add the job ``make(key)``; returns its key, or None when too many jobs wait or the engine has a ``problem``."""
         with self._wake:
             if self.problem or len(self._added) + self._batch.waiting >= MOST_WAITING:
                 return None
@@ -50,12 +54,12 @@ class EngineLoop:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Jobs that are submitted in the block are taken by the same step: what shares their batches does not depend on the moment."""
+        """The same step takes all jobs that are submitted in the block, so that their batches do not depend on timing."""
         with self._wake:
             yield
 
     def cancel(self, key: int) -> None:
-        """Nobody listens any more. Of a job that ended, nothing."""
+        """End a job that nobody listens to. A job that already ended is ignored."""
         with self._wake:
             if self._listeners.pop(key, None):
                 self._cancelled.append(key)
@@ -63,11 +67,18 @@ class EngineLoop:
 
     @property
     def unhealthy(self) -> str:
-        """Why it does not work; empty: it does. A step hangs when it takes ``HUNG`` times as long as the slowest before it, and a minute."""
+        """Why the engine does not work; empty when it works.
+
+        A step hangs when it takes at least ``HUNG_SECONDS`` and ``HUNG`` times as long as the slowest earlier step.
+        """
         began = self._began
         taken = time.monotonic() - began if began is not None else 0.0
         hung = self.steps and taken > max(HUNG_SECONDS, HUNG * self._slowest)
-        return self.problem or (f"a step has not ended after {taken:.0f} s" if hung else "")
+        return self.problem or (
+            Message("serving.step_hung", "The engine's step did not end after {seconds:.0f} s.", seconds=taken)
+            if hung
+            else ""
+        )
 
     @property
     def counts(self) -> dict[str, int]:
@@ -91,7 +102,12 @@ class EngineLoop:
                 self.steps += 1
                 self._tell(tokens)
         except Exception as error:
-            self.problem = f"the engine failed: {type(error).__name__}: {error}"
+            self.problem = Message(
+                "serving.engine_failed",
+                "The engine failed with {type}: {error}",
+                type=type(error).__name__,
+                error=error,
+            )
         with self._wake:
             listeners, self._listeners = self._listeners, {}
         for listener in listeners.values():

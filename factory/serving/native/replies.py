@@ -1,4 +1,4 @@
-"""Tokens as OpenAI's API words them: text that is whole characters and stops before a stop string, choices, chunks, usage."""
+"""Formats tokens for OpenAI's API: text of whole characters that ends before a stop string, choices, chunks, usage."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from factory.release.serving import MODEL_NAME
 from factory.serving.api.request import CompletionAsk
 from factory.serving.native.batch import Token
 
-NO_TOKEN = 1 << 62  # has no text
+NO_TOKEN = 1 << 62  # a token id without text
 _AS_BYTES = "bytes:"
 
 
 class ChoiceText:
-    """The text of one choice, as its tokens come. A character whose bytes are not all there is held back, and so is what may turn out to
-    be the beginning of a stop string."""
+    """Decodes the tokens of one choice. It holds back an incomplete character, and text that may be the beginning of a stop string."""
 
     def __init__(self, token_bytes: TokenBytes, stops: tuple[str, ...]) -> None:
         self._bytes, self._stops = token_bytes, stops
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held = ""
         self.characters = 0  # decoded so far
-        self.stopped = False  # a stop string came; the text ends before it
+        self.stopped = False  # the text has a stop string and ends before it
 
     def add(self, token: int, last: bool) -> str:
-        """The text that is certain now. ``last``: no token follows."""
+        """Add a token; returns the text that is final now. ``last``: no token follows."""
         piece = bytes_of(self._bytes, token)
         decoded = self._decoder.decode(piece, last)
         self.characters += len(decoded)
@@ -46,13 +45,16 @@ class ChoiceText:
 
 
 def bytes_of(token_bytes: TokenBytes, token: int) -> bytes:
-    """Of a special token, or a row that the vocabulary is padded with: none."""
+    """The bytes of a token; empty for a special token, or a row that pads the vocabulary."""
     return bytes(token_bytes.expand(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
 
 
 def name_of(token_bytes: TokenBytes, token: int) -> str:
-    """No two tokens have one name, so that log-probabilities can be given by it: a special token's own, the text that its bytes are, or, as
-    OpenAI's completions write it, the bytes where they are no text: 'bytes:\\xe2\\x80'. 'token_id:N' for a row that pads the vocabulary."""
+    """The unique name of a token in log-probabilities.
+
+    It is the name of a special token, else the token's text. Bytes that are not UTF-8 are written as in OpenAI's completions:
+    'bytes:\\xe2\\x80'. A row that pads the vocabulary is 'token_id:N'.
+    """
     if token in token_bytes.special:
         return token_bytes.special[token]
     raw = bytes_of(token_bytes, token)
@@ -68,13 +70,13 @@ def name_of(token_bytes: TokenBytes, token: int) -> str:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of ``text`` that ``stop`` begins with."""
+    """The length of the longest suffix of ``text`` that is a proper prefix of ``stop``."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)
 
 
 @dataclass
 class ChoiceReply:
-    """One answer, growing."""
+    """One choice of an answer, while it grows."""
 
     index: int
     wording: ChoiceText
@@ -84,21 +86,21 @@ class ChoiceReply:
     finish: str | None = None
 
     def add(self, token: Token) -> str:
-        """Take a token; the text that it makes certain."""
+        """Add a token; returns the text that is final now."""
         self.tokens.append(token)
         self.offsets.append(self.wording.characters)
         ends = token.end == "stop"
-        words = self.wording.add(NO_TOKEN if ends else token.token, last=bool(token.end))
-        self.text += words
+        text = self.wording.add(NO_TOKEN if ends else token.token, last=bool(token.end))
+        self.text += text
         if self.wording.stopped or ends:
             self.finish = "stop"
         elif token.end:
             self.finish = "length"
-        return words
+        return text
 
 
 class Completion:
-    """All that is said about one request."""
+    """The answer to one request."""
 
     def __init__(self, ask: CompletionAsk, token_bytes: TokenBytes, release: str) -> None:
         self.ask, self._bytes = ask, token_bytes
@@ -113,6 +115,7 @@ class Completion:
         self.choices = [ChoiceReply(number, ChoiceText(token_bytes, ask.stops)) for number in range(count)]
 
     def whole(self) -> dict[str, Any]:
+        """The answer as one object."""
         choices = []
         for choice in self.choices:
             said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
@@ -124,12 +127,12 @@ class Completion:
         kind = "chat.completion" if self.ask.chat else "text_completion"
         return self._head | {"object": kind, "choices": choices, "usage": self.usage()}
 
-    def chunk(self, choice: ChoiceReply, words: str, tokens: list[Token], first: bool) -> dict[str, Any]:
-        """``words`` and the tokens since the chunk before. ``first``: the role is told too."""
+    def chunk(self, choice: ChoiceReply, text: str, tokens: list[Token], first: bool) -> dict[str, Any]:
+        """A chunk with the text and tokens since the previous chunk. ``first``: with the role."""
         said: dict[str, Any] = {"index": choice.index, "finish_reason": choice.finish}
         said["logprobs"] = self._logprobs(tokens, choice.offsets[len(choice.tokens) - len(tokens) :])
         role = {"role": "assistant"} if first else {}
-        said |= {"delta": role | {"content": words}} if self.ask.chat else {"text": words}
+        said |= {"delta": role | {"content": text}} if self.ask.chat else {"text": text}
         return self._head | {"object": self._chunk_kind, "choices": [said]}
 
     def usage_chunk(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""``python -m factory.serving.native.server EXPORT SOCKET``: the embedded engine, one process, which answers OpenAI's API on a Unix socket.
+"""``python -m factory.serving.native.server EXPORT SOCKET``: the embedded engine, a process that answers OpenAI's API on a Unix socket.
 
-It listens once the weights are loaded. No key, no network: the router stands in front.
+It listens after it has loaded the weights. It needs no key and no network, because the router is in front of it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from factory.serving.native.batch import Job, RunningBatch, Token
 from factory.serving.native.decoder import CachedDecoder
 from factory.serving.native.engine_loop import NOT_NUMBERS, EngineLoop
 from factory.serving.native.replies import ChoiceReply, Completion
+from kernels.contract.message import Message
 
-Written = tuple[ChoiceReply, str, Token]  # a token, and the text that it makes certain
+Written = tuple[ChoiceReply, str, Token]  # (choice, text that is final with this token, token)
 
 
 class NativeEngine:
-    """An export, loaded, and the requests on it."""
+    """A loaded export, and its requests."""
 
     def __init__(self, export: Path, device: torch.device) -> None:
         """Raises: InputError for an export that cannot be served."""
@@ -48,11 +49,11 @@ class NativeEngine:
         self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_a_token))
 
     def read(self, body: bytes, chat: bool) -> CompletionAsk:
-        """Raises: ApiError."""
+        """A request, from its body. Raises: ApiError."""
         return read_request(parse_body(body), chat, self._served)
 
     def tokenize(self, body: bytes) -> list[int]:
-        """As vLLM's /tokenize: of a prompt, or of messages. Raises: ApiError."""
+        """The token ids of a prompt or of messages, as in vLLM's /tokenize. Raises: ApiError."""
         data = parse_body(body)
         if "messages" in data:
             return chat_ids(data, self._served.tokenizer)
@@ -62,7 +63,7 @@ class NativeEngine:
         return Completion(ask, self._bytes, self.release)
 
     async def tokens(self, ask: CompletionAsk, reply: Completion) -> AsyncIterator[Written]:
-        """Each token of each choice as it comes. Raises: ApiError."""
+        """Each token of each choice, as soon as it is computed. Raises: ApiError."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
         keys = []
@@ -81,32 +82,31 @@ class NativeEngine:
 
                     key = self.loop.submit(listen, make)
                     if key is None:
-                        raise ApiError(
-                            503, self.loop.problem or "too many requests wait: try again later", code="overloaded"
-                        )
+                        busy = Message("serving.too_many_requests", "Too many requests wait. Try again later.")
+                        raise ApiError(503, Message.from_json(self.loop.problem or busy), openai_code="overloaded")
                     keys.append(key)
             left = len(reply.choices)
             while left:
                 number, token = await queue.get()
                 choice = reply.choices[number]
-                if token is None:  # another request's tokens, or the device: this one may be asked again elsewhere
-                    raise ApiError(503, self.loop.problem, code="engine_failed")
+                if token is None:  # another request or the device caused it; another engine may answer this request
+                    raise ApiError(503, Message.from_json(self.loop.problem), openai_code="engine_failed")
                 if token.end == "failed":
-                    raise ApiError(500, NOT_NUMBERS, code="not_finite")
+                    raise ApiError(500, NOT_NUMBERS, openai_code="not_finite")
                 if choice.finish:
                     continue
-                words = choice.add(token)
+                text = choice.add(token)
                 if choice.finish:
                     left -= 1
                     self.loop.cancel(keys[number])
-                yield choice, words, token
+                yield choice, text, token
         finally:
             for key in keys:
                 self.loop.cancel(key)
 
 
 def _free_bytes(device: torch.device) -> int:
-    """For the cache: half of what is free, as it is copied when it grows."""
+    """The bytes for the cache: a quarter of the free memory, because the cache is copied when it grows."""
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     return int(free) // 4
 
@@ -130,9 +130,7 @@ def application(engine: NativeEngine) -> Starlette:
             if not ask.stream:
                 return JSONResponse(await unless_gone(request, _finish(engine, ask, reply)))
             tokens = engine.tokens(ask, reply)
-            first = await unless_gone(
-                request, anext(tokens)
-            )  # what fails before it is an answer with a status, not an event
+            first = await unless_gone(request, anext(tokens))  # an earlier failure gives a status, not an event
             return StreamingResponse(_events(ask, reply, first, tokens), media_type="text/event-stream")
 
         return answering(generate)
@@ -169,15 +167,15 @@ async def _finish(engine: NativeEngine, ask: CompletionAsk, reply: Completion) -
 async def _events(
     ask: CompletionAsk, reply: Completion, first: Written, tokens: AsyncIterator[Written]
 ) -> AsyncIterator[str]:
-    """Server-sent events. A token without certain text waits for the next one of its choice."""
+    """Server-sent events. A token without final text waits for the next token of its choice."""
     waiting: dict[int, list[Token]] = {}
     begun: set[int] = set()
     try:
-        async for choice, words, token in _chain(first, tokens):
+        async for choice, text, token in _chain(first, tokens):
             held = waiting.setdefault(choice.index, [])
             held.append(token)
-            if words or choice.finish:
-                yield _event(reply.chunk(choice, words, held, choice.index not in begun))
+            if text or choice.finish:
+                yield _event(reply.chunk(choice, text, held, choice.index not in begun))
                 begun.add(choice.index)
                 held.clear()
         if ask.usage_in_stream:

@@ -32,8 +32,8 @@ def test_init_prints_the_next_step_and_is_safe_to_repeat(home: Path) -> None:
     [
         (["ingest", "missing.jsonl", "-w", "HOME"], 2, "missing.jsonl: no such file"),
         (["release", "-w", "HOME"], 2, "there is no candidate yet"),
-        (["anneal", "-w", "HOME"], 2, "no trunk to anneal from"),
-        (["train", "-w", "HOME"], 2, "nothing to train on"),
+        (["anneal", "-w", "HOME"], 2, "error[training.no_trunk]"),
+        (["train", "-w", "HOME"], 2, "error[training.no_shards]"),
         (["provenance", "-w", "HOME"], 2, "name one: --document ID or --release N"),
         (["init", "-w", "HOME/../other", "--recipe", "dmeo"], 2, "no recipe 'dmeo'; did you mean 'demo'?"),
         (["stauts"], 2, "Did you mean 'status'"),

@@ -27,6 +27,7 @@ from factory.training.certifying import certificate_of
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
+from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import commit_edit, make_plant
 
@@ -155,12 +156,12 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Opened) -
     with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
         run_segment(Plant(workspace, ledger), number)
     assert "====" not in str(raised.value) and SegmentRow.get(ledger, number).state == "failed"
-    with pytest.raises(
-        InputError, match=rf"segment {number} .* is parked before its first checkpoint: it ended with exit 2: trainer"
-    ):
+    with refused("retrying.parked_to_do", InputError, segment=number, step=None) as parked:
         plan_trunk(Plant(workspace, ledger), 6)
+    assert "ended with exit 2" in parked.value.data["parked"]
     assert row.parent and row.first_step >= 20
-    assert f"no step is lost, and the next one goes on from step {row.first_step}." in abandon(ledger, number, "ada")
+    abandoned = abandon(ledger, number, "ada")
+    assert (abandoned.data["lost"], abandoned.data["first"]) == (0, row.first_step)
 
 
 def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Opened) -> None:

@@ -1,4 +1,4 @@
-"""The demo's own copy of the code: whole, clean, and beginning with plain kernels."""
+"""The demo's own copy of the code is complete and clean, and begins with plain kernels."""
 
 from __future__ import annotations
 

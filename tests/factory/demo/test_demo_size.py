@@ -1,4 +1,4 @@
-"""What the demo chooses for a machine and its minutes: pure, so that every machine can be tried here."""
+"""The demo's choices for a machine and its minutes: pure functions, so every machine can be tested here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from factory.core.errors import InputError
 from factory.demo.demo_size import (
     LADDER,
     LEAST,
@@ -21,6 +22,7 @@ from factory.demo.demo_size import (
     next_guess,
     plan,
 )
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
@@ -30,9 +32,9 @@ SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
 
 @pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
 def test_minutes_out_of_range_are_one_error(minutes: float) -> None:
-    with pytest.raises(ValueError, match=r"--minutes .*: the demo takes 2 to 120 minutes; 6 is the default") as refused:
+    with refused("demo.minutes", InputError, least=2.0, most=120.0, default=6.0) as raised:
         checked(minutes)
-    assert "\n" not in str(refused.value)
+    assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize("shape", LADDER, ids=str)
@@ -95,7 +97,7 @@ def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None
     start=st.floats(0.1, 60),
     step=st.floats(1e-4, 60),
 )
-def test_it_fits_or_says_by_how_much_it_does_not(
+def test_the_plan_fits_or_says_by_how_much_it_does_not(
     minutes: float, spent: float, ingest: float, start: float, step: float
 ) -> None:
     size = plan(minutes, Seen(spent, ingest, start, step))

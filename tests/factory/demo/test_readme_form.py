@@ -1,4 +1,4 @@
-"""README's numbers have the form that the programs print, so that they can have come from a run."""
+"""The lines with numbers in README have the form that the programs print."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def form(line: str) -> str:
-    """A line with each number as its digits' places: 2.764 → 9.999."""
+    """The line with every digit replaced by 9: 2.764 → 9.999."""
     return NUMBER.sub(lambda found: re.sub(r"\d", "9", found[0]), " ".join(line.split()))
 
 
 def block(first: str) -> list[str]:
-    """The lines of README's code block that has this line in it."""
+    """The lines of the code block in README that has a line beginning with ``first``."""
     for text in (ROOT / "README.md").read_text("utf-8").split("```")[1::2]:
         lines = [line.strip() for line in text.strip("\n").splitlines()]
         if any(line.startswith(first) for line in lines):

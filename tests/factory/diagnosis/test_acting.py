@@ -1,5 +1,4 @@
-"""What is done about a diagnosis, and undone: by the policy, and by a person; and what a person does without one: rewinds a segment, quarantines
-documents."""
+"""Actions on a diagnosis by the policy or a person, and how they are undone. Rewinds and quarantines by a person without a diagnosis."""
 
 from __future__ import annotations
 
@@ -55,10 +54,11 @@ from tests.support.factory.command import factory
 from tests.support.factory.errands import due_of, next_due, stuck
 from tests.support.factory.merged_patch import merge_patch
 from tests.support.git import git
+from tests.support.messages import refused
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
 
 
-def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_from(
+def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -69,8 +69,9 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     ask = AnomalyPolicy(quarantine="ask")
-    assert "a person decides" in act(ledger, ask, number) and open_anomalies(ledger, KINDS)
-    assert act(ledger, AnomalyPolicy(), number) == "1 documents quarantined, segment 1 rewound"
+    assert act(ledger, ask, number).code == "diagnosis.person_decides" and open_anomalies(ledger, KINDS)
+    done = act(ledger, AnomalyPolicy(), number)
+    assert (done.code, done.data) == ("diagnosis.quarantined", {"documents": 1, "segment": 1, "releases": ""})
     fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
     assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
@@ -78,13 +79,15 @@ def test_quarantined_documents_are_masked_and_what_they_spoiled_is_not_gone_on_f
     again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert again.parent is None and plan_of(ledger, again)["masked"] == [key]
     assert shard in {one["id"] for one in plan_of(ledger, again)["token_shards"]}
-    assert reject(ledger, number, "ada") == "closed; 1 documents are trained on again"
-    assert ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)[0]["fate"] == "train"
-    with pytest.raises(InputError, match="is closed"):
+    rejected = reject(ledger, number, "ada")
+    assert (rejected.code, rejected.data) == ("diagnosis.rejected_freed", {"documents": 1})
+    (row,) = ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)
+    assert row["fate"] == "train"
+    with refused("diagnosis.closed", InputError, anomaly=number):
         quarantine_and_rewind(ledger, number, "bob")
 
 
-def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as_it_is(
+def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_not_change(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -93,9 +96,12 @@ def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
     asked = act(ledger, AnomalyPolicy(), number)
-    assert asked.startswith("a person decides") and "until step 17" in asked and open_anomalies(ledger, KINDS)
+    assert asked.code == "diagnosis.person_decides" and asked.data["repeats"].data["until"] == 17
+    assert open_anomalies(ledger, KINDS)
     automatic = AnomalyPolicy(rate="automatic")
-    assert act(ledger, automatic, number).startswith("segment 1 rewound; it is trained again with optimizer.lr")
+    done = act(ledger, automatic, number)
+    assert done.code == "diagnosis.rate_lowered" and (done.data["segment"], done.data["until"]) == (1, 17)
+    assert done.data["values"][0].startswith("optimizer.lr ")
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
     again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert (again.first_step, again.last_step, again.parent) == (0, 17, None)  # the recipe asks for 20
@@ -106,8 +112,8 @@ def test_a_rate_that_cleared_it_is_kept_for_a_while_once_and_the_recipe_stays_as
         tx.execute(segments.update().where(segments.c.id == again.id).values(state="done"))
     other = note(ledger, again.id, 12)
     diagnosed(ledger, other, again.id, ["rate"], [], override=override | {"keys": {"optimizer.lr": usual / 100}})
-    assert "a person decides" in act(ledger, automatic, other)  # it was done here once
-    assert "trained again" in accept(ledger, other, "ada")
+    assert act(ledger, automatic, other).code == "diagnosis.person_decides"  # the rate was already lowered here once
+    assert accept(ledger, other, "ada").code == "diagnosis.rate_lowered"
     assert override_of(ledger, "trunk", None) == RecipeOverride(
         {"optimizer.lr": usual / 100}, 17, f"anomaly {other}: rate"
     )
@@ -125,14 +131,14 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     diagnosed(ledger, asked, 1, ["bad data"], [key])
     diagnosed(ledger, done, 1, ["bad data"], [key])
     act(ledger, AnomalyPolicy(), done)
-    assert reject(ledger, asked, "ada") == "closed" and fate() == "quarantined"  # for the other one
+    assert reject(ledger, asked, "ada").code == "diagnosis.rejected" and fate() == "quarantined"  # for the other one
     assert "trained on again" in reject(ledger, done, "ada") and fate() == "train"
     again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     next_one = note(ledger, again, 12)
     diagnosed(ledger, next_one, again, ["bad data"], [key])
-    assert "a person decides" in act(ledger, AnomalyPolicy(), next_one) and fate() == "train"
+    assert act(ledger, AnomalyPolicy(), next_one).code == "diagnosis.person_decides" and fate() == "train"
     accept(ledger, next_one, "ada")
     assert fate() == "quarantined"
 
@@ -150,10 +156,12 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restor
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     other = note(ledger, again, 12)
     diagnosed(ledger, other, again, ["rate"], [], override=override)
-    assert "a person decides" in act(ledger, automatic, other) and override_of(ledger, "trunk", None) is None
+    assert (
+        act(ledger, automatic, other).code == "diagnosis.person_decides" and override_of(ledger, "trunk", None) is None
+    )
 
 
-def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_nothing(
+def test_accepting_a_diagnosis_of_a_replaced_segment_overrides_nothing(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -164,10 +172,10 @@ def test_accepting_what_was_found_in_a_segment_whose_place_is_taken_overrides_no
     act(ledger, AnomalyPolicy(), late)
     act(ledger, AnomalyPolicy(), spoiled)
     plan_trunk(Plant(workspace, ledger))
-    assert accept(ledger, late, "ada").startswith("closed") and override_of(ledger, "trunk", None) is None
+    assert accept(ledger, late, "ada").code == "diagnosis.accepted" and override_of(ledger, "trunk", None) is None
 
 
-def test_what_was_promoted_and_is_rewound_before_its_release_is_not_released(
+def test_a_promoted_candidate_that_is_rewound_is_not_released(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -204,21 +212,21 @@ def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tu
     assert next_due(Plant(workspace, ledger)) == "plan_trunk"
 
 
-def test_what_cleared_it_is_not_kept_where_the_rate_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: tuple[Workspace, Ledger]) -> None:
     _, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
-    assert "trained again" not in act(ledger, AnomalyPolicy(rate="automatic"), number)
-    assert "closed" in accept(ledger, number, "ada") and override_of(ledger, "trunk", None) is None
+    assert act(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
+    assert accept(ledger, number, "ada").code == "diagnosis.accepted" and override_of(ledger, "trunk", None) is None
 
 
-def test_what_was_not_replayed_is_not_closed_as_healthy(restored: tuple[Workspace, Ledger]) -> None:
+def test_an_anomaly_that_was_not_replayed_is_not_closed_as_healthy(restored: tuple[Workspace, Ledger]) -> None:
     _, ledger = restored
     near, far = note(ledger, 1, 12), note(ledger, 1, 13)
     diagnosed(ledger, near, 1, ["new generation"], [], noted=(12, 14))
     diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
-    assert act(ledger, AnomalyPolicy(), near) == "nothing is wrong; it is closed"
-    assert "a person decides" in act(ledger, AnomalyPolicy(), far)
+    assert act(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
+    assert act(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
     assert [row.id for row in open_anomalies(ledger, KINDS)] == [far]
 
 
@@ -307,40 +315,41 @@ def states(ledger: Ledger) -> dict[int, str]:
     return {row.id: row.state for row in SegmentRow.select(ledger)}
 
 
-def test_a_rewound_segment_takes_all_that_goes_on_from_it(past: Ledger) -> None:
+def test_a_rewind_includes_all_descendants(past: Ledger) -> None:
     said = rewind(past, 2, "ann", "wrong data")
-    assert said == (
-        "rewound: segment 2, 3, 4; training goes on from the end of segment 1, over the same shards; release 1 is made of it and stays "
-        "('factory release --rollback N' takes another)"
-    )
+    assert said.code == "diagnosis.rewound" and (said.data["segments"], said.data["parent"]) == ([2, 3, 4], 1)
+    assert "the end of segment 1" in said and said.data["releases"].data["releases"] == [1]
     assert states(past) == {1: "done", 2: "rewound", 3: "rewound", 4: "rewound"}
     (found,) = past.rows(sa.select(events).where(events.c.subject == "segment:4"))
     assert (found["kind"], found["detail"]) == ("segment_rewound", {"by": "ann", "why": "wrong data"})
-    with pytest.raises(InputError, match="segment 3 is rewound already"):
+    with refused("diagnosis.already_rewound", InputError, segment=3, state="rewound"):
         rewind(past, 3, "ann")
-    assert "training goes on anew, at step 0" in rewind(past, 1, "ann")
+    again = rewind(past, 1, "ann")
+    assert again.data["parent"] is None and "from step 0" in again
 
 
-def test_a_segment_whose_predecessor_is_gone_is_not_rewound(past: Ledger) -> None:
+def test_a_segment_whose_parent_has_no_checkpoint_is_not_rewound(past: Ledger) -> None:
     (Path(SegmentRow.get(past, 2).folder) / "checkpoints" / "step-00000005" / "manifest.json").unlink()
-    with pytest.raises(
-        InputError, match=r"segment 4 is not rewound: .*00002-trunk.*is gone; keep more with trunk_segments"
-    ):
+    with refused("diagnosis.no_checkpoint_to_rewind_to", InputError, segment=4) as raised:
         rewind(past, 4, "ann")
+    assert "00002-trunk" in str(raised.value) and "trunk_segments" in str(raised.value)
     assert set(states(past).values()) == {"done"}
 
 
 def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
     said = quarantine(past, ["d0", "s:1"], "ann", "private")
-    assert said == "2 documents quarantined: they carry no loss from the next segment on; release 1 may have seen them"
+    assert said.code == "diagnosis.quarantined_by_person" and said.data["documents"] == 2
+    assert said.data["releases"].code == "diagnosis.releases_may_have_seen"
+    assert said.data["releases"].data == {"releases": [1]}
     assert sorted(_left_out(past, {"t"})) == ["s:0", "s:1"]
     (mark,) = past.rows(sa.select(events).where(events.c.kind == MARKED))
     assert mark["subject"] == "release:1" and mark["detail"]["documents"] == ["s:0", "s:1"]
-    assert free(past, ["d0"], "ann") == "1 documents are trained on again from the next segment on"
+    freed = free(past, ["d0"], "ann")
+    assert (freed.code, freed.data) == ("diagnosis.freed", {"documents": 1})
     assert _left_out(past, {"t"}) == ["s:1"]
 
 
-def test_who_wrote_a_document_stays_said(past: Ledger) -> None:
+def test_the_maker_of_a_document_stays_recorded(past: Ledger) -> None:
     maker = "synthetic, by release 1 (weights 0123456789abcdef)"
     with past.begin() as tx:
         tx.execute(documents.update().where(documents.c.key == "s:0").values(detail=f"{maker}; replaced: 1 email"))
@@ -354,21 +363,20 @@ def test_who_wrote_a_document_stays_said(past: Ledger) -> None:
 
 
 @pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (["d0", "nobody"], "no document 'nobody' was ever ingested"),
-        (["d0", "d2"], r"document 'd2' is not trained on \(its fate: held_out\)"),
-    ],
+    ("names", "code"),
+    [(["d0", "nobody"], "diagnosis.unknown_document"), (["d0", "d2"], "diagnosis.not_trained_on")],
 )
-def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], says: str) -> None:
-    with pytest.raises(InputError, match=f"{says}.*; nothing was changed"):
+def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], code: str) -> None:
+    with refused(code, InputError) as raised:
         quarantine(past, names, "ann")
+    assert repr(names[1]) in str(raised.value) and "othing was changed" in str(raised.value)
+    assert raised.value.data.get("fate") == ("held_out" if names[1] == "d2" else None)
     assert _left_out(past, {"t"}) == []
-    with pytest.raises(InputError, match="was not quarantined by a person"):
+    with refused("diagnosis.not_quarantined", InputError, document="d0", fate="train"):
         free(past, ["d0"], "ann")
 
 
-def test_of_several_documents_of_one_id_none_is_taken_until_one_is_named(past: Ledger) -> None:
+def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger) -> None:
     with past.begin() as tx:
         tx.execute(documents.update().where(documents.c.key != "s:1").values(id="3"))
         tx.execute(documents.insert().values(key="s:3", id="3", shard="s", row=3, domain="x", fate="train", source="b"))
@@ -380,12 +388,12 @@ def test_of_several_documents_of_one_id_none_is_taken_until_one_is_named(past: L
     assert _left_out(past, {"t"}) == []
     quarantine(past, ["s:0"], "ann")
     quarantine(past, ["3"], "ann")  # the only one of them that is trained on
-    with pytest.raises(InputError, match="2 documents have the id '3'; nothing was changed"):
+    with pytest.raises(InputError, match="2 documents .*'3'"):
         free(past, ["3"], "ann")
 
 
 def test_the_commands(past: Ledger, workspace: Workspace) -> None:
     home = ["-w", str(workspace.root)]
-    assert factory("quarantine", "d1", "--why", "private", *home).stdout.startswith("  1 documents quarantined")
-    assert factory("quarantine", "d1", "--undo", *home).stdout.startswith("  1 documents are trained on again")
-    assert '"says": "rewound: segment 4;' in factory("rewind", "4", "--json", *home).stdout
+    assert factory("quarantine", "d1", "--why", "private", *home).stdout.startswith("  1 document is quarantined")
+    assert factory("quarantine", "d1", "--undo", *home).stdout.startswith("  1 document is trained on again")
+    assert "egment 4 is rewound" in factory("rewind", "4", "--json", *home).stdout

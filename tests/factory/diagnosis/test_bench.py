@@ -1,4 +1,4 @@
-"""The bench, with real replays of a tiny run: what it runs again, what it scores, and what a kill and a budget do to it."""
+"""The bench with real replays of a tiny run: replays, scores of documents, the budget, and kills."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Live:
     return Live(tmp_path_factory.mktemp("live"))
 
 
-def test_the_same_again_is_what_the_live_run_did_and_is_not_run_twice_after_a_kill(live: Live) -> None:
+def test_the_same_again_equals_the_live_run_and_is_not_run_twice_after_a_kill(live: Live) -> None:
     episode = live.episode()
     bench = live.bench("again")
     outcome = bench.run(AGAIN[0])
@@ -103,7 +103,7 @@ def test_the_same_again_is_what_the_live_run_did_and_is_not_run_twice_after_a_ki
     assert later.run(AGAIN[0]) == outcome and live.runs == runs and later.replayed == outcome.steps
 
 
-def test_killed_between_the_checkpoint_at_the_onset_and_the_outcome_it_approaches_the_onset_again(live: Live) -> None:
+def test_a_kill_after_the_checkpoint_at_the_onset_repeats_the_approach(live: Live) -> None:
     episode = live.episode()
     episode = replace(episode, rungs=[rung for rung in episode.rungs if rung[0] < episode.onset])
     bench = WindowBench(episode, live.root / "killed", live.replay, 500)
@@ -119,8 +119,16 @@ def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
     steps = live.bench("budget").run(AGAIN[0]).steps
     again = live.bench("budget", budget=2 * steps - 1)
     again.run(AGAIN[0])
-    with pytest.raises(BudgetSpent, match=f"budget of {2 * steps - 1} replayed steps is spent"):
+    with pytest.raises(BudgetSpent) as raised:
         again.run(AGAIN[1])
+    message = raised.value.args[0]
+    assert message.code == "diagnosis.budget_spent"
+    assert message.data == {
+        "budget": 2 * steps - 1,
+        "replayed": steps,
+        "arm": AGAIN[1].name,
+        "needed": again.episode.until - again.episode.newest[0],
+    }
 
 
 def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:

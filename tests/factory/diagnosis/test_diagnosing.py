@@ -44,6 +44,7 @@ from factory.training.segment_folder import record_done
 from tests.support.factory.errands import next_due
 from tests.support.failing.limits import few_handles
 from tests.support.git import git
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.saved_plant import KINDS, diagnosed, note
@@ -68,7 +69,7 @@ for number, mine in enumerate(folders):
 """
 
 
-def test_nothing_that_code_keeps_of_one_arm_reaches_the_next(
+def test_untrusted_code_carries_no_state_from_one_arm_to_the_next(
     workspace: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     (tmp_path / "code" / "trainer").mkdir(parents=True)
@@ -83,18 +84,18 @@ def test_nothing_that_code_keeps_of_one_arm_reaches_the_next(
         assert json.loads((ended.folder / "seen").read_text()) == [0, False], "(arms before in its process, a file)"
 
 
-def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: tuple[Workspace, Ledger]) -> None:
+def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
     assert undiagnosed(ledger, KINDS) == early and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
-    with pytest.raises(ConfigError, match="a budget of 0 replayed steps"):
+    with refused("diagnosis.no_budget", ConfigError, budget=0):
         diagnose_and_act(Plant(workspace, ledger), early, steps=0)
     with pytest.raises(InputError, match="no anomaly 99"):
         diagnose_and_act(Plant(workspace, ledger), 99)
-    with pytest.raises(InputError, match="is a throughput_drop"):
+    with refused("diagnosis.not_of_the_loss", InputError, anomaly=slow, kind="throughput_drop"):
         diagnose_and_act(Plant(workspace, ledger), slow)
     found = diagnose_and_act(Plant(workspace, ledger), early)
-    assert found["causes"] == ["unknown"] and "the oldest that is left is of step 15" in found["why"], found
+    assert found["causes"] == ["unknown"] and " step 15" in found["why"], found
     assert undiagnosed(ledger, KINDS) is None and [row.id for row in open_in(ledger, 1, KINDS)] == [early]
     assert any("factory anomalies show" in line for line in screen(snapshot(workspace)))
     late = note(ledger, 1, 18)
@@ -106,17 +107,16 @@ def test_what_cannot_be_diagnosed_says_why_and_is_not_tried_for_ever(restored: t
         tx.execute(segments.update().where(segments.c.id == 1).values(computing=None))
     shutil.rmtree(plan_of(ledger, SegmentRow.get(ledger, 1))["token_shards"][0]["path"])
     assert "its documents cannot be replayed" in diagnose_and_act(Plant(workspace, ledger), late)["why"]
-    assert accept(ledger, early, "ada").startswith("closed") and [row.id for row in open_anomalies(ledger, KINDS)] == [
-        late
-    ]
-    with pytest.raises(InputError, match="is closed: accepted by ada"):
+    assert accept(ledger, early, "ada").code == "diagnosis.accepted"
+    assert [row.id for row in open_anomalies(ledger, KINDS)] == [late]
+    with refused("diagnosis.closed", InputError, anomaly=early, how="accepted", person="ada"):
         accept(ledger, early, "bob")
 
 
 def test_a_fault_of_the_machine_is_no_diagnosis(
     restored: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is recorded, so that the next pass tries again; what a replay left behind is no such fault."""
+    """Nothing is recorded, so the next pass tries again. A wrong file that a replay left is not a fault of the machine."""
     workspace, ledger = restored
     number = note(ledger, 1, 18)
 
@@ -156,7 +156,7 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: 
     assert undiagnosed(ledger, KINDS) == found.id
     told = diagnose_and_act(Plant(workspace, ledger), found.id)
     assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
-    assert told["done"].startswith("a person decides") and undiagnosed(ledger, KINDS) is None
+    assert told["done"].code == "diagnosis.person_decides" and undiagnosed(ledger, KINDS) is None
     assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
 
 
@@ -179,27 +179,27 @@ def test_an_anomaly_that_no_trainer_notes_is_refused(restored: tuple[Workspace, 
     path = Path(row.folder) / "anomalies.jsonl"
     with ledger.begin() as tx:
         tx.execute(checkpoints.delete())
-    for step, kind in (
-        (-1, "loss_spike"),
-        (20, "loss_spike"),
-        (10**17, "loss_spike"),
-        (True, "plateau"),
-        (3, "\x1b[2J"),
+    for step, kind, code in (
+        (-1, "loss_spike", "training.anomaly_outside"),
+        (20, "loss_spike", "training.anomaly_outside"),
+        (10**17, "loss_spike", "training.anomaly_outside"),
+        (True, "plateau", "training.anomaly_malformed"),
+        (3, "\x1b[2J", "training.anomaly_malformed"),
     ):
         path.write_text(json.dumps({"step": step, "kind": kind}) + "\n")
-        with pytest.raises(SegmentError, match="cannot be read: an anomaly"):
+        with refused(code, SegmentError, file=path):
             record_done(ledger, row, Path(row.folder), dict(row.result or {}))
     path.write_text(json.dumps({"step": 19, "kind": "loss_spike"}) + "\n")
     record_done(ledger, row, Path(row.folder), dict(row.result or {}))
     assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
 
 
-def test_what_is_closed_is_not_diagnosed_again(restored: tuple[Workspace, Ledger]) -> None:
+def test_a_closed_anomaly_is_not_diagnosed_again(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["unknown"], [])
     accept(ledger, number, "ada")
-    with pytest.raises(InputError, match="is closed: accepted by ada"):
+    with refused("diagnosis.closed", InputError, anomaly=number, how="accepted", person="ada"):
         diagnose_and_act(Plant(workspace, ledger), number)
     assert len(events(ledger, DIAGNOSED)) == 1
 
@@ -212,10 +212,10 @@ def test_the_page_for_people_names_every_kind_and_every_cause() -> None:
 
 @pytest.mark.long("a second environment, and replays in the sandbox, two of them in it")
 @pytest.mark.parametrize("broken", [True, False])
-def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
+def test_after_a_change_of_libraries_the_window_is_replayed_with_the_old_ones(
     restored: tuple[Workspace, Ledger], tmp_path: Path, broken: bool
 ) -> None:
-    """The other environment has the packages of this one; a broken one shows that it is what ran."""
+    """The other environment has the same packages. A broken one shows that the replay used it."""
     workspace, ledger = restored
     venv.create(tmp_path / "before", symlinks=True, with_pip=False)
     (packages,) = (tmp_path / "before").glob("lib/python*/site-packages")
@@ -238,7 +238,7 @@ def test_where_libraries_changed_the_window_is_replayed_with_those_of_before(
     assert (arm["failed"] == "") == (not broken) and found["causes"] != ["code change"], found
 
 
-def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_follows(
+def test_after_a_kill_the_next_pass_acts_on_the_recorded_diagnosis(
     restored: tuple[Workspace, Ledger],
 ) -> None:
     workspace, ledger = restored
@@ -247,12 +247,13 @@ def test_killed_between_a_diagnosis_and_what_follows_it_the_next_pass_does_what_
     diagnosed(ledger, number, 1, ["bad data"], [key])
     assert undiagnosed(ledger, KINDS) == number
     found = diagnose_and_act(Plant(workspace, ledger), number)  # nothing is replayed again
-    assert found["why"] == "so it was" and found["done"] == "1 documents quarantined, segment 1 rewound"
+    assert found["why"] == "so it was" and found["done"].code == "diagnosis.quarantined"
+    assert (found["done"].data["documents"], found["done"].data["segment"]) == (1, 1)
     assert undiagnosed(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
 
     other = note(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).id, 12)
     diagnosed(ledger, other, 1, ["unknown"], [])
-    assert "a person decides" in diagnose_and_act(Plant(workspace, ledger), other)["done"]
+    assert diagnose_and_act(Plant(workspace, ledger), other)["done"].code == "diagnosis.person_decides"
     assert undiagnosed(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
 
 
@@ -260,7 +261,7 @@ def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
     return ledger.read("SELECT id FROM events WHERE kind = :kind", kind=kind)
 
 
-def test_the_commands_tell_what_there_is(restored: tuple[Workspace, Ledger]) -> None:
+def test_the_commands_show_anomalies_and_diagnoses(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
     assert "no anomaly was reported yet" in run("anomalies", "list").output

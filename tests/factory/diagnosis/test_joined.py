@@ -1,4 +1,4 @@
-"""Documents that joined: what is odd about their labels and masks, read from real token shards."""
+"""New documents with wrong labels or masks are found, in real token shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MARK = 2
 
 
 def documents(name: str, domain: str, low: int, masked: str = "answer") -> list[TokenizedDocument]:
-    """Chats of 24 tokens from ``low`` on, with a mark before the answer."""
+    """Chats of 24 tokens with ids from ``low`` on, with a marker token before the answer."""
     rng, found = np.random.default_rng(low), []
     for i in range(40):
         tokens = rng.integers(low, low + 100, 24).astype(np.uint32)
@@ -54,7 +54,7 @@ def test_labels_and_masks(
     assert (found.supervised, found.supervised_before, found.begins_alike) == (share, 0.5, alike)
 
 
-def test_nothing_joined(tmp_path: Path) -> None:
+def test_a_single_generation_has_nothing_to_compare(tmp_path: Path) -> None:
     order = DataOrder(
         plan_of(stored(tmp_path, documents("chat", "chat", 10)), weights={"*": 1.0}),
         context=RECIPE.model.context, batch=RECIPE.batch, vocab_size=RECIPE.model.vocab_size,
@@ -62,7 +62,7 @@ def test_nothing_joined(tmp_path: Path) -> None:
     assert joined_in(order, {"chat/0": ("chat-1",)}) == []
 
 
-def test_other_documents_are_next_and_the_cursor_stays_valid(tmp_path: Path) -> None:
+def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: Path) -> None:
     plan = plan_of(stored(tmp_path, documents("chat", "chat", 10)), weights={"*": 1.0})
     sizes = {"context": RECIPE.model.context, "batch": RECIPE.batch, "vocab_size": RECIPE.model.vocab_size}
     order = DataOrder(plan, **sizes)
@@ -74,7 +74,7 @@ def test_other_documents_are_next_and_the_cursor_stays_valid(tmp_path: Path) -> 
     assert order.next_rows() == same != next_ones
 
 
-def test_an_onset_that_the_trainer_names_is_taken_only_where_it_can_be() -> None:
+def test_an_impossible_onset_of_the_trainer_is_ignored() -> None:
     line = lambda step, onset, kind="loss_spike": Noted.of(1, step, kind, {"onset": onset, "where": "domain/code"})
     assert line(50, 48).began == 48 and line(50, 51).began is None and line(500, 5).began is None
     assert [(s.onset, s.where) for s in spans([line(50, 48, "domain_drop")], [])] == [(48, "domain/code")]
@@ -82,7 +82,7 @@ def test_an_onset_that_the_trainer_names_is_taken_only_where_it_can_be() -> None
     assert spans([line(100, 30, "divergence")], [], begins=40)[0].onset == 40
 
 
-def test_what_changed_before_an_anomaly() -> None:
+def test_changes_before_an_anomaly_are_found() -> None:
     assert was_otherwise({"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 2.0}},
                          {"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 1.0}}) == {"stability.grad_clip": 1.0}  # fmt: skip
     plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}

@@ -1,4 +1,4 @@
-"""The story of the loss doctor, told by a real daemon: nobody lends a hand between the shard and the release."""
+"""A real daemon trains on a poisoned shard, diagnoses it and releases a clean model, without help of a person."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real faults under the daemon: it says each once, waits, goes on when it is gone, and never ends by itself."""
+"""The daemon under real faults: it reports each fault once, waits, continues afterwards, and never ends by itself."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def _little_text_is_enough(ledger: Ledger) -> None:
 
 
 def allow_little_text(ledger: Ledger) -> None:
-    """A sentence or two trains the tokenizer here: a person said so."""
+    """Record that a person allows a tokenizer from a sentence or two."""
     with ledger.begin() as tx:
         record(tx, SMALL_VOCABULARY, "tokenizer", {"by": "ada"})
 
 
 def drop(workspace: Workspace, name: str, text: str = TEXT) -> None:
-    """A shard that has lain in the inbox for a while."""
+    """Put a shard into the inbox, with a modification time a minute ago."""
     path = workspace.inbox / name
     path.write_text(f"{name}: {text}")
     os.utime(path, (time.time() - 60,) * 2)
@@ -55,7 +55,7 @@ def events(ledger: Ledger, what: str) -> list[tuple[str, str]]:
     return [(row["kind"], row["detail"]["error"]) for row in rows if row["detail"].get("what") == what]
 
 
-def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
+def test_a_backup_without_disk_space_stops_no_other_duty(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object) -> None:
@@ -66,7 +66,7 @@ def test_a_backup_for_which_there_is_no_room_stops_nothing_else(
     listener = Listener()
     listener.on["shard.txt: 1 documents"] = enough
     run_until(workspace, ledger, listener)
-    assert listener.count("back_up failed: no backup was made: the disk is full") == 1, listener.lines
+    assert listener.count("back_up failed") == 1 and "the disk is full" in "".join(listener.lines), listener.lines
     assert not list((workspace.root / "backups").glob(".*"))
 
 
@@ -91,10 +91,10 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     assert not list(workspace.inbox.iterdir())
 
 
-def test_an_action_that_meets_a_lasting_fault_leaves_the_others_their_turn(
+def test_an_errand_with_a_lasting_fault_does_not_block_others(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its trainer says, pass after pass, that the disk is full. It comes first in each pass, and ends it."""
+    """In every pass the trainer reports a full disk. The errand is the first of each pass, and ends the pass."""
     now = [0.0]
     back_off, turns = BackOff(Plant(workspace, ledger)), []
     back_off.backoff = Backoff(1.0, 600.0, lambda: now[0])
@@ -114,7 +114,7 @@ def test_an_action_that_meets_a_lasting_fault_leaves_the_others_their_turn(
     assert len(turns) > 10, turns
 
 
-def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: Workspace, ledger: Ledger) -> None:
+def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Workspace, ledger: Ledger) -> None:
     number = plan_row(ledger, kind="anneal", state="done").id
     first = Listener()
     first.on[f"export {number} failed"] = enough
@@ -122,10 +122,10 @@ def test_what_an_earlier_daemon_said_to_fail_is_known_to_work_again(workspace: W
     assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
     back_off = BackOff(Plant(workspace, ledger, second := Listener()))
     assert back_off.attempt(f"export {number}", lambda: None) and not failing(ledger)
-    assert second.lines[-1] == f"  export {number} works again"
+    assert second.lines[-1].strip().startswith(f"export {number} works again")
 
 
-def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_retry_of_a_person_ends_all_waits(workspace: Workspace, ledger: Ledger) -> None:
     number = plan_row(ledger, kind="anneal", state="done").id
     listener = Listener()
     listener.on[f"export {number} failed"] = lambda: threading.Timer(0.5, mend).start()
@@ -133,33 +133,29 @@ def test_what_a_person_mended_is_tried_at_once(workspace: Workspace, ledger: Led
     def mend() -> None:
         with ledger.begin() as tx:
             tx.execute(segments.update().values(state="rewound"))
-        assert retry(ledger, None, "ada") == "the daemon tries again now what waits after a failure"
+        assert retry(ledger, None, "ada").code == "retrying.retry_all"
 
-    listener.on["no longer to be done"] = enough
+    listener.on["no longer due"] = enough
     run_until(workspace, ledger, listener, 86400.0)
-    assert listener.count("is tried again in 24.0 h, and the rest goes on") == 1
+    assert listener.count("next try in 24.0 h") == 1
 
 
-def test_a_policy_that_cannot_be_read_holds_up_what_needs_it_and_no_longer_than_it_lasts(
-    workspace: Workspace, ledger: Ledger
-) -> None:
+def test_an_unreadable_policy_stops_only_the_duties_that_read_it(workspace: Workspace, ledger: Ledger) -> None:
     policy = workspace.root / "policies" / "anomalies.yaml"
     policy.parent.mkdir(exist_ok=True)
     policy.write_text("stepps: 4\n")
     listener = Listener()
     listener.on["stepps"] = lambda: drop(workspace, "shard.txt")
     listener.on["shard.txt: 1 documents"] = lambda: threading.Timer(0.5, policy.unlink).start()
-    listener.on["looking what is due of diagnose works again"] = enough
+    listener.on["check if diagnose is due works again"] = enough
     with pytest.raises(ConfigError):
         run(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
     assert listener.count(" failed: ") == 1 and "did you mean 'steps'?" in listener.lines[0], listener.lines
 
 
-def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_others_go_on(
-    workspace: Workspace, ledger: Ledger
-) -> None:
-    """Whether it raises when it is asked what is due, or when it is done."""
+def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspace: Workspace, ledger: Ledger) -> None:
+    """One duty raises in ``due``, others raise in ``do``."""
     turns: list[str] = []
     passes = [0]
 
@@ -186,9 +182,9 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
         assert work(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
         back_off.passed()
     assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
-    names = ["tidy", "looking what is due of sort", "wash 1", "wash 2"]
+    names = ["tidy", "check if sort is due", "wash 1", "wash 2"]
     assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
-    assert all("unexpected error, RuntimeError: it is broken (traceback in" in line for line in listener.lines)
+    assert all("RuntimeError: it is broken" in line and "errors.log" in line for line in listener.lines)
     tries = (workspace.logs / "errors.log").read_text()
     assert [tries.count(f" {name}\n") for name in names] == [3] * 4, (
         "at 5, 15 and 35 s of sixty: it rests longer each time"
@@ -197,7 +193,7 @@ def test_a_duty_that_raises_at_each_pass_is_named_once_and_rests_while_the_other
         work(Plant(workspace, ledger), duties=table)
 
 
-def test_a_locked_ledger_is_waited_for(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_daemon_waits_for_a_locked_ledger(workspace: Workspace, ledger: Ledger) -> None:
     other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN EXCLUSIVE")
     drop(workspace, "shard.txt")
@@ -218,7 +214,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def test_a_full_disk_is_waited_for(disk: Path) -> None:
+def test_the_daemon_waits_for_a_full_disk(disk: Path) -> None:
     workspace = Workspace.create(disk / "workspace")
     ledger = Ledger.create(workspace.ledger_url)
     allow_little_text(ledger)
@@ -229,10 +225,7 @@ def test_a_full_disk_is_waited_for(disk: Path) -> None:
     listener.on["a pass works again"] = enough
     run_until(workspace, ledger, listener)
     said = [line for line in listener.lines if "the disk is full" in line]
-    assert (
-        len(said) == 1
-        and "free some space. The factory waits, looks again at least every 60 s and goes on by itself" in said[0]
-    )
+    assert len(said) == 1 and "free some space" in said[0] and "at least every 60 s" in said[0]
     assert listener.count("shard.txt: 1 documents") == 1 and not list(workspace.inbox.iterdir())
     assert [(row["state"], row["rows"]) for row in ledger.read("SELECT state, rows FROM shards")] == [
         ("ingested", 1)
@@ -240,7 +233,7 @@ def test_a_full_disk_is_waited_for(disk: Path) -> None:
     assert events(ledger, "a pass")[-1][0] == "works_again"
 
 
-def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_daemon_waits_for_file_handles(workspace: Workspace, ledger: Ledger) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     listener = Listener()
 
@@ -259,7 +252,7 @@ def test_too_few_file_handles_are_waited_for(workspace: Workspace, ledger: Ledge
         run_until(workspace, ledger, listener)
     finally:
         give()
-    assert listener.count("raise 'ulimit -n', or end other programs. The factory waits") == 1, listener.lines
+    assert listener.count("programs. The factory waits") == 1, listener.lines
 
 
 @pytest.mark.parametrize("jump", [-10 * 86400.0, 400 * 86400.0])
@@ -280,16 +273,16 @@ def test_a_clock_that_jumps_stops_nothing(
 
     listener.on[f"export {number} failed"] = leap
     listener.on["shard.txt: 1 documents"] = mend
-    listener.on["no longer to be done"] = enough
+    listener.on["no longer due"] = enough
     run_until(workspace, ledger, listener)
     assert listener.count("failed") == 2, listener.lines
 
 
 @pytest.mark.parametrize(("recurs", "times"), [(True, 6), (False, 3)])
-def test_what_recurs_is_no_errand_without_effect(
+def test_a_recurring_subject_does_not_count_as_no_effect(
     recurs: bool, times: int, workspace: Workspace, ledger: Ledger
 ) -> None:
-    """A producer that drops a file of the same name whenever it was taken."""
+    """A program drops a file of the same name whenever the daemon took the last one."""
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)

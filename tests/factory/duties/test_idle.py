@@ -1,4 +1,4 @@
-"""A daemon that waits for data opens no token shard again, and says how much is missing."""
+"""A daemon that waits for data does not open token shards again, and reports the number of missing tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``factory duties``: what a newcomer reads, and what a program does."""
+"""``factory duties``: the lines for people, and the facts for programs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,10 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
     places = [next(n for n, line in enumerate(shown) if f"  {duty.name}  " in line) for duty in DUTIES]
     assert list(dict.fromkeys(places)) == sorted(set(places)), "in the order of the table"
     below = {duty.name: shown[at + 1].strip() for duty, at in zip(DUTIES, places)}
-    assert (
-        below["train"] == f"due: train {number}" and "waits: training is paused by ada since" in shown[places[14] + 2]
-    )
+    assert below["train"] == f"due: train {number}" and "waits: ada paused training" in shown[places[14] + 2]
     assert below["export"] == f"due: export {first}, export {second}"
-    assert f"export {first} rests until " in shown[places[15] + 2] and "after 1 failures" in shown[places[15] + 2]
-    assert below["diagnose"].startswith("due: cannot be told: ") and "did you mean 'steps'?" in below["diagnose"]
+    assert f"export {first} rests until " in shown[places[15] + 2] and "after 1 failure" in shown[places[15] + 2]
+    assert below["diagnose"].startswith("due: unknown: ") and "did you mean 'steps'?" in below["diagnose"]
     assert below["judge"].startswith("last done: judge 3, ")
 
     found = {one["name"]: one for one in json.loads(command_here("duties", "--json", home=workspace).stdout)}
@@ -46,7 +44,7 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
     assert found["plan_trunk"]["held"] and not found["export"]["held"] and not found["back_up"]["due"]
 
 
-def test_a_note_changes_only_with_what_it_says(workspace: Workspace) -> None:
+def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
     backoff = Backoff(60.0, 600.0)
     backoff.failed("judge 3", "no")
     note(workspace, backoff.known())

@@ -1,4 +1,4 @@
-"""The order of duties is a table, and so is its test; what is due is read from a real ledger and a real inbox."""
+"""The order of the duties, tested as a table, and what is due, read from a real ledger and a real inbox."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FREE = {"open": None, "stuck": None, "pause": "", "low": False, "resting": ()}
 
 
 def chosen(due: dict[str, object], **state: object) -> str:
-    """The first errand, where duties have one subject each, and the pass sees ``state``."""
+    """The first errand when each duty in ``due`` has one subject and the factory has this ``state``."""
     seen = FREE | state
     table = tuple(replace(duty, due=made_due(duty, due)) for duty in DUTIES if not duty.each)
     look = Look(None, None, table, low_on_disk=bool(seen["low"]), resting=frozenset(seen["resting"]))  # type: ignore[arg-type, call-overload]
@@ -132,8 +132,8 @@ NAMES = sorted(
 
 
 @given(st.sets(st.sampled_from([*NAMES, "overdue_audit"])), st.none() | st.just(9))
-def test_work_is_never_left_while_nothing_holds_it(names: set[str], segment: int | None) -> None:
-    """Without a pause, a full disk or a stuck segment, the factory rests only when nothing is due; and what rests is not all that is done."""
+def test_due_work_is_done_unless_it_is_held(names: set[str], segment: int | None) -> None:
+    """Without a pause, a full disk or a stuck segment, the factory does all due duties, although the done ones rest."""
     due: dict[str, object] = dict.fromkeys(names, 1)
     done: list[str] = []
     while errand := chosen(due, open=segment, resting=done):
@@ -145,7 +145,7 @@ def test_work_is_never_left_while_nothing_holds_it(names: set[str], segment: int
 
 
 def test_the_list_can_be_read() -> None:
-    """Each has a line for people; what each pass begins with is at its begin; a name means one thing."""
+    """Each duty has a description, duties of each pass come first, and a name belongs to one ``do``."""
     assert all(duty.does and duty.name.isidentifier() for duty in DUTIES)
     kinds = ["in_background" if duty.in_background else duty.each for duty in DUTIES]
     assert (
@@ -155,8 +155,8 @@ def test_the_list_can_be_read() -> None:
     assert len({(duty.name, duty.do) for duty in DUTIES}) == len({duty.name for duty in DUTIES})
 
 
-def test_what_is_due_walks_with_the_ledger(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
-    """Write what each duty records, one at a time, and see the next one follow."""
+def test_the_due_duty_follows_the_ledger(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    """Write the records of each duty one after the other: each makes the next duty due."""
     now = itertools.count(1.0)
 
     def put(table: object, **values: object) -> None:

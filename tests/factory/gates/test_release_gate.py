@@ -395,7 +395,7 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
     failed = {name for name, check in checks.items() if check["ok"] is False}
     of_chats = {"server_chat", "whitespace", "system_message", "tools_printed", "engine_start"}
     assert failed == {*of_chats, "stop", "no_held_out_in_training", "no_shared_ngrams"}, checks
-    assert "not the template" in checks["engine_start"]["detail"] and checks["engine_chat"]["ok"] is None
+    assert "not the chat template" in checks["engine_start"]["detail"] and checks["engine_chat"]["ok"] is None
 
 
 def test_unknown_candidate(plant: FilledPlant) -> None:

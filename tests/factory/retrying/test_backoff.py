@@ -1,4 +1,4 @@
-"""Waits double, a jump of the date moves none of them, and what is the same is not told twice."""
+"""Waits double, a changed date does not change them, and the same failure is not reported twice."""
 
 from __future__ import annotations
 

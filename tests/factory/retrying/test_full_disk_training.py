@@ -1,4 +1,4 @@
-"""A disk that fills up while a trainer works: the daemon says so, makes room or waits, and the segment goes on where it was."""
+"""A disk that fills up during training: the daemon reports it, makes room or waits, and the segment continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Work
 
 
 @pytest.mark.slow("a segment whose disk is full for some seconds")
-def test_a_segment_goes_on_when_there_is_room_again(plant: tuple[Path, Workspace, Ledger]) -> None:
+def test_a_segment_continues_when_the_disk_has_room_again(plant: tuple[Path, Workspace, Ledger]) -> None:
     disk, workspace, ledger = plant
     number = plan_trunk(Plant(workspace, ledger), 20)
     folder = strike(ledger, number, "always-linger-26")
@@ -66,8 +66,8 @@ def test_a_segment_goes_on_when_there_is_room_again(plant: tuple[Path, Workspace
 
 
 @pytest.mark.slow("three segments, the third of which does not fit at first")
-def test_what_nothing_needs_makes_room_for_a_checkpoint(tmp_path: Path, code_repository: Path) -> None:
-    """More is free than the floor, and less than a checkpoint has."""
+def test_unneeded_files_are_removed_for_a_checkpoint(tmp_path: Path, code_repository: Path) -> None:
+    """The free space is above the floor, but too small for a checkpoint."""
     with small_disk(tmp_path / "disk", "256m") as disk:
         workspace, ledger = make_plant(disk, code_repository)
         policy, most = workspace.root / "policies" / "retention.yaml", "trunk_segments: 100\nladders: 100\n"

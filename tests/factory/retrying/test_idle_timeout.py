@@ -1,4 +1,4 @@
-"""A tool of live code that does nothing any more is killed; one that works, or writes, is not."""
+"""A tool of live code without activity is killed; a tool that computes or writes is not."""
 
 from __future__ import annotations
 
@@ -17,18 +17,16 @@ from factory.retrying.watchdog import activity, idle_timeout
 from factory.runs.live_code import LiveCode
 from factory.training.exporting import export_candidate
 from tests.support.git import git
+from tests.support.messages import refused
 from tests.support.plants.trained_plant import make_plant, train_anneal
 
 LIMIT_S = 2.0
 
 
-def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
+def test_a_tool_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
     program = "import subprocess, sys, time; print(subprocess.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
     done = LiveCode(tmp_path, None, False, hung_seconds=1.0).run("-c", program)
-    assert (
-        done.returncode == -9
-        and done.stderr == "killed: it used no processor and wrote nothing for 1 s (hung_seconds)\n"
-    )
+    assert done.returncode == -9 and done.stderr.startswith("killed") and "1 s (hung_seconds)" in done.stderr
     with pytest.raises(ProcessLookupError):
         for _ in range(100):  # until its new parent has waited for it
             os.kill(int(done.stdout), 0)
@@ -39,12 +37,12 @@ def test_what_hangs_is_killed_with_all_that_it_started(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "work", ["sum(range(10**6)); time.sleep(0.2)", "print('x', flush=True); time.sleep(0.1)"], ids=["works", "writes"]
 )
-def test_what_works_or_writes_is_not(tmp_path: Path, work: str) -> None:
+def test_a_tool_that_works_or_writes_is_not_killed(tmp_path: Path, work: str) -> None:
     program = f"import time\nend = time.monotonic() + 2 * {LIMIT_S}\nwhile time.monotonic() < end: {work}"
     assert LiveCode(tmp_path, None, False, hung_seconds=LIMIT_S).run("-c", program).returncode == 0
 
 
-def test_activity_counts_what_a_tree_does() -> None:
+def test_activity_counts_a_process_tree() -> None:
     words = [
         "import os, sys",
         "sys.stdin.readline()",
@@ -69,7 +67,7 @@ def test_activity_counts_what_a_tree_does() -> None:
 
 
 @pytest.mark.slow("a small factory trains")
-def test_an_export_that_hangs_is_killed_and_said(tmp_path: Path, code_repository: Path) -> None:
+def test_an_export_that_hangs_is_killed_and_reported(tmp_path: Path, code_repository: Path) -> None:
     code = tmp_path / "code"
     shutil.copytree(code_repository, code, symlinks=True)
     workspace, ledger = make_plant(tmp_path, code)
@@ -81,5 +79,6 @@ def test_an_export_that_hangs_is_killed_and_said(tmp_path: Path, code_repository
     git(code, "commit", "--quiet", "--all", "-m", "an exporter that waits")
     with ledger.begin() as tx:
         tx.exec_driver_sql("UPDATE segments SET code_commit = ?", (git(code, "rev-parse", "HEAD"),))
-    with pytest.raises(SegmentError, match="it used no processor and wrote nothing for"):
+    with refused("training.export_failed", SegmentError) as raised:
         export_candidate(Plant(workspace, ledger), number)
+    assert "(hung_seconds)" in raised.value.data["error"]

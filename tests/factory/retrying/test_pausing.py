@@ -1,4 +1,4 @@
-"""``factory pause`` and ``factory resume``: who, when, and what is held, also in the midst of a step."""
+"""``factory pause`` and ``factory resume``: their records, their effect on duties, and on a trainer within a step."""
 
 from __future__ import annotations
 
@@ -20,24 +20,26 @@ from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import Running, command_here, factory
 from tests.support.failing.deaths import make_mortal, strike
+from tests.support.messages import codes, refused
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.trained_plant import make_plant
 
 
-def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledger: Ledger) -> None:
     assert pause_of(ledger) is None
-    with pytest.raises(InputError, match="nothing is paused"):
+    with refused("retrying.not_paused", InputError):
         resume(ledger, "bo")
-    with pytest.raises(InputError, match="cannot pause 'lunch'"):
+    with refused("retrying.cannot_pause", InputError, what="lunch"):
         pause(ledger, "lunch", "bo")
     before = time.time()
     pause(ledger, TRAINING, "ada", "the GPU is lent")
     found = pause_of(ledger)
     assert found and (found.what, found.by, found.why) == (TRAINING, "ada", "the GPU is lent") and before <= found.at
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
-    assert str(found) == f"training is paused by ada since {since} (the GPU is lent); 'factory resume' goes on"
+    assert found.message.code == "retrying.paused" and found.message.data["since"] == since
+    assert "(the GPU is lent)" in str(found) and "'factory resume'" in str(found)
     pause(ledger, EVERYTHING, "bo")
-    with pytest.raises(PausedError, match="everything is paused by bo since"):
+    with refused("retrying.paused", PausedError, what=EVERYTHING, person="bo"):
         run(Plant(workspace, ledger), once=True)
     assert resume(ledger, "ada").by == "bo" and pause_of(ledger) is None
     run(Plant(workspace, ledger), once=True)
@@ -46,14 +48,14 @@ def test_the_newest_pause_is_in_force_until_it_is_taken_back(workspace: Workspac
 def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:
     run = lambda *words: command_here(*words, home=workspace)
     said = run("pause", "--why", "a lunch").stdout
-    assert "training is paused by " in said and "(a lunch)" in said
+    assert " paused training on " in said and "(a lunch)" in said
     status = run("status").stdout
-    assert "waits     for you: training, paused by " in status and "factory resume" in status
+    assert "training" in status and "paused" in status and "factory resume" in status
     assert json.loads(run("status", "--json").stdout)["paused"]["why"] == "a lunch"
     error = run("train").exception
-    assert isinstance(error, PausedError) and str(error).startswith("training is paused by ")
+    assert isinstance(error, PausedError) and (error.code, error.data["what"]) == ("retrying.paused", TRAINING)
     assert json.loads(run("resume", "--json").stdout)["resumed"]["what"] == TRAINING
-    assert str(run("resume").exception) == "nothing is paused"
+    assert codes([run("resume").exception]) == ["retrying.not_paused"]
     assert "paused" not in run("status").stdout
 
 
@@ -65,7 +67,7 @@ def wait_until(true: Callable[[], object]) -> None:
 
 
 @pytest.mark.slow("a daemon that is paused in the midst of a segment and goes on")
-def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) -> None:
+def test_a_pause_stops_the_trainer_cleanly_and_a_resume_continues(tmp_path: Path) -> None:
     code = make_target(tmp_path / "code")
     make_mortal(code)
     workspace, ledger = make_plant(tmp_path, code)
@@ -78,10 +80,10 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
     try:
         wait_until(lambda: (folder / "lingers").exists())
         factory("pause", *where)
-        wait_until(lambda: "training is paused by " in log.read_text())
+        wait_until(lambda: " paused training on " in log.read_text())
         row = SegmentRow.get(ledger, number)
         assert (row.state, row.attempts) == ("planned", 0) and not (folder / "result.json").exists()
-        assert log.read_text().count("training is paused by ") == 1
+        assert log.read_text().count(" paused training on ") == 1
         (folder / "always-linger-25").unlink()
         factory("resume", *where)
         wait_until(lambda: SegmentRow.get(ledger, number).state == "done")
@@ -94,7 +96,7 @@ def test_a_pause_ends_the_trainer_in_order_and_resume_goes_on(tmp_path: Path) ->
 
 
 @pytest.mark.slow("a daemon whose segment is rewound in the midst of it")
-def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its_place(tmp_path: Path) -> None:
+def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_replaces_it(tmp_path: Path) -> None:
     code = make_target(tmp_path / "code")
     make_mortal(code)
     workspace, ledger = make_plant(tmp_path, code)
@@ -106,7 +108,7 @@ def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its
     try:
         wait_until(lambda: (folder / "lingers").exists())
         factory("rewind", str(number), "--workspace", str(workspace.root))
-        wait_until(lambda: f"segment {number} was rewound meanwhile: nothing goes on from it" in log.read_text())
+        wait_until(lambda: f"egment {number} was rewound meanwhile" in log.read_text())
         wait_until(lambda: SegmentRow.first(ledger, "WHERE id > :id", id=number) is not None)
     finally:
         daemon.terminate()
@@ -114,5 +116,5 @@ def test_the_trainer_of_a_rewound_segment_is_ended_and_another_segment_takes_its
     ended = SegmentRow.get(ledger, number)
     assert (ended.state, ended.attempts) == ("rewound", 0) and not (folder / "result.json").exists()
     follower = SegmentRow.first(ledger, "WHERE id > :id ORDER BY id", id=number)
-    assert follower and follower.parent == ended.parent, "it goes on from before the one that was rewound"
+    assert follower and follower.parent == ended.parent, "the new segment has the parent of the rewound segment"
     assert "Traceback" not in log.read_text()

@@ -14,12 +14,13 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying import tries
 from factory.retrying.tries import abandon, ending_of, newest_step, parked, record_death, refuse_parked, retry
 from tests.support.failing.deaths import plan_row
+from tests.support.messages import codes, refused
 
 ENDING = tries.Ending(tries.REFUSED, "ended with exit 1")
 
 
 def save(row: SegmentRow, step: int) -> Path:
-    """A whole checkpoint, by its manifest."""
+    """Write a checkpoint that is whole by its manifest."""
     folder = Path(row.folder) / "checkpoints" / f"step-{step:08d}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "state.json").write_text("{}")
@@ -35,7 +36,7 @@ def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool 
     return after.attempts, after.state
 
 
-def test_what_makes_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_segment_with_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert [die(ledger, row, step) for step in (None, 10, 20, 20, 30, 40, 50, 60)] == [
         (tries, "planned") for tries in (1, 1, 1, 2, 1, 1, 1, 1)
@@ -45,7 +46,7 @@ def test_what_makes_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> 
     assert parked(ledger) == SegmentRow.get(ledger, row.id)
 
 
-def test_a_checkpoint_that_was_put_away_is_no_progress(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_removed_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert die(ledger, row, 20) == (1, "planned")
     (tmp_path / "checkpoints" / "step-00000020").rename(tmp_path / "checkpoints" / "bad-step-00000020")
@@ -55,7 +56,7 @@ def test_a_checkpoint_that_was_put_away_is_no_progress(ledger: Ledger, tmp_path:
 
 
 def forged(row: SegmentRow, step: int, kind: str) -> None:
-    """As a trainer may leave it that wants to be tried for ever."""
+    """Write a forged checkpoint, with which a trainer could try to be restarted forever."""
     folder = save(row, step)
     if kind == "a name alone":
         (folder / "manifest.json").unlink()
@@ -80,7 +81,7 @@ def forged(row: SegmentRow, step: int, kind: str) -> None:
         "a step of another segment",
     ],
 )
-def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
+def test_a_forged_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path, kind: str) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     states = []
     for step in (10, 20, 30):
@@ -89,34 +90,40 @@ def test_what_is_no_checkpoint_of_the_segment_is_no_progress(ledger: Ledger, tmp
     assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and newest_step(row) is None
 
 
-def test_what_no_try_can_mend_is_parked_at_once(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_final_failure_parks_the_segment_at_once(ledger: Ledger, tmp_path: Path) -> None:
     assert die(ledger, plan_row(ledger, folder=str(tmp_path)), 10, final=True) == (1, "failed")
 
 
-def test_a_person_decides(ledger: Ledger, tmp_path: Path) -> None:
+def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path), parent=7, first_step=60, last_step=120)
-    with pytest.raises(InputError, match=rf"segment {row.id} is planned, not parked: there is nothing to abandon"):
+    with refused("retrying.cannot_abandon", InputError, segment=row.id, state="planned"):
         abandon(ledger, row.id, "ada")
     for _ in range(3):
         die(ledger, row, 90)
-    words = (
-        rf"segment {row.id} \(trunk, steps 60–120\) is parked at step 90: it ended with exit 1\. Training waits: correct the cause, "
-        rf"then 'factory retry {row.id}' goes on from step 90, with .* in it; 'factory abandon {row.id}' gives its steps up"
-    )
-    with pytest.raises(InputError, match=words):
+    with refused("retrying.parked_to_do", InputError, segment=row.id, step=90) as raised:
         refuse_parked(ledger)
-    assert retry(ledger, row.id, "ada") == f"segment {row.id} goes on from step 90 at the next pass"
+    parked = raised.value.data["parked"]
+    assert (parked.code, parked.data["step"], parked.data["first"], parked.data["last"]) == (
+        "retrying.parked",
+        90,
+        60,
+        120,
+    )
+    assert "ended with exit 1" in parked and f"'factory retry {row.id}'" in str(raised.value)
+    assert f"'factory abandon {row.id}'" in str(raised.value)
+    retried = retry(ledger, row.id, "ada")
+    assert (retried.code, retried.data) == ("retrying.retried", {"segment": row.id, "start": "step 90", "step": 90})
     refuse_parked(ledger)
     again = SegmentRow.get(ledger, row.id)
     assert (again.state, again.attempts, again.finished_at) == ("planned", 0, None)
     assert [die(ledger, row, 90) for _ in range(3)] == [(1, "planned"), (2, "planned"), (3, "failed")], (
-        "the count began again"
+        "the count starts again"
     )
-    assert abandon(ledger, row.id, "ada") == (
-        f"segment {row.id} is abandoned: 30 steps are given up, and the next one goes on from step 60. Its checkpoints stay in {tmp_path}"
-    )
+    abandoned = abandon(ledger, row.id, "ada")
+    assert abandoned.code == "retrying.abandoned"
+    assert abandoned.data == {"segment": row.id, "lost": 30, "first": 60, "folder": str(tmp_path)}
     refuse_parked(ledger)
-    with pytest.raises(InputError, match=f"segment {row.id} is abandoned: only a parked segment"):
+    with refused("retrying.cannot_retry", InputError, segment=row.id, state="abandoned"):
         retry(ledger, row.id, "ada")
     told = [
         event["detail"]["by"]
@@ -136,32 +143,31 @@ Root Cause (first observed failure):
 
 
 @pytest.mark.parametrize(
-    ("code", "line", "log", "kills", "kind", "says"),
+    ("code", "line", "log", "kills", "kind", "ended", "data"),
     [
-        (-9, "step 4", "", 0, tries.KILLED, "was killed by somebody else (SIGKILL)"),
-        (-9, "", "", -1, tries.OUT_OF_MEMORY, "was ended by the kernel's OOM killer"),
-        (-9, "", "", None, tries.KILLED, "was killed by somebody else"),
-        (1, "[rank0]: peer closed", TORCHRUN, 0, tries.KILLED, "was killed by somebody else"),
-        (1, "[rank0]: peer closed", TORCHRUN, -1, tries.OUT_OF_MEMORY, "OOM killer"),
-        (-11, "step 4", "", 0, tries.CRASHED, "ended with signal SIGSEGV: step 4"),
-        (
-            1,
-            "torch.OutOfMemoryError: CUDA out of memory.",
-            "",
-            0,
-            tries.OUT_OF_MEMORY,
-            "ended with exit 1, out of memory: torch.Out",
-        ),
-        (1, "RuntimeError: x", "", -1, tries.REFUSED, "ended with exit 1: RuntimeError: x"),
-        (2, "trainer: no domain", TORCHRUN, 0, tries.REFUSED, "ended with exit 2: trainer: no domain"),
-        (0, "", "", 0, tries.REFUSED, "ended with exit 0"),
+        (-9, "step 4", "", 0, tries.KILLED, "killed", {}),
+        (-9, "", "", -1, tries.OUT_OF_MEMORY, "oom_killer", {}),
+        (-9, "", "", None, tries.KILLED, "killed", {}),
+        (1, "[rank0]: peer closed", TORCHRUN, 0, tries.KILLED, "killed", {}),
+        (1, "[rank0]: peer closed", TORCHRUN, -1, tries.OUT_OF_MEMORY, "oom_killer", {}),
+        (-11, "step 4", "", 0, tries.CRASHED, "signal", {"signal": "SIGSEGV", "cause": ": step 4"}),
+        (1, "CUDA out of memory.", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {"code": 1, "cause": ": CUDA out of memory."}),
+        (1, "torch.OutOfMemoryError", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {"code": 1, "cause": ": torch.OutOfMemoryError"}),
+        (1, "Cannot allocate memory", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {}),
+        (1, "can't allocate memory", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {}),
+        (1, "RuntimeError: x", "", -1, tries.REFUSED, "exit", {"code": 1, "cause": ": RuntimeError: x"}),
+        (2, "trainer: no domain", TORCHRUN, 0, tries.REFUSED, "exit", {"code": 2, "cause": ": trainer: no domain"}),
+        (0, "", "", 0, tries.REFUSED, "exit", {"code": 0, "cause": ""}),
     ],
-)
-def test_endings_are_told_apart(code: int, line: str, log: str, kills: int | None, kind: str, says: str) -> None:
-    """``kills``: how many the OOM killer had ended at the start, less those it has ended now; None: unknown."""
+)  # fmt: skip
+def test_endings_are_distinguished(
+    code: int, line: str, log: str, kills: int | None, kind: str, ended: str, data: dict[str, object]
+) -> None:
+    """``kills``: the OOM killer's count at the start, less its count now; None: unknown."""
     now = tries.oom_kills()
     before = None if kills is None or now is None else now + kills
     if kills == -1 and now is None:
         pytest.skip("this kernel does not count")
     found = ending_of(code, line, log, before)
-    assert found.kind == kind and says in found.says
+    assert found.kind == kind and codes([found.says]) == [f"retrying.ended.{ended}"], found
+    assert {name: found.says.data[name] for name in data} == data  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What counts as hung is measured. The clock is the test's; processes, files and segments are real."""
+"""When a trainer counts as hung. The test controls the clock; processes, files and segments are real."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog, record_begun, usual_of
 from tests.support.failing.deaths import plan_row
+from tests.support.messages import codes
 
 NOBODY = 1 << 30
 POLICY = RetryPolicy(hung_times=10.0, hung_seconds=30.0, start_seconds=1000.0)
@@ -35,7 +36,7 @@ def process(program: str) -> Iterator[int]:
 
 
 class Watched:
-    """A watchdog with the test's clock; of nobody, who waits for no core."""
+    """A watchdog with the test's clock, by default of a process that does not exist and so waits for no core."""
 
     def __init__(self, folder: Path, usual: UsualTimes = UsualTimes(), pid: int = NOBODY, **how: bool) -> None:  # noqa: B008 - frozen
         self.now = 0.0
@@ -56,7 +57,8 @@ def test_no_step_for_ten_times_the_usual_time(tmp_path: Path) -> None:
     assert watched.after(65, 11) == ""
     assert watched.after(4.9, 11) == ""
     said = watched.after(0.2, 11)
-    assert said == "no step for 70 s (7 s is usual, the limit is 70 s)"
+    assert codes([said]) == ["retrying.hung"] and "no step for 70 s" in said
+    assert said.data["usual"] == "7 s is usual" and said.data["limit"] == "70 s"  # type: ignore[attr-defined]
 
 
 def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> None:
@@ -72,7 +74,9 @@ def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
     assert Watched(tmp_path).dog.limit == 1000
     watched = Watched(tmp_path, UsualTimes(start=200.0, step=40.0))
     assert watched.after(1999, 0) == ""
-    assert watched.after(2, 0) == "no first step for 33 min (40 s is usual, the limit is 33 min)"
+    said = watched.after(2, 0)
+    assert codes([said]) == ["retrying.hung"] and "no first step for 33 min" in said
+    assert said.data["usual"] == "40 s is usual" and said.data["limit"] == "33 min"  # type: ignore[attr-defined]
     assert Watched(tmp_path, starts_often=True).after(999, 5) == ""
     began = Watched(tmp_path, UsualTimes(start=1.0, step=40.0))
     began.after(3, 1)
@@ -92,7 +96,7 @@ def test_a_checkpoint_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:
 
 
 def test_waiting_for_a_core_is_not_counted(tmp_path: Path) -> None:
-    """Two programs that compute share one core: one has waited about as long as it ran. One that sleeps has not."""
+    """Two computing programs share one core, so each waits about as long as it runs. A sleeping program does not wait."""
     core = {min(os.sched_getaffinity(0))}
     spin = f"import os\nos.sched_setaffinity(0, {core})\nwhile True: pass"
     with process(spin), process(spin) as busy, process("import time\ntime.sleep(600)") as asleep:
@@ -112,7 +116,7 @@ def cpu_seconds(process: int) -> float:
     return int(Path(f"/proc/{process}/schedstat").read_text().split()[0]) / 1e9
 
 
-def test_a_stopped_trainer_and_one_that_is_gone_are_quiet(tmp_path: Path) -> None:
+def test_a_stopped_or_dead_trainer_counts_as_hung(tmp_path: Path) -> None:
     with process("import time\ntime.sleep(600)") as pid:
         os.kill(pid, signal.SIGSTOP)
         watched = Watched(tmp_path, pid=pid)
@@ -123,7 +127,7 @@ def test_a_stopped_trainer_and_one_that_is_gone_are_quiet(tmp_path: Path) -> Non
     assert gone.after(31, 1) != ""
 
 
-def test_the_usual_is_this_machines_and_this_recipes(ledger: Ledger) -> None:
+def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> None:
     def row(machine: str, recipe: str = "r", seconds: float | None = None, steps: int = 10) -> SegmentRow:
         result = None if seconds is None else {"seconds": seconds}
         return plan_row(

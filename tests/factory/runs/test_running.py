@@ -178,7 +178,7 @@ def test_a_pause_stops_them_and_they_go_on(
     for _ in range(2):  # while it trains, and before it begins
         with pytest.raises(PausedError):
             runs.live(code, [arm], "straight")
-        assert "stopped: training is paused by ada" in in_words(every_run(ledger)[0])
+        assert "ada paused training" in in_words(every_run(ledger)[0])
     monkeypatch.undo()
     resume(ledger, "ada")
     assert runs.live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS

@@ -1,4 +1,4 @@
-"""Tokens of a batch that requests join and leave at any moment are those that the judge's model gives each request alone."""
+"""Requests join and leave a batch at any moment. Each gets the tokens that the judge's model gives for it alone."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def models(kind: str) -> tuple[CachedDecoder, ReferenceModel]:
 
 @functools.cache
 def alone(kind: str, prompt: tuple[int, ...], count: int) -> list[tuple[int, float]]:
-    """Greedy tokens and their log-probabilities, each by a whole forward pass without a cache."""
+    """Greedy tokens and their log-probabilities, each from a full forward pass without a cache."""
     ids, found = list(prompt), []
     for _ in range(count):
         logprobs = models(kind)[1].logits(torch.tensor([ids]))[0, -1].log_softmax(-1)
@@ -76,7 +76,9 @@ jobs = st.lists(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=12, deadline=None)
 @given(drawn=jobs, room=st.sampled_from([CONTEXT, 3 * CONTEXT, 100 * CONTEXT]), chunk=st.sampled_from([5, 512]))
-def test_who_joins_and_leaves_changes_nothing(kind: str, drawn: list[tuple[int, ...]], room: int, chunk: int) -> None:
+def test_sequences_that_join_and_leave_change_no_others(
+    kind: str, drawn: list[tuple[int, ...]], room: int, chunk: int
+) -> None:
     arrivals, leave = [], {}
     for key, (step, length, count, gone) in enumerate(drawn):
         prompt = [(7 * key + 13 * place + length) % VOCAB for place in range(length)]
@@ -132,7 +134,7 @@ def test_a_stop_token_ends_a_row_and_the_others_go_on() -> None:
     assert [t.token for t in written[2]] == expected and written[2][-1].end == "length"
 
 
-def test_what_a_seed_draws_depends_on_nobody_else() -> None:
+def test_samples_depend_on_the_own_seed_only() -> None:
     decoder, _ = models("qwen3")
     hot = lambda key, seed: Job(key, [9, 8, 7], 25, Sampling(1.0, 0.95), seed=seed)
     one = [t.token for t in run(RunningBatch(decoder, 10_000), [(0, hot(1, 4))], {})[1]]

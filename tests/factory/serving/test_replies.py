@@ -28,7 +28,7 @@ def streamed(data: bytes, stops: tuple[str, ...]) -> list[str]:
 
 @given(text=texts, stops=st.lists(st.text(alphabet="ab<é🙂\n", min_size=1, max_size=4), max_size=3))
 def test_the_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
-    """The first to be complete, and of those that are complete at once the one that begins first."""
+    """The first stop string that is complete; among several, the one that begins first."""
     first = min((text.index(stop) + len(stop) for stop in stops if stop in text), default=None)
     expected = (
         text if first is None else text[: min(text[:first].index(stop) for stop in stops if stop in text[:first])]

@@ -19,6 +19,7 @@ from factory.ledger.ledger import Ledger, events
 from factory.serving import engines, swap
 from factory.serving.champion import read_champion
 from factory.serving.engines import Engine, native
+from tests.support.messages import codes
 from tests.support.serving.kills import OLD, kill_in_swap
 from tests.support.serving.load import AT_ONCE, Load
 from tests.support.serving.served import PROMPT, Serving, add_release, continuation, make_export, roll_back, serving
@@ -31,7 +32,7 @@ def exports(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines are no forks here: a SIGSTOP would stop what stands for one alone."""
+    """Start real processes as engines, because SIGSTOP would stop only the stand-in of a fork."""
     monkeypatch.setattr(engines, "asyncio", asyncio)
 
 
@@ -102,7 +103,7 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
             async with Load(served.client, exports) as load:
                 load.calm()
                 add_release(workspace, ledger, exports[1])
-                await served.until_said("release 2 is not served")
+                await served.until_said("elease 2 is not served")
                 assert served.supervisor.current and served.supervisor.current.champion.release == 1
                 load.hurry()
                 await load.more(AT_ONCE)
@@ -112,7 +113,7 @@ def test_a_new_engine_that_dies_at_any_stage_changes_nothing(
                 await load.more(2 * AT_ONCE)
                 assert load.answers[-1] == 2
             assert load.failures == [] and load.cut == 0
-            assert any("was ended by signal 9" in line and "release 1 serves on" in line for line in served.said)
+            assert any("was ended by signal 9" in line and "elease 1 is still served" in line for line in served.said)
 
     run(scene)
     assert len(killed) == 1
@@ -223,7 +224,7 @@ def test_an_engine_that_hangs_is_replaced(
 
 
 @pytest.mark.long("four engines come up")
-def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
+def test_an_engine_that_ends_repeatedly_is_restarted_after_pauses(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -236,7 +237,7 @@ def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
 
     async def scene() -> None:
         async with serving(workspace, ledger, on_stage=kill) as served:
-            await served.until_said("is started in 2 s")
+            await served.until_said(" in 2 s")
             await served.until(1)
             assert (await served.client.post("/v1/completions", json={"prompt": PROMPT})).status_code == 200
 
@@ -245,7 +246,7 @@ def test_engines_that_end_one_after_the_other_are_tried_after_pauses(
 
 
 @pytest.mark.slow("an engine comes up; what it works on is counted until nothing is left")
-def test_who_hangs_up_holds_nothing(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
+def test_a_client_that_hangs_up_holds_no_engine(workspace: Workspace, ledger: Ledger, exports: list[Path]) -> None:
     add_release(workspace, ledger, exports[0])
 
     async def hang_up(served: Serving, number: int) -> None:
@@ -294,9 +295,9 @@ def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_
             with open(weights, "r+b") as file:  # in place: who has mapped the file sees it
                 file.seek(len(whole) // 2)
                 file.write(bytes(len(whole) - len(whole) // 2))
-            await served.until_said("release 1 is served from memory: ")
+            await served.until_said("elease 1 is served from memory")
             health = (await served.client.get("/health")).json()
-            assert health["ok"] and "is not what was released" in health["problem"]
+            assert health["ok"] and "differs from the released export" in health["problem"]
             assert "factory_serve_export_changed 1" in (await served.client.get("/metrics")).text
             answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20})
             weights.write_bytes(whole)
@@ -309,7 +310,7 @@ def test_an_export_that_is_written_into_while_it_is_served_is_named_and_changes_
 
 
 @pytest.mark.slow("two engines come up, failures are tried again after a pause")
-def test_what_was_not_judged_is_not_served(
+def test_an_export_that_was_not_judged_is_not_served(
     workspace: Workspace, ledger: Ledger, exports: list[Path], tmp_path: Path
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -320,17 +321,16 @@ def test_what_was_not_judged_is_not_served(
             await served.until(1)
             add_release(workspace, ledger, touched)
             (touched / "README.md").write_text("hello")
-            await served.until_said("is not what was released")
+            await served.until_said("differs from the released export")
             health = (await served.client.get("/health")).json()
-            assert (
-                health["release"] == 1 and health["champion"] == 2 and "is not what was released" in health["problem"]
-            )
+            assert (health["release"], health["champion"]) == (1, 2)
+            assert "differs from the released export" in health["problem"]
             (touched / "README.md").unlink()  # put right: it is served without anybody's word
             await served.until(2)
             gone = make_export(tmp_path / "gone", 1)
             add_release(workspace, ledger, gone)
             gone.rename(tmp_path / "elsewhere")
-            await served.until_said("it was moved or deleted; release 2 serves on")
+            await served.until_said("elease 2 is still served")
             answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
             assert answer.headers["x-factory-release"] == "2"
 
@@ -338,7 +338,7 @@ def test_what_was_not_judged_is_not_served(
 
 
 @pytest.mark.slow("two engines come up")
-def test_a_mend_that_is_slower_than_a_swap_puts_nothing_back(
+def test_a_replacement_engine_slower_than_a_swap_is_discarded(
     workspace: Workspace, ledger: Ledger, exports: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_release(workspace, ledger, exports[0])
@@ -394,7 +394,7 @@ def test_an_engine_with_other_weights_is_not_made_current(
     run(scene)
 
 
-def test_an_error_that_nobody_expected_is_said_and_tried_again_after_a_pause(
+def test_an_unexpected_error_is_reported_and_tried_again(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_release(workspace, ledger, make_export(tmp_path / "export"))
@@ -408,5 +408,9 @@ def test_an_error_that_nobody_expected_is_said_and_tried_again_after_a_pause(
     supervisor = swap.Supervisor(native(), lambda: champion, said.append, workspace.logs)
     attempt = swap._Attempt(champion)
     asyncio.run(supervisor._attempt(attempt, mends=False))
-    assert said == ["release 1 is not served: unexpected TypeError: no such engine; tried again in 1 s"], said
+    (message,) = said
+    assert codes(said) == ["serving.tried_again"] and message.data["seconds"] == 1.0  # type: ignore[attr-defined]
+    trouble = supervisor.trouble
+    assert codes([trouble]) == ["serving.not_served"] and trouble.data["release"] == 1  # type: ignore[attr-defined]
+    assert "TypeError: no such engine" in message
     assert attempt.failures == 1 and attempt.next_at > 0

@@ -378,7 +378,7 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
     shutil.copytree(saved / "exports" / "1", export)
     add_release(workspace, ledger, export)
     (export / "generation_config.json").write_text("{}")
-    with pytest.raises(InputError, match="is not what was released"):
+    with refused("serving.export_changed", InputError):
         generate(Plant(workspace, ledger), SMALL)
     with pytest.raises(FactoryError, match="cannot be started: Is a directory"):  # the other release would write
         generate_without_engine(workspace, ledger, GenerationRequest(**{**vars(SMALL), "release": 1}))

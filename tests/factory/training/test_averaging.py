@@ -1,4 +1,4 @@
-"""Averages of a real run's checkpoints: the numbers are numpy's, and the candidate is one like any other."""
+"""Averages of a real run's checkpoints: their weights equal those of numpy, and their candidates are judged like any other."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from factory.training.training import run_segment
 from tests.support.factory.command import factory
 from tests.support.factory.errands import next_due, stuck
 from tests.support.factory.shown import release
+from tests.support.messages import refused
 from tests.support.plants.release_scene import add_verdict
 from tests.support.plants.trained_plant import make_plant, train_anneal, train_trunk
 
@@ -45,7 +46,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Op
 
 
 def made_average(plant: Opened, *words: Any, **keywords: Any) -> tuple[int, dict[str, Any]]:
-    """(candidate, what it was averaged from)."""
+    """(the candidate, the rule and the checkpoints of its average)."""
     number = plan_average(Plant(*plant), *words, **keywords)
     result = run_segment(Plant(*plant), number)
     return export_candidate(Plant(*plant), number), result["averaged"]
@@ -67,7 +68,7 @@ def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) ->
     assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
 
 
-def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(plant: Opened) -> None:
+def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate(plant: Opened) -> None:
     workspace, ledger = plant
     candidate, averaged = made_average(plant, "uniform", last=3)
     assert [part["step"] for part in averaged["sources"]] == [20, 25, 26]
@@ -88,16 +89,17 @@ def test_uniform_is_numpys_mean_and_is_judged_and_released_like_any_candidate(pl
     assert set(found["licences"]) == {""} and found["licences"][""] > 0  # the plant's documents name none
     told = factory("provenance", "--release", str(made), "-w", str(workspace.root)).stdout
     assert f"licence none named: {found['licences']['']:,} supervised tokens, 100.0%" in told
-    assert "average of 3 checkpoints (steps 20, 25, 26; uniform)" in "\n".join(screen(snapshot(workspace)))
+    shown = "\n".join(screen(snapshot(workspace)))
+    assert "3 checkpoints" in shown and "20, 25, 26" in shown and "uniform" in shown
 
 
-def test_weighted_by_held_out_loss(plant: Opened) -> None:
+def test_an_average_weighted_by_held_out_loss_equals_numpys(plant: Opened) -> None:
     _, ledger = plant
     candidate, averaged = made_average(plant, "held-out-loss", segment=1)
     parts = averaged["sources"]
     assert [part["step"] for part in parts] == [10, 15, 20]
     losses = [part["loss"] for part in parts]
-    assert losses == sorted(losses, reverse=True), "this young, the run still falls"
+    assert losses == sorted(losses, reverse=True), "the loss of so young a run still falls"
     deviation = max(float(np.std(losses)), averaged["noise"])
     expected = np.exp(-np.array(losses) / deviation)
     assert [part["weight"] for part in parts] == pytest.approx(expected / expected.sum())
@@ -107,7 +109,7 @@ def test_weighted_by_held_out_loss(plant: Opened) -> None:
         np.testing.assert_array_max_ulp(found, mean.astype(np.float32), maxulp=1)
 
 
-def test_the_documents_that_weigh_are_not_those_that_judge(plant: Opened) -> None:
+def test_documents_that_weight_an_average_do_not_judge_candidates(plant: Opened) -> None:
     ruler = held_out_ruler(Plant(*plant))
     judged = {document.key for document in training_suite(plant)}
     assert sum(ruler.shares.values()) == pytest.approx(1)
@@ -121,7 +123,7 @@ def training_suite(plant: Opened) -> Any:
     return current_suite(Plant(*plant)).documents
 
 
-def test_of_an_anneal_only_its_own_are_taken(plant: Opened) -> None:
+def test_an_anneal_averages_only_its_own_checkpoints(plant: Opened) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
     export_candidate(Plant(workspace, ledger), number)
@@ -142,21 +144,21 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "copy", path)
     assert stuck(Plant(workspace, ledger)) is None and open_segment(ledger) is None
-    assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "asked again, it is tried again"
+    assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "a new request makes a new segment"
     averaging.give_up(ledger, SegmentRow.get(ledger, number + 1), "test")
 
 
 @pytest.mark.parametrize(
-    ("keywords", "said"),
+    ("keywords", "code", "data"),
     [
-        ({"segment": 99}, "no finished segment 99; there are: 1, 2"),
-        ({"segment": 1, "last": 9}, "have those of steps: 10, 15, 20"),
+        ({"segment": 99}, "training.segment_not_finished", {"segment": 99, "finished": [1, 2]}),
+        ({"segment": 1, "last": 9}, "training.too_few_checkpoints", {"needed": 9, "segment": 1, "steps": [10, 15, 20]}),
     ],
 )
 def test_too_few_checkpoints_are_refused_with_a_list_of_them(
-    plant: Opened, keywords: dict[str, int], said: str
+    plant: Opened, keywords: dict[str, int], code: str, data: dict[str, Any]
 ) -> None:
-    with pytest.raises(InputError, match=said):
+    with refused(code, InputError, **data):
         plan_average(Plant(*plant), "uniform", **keywords)
 
 
@@ -192,6 +194,6 @@ def test_the_unit_of_the_loss_does_not_matter(losses: list[float], unit: float) 
     )
 
 
-def test_differences_below_the_noise_hardly_weigh() -> None:
+def test_losses_that_differ_by_less_than_the_noise_get_almost_equal_weights() -> None:
     assert softmax_weights([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
     assert softmax_weights([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)

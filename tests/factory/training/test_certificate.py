@@ -1,4 +1,4 @@
-"""The judgement of a code change is a pure function; its numbers are held to numpy's."""
+"""The judgement of a code change is a pure function. Its numbers equal those of numpy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ from factory.training.certificate import (
     judge_certificate,
     measures,
 )
+from tests.support.messages import the
 
 POLICY = CertificatePolicy()
 STEPS = 6
+OUTSIDE, near = "outside_noise", pytest.approx
 TENSORS = ("embedding", "blocks.0.qkv")
 
 
 def trace(seed: int | None = None, **changes: object) -> Numbers:
-    """A run like any other; ``seed`` moves what a seed moves."""
+    """A run; ``seed`` changes the numbers that depend on the seed."""
     draw = np.random.default_rng(seed)
     noise = (lambda size: draw.normal(0, 0.05, size)) if seed is not None else np.zeros
     series = {
@@ -62,63 +64,73 @@ def missing(name: str, step: int) -> Numbers:
 
 
 @pytest.mark.parametrize(
-    ("changes", "outcome", "said"),
+    ("changes", "outcome", "code", "data"),
     [
-        ({}, "promote", "same to the last bit"),
-        ({"changed": [], "old": None, "new": None, "others": ()}, "promote", "no runs were needed"),
+        ({}, "promote", "same_bits", {"steps": STEPS}),
+        ({"changed": [], "old": None, "new": None, "others": ()}, "promote", "no_change", {}),
         # harmless: rounding
-        ({"new": changed("loss", 3, 1e-6), "apart": 1e-5}, "promote", "Inside seed noise"),
-        ({"new": changed("lr", 3, 1e-11)}, "promote", "Inside seed noise: lr"),
-        # wrong, each seen by something else
-        ({"new": changed("loss", 0, 0.5)}, "reject", "loss (step 20) differs by 0.5"),
-        ({"new": changed("loss", 5, 0.5)}, "reject", "loss (step 25) differs by 0.5"),
-        ({"new": trace(series=trace().series | {"loss": [v + 0.05 for v in trace().series["loss"]]})}, "reject", "mean loss"),
-        ({"new": changed("grad_norm", 2, 1.0)}, "reject", "grad_norm (step 22)"),
-        ({"new": changed("lr", 2, 1e-5)}, "reject", "lr (step 22)"),
-        ({"apart": 0.6}, "reject", "weights differs by 0.6, between seeds by 0.5: 1.2 of it"),
-        ({"new": trace(moved={"embedding": 1.0, "blocks.0.qkv": 0.0})}, "reject", "tensor's update (blocks.0.qkv)"),
-        ({"new": trace(moved=dict.fromkeys(TENSORS, 1.3))}, "reject", "length of the update"),
-        ({"new": trace(optimizer=trace().optimizer | {"step.embedding": 8.0})}, "reject", "optimiser's step (step.embedding"),
-        ({"new": trace(optimizer={k: 2 * v for k, v in trace().optimizer.items()})}, "reject", "optimiser's exp_avg"),
-        # not finite, or gone
-        ({"new": missing("loss", 4)}, "reject", "loss (step 24) differs by inf"),
-        ({"new": trace(series={"lr": [0.001] * STEPS})}, "reject", "loss"),
-        ({"apart": math.nan}, "reject", "weights"),
-        ({"new": None, "new_failed": "exit 1: RuntimeError: boom"}, "reject", "RuntimeError: boom"),
-        # both not finite at the same step: the same
-        ({"old": missing("loss", 4), "again": missing("loss", 4), "new": missing("loss", 4)}, "promote", "to the last bit"),
+        ({"new": changed("loss", 3, 1e-6), "apart": 1e-5}, "promote", "inside_noise", {}),
+        ({"new": changed("lr", 3, 1e-11)}, "promote", "inside_noise", {"measure": "lr"}),
+        # wrong changes, each with the measure that shows it
+        ({"new": changed("loss", 0, 0.5)}, "reject", OUTSIDE, {"measure": "loss", "place": " (step 20)", "difference": near(0.5)}),
+        ({"new": changed("loss", 5, 0.5)}, "reject", OUTSIDE, {"measure": "loss", "place": " (step 25)", "difference": near(0.5)}),
+        ({"new": trace(series=trace().series | {"loss": [v + 0.05 for v in trace().series["loss"]]})}, "reject", OUTSIDE, {"measure": "mean loss"}),
+        ({"new": changed("grad_norm", 2, 1.0)}, "reject", OUTSIDE, {"measure": "grad_norm", "place": " (step 22)"}),
+        ({"new": changed("lr", 2, 1e-5)}, "reject", OUTSIDE, {"measure": "lr", "place": " (step 22)"}),
+        ({"apart": 0.6}, "reject", OUTSIDE, {"measure": "weights", "difference": 0.6, "noise": 0.5, "share": near(1.2)}),
+        ({"new": trace(moved={"embedding": 1.0, "blocks.0.qkv": 0.0})}, "reject", OUTSIDE,
+         {"measure": "tensor's update length", "place": " (blocks.0.qkv)"}),
+        ({"new": trace(moved=dict.fromkeys(TENSORS, 1.3))}, "reject", OUTSIDE, {"measure": "length of the update"}),
+        ({"new": trace(optimizer=trace().optimizer | {"step.embedding": 8.0})}, "reject", OUTSIDE,
+         {"measure": "optimiser's step", "place": " (step.embedding)"}),
+        ({"new": trace(optimizer={k: 2 * v for k, v in trace().optimizer.items()})}, "reject", OUTSIDE, {"measure": "optimiser's exp_avg"}),
+        # not finite, or missing
+        ({"new": missing("loss", 4)}, "reject", OUTSIDE, {"measure": "loss", "place": " (step 24)", "difference": math.inf}),
+        ({"new": trace(series={"lr": [0.001] * STEPS})}, "reject", OUTSIDE, {"measure": "loss"}),
+        ({"apart": math.nan}, "reject", OUTSIDE, {"measure": "weights"}),
+        ({"new": None, "new_failed": "exit 1: RuntimeError: boom"}, "reject", "new_code_failed", {"why": "exit 1: RuntimeError: boom"}),
+        # both not finite at the same step: equal
+        ({"old": missing("loss", 4), "again": missing("loss", 4), "new": missing("loss", 4)}, "promote", "same_bits", {}),
         # no evidence
-        ({"old": None, "old_failed": "exit 2: no such key"}, "hold", "no such key"),
-        ({"others": (trace(1), trace(2))}, "hold", "over 2 seeds, 3 are needed"),
-        ({"others": (trace(1),) * 3}, "hold", "no noise to compare with: loss"),
-        ({"others": (trace(1), trace(2), missing("grad_norm", 0)), "apart_seeds": math.nan}, "hold", "weights"),
-        ({"apart_seeds": 0.0}, "hold", "weights"),
-        ({"others": tuple(trace(s, series={"loss": [None] * STEPS, "lr": [1.0] * STEPS}) for s in (1, 2, 3))}, "hold", "loss"),
-        ({"old": trace(series={"loss": [None] * STEPS})}, "hold", "no losses"),
-        ({"steps": 0}, "hold", "no losses"),
-        # a witness that the new code no longer leaves: a person decides
-        ({"new": trace(series={"loss": trace().series["loss"]})}, "hold", "no longer leaves what it is judged by: grad_norm, lr"),
-        # what only the new code writes is not compared, and said
-        ({"old": trace(series={"loss": trace().series["loss"]})}, "promote", "Not compared, because only one of them left it: grad_norm, lr"),
+        ({"old": None, "old_failed": "exit 2: no such key"}, "hold", "old_code_failed", {"why": "exit 2: no such key"}),
+        ({"others": (trace(1), trace(2))}, "hold", "too_few_seeds", {"measured": 2, "needed": 3}),
+        ({"others": (trace(1),) * 3}, "hold", "no_noise", {"measures": ["loss"]}),
+        ({"others": (trace(1), trace(2), missing("grad_norm", 0)), "apart_seeds": math.nan}, "hold", "no_noise", {"measures": ["weights"]}),
+        ({"apart_seeds": 0.0}, "hold", "no_noise", {"measures": ["weights"]}),
+        ({"others": tuple(trace(s, series={"loss": [None] * STEPS, "lr": [1.0] * STEPS}) for s in (1, 2, 3))}, "hold", "no_noise", {}),
+        ({"old": trace(series={"loss": [None] * STEPS})}, "hold", "no_losses", {}),
+        ({"steps": 0}, "hold", "no_losses", {}),
+        # the new code no longer writes a measure: a person decides
+        ({"new": trace(series={"loss": trace().series["loss"]})}, "hold", "measures_lost", {"lost": ["grad_norm", "lr"]}),
+        # series that only the new code writes are not compared, and named
+        ({"old": trace(series={"loss": trace().series["loss"]})}, "promote", "series_not_compared", {"series": ["grad_norm", "lr"]}),
     ],
 )  # fmt: skip
-def test_judgement(changes: dict[str, object], outcome: str, said: str) -> None:
+def test_judgement(changes: dict[str, object], outcome: str, code: str, data: dict[str, object]) -> None:
     found = judge_certificate(POLICY, evidence(**changes))
     assert found.outcome == outcome, found.reasons
-    assert said in " ".join(found.reasons)
+    same = [reason.data for reason in found.reasons if reason.code == f"training.certificate.{code}"]
+    assert any(data == {name: said[name] for name in data} for said in same), found.reasons
 
 
-def test_state_that_only_one_of_them_has_is_named() -> None:
+def test_state_that_only_one_commit_writes_is_named() -> None:
     more = trace(optimizer=trace().optimizer | {f"momentum.{name}": 1.0 for name in TENSORS})
     added = judge_certificate(POLICY, evidence(new=more))
     assert added.outcome == "promote"
-    assert "left it: 2 tensors of the optimiser's state, first momentum.blocks.0.qkv" in added.reasons[-1]
+    assert the(added.reasons, "training.certificate.state_not_compared").data == {
+        "tensors": 2,
+        "first": "momentum.blocks.0.qkv",
+    }
     renamed = trace(optimizer={name.replace("exp_avg", "momentum"): value for name, value in trace().optimizer.items()})
     lost = judge_certificate(POLICY, evidence(new=renamed))
-    assert lost.outcome == "hold" and "judged by: exp_avg.blocks.0.qkv, exp_avg.embedding" in lost.reasons[0]
+    assert lost.outcome == "hold"
+    assert the(lost.reasons, "training.certificate.measures_lost").data["lost"] == [
+        "exp_avg.blocks.0.qkv",
+        "exp_avg.embedding",
+    ]
 
 
-def test_a_tighter_policy_refuses_what_the_noise_would_let_through() -> None:
+def test_a_tighter_policy_refuses_a_difference_inside_the_noise() -> None:
     made = evidence(apart=0.3)
     assert judge_certificate(POLICY, made).outcome == "promote"
     assert judge_certificate(CertificatePolicy(share_of_noise=0.5), made).outcome == "reject"
@@ -143,7 +155,7 @@ NAMES = [m.name for m in measures(evidence())]
 
 
 @given(st.floats(0, 3), st.floats(0.01, 1))
-def test_further_apart_is_never_better(apart: float, share: float) -> None:
+def test_a_larger_difference_is_never_judged_better(apart: float, share: float) -> None:
     policy = CertificatePolicy(share_of_noise=share)
     near, far = (judge_certificate(policy, evidence(apart=apart * more)).outcome for more in (1, 1.5))
     assert near == "promote" or far == "reject"
@@ -151,7 +163,7 @@ def test_further_apart_is_never_better(apart: float, share: float) -> None:
 
 
 @given(st.sampled_from(["loss", "grad_norm"]), st.integers(0, STEPS - 1), st.floats(1e-9, 9) | st.floats(-9, -1e-9))
-def test_one_step_outside_is_found_wherever_it_is(name: str, step: int, by: float) -> None:
+def test_a_difference_at_any_single_step_is_found(name: str, step: int, by: float) -> None:
     found = judge_certificate(POLICY, evidence(new=changed(name, step, by)))
     noise = {m.name: m for m in found.measures}[name].noise
     if abs(by) > noise * (1 + 1e-9):

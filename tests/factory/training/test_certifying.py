@@ -1,4 +1,4 @@
-"""Code changes between the segments of a real run: real commits, real trainer processes, old code beside new."""
+"""Certificates of code changes between the segments of a real run: real commits, and real trainers of old and new code."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
 from tests.support.factory.errands import next_due, stuck
+from tests.support.messages import codes, refused
 from tests.support.plants.trained_plant import commit_edit, git, make_plant
 
 STEPS = 8
@@ -92,7 +93,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Site:
 
 @pytest.fixture
 def site(plant: Site) -> Iterator[Site]:
-    """The plant with the code that trained its trunk; afterwards nothing of a test's segments is open."""
+    """The plant with the code that trained its trunk. Afterwards no segment of the test is open."""
     yield plant
     git(plant.code, "reset", "--quiet", "--hard", plant.base)
     with plant.ledger.begin() as tx:
@@ -118,12 +119,12 @@ def test_a_change_of_docs_needs_no_runs(site: Site) -> None:
     site.edit("docs/notes.md", "", "# Notes\n")
     number = site.plan()
     verdict = site.certify(number)
-    assert verdict.outcome == "promote" and "no runs were needed" in verdict.reasons[0]
+    assert verdict.outcome == "promote" and codes(verdict.reasons) == ["training.certificate.no_change"]
     assert verdict.evidence(site.ledger)["steps"] == 0 and not runs_of(site, number).exists()
 
 
 def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
-    """A faster attention rounds otherwise; training goes on as before."""
+    """A faster attention kernel rounds differently, and training continues."""
     text = (site.code / "policies" / "kernels.yaml").read_text()
     site.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: recompute", 1))
     number = site.plan()
@@ -132,7 +133,8 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     (shown,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
     facts = shown["evidence"]
     assert shown["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
-    assert facts["changed"] == ["policies/kernels.yaml", "kernel of attention: reference → recompute"]
+    file, kernel = facts["changed"]
+    assert file == "policies/kernels.yaml" and kernel.endswith("attention: reference → recompute")
     assert len(facts["seeds"]) == 3
     assert (facts["old_commit"], facts["new_commit"]) == (site.base, git(site.code, "rev-parse", "HEAD"))
     found = {m["name"]: m for m in facts["measures"]}
@@ -152,7 +154,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
 
 @pytest.mark.long("four runs in bf16: a minute where the processor has no fast bf16 product")
 def test_another_precision_is_certified_like_other_code(site: Site) -> None:
-    """As on a machine where another precision is the fastest: same commit, same kernels. Noise is measured in the new one alone."""
+    """As on a machine with another fastest precision: same commit, same kernels. Only the new precision measures the noise."""
     recipe = site.workspace.own_recipe()
     before = recipe.read_text()
     try:
@@ -171,8 +173,8 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
 
 
 @pytest.mark.long("five runs of the trainer, in bf16 and in fp8")
-def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(site: Site) -> None:
-    """The old code's pair in bf16; its other seeds, and the new code's pair, in fp8."""
+def test_a_change_from_bf16_to_fp8_needs_a_certificate_that_runs_in_both(site: Site) -> None:
+    """The old code runs once in bf16; its runs with other seeds, and the new code, run in fp8."""
     recipe = site.workspace.own_recipe()
     before = recipe.read_text()
     parent = SegmentRow.get(site.ledger, 1)
@@ -215,18 +217,24 @@ def test_from_bf16_to_fp8_a_certificate_is_asked_for_and_run_in_both(site: Site)
 def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, seen_by: str) -> None:
     site.edit(INIT, "", code)
     number = site.plan()
-    with pytest.raises(NotCertified, match=f"Outside seed noise.*certify --accept {number}"):
+    with refused("training.not_certified", NotCertified, segment=number) as raised:
         site.run(number)
+    assert raised.value.data["to_do"].data == {"segment": number} and f"--accept {number}" in str(raised.value)
     verdict = certificate_of(site.ledger, number)
-    assert verdict and verdict.outcome == "reject"
-    assert any(seen_by in reason for reason in verdict.reasons), verdict.reasons
+    assert (
+        verdict
+        and verdict.outcome == "reject"
+        and set(codes(verdict.reasons)) == {"training.certificate.outside_noise"}
+    )
+    assert any(seen_by in reason.data["measure"] for reason in verdict.reasons), verdict.reasons
     assert SegmentRow.get(site.ledger, number).state == "uncertified" and not started(site, number)
 
 
-def test_a_crash_is_refused_with_the_trainers_message(site: Site) -> None:
+def test_code_that_crashes_is_refused_with_the_trainers_message(site: Site) -> None:
     site.edit(INIT, "", BACKWARD.format("1 / 0"))
     verdict = site.certify(site.plan())
-    assert verdict.outcome == "reject" and "ZeroDivisionError" in verdict.reasons[0]
+    assert verdict.outcome == "reject" and codes(verdict.reasons) == ["training.certificate.new_code_failed"]
+    assert "ZeroDivisionError" in verdict.reasons[0].data["why"]
 
 
 def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
@@ -239,11 +247,11 @@ def test_without_the_old_code_nothing_is_certified(site: Site) -> None:
     finally:
         with site.ledger.begin() as tx:
             tx.execute(segments.update().where(segments.c.id == 1).values(code_commit=site.base))
-    assert verdict.outcome == "hold" and "old code could not be run" in verdict.reasons[0]
+    assert verdict.outcome == "hold" and codes(verdict.reasons) == ["training.certificate.old_code_failed"]
     assert SegmentRow.get(site.ledger, number).state == "uncertified"
 
 
-def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site: Site) -> None:
+def test_both_commits_run_the_parents_recipe_if_the_old_code_cannot_read_the_new_one(site: Site) -> None:
     known = '"""All settings of a run. With data, code and checkpoint they determine the run."""\n'
     site.edit("trainer/contract/recipe.py", known, f"{known}\n    colour: str = 'red'\n")
     number = site.plan()
@@ -252,28 +260,29 @@ def test_a_recipe_that_the_old_code_cannot_read_is_replaced_by_the_parents(site:
         tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=recipe))
     verdict = site.certify(number)
     assert verdict.outcome == "promote", verdict.reasons
-    assert verdict.evidence(site.ledger)["basis"] == "parent" and "to the last bit" in verdict.reasons[0]
+    assert verdict.evidence(site.ledger)["basis"] == "parent"
+    assert codes(verdict.reasons)[0] == "training.certificate.same_bits"
 
 
 @pytest.mark.slow("trains under two commits")
-def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
+def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.edit(INIT, "", STEP.format("2"))
     number = site.plan()
     for _ in range(2):  # the second pass does not try again
-        with pytest.raises(NotCertified, match=f"--accept {number}"):
+        with refused("duties.not_certified", NotCertified, segment=number):
             work(Plant(site.workspace, site.ledger), settle=0)
     assert len([row for row in every_certificate(site.ledger) if row["segment"] == number]) == 1
     words = "\n".join(screen(snapshot(site.workspace)))
     assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
-    with pytest.raises(InputError, match=f"those that do: {number}"):
+    with refused("training.not_uncertified", InputError, segment=1, waiting=[number]):
         accept(Plant(site.workspace, site.ledger), 1, "somebody")
 
     bad = git(site.code, "rev-parse", "HEAD")
     git(site.code, "revert", "--no-edit", "HEAD")
     assert site.action() != f"train {number}"
-    assert stuck(Plant(site.workspace, site.ledger)) is None, "other code is live: training goes on"
+    assert stuck(Plant(site.workspace, site.ledger)) is None, "other code is live, so training continues"
     git(site.code, "reset", "--quiet", "--hard", bad)
 
     done = factory("certify", "--accept", str(number), "--json", "-w", str(site.workspace.root))
@@ -290,16 +299,17 @@ def test_refused_the_factory_waits_until_a_person_reverts_or_accepts(
         tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
 
 
-@pytest.mark.parametrize(("code", "says"), [(74, "says that the disk is full, but there is room"), (75, "was stopped")])
+@pytest.mark.parametrize(("code", "says"), [(74, "reported a full disk"), (75, "received SIGTERM")])
 @pytest.mark.slow("a trainer, started three times")
-def test_code_that_ends_by_its_own_word_is_refused_after_three_tries(site: Site, code: int, says: str) -> None:
+def test_code_that_fakes_a_full_disk_or_a_stop_is_refused_after_three_tries(site: Site, code: int, says: str) -> None:
     site.edit(INIT, "", f"raise SystemExit({code})\n")
     number = site.plan()
     for tries in (1, 2):
-        with pytest.raises(SegmentError, match=f"new code: its trainer {says}.*: {tries} of 3 tries"):
+        with pytest.raises(SegmentError, match=f"{says}.*{tries} of 3 tries"):
             site.certify(number)
     verdict = site.certify(number)
-    assert verdict.outcome == "reject" and f"3 times, it {says}" in verdict.reasons[0], verdict.reasons
+    assert verdict.outcome == "reject" and codes(verdict.reasons) == ["training.certificate.new_code_failed"]
+    assert says in verdict.reasons[0].data["why"] and "3 times" in verdict.reasons[0].data["why"], verdict.reasons
     assert not started(site, number)
 
 
@@ -310,5 +320,5 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
     number = site.plan()
     again = site.certify(number)
     assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id
-    with pytest.raises(InputError, match=f"was replaced by segment {number}"):
+    with refused("training.segment_replaced", InputError, segment=number - 1, newer=number):
         accept(Plant(site.workspace, site.ledger), number - 1, "somebody")

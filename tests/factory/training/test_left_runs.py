@@ -1,4 +1,4 @@
-"""What the runs of a certificate and of a preflight left is read when no file handle is left: nothing is said about the runs then."""
+"""Without free file handles, the files of a certificate's or preflight's runs cannot be read. That is no evidence about the runs."""
 
 from __future__ import annotations
 

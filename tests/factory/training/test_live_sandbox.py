@@ -128,7 +128,7 @@ def test_hostile_live_code_reaches_nothing_and_its_result_is_the_honest_one(
 def test_the_same_code_outside_of_the_sandbox_reaches_all(
     tmp_path: Path, server: tuple[int, list[socket.socket]], workspace: Workspace
 ) -> None:
-    """So that what it does not reach in the sandbox is the sandbox's doing."""
+    """This shows that the sandbox stops the code, and not the test's set-up."""
     port, listening = server
     script = tmp_path / "script.py"
     tries = "import socket, sys\nfor family, name in ((2, ('127.0.0.1', int(sys.argv[1]))), (1, '\\0factory-test-' + sys.argv[1])):\n"
@@ -166,9 +166,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     assert isolation(Plant(workspace, ledger))[0] is False
     with ledger.begin() as tx:
         tx.execute(sa.update(proposals).values(state="approved"))
-    with pytest.raises(
-        IsolationError, match="holds proposal 7, which an agent wrote.*none-such.*training_sandbox: off"
-    ):
+    with pytest.raises(IsolationError, match="proposal 7.*none-such.*training_sandbox: off"):
         isolation(Plant(workspace, ledger))
     assert isolation(Plant(policy("off"), ledger)) == (
         False,
@@ -178,7 +176,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     assert row["ok"] is False and "NOT in the sandbox" in row["detail"]
 
 
-def test_what_a_launcher_starts_is_not_isolated_and_the_factory_says_so(workspace: Workspace) -> None:
+def test_processes_of_a_launcher_are_reported_as_not_isolated(workspace: Workspace) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     several = replace(workspace, config=replace(workspace.config, launcher="srun torchrun", ranks=2))
     isolated, why = isolation(Plant(several, ledger))
@@ -215,7 +213,7 @@ def test_a_trainer_s_files_are_read_without_trust(tmp_path: Path) -> None:
         ('{"last_step": 5, "checkpoint": "/elsewhere/step-00000005", "manifest_sha256": ""}', "and not step 5"),
     ],
 )
-def test_a_result_that_is_about_something_else_is_refused(tmp_path: Path, result: str, says: str) -> None:
+def test_a_result_of_another_segment_is_refused(tmp_path: Path, result: str, says: str) -> None:
     (tmp_path / "result.json").write_text(result.replace("CHECKPOINTS", str(tmp_path / "checkpoints")))
     with pytest.raises(SegmentError, match=says):
         result_of(tmp_path, 5)

@@ -1,4 +1,4 @@
-"""The preflight: five faults that never show in the loss, each in a real commit, and what the judge says of numbers."""
+"""The preflight finds five faults that the loss never shows, each in a real commit. Its judge is a pure function of numbers."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from factory.training.certifying import NotCertified, accept, certificate_of, en
 from factory.training.planning import plan_trunk
 from factory.training.preflight import LEAD, WAYS, FromStraight, PreflightEvidence, judge_preflight, small_recipe
 from factory.training.training import run_segment
+from kernels.contract.message import Message
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import factory
+from tests.support.messages import codes, refused, the
 from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import commit_edit, git, make_plant
 from trainer.contract.recipe import Recipe
 
 STEPS = 4
+WORDS = {way.name: way.words for way in WAYS}
 SLOW = pytest.mark.slow("torchrun and two ranks for each fault: fifteen seconds on a quiet machine")
 NEAR = FromStraight({"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7})
 HONEST = PreflightEvidence(
@@ -48,58 +51,87 @@ def beside(**changes: Any) -> PreflightEvidence:
     return replace(HONEST, **{key: {**getattr(HONEST, key), **value} for key, value in changes.items()})
 
 
-def test_what_rounding_explains_passes() -> None:
+def test_a_difference_that_rounding_explains_passes() -> None:
     found = judge_preflight(PreflightPolicy(), HONEST)
-    assert found.outcome == "promote" and "7 ways to train" in found.reasons[0]
+    assert found.outcome == "promote" and the(found.reasons, "training.preflight.passed").data == {
+        "ways": 7,
+        "steps": 2,
+    }
 
 
 @pytest.mark.parametrize(
-    ("evidence", "outcome", "words"),
+    ("evidence", "outcome", "code", "data"),
     [
         (
             beside(apart={"accumulated": FromStraight({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
             "reject",
-            ["accumulation of 4", "loss", "step 11"],
+            "beyond_rounding",
+            {"both": WORDS["accumulated"], "what": "loss", "step": 11, "difference": 1e-4, "rounding": 2e-7},
         ),
         (
             beside(apart={"reference": FromStraight({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
             "reject",
-            ["reference kernels", "exp_avg.w", "step 11"],
+            "beyond_rounding",
+            {"both": WORDS["reference"], "what": "exp_avg.w", "step": 11},
         ),
         (
             beside(apart={"resumed": FromStraight({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
             "reject",
-            ["a resumed run", "w at step 11", "to the bit"],
+            "bits_differ",
+            {"both": WORDS["resumed"], "what": "w", "step": 11},
         ),
         (
             beside(apart={"split": FromStraight({"loss": [1e-7, float("nan")]}, {})}),
             "reject",
-            ["split the weights", "step 11"],
+            "beyond_rounding",
+            {"both": WORDS["split"], "step": 11},
         ),
-        (beside(born_apart={"tensor": ["blocks.0.up"]}), "reject", ["each matrix", "first weights", "blocks.0.up"]),
-        (beside(replicas_apart={"replicas": ["embedding"]}), "reject", ["other bits", "step 11", "embedding"]),
-        (beside(replicas_apart={"replicas": None}), "hold", ["does not say"]),
-        (replace(HONEST, failed={"split": "exit 1: no"}), "reject", ["'split' failed", "exit 1"]),
-        (replace(HONEST, rounding=[NEAR]), "hold", ["what rounding does"]),
-        (replace(HONEST, apart={"resumed": HONEST.apart["resumed"]}), "hold", ["were not compared"]),
+        (
+            beside(born_apart={"tensor": ["blocks.0.up"]}),
+            "reject",
+            "initial_weights_differ",
+            {"both": WORDS["tensor"], "count": 1, "weights": ["blocks.0.up"]},
+        ),
+        (
+            beside(replicas_apart={"replicas": ["embedding"]}),
+            "reject",
+            "copies_differ",
+            {"both": WORDS["replicas"], "step": 11, "weights": ["embedding"]},
+        ),
+        (beside(replicas_apart={"replicas": None}), "hold", "copies_unknown", {"both": WORDS["replicas"]}),
+        (
+            replace(HONEST, failed={"split": "exit 1: no"}),
+            "reject",
+            "run_failed",
+            {"run": "split", "line": "exit 1: no"},
+        ),
+        (replace(HONEST, rounding=[NEAR]), "hold", "no_rounding", {}),
+        (
+            replace(HONEST, apart={"resumed": HONEST.apart["resumed"]}),
+            "hold",
+            "not_compared",
+            {"both": WORDS["accumulated"]},
+        ),
     ],
 )
 def test_a_fault_is_refused_and_a_missing_measurement_holds(
-    evidence: PreflightEvidence, outcome: str, words: list[str]
+    evidence: PreflightEvidence, outcome: str, code: str, data: dict[str, Any]
 ) -> None:
     found = judge_preflight(PreflightPolicy(), evidence)
-    assert found.outcome == outcome and all(word in found.reasons[0] for word in words), found.reasons
+    assert found.outcome == outcome and codes(found.reasons)[0] == f"training.preflight.{code}", found.reasons
+    assert {name: found.reasons[0].data[name] for name in data} == data
 
 
-def test_a_part_that_is_turned_off_is_not_asked_for_and_what_cannot_be_run_is_said() -> None:
+def test_a_part_that_is_turned_off_is_not_asked_for_and_a_way_that_cannot_be_run_is_named() -> None:
     bad = beside(apart={"accumulated": FromStraight({"loss": [1.0, 1.0]}, {})})
     assert judge_preflight(PreflightPolicy(parts=["resume", "kernels"]), bad).outcome == "promote"
     apart = {name: found for name, found in HONEST.apart.items() if name != "compiled"}
     found = judge_preflight(PreflightPolicy(), replace(HONEST, apart=apart, left_out={"compiled": "it is not"}))
-    assert found.outcome == "promote" and "not compared: compiled blocks and plain ones: it is not." in found.reasons[1]
+    assert found.outcome == "promote"
+    assert the(found.reasons, "training.preflight.left_out").data == {"both": WORDS["compiled"], "why": "it is not"}
 
 
-def test_a_lone_step_where_rounding_was_small_by_chance_is_no_fault() -> None:
+def test_a_single_step_with_a_small_effect_of_rounding_is_no_fault() -> None:
     lucky = FromStraight({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
     rounding = [lucky, lucky]
     honest = FromStraight({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
@@ -146,7 +178,7 @@ class Hangar:
     def plan(self) -> SegmentRow:
         return SegmentRow.get(self.ledger, plan_trunk(Plant(self.workspace, self.ledger), 4))
 
-    def run_preflight(self, *parts: Any) -> tuple[str, str]:
+    def run_preflight(self, *parts: Any) -> tuple[str, Message]:
         """(outcome, first reason) of a preflight of the live commit."""
         policy = PreflightPolicy(parts=list(parts), steps=STEPS)
         evidence = preflight_runs.run_preflight(Plant(self.workspace, self.ledger), self.plan(), policy)
@@ -164,7 +196,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Hangar:
 
 @pytest.fixture
 def hangar(made: Hangar) -> Iterator[Hangar]:
-    """The plant with the code that trained its trunk; afterwards nothing of a test's segments is open."""
+    """The plant with the code that trained its trunk. Afterwards no segment of the test is open."""
     yield made
     git(made.code, "reset", "--quiet", "--hard", made.base)
     with made.ledger.begin() as tx:
@@ -210,15 +242,15 @@ DRIFT = (
 
 
 @pytest.mark.long("two ranks, and five other ways to train the same")
-def test_an_honest_commit_flies_through_all_parts(hangar: Hangar) -> None:
+def test_an_honest_commit_passes_all_parts(hangar: Hangar) -> None:
     text = (hangar.code / "policies" / "kernels.yaml").read_text()
     hangar.edit("policies/kernels.yaml", text, text.replace("swiglu: reference", "swiglu: native", 1))
     outcome, reason = hangar.run_preflight("resume", "accumulation", "kernels", "compile", "ranks")
-    assert outcome == "promote" and "6 ways to train" in reason, reason
+    assert outcome == "promote" and (reason.code, reason.data["ways"]) == ("training.preflight.passed", 6), reason
 
 
 @pytest.mark.long("two ranks, and five other ways to train the same")
-def test_fp8_flies_through_all_parts(hangar: Hangar) -> None:
+def test_fp8_passes_all_parts(hangar: Hangar) -> None:
     """Scales are powers of two, so that micro-batches, joined matrices and ranks round elements alike."""
     recipe = hangar.workspace.own_recipe()
     before = recipe.read_text()
@@ -233,8 +265,9 @@ def test_fp8_flies_through_all_parts(hangar: Hangar) -> None:
 def test_a_denominator_that_depends_on_the_accumulation_is_found(hangar: Hangar) -> None:
     hangar.edit(*DENOMINATOR)
     outcome, reason = hangar.run_preflight("accumulation")
-    assert outcome == "reject" and "accumulation of 4 micro-batches and of 1 differ" in reason, reason
-    assert f"at step {LEAD} " in reason, "the first step whose gradient is another"
+    assert outcome == "reject" and reason.code == "training.preflight.beyond_rounding", reason
+    assert reason.data["both"] == WORDS["accumulated"]
+    assert reason.data["step"] == LEAD, "the first step with a different gradient"
 
 
 def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
@@ -242,34 +275,37 @@ def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
     hangar.edit("policies/kernels.yaml", text, text.replace("attention: reference", "attention: recompute", 1))
     hangar.edit(*BACKWARD)
     outcome, reason = hangar.run_preflight("kernels")
-    assert outcome == "reject" and "reference kernels and the chosen ones differ" in reason, reason
+    assert outcome == "reject" and reason.code == "training.preflight.beyond_rounding", reason
+    assert reason.data["both"] == WORDS["reference"]
 
 
 @pytest.mark.sample("moments")
 @SLOW
 @pytest.mark.parametrize("fault", [REPEATED, FORGOTTEN], ids=["data that are read again", "moments"])
-def test_what_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
+def test_state_that_a_resume_forgets_is_found(hangar: Hangar, fault: tuple[str, str, str]) -> None:
     hangar.edit(*fault)
     outcome, reason = hangar.run_preflight("resume")
-    assert outcome == "reject" and "a resumed run and a straight one differ" in reason, reason
+    assert outcome == "reject" and reason.code == "training.preflight.bits_differ", reason
+    assert reason.data["both"] == WORDS["resumed"]
 
 
 @pytest.mark.sample("clipping on one rank")
 @pytest.mark.parametrize(
-    ("fault", "words"),
+    ("fault", "code", "way"),
     [
-        pytest.param(SEEDS, "2 ranks that split each matrix and 1 rank differ: the first weights", id="equal seeds"),
-        pytest.param(CLIPPING, "2 ranks that split the weights and 1 rank differ", id="clipping on one rank"),
-        pytest.param(DRIFT, "ranks hold other bits of the same weights after step", id="drifting replicas"),
+        pytest.param(SEEDS, "initial_weights_differ", "tensor", id="equal seeds"),
+        pytest.param(CLIPPING, "beyond_rounding", "split", id="clipping on one rank"),
+        pytest.param(DRIFT, "copies_differ", "replicas", id="drifting replicas"),
     ],
 )
 @SLOW
-def test_what_ranks_do_wrong_is_found(hangar: Hangar, fault: tuple[str, str, str], words: str) -> None:
+def test_a_fault_of_a_rank_is_found(hangar: Hangar, fault: tuple[str, str, str], code: str, way: str) -> None:
     hangar.edit(*fault)
     policy = PreflightPolicy(parts=["ranks"], steps=STEPS)
     evidence = preflight_runs.run_preflight(Plant(hangar.workspace, hangar.ledger), hangar.plan(), policy)
     found = judge_preflight(policy, evidence)
-    assert found.outcome == "reject" and any(words in reason for reason in found.reasons), found.reasons
+    reasons = [(reason.code, reason.data["both"]) for reason in found.reasons]
+    assert found.outcome == "reject" and (f"training.preflight.{code}", WORDS[way]) in reasons, found.reasons
 
 
 def write_policy(hangar: Hangar, text: str) -> None:
@@ -282,20 +318,21 @@ def verdicts_of(ledger: Ledger, segment: int) -> Mapping[str, VerdictRow]:
 
 
 @pytest.mark.slow("five runs of a certificate before those of the preflight")
-def test_a_commit_that_is_refused_does_not_train_until_a_person_takes_it(hangar: Hangar) -> None:
-    """The tiny recipe has one micro-batch, so that the certificate, of old and new code, sees nothing."""
+def test_a_refused_commit_does_not_train_until_a_person_accepts_it(hangar: Hangar) -> None:
+    """The tiny recipe has one micro-batch, so the certificate finds no difference between old and new code."""
     write_policy(hangar, f"steps: 4\npreflight: {{parts: [accumulation], steps: {STEPS}}}\n")
     hangar.edit(*DENOMINATOR)
     number = hangar.plan().id
-    with pytest.raises(NotCertified, match=f"Preflight: accumulation .* at step {LEAD} .*certify --accept {number}"):
+    with refused("training.not_certified", NotCertified, segment=number) as raised:
         run_segment(Plant(hangar.workspace, hangar.ledger), number)
+    assert f"Preflight: {WORDS['accumulated']}" in str(raised.value) and f" step {LEAD} " in str(raised.value)
     folder = Path(SegmentRow.get(hangar.ledger, number).folder)
     assert SegmentRow.get(hangar.ledger, number).state == "uncertified" and not (folder / "segment.json").exists()
     found = verdicts_of(hangar.ledger, number)
     assert {gate: row.outcome for gate, row in found.items()} == {"code": "promote", "preflight": "reject"}
     assert (folder / "preflight.json").exists() and not (folder / "preflight").exists()
     words = "\n".join(screen(snapshot(hangar.workspace)))
-    assert "its code is not certified: Preflight: accumulation" in words and words.count("is not certified") == 1
+    assert "Preflight: accumulation" in words and words.count("is not certified") == 1
     shown = factory("certify", "-w", str(hangar.workspace.root)).stdout
     assert "NOT CERTIFIED  (preflight of" in shown and "Preflight: accumulation" in shown
     accept(Plant(hangar.workspace, hangar.ledger), number, "ada")

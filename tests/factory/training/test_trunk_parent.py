@@ -1,4 +1,4 @@
-"""What the next segment goes on from, planned in a real ledger and run by real trainers on the tiny recipe."""
+"""The parent of the next segment, planned in a real ledger and run by real trainers on the tiny recipe."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def put_segment(ledger: Ledger, number: int, kind: str, parent: int | None, stat
         ("trunk", [("trunk", None, "done"), ("anneal", 1, "done")], 1),
     ],
 )
-def test_what_the_trunk_goes_on_from(
+def test_the_parent_of_the_next_trunk_segment(
     plant: Workspace, continue_from: str, history: list[tuple[str, int | None, str]], parent: int | None
 ) -> None:
     ledger = Ledger.open(plant.ledger_url)
@@ -93,8 +93,8 @@ def test_what_the_trunk_goes_on_from(
 
 
 @pytest.mark.slow("three segments, each by its own trainer")
-def test_wsd_s_goes_on_from_the_annealed_weights(plant: Workspace, tmp_path: Path) -> None:
-    """Trunk, anneal, trunk, anneal: steps go on counting, no piece is drawn twice, the rate climbs back."""
+def test_wsd_s_continues_from_the_annealed_weights(plant: Workspace, tmp_path: Path) -> None:
+    """Trunk, anneal, trunk, anneal: the step count continues, no piece is drawn twice, and the rate rises again."""
     ledger = Ledger.open(plant.ledger_url)
     steps = {"first": 8, "later": 6}
     with_schedule(plant, continue_from="anneal", rewarmup_steps=3, anneal_steps=4, shape="linear", trunk_steps=steps)
@@ -131,5 +131,5 @@ def test_wsd_s_goes_on_from_the_annealed_weights(plant: Workspace, tmp_path: Pat
     state = json.loads((Path(segment(ledger, 2)["result"]["checkpoint"]) / "state.json").read_text())
     after = json.loads((Path(segment(ledger, 3)["result"]["checkpoint"]) / "state.json").read_text())
     seen, later = ({n: c[2:4] for n, c in s["sampler"]["streams"].items()} for s in (state, after))
-    assert all(later[name] >= seen[name] for name in seen), "every cursor goes on from where the anneal left it"
+    assert all(later[name] >= seen[name] for name in seen), "every cursor continues from its place after the anneal"
     assert records(rows[2])[0]["tokens"] > records(rows[1])[-1]["tokens"]

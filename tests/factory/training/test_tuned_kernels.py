@@ -1,4 +1,4 @@
-"""What ``factory tune`` leaves, what a plan makes of it, and what is said of a file that does not fit."""
+"""The file that ``factory tune`` writes, how a plan uses it, and messages about a file that does not fit."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from kernels.contract.bench import Setting
 from kernels.contract.machine import here
 from kernels.contract.registry import OPS
 from kernels.contract.tune import Timed, best, trained_ops, turns
+from tests.support.messages import codes, refused
 
 MACHINE = here("cpu")
 SHAPE = {
@@ -56,45 +57,38 @@ def test_kernels_of_fp8_are_those_of_bf16(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "shape", "used", "words"),
+    ("changes", "shape", "used", "code"),
     [
         ({}, SHAPE, True, ""),
-        ({}, SHAPE | {"d_model": 64}, True, "sizes of another recipe"),
-        ({"machine": replace(MACHINE, torch="1.13.0").to_json()}, SHAPE, False, "made with torch 1.13.0"),
+        ({}, SHAPE | {"d_model": 64}, True, "computing.other_shape"),
+        ({"machine": replace(MACHINE, torch="1.13.0").to_json()}, SHAPE, False, "computing.other_torch"),
     ],
 )
-def test_a_tuning_is_used_where_it_fits_and_what_does_not_is_reported_in_one_line(
-    workspace: Workspace, changes: dict[str, Any], shape: dict[str, int], used: bool, words: str
+def test_a_tuning_is_used_where_it_fits_and_a_misfit_is_reported_in_one_line(
+    workspace: Workspace, changes: dict[str, Any], shape: dict[str, int], used: bool, code: str
 ) -> None:
     untuned = lookup(workspace, MACHINE, "fp32")
-    assert untuned.choice is None and "factory tune" in untuned.note and "\n" not in untuned.note
+    assert untuned.choice is None and codes([untuned.note]) == ["computing.not_tuned"] and "\n" not in untuned.note
     path = put(workspace, **changes)
     found = lookup(workspace, MACHINE, "fp32", shape)
     assert found.choice == ({"attention": "recompute", "adamw": "fused"} if used else None)
-    assert words in found.note and bool(words) == bool(found.note)
+    assert codes([found.note]) == [code] and bool(code) == bool(found.note)
     assert found.note or found.source == str(path)
     assert lookup(workspace, MACHINE, "bf16").choice is None  # another precision has a tuning of its own
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ("{", "is not a result of 'factory tune'"),
-        ("[]", "is not a result"),
-        ('{"machine": {}, "choice": {}}', "is not a result"),
-    ],
-)
-def test_a_broken_tuning_is_named(workspace: Workspace, content: str, words: str) -> None:
+@pytest.mark.parametrize("content", ["{", "[]", '{"machine": {}, "choice": {}}'])
+def test_a_broken_tuning_is_named(workspace: Workspace, content: str) -> None:
     path = put(workspace)
     path.write_text(content)
-    with pytest.raises(ConfigError, match=words) as error:
+    with refused("computing.tuning_invalid", ConfigError, file=path) as error:
         lookup(workspace, MACHINE, "fp32")
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_tuning_of_another_class_of_machine_is_refused(workspace: Workspace) -> None:
     put(workspace, machine=replace(MACHINE, name="cpu-abacus").to_json())
-    with pytest.raises(ConfigError, match="made on a machine of class 'cpu-abacus', this is"):
+    with refused("computing.other_machine", ConfigError, made="cpu-abacus", here=MACHINE.name):
         lookup(workspace, MACHINE, "fp32")
 
 
@@ -129,7 +123,7 @@ def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> 
 
 
 def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> None:
-    """Real kernels, in the tiny recipe's sizes, with next to no seconds: what was not timed keeps what runs untuned."""
+    """Real kernels at the tiny recipe's sizes with 2 seconds: an op that was not timed keeps its untuned kernel."""
     path = tuning.tune(plant, SILENT, seconds=2.0)
     found = tuned_kernels.read(path)
     assert found["machine"] == MACHINE.to_json() and found["choice"].keys() == OPS.keys()
@@ -154,7 +148,7 @@ def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch
     assert len(asked) == 2
 
 
-def test_what_tuning_has_no_time_for_is_what_matters_least() -> None:
+def test_tuning_times_the_most_important_kernels_first() -> None:
     recipe = code_root() / "policies" / "recipes" / "demo.yaml"
     setting = replace(Setting.of_recipe(recipe), precision="bf16")
     order = [f"{op.name} {one.name}" for op, one in turns([OPS[name] for name in trained_ops(recipe)], setting, "cpu")]
