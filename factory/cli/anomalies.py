@@ -11,7 +11,9 @@ from factory.cli.app import Say, app, command, person
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
-anomalies = typer.Typer(no_args_is_help=True, help="Anomalies of training: list them, show a diagnosis, accept or reject it.")
+anomalies = typer.Typer(
+    no_args_is_help=True, help="Anomalies of training: list them, show a diagnosis, accept or reject it."
+)
 app.add_typer(anomalies, name="anomalies")
 Number = Annotated[int, typer.Argument(help="The anomaly's number, as 'factory anomalies list' prints it.")]
 
@@ -23,7 +25,9 @@ def diagnose(
     anomaly: Annotated[
         int | None, typer.Argument(help="The anomaly's number (default: the oldest one without a diagnosis).")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Replay at most this many steps, instead of the policy's limit.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Replay at most this many steps, instead of the policy's limit.")
+    ] = None,
 ) -> None:
     """Find the cause of an anomaly, then act as policies/anomalies.yaml says.
 

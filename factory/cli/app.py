@@ -46,7 +46,9 @@ def _version(asked: bool) -> None:
 def every_command(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and the commit of the code."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and the commit of the code."
+        ),
     ] = False,
 ) -> None:
     pass

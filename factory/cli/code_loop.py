@@ -50,7 +50,8 @@ def propose(
     ] = "",
     interactive: Annotated[bool, typer.Option("--interactive", help="Ask me questions between rounds.")] = False,
     count: Annotated[
-        int, typer.Option(min=1, max=64, help="How many proposals to draft at the same time, each for a different target.")
+        int,
+        typer.Option(min=1, max=64, help="How many proposals to draft at the same time, each for a different target."),
     ] = 1,
 ) -> None:
     """Run the code loop once: profile the training step, propose a patch on a git branch, and let the patch gate judge it.
@@ -137,7 +138,9 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
                 )
             )
     if row.outcome == "promote" and row.state == "judged":
-        print(Message("code_loop.merge_proposal", "  to merge    factory proposals approve {number}", number=row.number))
+        print(
+            Message("code_loop.merge_proposal", "  to merge    factory proposals approve {number}", number=row.number)
+        )
     print(
         Message(
             "code_loop.see_proposal",

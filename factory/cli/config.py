@@ -27,7 +27,9 @@ NAMES = (
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 
-commands = typer.Typer(help="Settings in force (factory.yaml, policies, recipe): print them, change one.", no_args_is_help=True)
+commands = typer.Typer(
+    help="Settings in force (factory.yaml, policies, recipe): print them, change one.", no_args_is_help=True
+)
 app.add_typer(commands, name="config")
 
 
@@ -65,9 +67,14 @@ def show(
 @commands.command("set")
 def set_(
     name: Annotated[str, typer.Argument(help="A policy's name, as 'factory config show' prints it, or 'recipe'.")],
-    key: Annotated[str, typer.Argument(help="The key, with dots between its sections, such as licences.missing or held_out.share.")],
+    key: Annotated[
+        str, typer.Argument(help="The key, with dots between its sections, such as licences.missing or held_out.share.")
+    ],
     value: Annotated[
-        str, typer.Argument(help="The value, as YAML, such as 0.05 or true. Of a mapping, such as '{train: true}', each key is set.")
+        str,
+        typer.Argument(
+            help="The value, as YAML, such as 0.05 or true. Of a mapping, such as '{train: true}', each key is set."
+        ),
     ],
     where: Where = DEFAULT,
 ) -> None:

@@ -21,7 +21,9 @@ WATCH_SECONDS = 2.0
 @app.command()
 def status(
     where: Where = DEFAULT,
-    watch: Annotated[bool, typer.Option("--watch", help="Print the status again every two seconds, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print the status again every two seconds, until Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
@@ -64,7 +66,9 @@ def duties(plant: Plant, say: Say) -> None:
 def log(
     where: Where = DEFAULT,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the newest entries to print.")] = 40,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Then print new entries as they come, until Ctrl-C.")] = False,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then print new entries as they come, until Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the daemon's log, logs/daemon.log. Tracebacks are in logs/errors.log, and the output of trainers is in logs/segment-N.log."""
@@ -92,7 +96,9 @@ def ui(
             "machine's name and addresses.",
         ),
     ] = None,
-    user: Annotated[str, typer.Option(help="Require a login with this user name. The password is made once and kept in a file.")] = "",
+    user: Annotated[
+        str, typer.Option(help="Require a login with this user name. The password is made once and kept in a file.")
+    ] = "",
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Serve the MLflow UI of this workspace, and print the pages to begin with: releases, candidates, training, proposals."""
@@ -133,7 +139,9 @@ def ui(
         print(said, flush=True)
     pages = start_pages(workspace, server)
     print(
-        Message("look.ui_address", "The MLflow UI is at {address}. Ctrl-C stops it. Begin with these pages:", address=server),
+        Message(
+            "look.ui_address", "The MLflow UI is at {address}. Ctrl-C stops it. Begin with these pages:", address=server
+        ),
         flush=True,
     )
     for page, address in pages.items():
@@ -156,7 +164,9 @@ def check(
     deep: Annotated[bool, typer.Option("--deep", help="Hash all files of the workspace, not only a sample.")] = False,
     mend: Annotated[
         bool,
-        typer.Option("--repair", help="Repair what can be repaired: rebuild, replay or restore files. Stop 'factory run' first."),
+        typer.Option(
+            "--repair", help="Repair what can be repaired: rebuild, replay or restore files. Stop 'factory run' first."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -202,7 +212,10 @@ def check(
 def demo(
     where: Where = DEFAULT,
     minutes: Annotated[
-        float, typer.Option(help="About how long the demo may take, from 2 to 120. A faster machine trains a larger model in that time.")
+        float,
+        typer.Option(
+            help="About how long the demo may take, from 2 to 120. A faster machine trains a larger model in that time."
+        ),
     ] = 6.0,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Delete the workspace of an earlier demo and start again.")

@@ -31,7 +31,9 @@ def init(
     recipe: Annotated[str, typer.Option(help="Name of a recipe in policies/recipes/ (default: demo).")] = "",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains a tokenizer)."),
+        typer.Option(
+            help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains a tokenizer)."
+        ),
     ] = None,
     vocabulary: Annotated[
         int,
@@ -42,9 +44,14 @@ def init(
     repository: Annotated[
         str, typer.Option(help="Git repository of the training code, which agents patch (default: this factory's own).")
     ] = "",
-    tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine, as 'factory tune' does.")] = True,
+    tune: Annotated[
+        bool, typer.Option(help="Time the registered kernels on this machine, as 'factory tune' does.")
+    ] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow a model that is too large for this machine, because another machine will train it.")
+        bool,
+        typer.Option(
+            "--force", help="Allow a model that is too large for this machine, because another machine will train it."
+        ),
     ] = False,
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running it again changes nothing."""
@@ -215,7 +222,9 @@ def anneal(where: Where = DEFAULT) -> None:
         waiting = open_segment(plant.ledger)
         if waiting:
             train_segment(plant, waiting)
-        number = next(iter(unexported(plant.ledger)), None)  # an anneal that was trained but not exported is only exported
+        number = next(
+            iter(unexported(plant.ledger)), None
+        )  # an anneal that was trained but not exported is only exported
         if number is None:
             plan = lambda: plan_anneal(plant)
             number = with_mending(plant, plan)
@@ -292,11 +301,16 @@ def release(
     where: Where = DEFAULT,
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
     bundle: Annotated[
-        int | None, typer.Option(help="Write this release as a folder (a bundle) that others can check with 'factory verify'.")
+        int | None,
+        typer.Option(help="Write this release as a folder (a bundle) that others can check with 'factory verify'."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The bundle's folder (default: bundles/ of the workspace).")] = None,
-    data: Annotated[bool, typer.Option("--data", help="Include in the bundle the documents whose licence allows it.")] = False,
-    traces: Annotated[bool, typer.Option("--traces", help="Include in the bundle the metrics and the kept checkpoints.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Include in the bundle the documents whose licence allows it.")
+    ] = False,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Include in the bundle the metrics and the kept checkpoints.")
+    ] = False,
     key: Annotated[
         Path | None,
         typer.Option(help="Private key that signs the bundle (PEM; default: the workspace's own, made at first use)."),
@@ -390,10 +404,15 @@ def serve(
     host: Annotated[
         str, typer.Option(help="Address to listen on. An address that other machines can reach needs --key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port; the command prints it.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port; the command prints it.")
+    ] = 8000,
     key: Annotated[
         str,
-        typer.Option(envvar="FACTORY_SERVE_KEY", help="The bearer token that clients must send. In the environment it is safer: 'ps' shows options to others."),
+        typer.Option(
+            envvar="FACTORY_SERVE_KEY",
+            help="The bearer token that clients must send. 'ps' shows this option to other users.",
+        ),
     ] = "",
 ) -> None:
     """Serve the champion by an OpenAI-compatible API. When the champion changes, switch to the new one without losing a request.

@@ -56,7 +56,9 @@ def resume(plant: Plant, say: Say) -> None:
 def retry(
     plant: Plant,
     say: Say,
-    segment: Annotated[int | None, typer.Argument(help="A parked segment; it continues from its newest checkpoint.")] = None,
+    segment: Annotated[
+        int | None, typer.Argument(help="A parked segment; it continues from its newest checkpoint.")
+    ] = None,
 ) -> None:
     """Retry at once all actions that wait after a failure. With a segment's number, also continue that parked segment."""
     from factory.retrying import tries
@@ -78,7 +80,9 @@ def abandon(plant: Plant, say: Say, segment: Annotated[int, typer.Argument(help=
 def rewind(
     plant: Plant,
     say: Say,
-    segment: Annotated[int, typer.Argument(help="The segment's number. All segments that continue from it are rewound too.")],
+    segment: Annotated[
+        int, typer.Argument(help="The segment's number. All segments that continue from it are rewound too.")
+    ],
     why: Why = "",
 ) -> None:
     """Take back a segment and all that continue from it: training continues from the segment before.
@@ -97,7 +101,9 @@ def quarantine(
     say: Say,
     names: Annotated[list[str], typer.Argument(help="Ids or keys of documents.")],
     why: Why = "",
-    undo: Annotated[bool, typer.Option("--undo", help="End the quarantine of these documents: train on them again.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="End the quarantine of these documents: train on them again.")
+    ] = False,
 ) -> None:
     """Quarantine documents: from the next segment on, they carry no loss. Releases that were trained on them are marked.
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
 
+
 @app.command(
     help="""Time every line of the training step: forward, backward (counted at the forward line that caused it), optimiser and data.
 
@@ -38,7 +39,8 @@ every line says which. Local processes (--workers) or the actors of a Ray cluste
 def profile(
     where: Where = DEFAULT,
     recipe: Annotated[
-        str | None, typer.Option(help="A recipe's name or file (default: the workspace's own, or 'demo' without a workspace).")
+        str | None,
+        typer.Option(help="A recipe's name or file (default: the workspace's own, or 'demo' without a workspace)."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for the files. Profiles this checkout, without a workspace.")
@@ -46,7 +48,9 @@ def profile(
     alone: Annotated[
         float | None, typer.Option(min=0, help="Seconds to spend on timing single operations; 0: do not time them.")
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Profile layers of large model shapes instead of a recipe's step.")] = False,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Profile layers of large model shapes instead of a recipe's step.")
+    ] = False,
     models: Annotated[str | None, typer.Option(help="Shapes of a sweep, separated by commas: 7b,29b,375b,1t.")] = None,
     batches: Annotated[str | None, typer.Option(help="Batch sizes of a sweep, separated by commas.")] = None,
     sequences: Annotated[str | None, typer.Option(help="Sequence lengths of a sweep, separated by commas.")] = None,

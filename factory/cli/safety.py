@@ -19,7 +19,8 @@ def backup(
     plant: Plant,
     say: Say,
     folder: Annotated[
-        Path | None, typer.Argument(help="An empty folder, for example on another disk (default: a new one in backups/).")
+        Path | None,
+        typer.Argument(help="An empty folder, for example on another disk (default: a new one in backups/)."),
     ] = None,
     keys: Annotated[
         bool,
@@ -91,7 +92,8 @@ def restore(
 def upgrade(
     where: Where = DEFAULT,
     has_backup: Annotated[
-        bool, typer.Option("--i-have-a-backup", help="Upgrade a PostgreSQL ledger, of which I made a backup with pg_dump.")
+        bool,
+        typer.Option("--i-have-a-backup", help="Upgrade a PostgreSQL ledger, of which I made a backup with pg_dump."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -30,7 +30,9 @@ from kernels.contract.message import plain
 if TYPE_CHECKING:
     from factory.core.console import Terminal
 
-Where = Annotated[Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The workspace, the factory's folder.")]
+Where = Annotated[
+    Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The workspace, the factory's folder.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 DEFAULT = Path("workspace")
 

@@ -71,7 +71,8 @@ def compare(
     newest = last_segment(plant.ledger, "trunk")
     if number is None and newest is None:
         raise InputError(
-            "compare.no_segment", "The trunk has no finished segment yet. To compare another segment, add '--segment N'."
+            "compare.no_segment",
+            "The trunk has no finished segment yet. To compare another segment, add '--segment N'.",
         )
     pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
     lineage = SegmentRow.lineage(plant.ledger, number if number is not None else newest.id if newest else 0)

@@ -24,7 +24,9 @@ Names = list[str] | None
 def list_data(
     plant: Plant,
     say: Say,
-    most: Annotated[int, typer.Option(min=1, help="How many sources, domains and licences to print, the largest first.")] = 20,
+    most: Annotated[
+        int, typer.Option(min=1, help="How many sources, domains and licences to print, the largest first.")
+    ] = 20,
 ) -> None:
     """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
     from factory.data.listing import lines, listed
@@ -43,9 +45,12 @@ def remove_data(
     document: Annotated[Names, typer.Option(help="A document's id or key. Can be repeated.")] = None,
     source: Annotated[Names, typer.Option(help="All documents of this source. Can be repeated.")] = None,
     licence: Annotated[
-        Names, typer.Option("--license", help="All documents of this licence; 'none': without a licence. Can be repeated.")
+        Names,
+        typer.Option("--license", help="All documents of this licence; 'none': without a licence. Can be repeated."),
     ] = None,
-    why: Annotated[str, typer.Option(help="The reason; the ledger keeps it, and shows it where it refuses a copy.")] = "",
+    why: Annotated[
+        str, typer.Option(help="The reason; the ledger keeps it, and shows it where it refuses a copy.")
+    ] = "",
     erase: Annotated[
         bool,
         typer.Option("--erase", help="Also overwrite the text in raw shards and token shards. This cannot be undone."),
@@ -65,9 +70,7 @@ def remove_data(
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
     if len(chosen) != 1:
-        raise InputError(
-            "data.no_selection", "Give exactly one of --document ID, --source NAME and --license NAME."
-        )
+        raise InputError("data.no_selection", "Give exactly one of --document ID, --source NAME and --license NAME.")
     column, names = chosen[0]
     selection = (
         by_name(plant.ledger, names, fates_of(erase)) if column == "key" else by_value(plant.ledger, column, names)
@@ -150,7 +153,9 @@ def settle_licence(
 
 @command(data, "undo")
 def undo_removal(
-    plant: Plant, say: Say, number: Annotated[int, typer.Argument(help="The removal's number, as 'factory data list' prints it.")]
+    plant: Plant,
+    say: Say,
+    number: Annotated[int, typer.Argument(help="The removal's number, as 'factory data list' prints it.")],
 ) -> None:
     """Put back the documents of a removal."""
     from factory.data.removing import undo

@@ -20,7 +20,10 @@ def generate(
     say: Say,
     release: Annotated[int | None, typer.Option(help="The release that writes (default: the champion).")] = None,
     endpoint: Annotated[
-        str, typer.Option(help="Base URL of an OpenAI-compatible server that writes instead, such as https://host/v1; its key is OPENAI_API_KEY.")
+        str,
+        typer.Option(
+            help="Base URL of an OpenAI-compatible server that writes instead, such as https://host/v1; its key is OPENAI_API_KEY."
+        ),
     ] = "",
     model: Annotated[str, typer.Option(help="With --endpoint: the model's name at that server.")] = "",
     prompts: Annotated[
@@ -35,13 +38,20 @@ def generate(
     count: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1_000_000, help="Number of documents (default: one per prompt of the file, or 100 with openings)."
+            min=1,
+            max=1_000_000,
+            help="Number of documents (default: one per prompt of the file, or 100 with openings).",
         ),
     ] = None,
     tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to write for one document.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the most likely token.")] = 0.8,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the most likely token.")
+    ] = 0.8,
     seed: Annotated[
-        int, typer.Option(help="Random seed for choosing openings and sampling tokens. The same seed gives the same documents.")
+        int,
+        typer.Option(
+            help="Random seed for choosing openings and sampling tokens. The same seed gives the same documents."
+        ),
     ] = 0,
     licence: Annotated[
         str | None,
@@ -50,7 +60,9 @@ def generate(
             help="Licence of the written documents, if you have the rights. A stricter licence of an opening or prompt is kept.",
         ),
     ] = None,
-    inbox: Annotated[bool, typer.Option("--inbox", help="Put the shard into the inbox; the factory ingests it from there.")] = False,
+    inbox: Annotated[
+        bool, typer.Option("--inbox", help="Put the shard into the inbox; the factory ingests it from there.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written; write nothing.")] = False,
 ) -> None:
     """Write a shard of synthetic documents with the champion, another release, or an LLM behind an endpoint.
@@ -87,9 +99,9 @@ def generate(
 
 ENDS = {
     "length": "cut off at --tokens",
-    "empty": "left out: empty",
-    "refused": "left out: prompt refused",
-    "taken out": "left out: opening removed",
+    "empty": "dropped: empty",
+    "refused": "dropped: prompt refused",
+    "taken out": "dropped: opening removed",
 }
 
 

@@ -52,7 +52,8 @@ def ingest(
     preview: Annotated[
         bool,
         typer.Option(
-            "--preview", help="Show how the first rows of each file are read, and which rows are dropped. Store nothing."
+            "--preview",
+            help="Show how the first rows of each file are read, and which rows are dropped. Store nothing.",
         ),
     ] = False,
 ) -> None:
@@ -163,9 +164,7 @@ def _gathered(plant: Plant, paths: list[str] | None) -> Gathered:
     for why in found.broken.values():
         plant.progress.line(f"  {why}")
     if found.known:
-        known = Message(
-            "ingest.known_files", "  {files:,|file was|files were} ingested before.", files=found.known
-        )
+        known = Message("ingest.known_files", "  {files:,|file was|files were} ingested before.", files=found.known)
         plant.progress.line(known)
     return found
 

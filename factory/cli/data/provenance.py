@@ -21,7 +21,9 @@ STEPS_SHOWN = 8
 def provenance(
     plant: Plant,
     say: Say,
-    document: Annotated[str | None, typer.Option(help="Show what happened to the document with this id or key.")] = None,
+    document: Annotated[
+        str | None, typer.Option(help="Show what happened to the document with this id or key.")
+    ] = None,
     release: Annotated[int | None, typer.Option(help="Show what this release was made of.")] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="With --release: print each of its documents as one line of JSON.")
@@ -72,13 +74,7 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             )
         if taken := row["removal"]:
             why = f": {taken['why']}" if taken["why"] else ""
-            text = (
-                "; text erased"
-                if taken["state"] == "erased"
-                else "; text not erased yet"
-                if taken["erase"]
-                else ""
-            )
+            text = "; text erased" if taken["state"] == "erased" else "; text not erased yet" if taken["erase"] else ""
             lines.append(f"  removed   by {taken['by']} (removal {taken['number']}){why}{text}")
         if row.get("matched_document"):
             lines.append(f"  matched   {row['matched_document']['id']} ({row['matched']})")
@@ -201,7 +197,7 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
 
 def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
     """Lines about training data that models wrote, and about data that this release wrote. ``total``: supervised tokens of the release."""
-    lines = []
+    lines: list[str] = []
     for one in found["synthetic"]:
         lines.append(
             Message(

@@ -68,5 +68,7 @@ def relabel_data(
             say.line(f"  {line}")
         say.confirm(yes, "relabel them")
         number = relabel(plant, found, person(), why)
-    done = Message("relabel.done", "  The documents are relabelled. The ledger has this as relabel {number}.", number=number)
+    done = Message(
+        "relabel.done", "  The documents are relabelled. The ledger has this as relabel {number}.", number=number
+    )
     say(found.to_json() | {"relabel": number, "says": found.said}, done)

@@ -183,9 +183,7 @@ def _notes(summary: dict[str, Any]) -> list[str]:
         )
     if count := summary.get("never_ended"):
         notes.append(
-            Message(
-                "tasks.never_ended", "{answers:,|answer|answers} did not end before max_tokens.", answers=count
-            )
+            Message("tasks.never_ended", "{answers:,|answer|answers} did not end before max_tokens.", answers=count)
         )
     if stopped:
         notes.append(Message("tasks.stopped", "Answers stopped at a limit: {limits}", limits=stopped))

@@ -19,7 +19,9 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     public_key: Annotated[
         Path | None,
-        typer.Option(help="The signer's public key, which the publisher gave you (PEM; default: the key in the folder)."),
+        typer.Option(
+            help="The signer's public key, which the publisher gave you (PEM; default: the key in the folder)."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")
@@ -39,11 +41,12 @@ def verify(
             state = "ok" if check.ok else "FAILED" if check.ok is False else "not asked"
             print(f"  {check.name:<11} {state:<9}  {check.detail}")
         wrong = [check.name for check in found.checks if not check.ok]
-        print(
-            f"NOT VERIFIED: {', '.join(wrong)}"
-            if wrong
-            else "verified" + ("" if found.pinned else ", with the bundle's own key")
-        )
+        if wrong:
+            print(Message("bundle.not_verified", "NOT VERIFIED: {checks}", checks=wrong))
+        elif found.pinned:
+            print(Message("bundle.verified", "verified"))
+        else:
+            print(Message("bundle.verified_own_key", "verified, but only with the key in the bundle itself"))
         if not wrong and found.judge and found.judge["worded_otherwise"]:
             print(
                 Message(

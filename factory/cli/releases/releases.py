@@ -256,7 +256,8 @@ def roll_back(
     plant: Plant,
     say: Say,
     number: Annotated[
-        int | None, typer.Argument(min=1, help="The release's number (default: the release that the champion replaced).")
+        int | None,
+        typer.Argument(min=1, help="The release's number (default: the release that the champion replaced)."),
     ] = None,
 ) -> None:
     """Make an older release champion again. 'factory serve' switches to it at once."""
@@ -274,17 +275,22 @@ def write_gguf(
     plant: Plant,
     say: Say,
     number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
-    into: Annotated[Path, typer.Option(help="The file to write, such as release-2.gguf. An existing file is not overwritten.")],
+    into: Annotated[
+        Path, typer.Option(help="The file to write, such as release-2.gguf. An existing file is not overwritten.")
+    ],
     kind: Annotated[
         Kind | None,
         typer.Option(
-            "--type", help="Number type of the stored matrices (default: that of the export, so that nothing is rounded)."
+            "--type",
+            help="Number type of the stored matrices (default: that of the export, so that nothing is rounded).",
         ),
     ] = None,
     licence: Annotated[
         str | None,
         typer.Option(
-            "--licence", "--license", help="Licence of the weights, as an SPDX expression (default: no licence in the file)."
+            "--licence",
+            "--license",
+            help="Licence of the weights, as an SPDX expression (default: no licence in the file).",
         ),
     ] = None,
 ) -> None:
