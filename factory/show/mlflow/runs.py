@@ -1,7 +1,7 @@
 """Shows segments, candidates, proposals, profiles and other training runs as MLflow runs (DESIGN §5, Tracking). The ledger decides.
 
 Sending anything to MLflow again adds nothing twice. A run is found by its ``factory.subject`` tag, MLflow merges equal metric points, and the
-ledger's ``tracked_runs`` maps subjects to runs. So MLflow may be locked, slow or deleted: missing data is sent later, and training never waits for MLflow.
+ledger's ``tracked_runs`` maps subjects to runs. So MLflow may be locked, slow or deleted: missing data is sent later, and training does not wait.
 """
 
 from __future__ import annotations
