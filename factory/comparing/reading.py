@@ -283,7 +283,7 @@ def _curves(
                         "{file}: several columns fit {metric!r}: {columns}. Choose one of them: --metric '{metric}=COLUMN'",
                         file=path,
                         metric=metric,
-                        columns=several,
+                        columns=str(several),
                     ) from None
                 sources |= {metric: source} if source else {}
             cell = row.get(sources.get(metric, metric))

@@ -99,7 +99,7 @@ def _anomalies(db: Reads) -> list[tuple[str, str]]:
             Message("waiting.diagnosis", "anomaly {anomaly}: its diagnosis waits for your decision", anomaly=lead),
             Message(
                 "waiting.diagnosis_commands",
-                "factory anomalies show {anomaly}, then factory anomalies accept {anomaly} or reject {anomaly}",
+                "factory anomalies show {anomaly}, then factory anomalies accept {anomaly} or factory anomalies reject {anomaly}",
                 anomaly=lead,
             ),
         )
