@@ -245,9 +245,9 @@ def test_mistakes_change_nothing(copied: Copy) -> None:
         ("--document nobody", "no document 'nobody' was ever ingested"),
         ("--source code/0-0x", "no document has source 'code/0-0x'; did you mean"),
         ("--license MTI", "no document has licence 'MTI'; did you mean 'MIT'"),
-        ("--document a --source b", "name one: --document ID, --source NAME or --license NAME"),
-        ("", "name one: --document ID"),
-        ("--license MIT", "nothing was changed: say --yes"),
+        ("--document a --source b", "exactly one of --document ID"),
+        ("", "exactly one of --document ID"),
+        ("--license MIT", "add '--yes'"),
     ):
         done = command_here("data", "remove", *words.split(), home=workspace)
         assert isinstance(done.exception, InputError) and says in str(done.exception)

@@ -16,6 +16,7 @@ from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import use_policy, use_small_vocabulary
+from tests.support.messages import codes
 from trainer.contract.data.token_shard import file_sha256
 
 LONG_AGO = 3600.0
@@ -147,8 +148,9 @@ def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspac
 
 def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> None:
     ingest = partial(command_here, "ingest", home=workspace)
-    assert "name the shards to ingest, or '--again' for all that are in quarantine/" in str(ingest().exception)
-    assert "nothing is quarantined" in ingest("--again").stdout
+    nothing = ingest().exception
+    assert nothing is not None and codes([nothing]) == ["ingest.no_shards"]
+    assert "No file is in quarantine" in ingest("--again").stdout
     put(workspace, b"nothing\n" * 30 + rows(0, 9))
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()
@@ -161,7 +163,7 @@ def test_a_person_has_it_tried_again(workspace: Workspace, ledger: Ledger) -> No
 def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, ledger: Ledger) -> None:
     home = ("--workspace", str(workspace.root))
     with at_work(workspace):
-        assert factory("ingest", "--again", *home).stdout == "  nothing is quarantined\n"
+        assert factory("ingest", "--again", *home).stdout == "  No file is in quarantine.\n"
     put(workspace, b"nothing\n" * 30)
     one_pass(workspace, ledger)
     (file,) = workspace.quarantine.iterdir()

@@ -38,7 +38,7 @@ def refused(plant: FilledPlant, *words: str) -> str:
 
 
 def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) -> None:
-    assert "no task file in" in ran(plant, "list")
+    assert "has no task file" in ran(plant, "list")
     asked = write_task(plant.workspace, "asked", choice_items(), format="letter")
     write_task(plant.workspace, "broken", choice_items()[:2])
     write_policy(plant.workspace, tasks={"asked": {"tier": "every", "every": 3}})
@@ -49,13 +49,13 @@ def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) ->
     assert "2 items, at least 8" in listed["broken"]["problem"] and "metrics" not in listed["asked"]
     said = ran(plant, "list")
     assert "asked  every 3." in said and "2 items, at least 8" in said
-    assert "12 items of 12 sources: sound" in ran(plant, "check", str(asked))
+    assert "12 items of 12 sources" in ran(plant, "check", str(asked))
     found = as_json(plant, "check", str(asked))
     assert found["contaminated"] == 0 and found["proof"]["gold"] == 1.0 and found["proof"]["chance"] == 0.25
     assert "proven: right answers score 1; a model that tells no choice apart 0.250; always the first 0." in ran(
         plant, "check", str(asked)
     )
-    assert "there is no champion yet" in refused(plant, "run", "asked")
+    assert "There is no champion yet" in refused(plant, "run", "asked")
     found = as_json(plant, "run", "asked", "--candidate", str(candidate))
     assert (found["candidate"], found["items"], found["held"]) == (candidate, 12, "")
     assert f"acc {found['metrics']['asked/acc']['value']:.3f} ± " in ran(
@@ -77,14 +77,18 @@ def test_published_files_are_listed_and_proven_and_others_named(plant: FilledPla
     )
     assert "unknown.jsonl: kept out of training data, but no task" in ran(plant, "list")
     said = " ".join(ran(plant, "check", str(asked)).split())
-    assert "9 items of 9 sources: sound" in said and "unknown.jsonl: kept out of training data" in said
+    assert (
+        "HumanEval is sound" in said
+        and "9 items of 9 sources" in said
+        and "unknown.jsonl: kept out of training data" in said
+    )
 
 
 def test_what_lm_eval_itself_says_is_shown(plant: FilledPlant, candidate: int) -> None:
     pytest.importorskip("lm_eval")
     write_lm_eval_task(plant.workspace, "theirs", choice_items())
     totals = as_json(plant, "run", "theirs", "--candidate", str(candidate))["totals"]
-    shown = f"lm-eval's own totals: sample_len 12.0000, acc,none {totals['acc,none']:.4f}, acc_stderr,none {totals['acc_stderr,none']:.4f}"
+    shown = f"Totals that lm-eval computed: sample_len 12.0000, acc,none {totals['acc,none']:.4f}, acc_stderr,none {totals['acc_stderr,none']:.4f}"
     assert shown in " ".join(ran(plant, "run", "theirs", "--candidate", str(candidate)).split())
 
 

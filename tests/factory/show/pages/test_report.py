@@ -169,7 +169,7 @@ def test_the_first_screen_answers_what_a_release_manager_asks(
     glance = words[: words.index("Gain over the champion")]
     for expected in (
         "Better code 2.120 → 2.000 bits per byte", "Worse docs 2.000 → 2.100 bits per byte", "Not shown cloze 30.0 % → 31.0 % right",
-        "+0.120, 95 % between +0.100 and +0.140, from 12 sources", "100 steps from 1 token shard with 9,000 tokens",
+        "+0.120 (95 % interval: +0.100 to +0.140)", "on 12 sources", "100 steps on 1 token shard with 9,000 tokens",
         "by domain: code 100.0 %; by licence: MIT 100.0 %", f"'factory releases approve {second}'",
     ):  # fmt: skip
         assert expected in glance, expected
