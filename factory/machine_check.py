@@ -1,4 +1,4 @@
-"""``factory check``: what this machine offers, what is in force, what is missing and what to do about it."""
+"""``factory check``: checks of this machine and of a workspace, each with what is wrong and what to do about it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,20 @@ from factory.core.faults import fault_of
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, code_root
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
-SHOWN = 10  # faults of a kind
+SHOWN = 10  # faults of a kind that are shown
+
+Found = tuple[bool | None, str | list[str]]  # (ok, line or lines)
 
 
 def examine(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
-    """One row a check: ``{"check", "ok", "detail"}``; ``ok`` None: for information only. No check changes anything.
+    """One row for each check: ``check``, ``ok`` (None: for information only), ``detail`` and ``messages``. No check changes anything.
 
-    ``deep``: all of the workspace's work is hashed, not a sample of it.
+    ``detail`` is the text; ``messages`` are the lines of it that have a code. ``deep``: hash all files of the workspace, not a sample.
     """
-    measured = cache(lambda: _measured(workspace))  # for seconds
-    checks: list[tuple[str, Callable[[], tuple[bool | None, str]]]] = [
+    measured = cache(lambda: _measured(workspace))  # takes seconds
+    checks: list[tuple[str, Callable[[], Found]]] = [
         ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
         ("machine", _machine),
         ("compiler", _compiler),
@@ -50,52 +53,65 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
     rows = []
     for name, check in checks:
         try:
-            ok, detail = check()
+            ok, found = check()
         except Exception as error:
             fault = None if isinstance(error, FactoryError) else fault_of(error)
             if fault is None and not isinstance(
                 error, FactoryError | OSError | ValueError | ImportError | RuntimeError
             ):
                 raise
-            ok, detail = False, f"{fault.says}: {fault.do}" if fault else str(error)
-        rows.append({"check": name, "ok": ok, "detail": detail})
+            said = getattr(error, "message", str(error))
+            if fault:
+                said = Message("machine_check.fault", "{fault}: {remedy}", fault=fault.says, remedy=fault.do)
+            ok, found = False, [said]
+        lines = [found] if isinstance(found, str) else found
+        coded = [line for line in lines if isinstance(line, Message)]
+        rows.append({"check": name, "ok": ok, "detail": "\n".join(lines), "messages": coded})
     return rows
 
 
-def _machine() -> tuple[bool | None, str]:
+def _machine() -> Found:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return memory >= 3.5, f"{cores} cores, {memory:.1f} GiB, {platform.system()} {platform.release()}"
 
 
-def _releasable(workspace: Workspace) -> tuple[bool | None, str]:
-    """Could what is ingested be released?"""
+def _releasable(workspace: Workspace) -> Found:
+    """Whether models trained on the ingested data could be released."""
     from factory.ledger.ledger import Ledger
     from factory.releasable.gathering import describe, look, verdict
 
     lines = look(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not lines:
         return None, "no data yet"
-    # What is missing is data, or a word of a person's: nothing is wrong with the workspace.
-    return (None if any(line.ok is False for line in lines) else True), "\n".join([verdict(lines), *describe(lines)])
+    # Missing data or a missing decision is no fault of the workspace, so ok is not False.
+    return (None if any(line.ok is False for line in lines) else True), [verdict(lines), *describe(lines)]
 
 
-def _compiler() -> tuple[bool | None, str]:
+def _compiler() -> Found:
     found = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
-    return bool(found), found or "no C++ compiler: install g++ (torch.compile on CPU needs it)"
+    missing = Message(
+        "machine_check.no_compiler", "There is no C++ compiler. torch.compile on the CPU needs one: install g++."
+    )
+    return bool(found), found or missing
 
 
-def _torch() -> tuple[bool | None, str]:
+def _torch() -> Found:
     import torch
 
     if torch.cuda.is_available():
         gpus = [_gpu(number) for number in range(torch.cuda.device_count())]
-        return True, "\n".join([f"{torch.__version__}, CUDA {torch.version.cuda}, {len(gpus)} GPUs", *gpus])
-    return True, f"{torch.__version__}, no GPU: training on {torch.get_num_threads()} CPU threads"
+        return True, [f"{torch.__version__}, CUDA {torch.version.cuda}, {len(gpus)} GPUs", *gpus]
+    return True, Message(
+        "machine_check.no_gpu",
+        "{version}; no GPU, so training uses {threads:,|CPU thread|CPU threads}",
+        version=torch.__version__,
+        threads=torch.get_num_threads(),
+    )
 
 
 def _gpu(number: int) -> str:
-    """One GPU: what it is, its data sheet's peak, and what products and copies reach now."""
+    """One GPU: its name, the peak rate of its data sheet, and the rates that matrix products and copies reach now."""
     import torch
 
     from trainer.contract.plan.precision import DTYPES, precisions
@@ -105,15 +121,23 @@ def _gpu(number: int) -> str:
     facts = torch.cuda.get_device_properties(device)
     name = precisions(device)[-1]
     peak = data_sheet_peak(device, DTYPES[name])
-    sheet = f"data sheet {peak / 1e12:.0f} TFLOP/s" if peak else "data sheet not known: no MFU"
-    return (
-        f"GPU {number}: {facts.name}, capability {facts.major}.{facts.minor}, {facts.total_memory / 2**30:.0f} GiB; {name}: {sheet}, "
-        f"products reach {matmul_rate(device, DTYPES[name]) / 1e12:.0f} TFLOP/s now; copies {memory_rate(device) / 1e12:.2f} TB/s"
+    return Message(
+        "machine_check.gpu",
+        "GPU {number}: {name}, capability {capability}, {memory:.0f} GiB; {precision}: peak {peak}, "
+        "matrix products reach {products:.0f} TFLOP/s now; copies reach {copies:.2f} TB/s",
+        number=number,
+        name=facts.name,
+        capability=f"{facts.major}.{facts.minor}",
+        memory=facts.total_memory / 2**30,
+        precision=name,
+        peak=f"{peak / 1e12:.0f} TFLOP/s" if peak else "unknown (so no MFU)",
+        products=matmul_rate(device, DTYPES[name]) / 1e12,
+        copies=memory_rate(device) / 1e12,
     )
 
 
 def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
-    """(the recipe, what trains fastest here, measured now)."""
+    """(the recipe, the fastest precision on this machine, measured now)."""
     from factory.computing.computing import measured_precision
     from factory.training.planning import load_recipe
     from trainer.contract.recipe import Recipe
@@ -123,35 +147,52 @@ def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
     return recipe, measured_precision(recipe)
 
 
-def _precision(recipe: Any, found: dict[str, Any]) -> tuple[bool | None, str]:
-    """What trains fastest here, and what the recipe would train in."""
+def _precision(recipe: Any, found: dict[str, Any]) -> Found:
+    """The precision that trains fastest on this machine, and the one that the recipe would train in."""
     from kernels.contract.machine import here
     from trainer.contract.plan.precision import WARN
 
     seconds, rates = found["probe"]["seconds"], found["probe"]["rates"]
-    lines = [f"{here()}; recipe {recipe.name} has precision {found['asked']}: it trains in {found['precision']}"]
+    lines: list[str] = [
+        Message(
+            "machine_check.precision",
+            "{machine}; recipe {recipe} has precision {asked}, so training is in {precision}",
+            machine=str(here()),
+            recipe=recipe.name,
+            asked=found["asked"],
+            precision=found["precision"],
+        )
+    ]
     each = " of one thread" if here().threads else ""
     for name, value in seconds.items():
-        parts = ", ".join(f"{part} {rate / 1e9:.3g}" for part, rate in rates[name].items())
-        lines.append(f"{name}: {value * 1e3:.0f} ms a step for these parts; GFLOP/s{each}: {parts}")
+        lines.append(
+            Message(
+                "machine_check.step_time",
+                "{precision}: {milliseconds:.0f} ms per step for these parts; GFLOP/s{each}: {rates}",
+                precision=name,
+                milliseconds=value * 1e3,
+                each=each,
+                rates=[f"{part} {rate / 1e9:.3g}" for part, rate in rates[name].items()],
+            )
+        )
     slow = seconds[found["precision"]] > WARN * min(seconds.values())
-    return not slow, "\n".join([*lines, *([found["warning"]] if found["warning"] else [])])
+    return not slow, [*lines, *([found["warning"]] if found["warning"] else [])]
 
 
-def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> tuple[bool | None, str]:
-    """What computes each op of the recipe's step here: a line each, those first that are not as chosen."""
+def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> Found:
+    """The kernel that computes each op of the recipe's step on this machine. Ops whose kernel is not the chosen one come first."""
     from factory.computing.tuned_kernels import KERNELS, live_kernels
 
     if workspace is None:
         return _computing(None, code_root() / KERNELS, recipe, measured)
     with live_kernels(workspace) as (path, _):
-        ok, said = _computing(workspace, path, recipe, measured)
-        return ok, said.replace(str(path), str(workspace.repository / KERNELS))
+        ok, lines = _computing(workspace, path, recipe, measured)
+        return ok, [line.replace(str(path), str(workspace.repository / KERNELS)) for line in lines]
 
 
 def _computing(
     workspace: Workspace | None, path: Path, recipe: Any, measured: dict[str, Any]
-) -> tuple[bool | None, str]:
+) -> tuple[bool | None, list[str]]:
     from factory.computing.computing import decide
     from kernels.contract.bench import Setting
     from kernels.contract.precision import DTYPES
@@ -168,21 +209,28 @@ def _computing(
         setting = Setting.of_mapping(recipe.model_dump() | {"precision": measured["precision"]})
         found = computing(choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape)
     except KernelError as error:
-        return False, str(error)
+        return False, [str(error)]
     found.sort(key=lambda kernel: kernel.by == kernel.chosen)
     lines = [f"{kernel} (there are: {', '.join(OPS[kernel.op].implementations)})" for kernel in found]
-    head = f"recipe {recipe.name} in {setting.precision} on {device}; fallback: {fallback}"
-    return all(kernel.by for kernel in found), "\n".join((head, *notes, *lines))
+    head = Message(
+        "machine_check.kernels",
+        "recipe {recipe} in {precision} on {device}; fallback: {fallback}",
+        recipe=recipe.name,
+        precision=setting.precision,
+        device=device,
+        fallback=fallback,
+    )
+    return all(kernel.by for kernel in found), [head, *notes, *lines]
 
 
-def _sandbox() -> tuple[bool | None, str]:
+def _sandbox() -> Found:
     from factory.sandbox.sandbox import describe
 
     facts = describe()
     return not facts["isolation"].startswith("none"), "; ".join(f"{key}: {value}" for key, value in facts.items())
 
 
-def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
+def _endpoint(workspace: Workspace | None) -> Found:
     from factory.code_loop.agent_runs import AgentOptions, endpoint_of
     from factory.git.scope import AgentsPolicy
 
@@ -190,53 +238,76 @@ def _endpoint(workspace: Workspace | None) -> tuple[bool | None, str]:
     policy = AgentsPolicy.load(path).llm
     where = endpoint_of(policy, AgentOptions())
     if not where:
-        return None, "none set (llm.endpoint in agents.yaml, OPENAI_BASE_URL): the search proposer works without one"
+        return None, Message(
+            "machine_check.no_endpoint",
+            "No endpoint is set, so only the search proposer works. Set llm.endpoint in agents.yaml, or OPENAI_BASE_URL.",
+        )
     key = "set" if os.environ.get("OPENAI_API_KEY") else "not set"
-    return None, f"{where}, model {policy.model or 'not named (llm.model)'}, OPENAI_API_KEY {key}"
+    return None, Message(
+        "machine_check.endpoint",
+        "{endpoint}, model {model}, OPENAI_API_KEY {key}",
+        endpoint=where,
+        model=policy.model or "not named (llm.model)",
+        key=key,
+    )
 
 
-def _workspace(workspace: Workspace) -> tuple[bool | None, str]:
+def _workspace(workspace: Workspace) -> Found:
     from factory.retention.policy import RetentionPolicy
 
     room = shutil.disk_usage(workspace.root)
     try:
         floor = RetentionPolicy.load(workspace.policy("retention.yaml")).floor(room.total)
     except ConfigError as error:
-        return False, str(error)
-    said = f"{workspace.root}, {room.free / 1e9:.1f} GB free"
-    few = f": less than the {floor / 1e9:.1f} GB (floor_bytes, floor_share in policies/retention.yaml) below which training waits"
-    return room.free >= floor, said if room.free >= floor else said + few
+        return False, error.message
+    if room.free >= floor:
+        return True, Message(
+            "machine_check.disk", "{folder}, {free:.1f} GB free", folder=workspace.root, free=room.free / 1e9
+        )
+    return False, Message(
+        "machine_check.disk_low",
+        "{folder} has {free:.1f} GB free. Below {floor:.1f} GB, training waits (floor_bytes, floor_share in policies/retention.yaml).",
+        folder=workspace.root,
+        free=room.free / 1e9,
+        floor=floor / 1e9,
+    )
 
 
-def _ranks(workspace: Workspace) -> tuple[bool | None, str]:
+def _ranks(workspace: Workspace) -> Found:
     from factory.core.launching import launcher, ranks
 
     count = ranks(workspace)
     return True, f"{count}, started by: {' '.join(launcher(workspace))} -m trainer" if count > 1 else "1: one process"
 
 
-def _training(workspace: Workspace) -> tuple[bool | None, str]:
-    """Whether live code runs in the sandbox, and what it reaches."""
+def _training(workspace: Workspace) -> Found:
+    """Whether the live code trains in the sandbox, and what it can access there."""
     from factory.ledger.ledger import Ledger
     from factory.runs.live_code import isolation
 
     isolated, why = isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not isolated:
-        return False, f"NOT in the sandbox: {why}. Live code may use the network and all files of this user"
-    gpus = ", ".join(devices.nodes(every=True)) or "no GPU"
-    return True, (
-        "in the sandbox: it reads its own code, token shards and one checkpoint, and writes its segment's folder and its commit's compile "
-        f"cache; {gpus}; ranks meet on a loopback of their own; no network, no home, no ledger, no other process"
+        return False, Message(
+            "machine_check.no_sandbox",
+            "The live code trains WITHOUT the sandbox: {reason}. It can use the network and all files of this user.",
+            reason=why,
+        )
+    return True, Message(
+        "machine_check.sandboxed",
+        "The live code trains in the sandbox. It reads its own code, token shards and one checkpoint. "
+        "It writes its segment's folder and its commit's compile cache. It has these devices: {devices}. "
+        "Ranks meet on a loopback of their own. It has no network, home folder, ledger or other processes.",
+        devices=", ".join(devices.nodes(every=True)) or "no GPU",
     )
 
 
-def _repository(workspace: Workspace) -> tuple[bool | None, str]:
+def _repository(workspace: Workspace) -> Found:
     from factory.git.repository import live_commit
 
     return True, f"{workspace.repository} at {live_commit(workspace.repository)[:12]}"
 
 
-def _policies(workspace: Workspace) -> tuple[bool | None, str]:
+def _policies(workspace: Workspace) -> Found:
     from factory.gates.release.policy import ReleasePolicy
     from factory.ingest.rules.policy import DataPolicy
     from factory.training.planning import load_recipe
@@ -244,10 +315,15 @@ def _policies(workspace: Workspace) -> tuple[bool | None, str]:
     recipe = load_recipe(workspace)
     DataPolicy.load(workspace.policy("data.yaml"))
     release = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
-    return True, f"recipe {recipe.name}, data.yaml, gates/release.yaml (approval: {release.approval})"
+    return True, Message(
+        "machine_check.policies",
+        "recipe {recipe}, data.yaml, gates/release.yaml (approval: {approval})",
+        recipe=recipe.name,
+        approval=release.approval,
+    )
 
 
-def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
+def _ledger(workspace: Workspace) -> Found:
     from factory.ledger.ledger import Ledger, metadata, sa
     from factory.repairs.examining import database_faults
 
@@ -259,7 +335,7 @@ def _ledger(workspace: Workspace) -> tuple[bool | None, str]:
     return True, ", ".join(f"{count(name)} {name}" for name in names)
 
 
-def _backups(workspace: Workspace) -> tuple[bool | None, str]:
+def _backups(workspace: Workspace) -> Found:
     from factory.backups.backups import DAY_SECONDS, LEDGER, PG_DUMP, about, database_damage
     from factory.ledger.engine import sqlite_file
     from factory.ledger.journal import NAME, backups_of, damage_of, folders_of
@@ -268,31 +344,54 @@ def _backups(workspace: Workspace) -> tuple[bool | None, str]:
         return None, PG_DUMP
     backups = backups_of(workspace.root)
     unread = [path for path in folders_of(workspace.root) if path not in backups]
-    faults = [f"{path} is no backup any more: its backup.json cannot be read" for path in unread]
+    bad_backup = lambda path: Message(
+        "machine_check.bad_backup", "{folder} is not a usable backup: its backup.json cannot be read", folder=path
+    )
+    faults: list[str] = [bad_backup(path) for path in unread]
     if backups:
         fault = database_damage(backups[-1] / LEDGER)
         faults += [f"{backups[-1] / LEDGER} is damaged: {fault}"] if fault else []
         faults += [damage for damage in (damage_of(backups[-1] / NAME),) if damage]
     if faults:
-        return False, "; ".join(faults) + ": 'factory backup' makes a new one; then remove what is damaged"
+        return False, Message(
+            "machine_check.damaged_backups",
+            "{faults}. Make a new backup, then remove the damaged files: 'factory backup'",
+            faults="; ".join(faults),
+        )
     if not backups:
-        return False, "none: 'factory backup' makes one, 'factory run' one a day"
+        return False, Message(
+            "machine_check.no_backup",
+            "There is no backup. 'factory run' makes one each day. To make a backup now: 'factory backup'",
+        )
     hours = (time.time() - about(backups[-1])["made_at"]) / 3600
-    return hours < 2 * DAY_SECONDS / 3600, f"{len(backups)}, the newest {backups[-1].name}, {hours:.1f} hours old"
+    return hours < 2 * DAY_SECONDS / 3600, Message(
+        "machine_check.backups",
+        "{backups:,|backup|backups}, the newest is {newest}, {hours:.1f} hours old",
+        backups=len(backups),
+        newest=backups[-1].name,
+        hours=hours,
+    )
 
 
-def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> tuple[bool | None, str]:
-    """All of one kind that the ledger names, against what is there."""
+def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Found:
+    """The faults of all files of one kind that the ledger names."""
     from factory.ledger.ledger import Ledger
     from factory.repairs.examining import CHECKS, database_faults
 
     if kind == "mlflow":
         faults = [fault for fault in database_faults(workspace) if fault.kind == kind]
-        said = f"{workspace.mlflow_uri}"
+        said = workspace.mlflow_uri
     else:
         found = CHECKS[kind](Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), deep)
-        faults, said = found.faults, f"{found.count} there, {found.hashed} of them hashed"
+        faults = found.faults
+        said = Message(
+            "machine_check.sound", "{count:,} there, {hashed:,} of them hashed", count=found.count, hashed=found.hashed
+        )
         said = "none" if kind == "orphans" else said
-    lines = [f"{fault.what}: {fault.remedy}" for fault in faults[:SHOWN]]
-    more = [f"and {len(faults) - SHOWN} more ('--json' lists every one)"] if len(faults) > SHOWN else []
-    return not faults, "\n".join([*lines, *more]) or said
+    lines: list[str] = [
+        Message("machine_check.damaged", "{what}: {remedy}", what=fault.what, remedy=fault.remedy)
+        for fault in faults[:SHOWN]
+    ]
+    if len(faults) > SHOWN:
+        lines.append(Message("machine_check.more_faults", "and {faults:,} more", faults=len(faults) - SHOWN))
+    return not faults, lines or said

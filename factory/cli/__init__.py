@@ -1,6 +1,6 @@
-"""The ``factory`` command. Each command imports what it needs when it runs: ``--help`` and ``status`` answer at once."""
+"""The ``factory`` command. Each command imports what it needs when it runs, so that ``--help`` and ``status`` answer at once."""
 
-# Each registers its commands, in the order that --help shows.
+# Each module registers its commands when it is imported. --help lists the commands in this order.
 # isort: off
 from factory.cli import model_loop  # noqa: F401
 from factory.cli import code_loop  # noqa: F401
@@ -31,6 +31,6 @@ for commands in (ingest.commands, provenance.commands, data.commands, compare.co
     root.add_typer(commands)
 root.add_typer(tasks.commands, name="tasks")
 root.add_typer(releases.commands, name="releases")
-root.command()(bundle.verify)  # which needs no workspace, and knows nothing of the app
+root.command()(bundle.verify)  # it needs no workspace and does not import the app
 
 __all__ = ["main"]

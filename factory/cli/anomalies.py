@@ -1,4 +1,4 @@
-"""``factory diagnose`` and ``factory anomalies``: what went wrong while training, why, and what is done about it."""
+"""``factory diagnose`` and ``factory anomalies``: find the cause of a training anomaly, and decide what to do about it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ import typer
 
 from factory.cli.app import Say, app, command, person
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
-anomalies = typer.Typer(no_args_is_help=True, help="What went wrong while training, and what is done about it.")
+anomalies = typer.Typer(
+    no_args_is_help=True, help="Anomalies of training: list them, show a diagnosis, accept or reject it."
+)
 app.add_typer(anomalies, name="anomalies")
-Number = Annotated[int, typer.Argument(help="The anomaly's number, as 'factory anomalies list' has it.")]
+Number = Annotated[int, typer.Argument(help="The anomaly's number, as 'factory anomalies list' prints it.")]
 
 
 @command(app)
@@ -20,13 +23,16 @@ def diagnose(
     plant: Plant,
     say: Say,
     anomaly: Annotated[
-        int | None, typer.Argument(help="Its number; without one, the oldest that was not diagnosed.")
+        int | None, typer.Argument(help="The anomaly's number (default: the oldest one without a diagnosis).")
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Replay at most so many steps, whatever the policy says.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(help="Replay at most this many steps, instead of the policy's limit.")
+    ] = None,
 ) -> None:
-    """Replay the window of an anomaly under arms, one thing changed in each, until its cause is known; then do what the policy says.
+    """Find the cause of an anomaly, then act as policies/anomalies.yaml says.
 
-    The daemon does this by itself after a segment that had one; while it runs, it does this in its next pass.
+    The loss doctor replays the steps around the anomaly several times, each time with one thing changed, until the cause is known. The
+    daemon does this by itself after a segment with an anomaly. While the daemon runs, this command asks it to do so in its next pass.
     """
     from factory.cli.core.ask_daemon import hold_or_ask
     from factory.diagnosis.diagnosing import diagnose_and_act
@@ -38,7 +44,7 @@ def diagnose(
     kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
     number = undiagnosed(plant.ledger, kinds) if anomaly is None else anomaly
     if number is None:
-        say({}, "  no anomaly waits for a diagnosis")
+        say({}, Message("anomalies.none_waits", "  No anomaly waits for a diagnosis."))
         return
     with ExitStack() as held:
         wanted = [f"diagnose {AnomalyRow.get(plant.ledger, number).id}"]
@@ -53,11 +59,11 @@ def diagnose(
 
 @command(anomalies, "list")
 def list_anomalies(plant: Plant, say: Say) -> None:
-    """Every anomaly: its segment and step, what the loss doctor found, and what became of it."""
+    """List every anomaly: its segment and step, the cause that the loss doctor found, and its state."""
     from factory.ledger.anomalies import every_anomaly
 
     found = every_anomaly(plant.ledger)
-    say(found, (_line(row) for row in found), nothing="  no anomaly was reported yet")
+    say(found, (_line(row) for row in found), nothing=Message("anomalies.none", "  No anomaly was reported yet."))
 
 
 def _line(row: dict[str, Any]) -> str:
@@ -68,7 +74,7 @@ def _line(row: dict[str, Any]) -> str:
 
 @command(anomalies, "show")
 def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
-    """The diagnosis of one: every arm, the documents, the report."""
+    """Show the diagnosis of one anomaly: every replay, the documents involved, and the report."""
     from factory.ledger.anomalies import (
         DEV_ALONE,
         DIAGNOSED,
@@ -92,7 +98,13 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
         )
         return
     if diagnosis is None:
-        say.line(f"    not diagnosed yet: 'factory diagnose {number}'")
+        say.line(
+            Message(
+                "anomalies.not_diagnosed",
+                "    Anomaly {number} has no diagnosis yet. To diagnose it now: 'factory diagnose {number}'",
+                number=number,
+            )
+        )
         return
     say.line(f"    {diagnosis['why']}")
     for arm in diagnosis["arms"]:
@@ -111,8 +123,11 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
 
 @command(anomalies, "accept")
 def accept_diagnosis(plant: Plant, say: Say, number: Number) -> None:
-    """Do what the diagnosis proposes (quarantine and rewind, or rewind and train with another rate for a while); where it proposes nothing,
-    take the anomaly as it is. Close it."""
+    """Do what the diagnosis proposes, and close the anomaly.
+
+    A diagnosis may propose to quarantine documents and rewind, or to rewind and train with another learning rate for a while. Where it
+    proposes nothing, the anomaly is only closed.
+    """
     from factory.diagnosis.acting import accept
 
     said = accept(plant.ledger, number, person())
@@ -121,8 +136,10 @@ def accept_diagnosis(plant: Plant, say: Say, number: Number) -> None:
 
 @command(anomalies, "reject")
 def reject_diagnosis(plant: Plant, say: Say, number: Number) -> None:
-    """The diagnosis is wrong: documents that were quarantined for it are trained on again from the next segment on, and a rate that was
-    lowered for it is not. Close it."""
+    """Say that the diagnosis is wrong, and close the anomaly.
+
+    From the next segment on, the documents quarantined for this diagnosis are trained on again, and a learning rate lowered for it is back.
+    """
     from factory.diagnosis.acting import reject
 
     said = reject(plant.ledger, number, person())

@@ -1,4 +1,4 @@
-"""The ``factory`` command: the app, and what becomes of an error. What its commands share is in ``core.options``."""
+"""The typer app of the ``factory`` command, and how an error becomes one line and an exit code. ``core.options`` has what commands share."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from factory.cli.core.options import DEFAULT, AsJson, Say, Where, command, open_
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
 from factory.core.faults import fault_of
-from kernels.contract.message import plain, titled
+from kernels.contract.message import Message, plain, titled
 
 __all__ = ["DEFAULT", "AsJson", "Say", "Where", "app", "command", "main", "open_plant", "person", "print_json"]
 
-# OpenMP threads that wait for one another spin, by default for milliseconds: next to two busy programs on two cores a step took 4.8 s
-# in place of 0.17, with fewer turns 0.4. Alone that costs about 4 % (docs/LOG.md). Read when torch is loaded, by children too.
+# OpenMP threads that wait for one another spin, by default for milliseconds. Next to two busy programs on two cores a step took 4.8 s
+# instead of 0.17 s; with fewer spins it took 0.4 s. On an idle machine fewer spins cost about 4 % (docs/LOG.md). Child processes inherit this.
 SPINS = {"GOMP_SPINCOUNT": "1000"}
-HELP = """A factory for language models: data shards come in, gated model releases come out, and its own code is
-measured and improved.
-
-Start with 'factory demo' (everything once, on this machine), or 'factory init' and drop shards into the inbox."""
 
 app = typer.Typer(
-    help=HELP,
+    help="""A factory for language models. You put data shards in. It trains, evaluates and releases models that pass its gates.
+It also measures and improves its own training code.
+
+Start with 'factory demo', which runs everything once on this machine. Or run 'factory init' and put shards into the inbox.""",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -47,23 +46,25 @@ def _version(asked: bool) -> None:
 def every_command(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_version, is_eager=True, help="Print the version and the code's commit."),
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and the commit of the code."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
 def main() -> None:
-    """The entry point: a ``FactoryError`` is one clear message, a full disk too; anything else is a bug and keeps its traceback."""
+    """The entry point. A ``FactoryError`` or a fault of the machine ends with one message; any other exception is a bug and keeps its traceback."""
     end_if_stopped = stopping.handle_signals()
     for name, value in (SPINS | devices.COMPILER).items():
         os.environ.setdefault(name, value)
-    # No process that is started here looks for modules in the folder it happens to run in.
+    # Child processes must not import modules from the folder that they run in.
     os.environ["PYTHONSAFEPATH"] = "1"
     try:
         app()
     except BaseException as error:
-        end_if_stopped()  # whatever became of the signal's exception on its way: an import that it cut short fails otherwise
+        end_if_stopped()  # first, because a signal may have become another exception, such as an ImportError
         code = exit_code(error)
         if code is None:
             raise
@@ -71,7 +72,7 @@ def main() -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """Of an error that a user can correct, whose message is printed; None for any other."""
+    """The exit code of an error that a user can correct, after printing its message. None for any other error."""
     if isinstance(error, FactoryError):
         as_json = "--json" in sys.argv[1:]
         print(json.dumps({"error": plain(error.message)}) if as_json else f"factory: {titled(error)}", file=sys.stderr)
@@ -79,9 +80,12 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, BrokenPipeError):
         return 141
     if isinstance(error, Exception) and (fault := fault_of(error)):
-        print(
-            f"factory: {fault.says}; nothing recorded was lost: {fault.do} and run the same command again",
-            file=sys.stderr,
+        said = Message(
+            "cli.machine_fault",
+            "{fault}. Nothing recorded was lost. To continue, {remedy} and run the same command again",
+            fault=fault.says,
+            remedy=fault.do,
         )
+        print(f"factory: error[{said.code}]: {said}", file=sys.stderr)
         return fault.exit_code
     return None

@@ -1,4 +1,4 @@
-"""The code loop from the command line: ``propose``, ``proposals`` and what people decide about them, ``audit``."""
+"""Commands of the code loop: ``propose``, ``proposals`` (list, show, approve, reject, revert) and ``audit``."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, open_plan
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 proposals_app = typer.Typer(
-    help="The patches that agents proposed, and the verdict on each.",
+    help="Patches that agents proposed: list and show them, approve, reject or revert one.",
     rich_markup_mode=None,
     invoke_without_command=True,
 )
@@ -32,32 +33,33 @@ def propose(
     agent: Annotated[
         str,
         typer.Option(
-            help="Which agent proposes: 'kernel-engineer' (an LLM) or 'search' (none) make the step faster; 'recipe-scout' (with an LLM "
-            "or without) makes the model learn more. By default one that makes the step faster."
+            help="The agent. 'kernel-engineer' (uses an LLM) and 'search' (does not) make the training step faster. 'recipe-scout' (with "
+            "or without an LLM) changes the recipe so that the model learns more. Default: kernel-engineer with an LLM, else search."
         ),
     ] = "",
     endpoint: Annotated[
         str,
         typer.Option(
-            help="Where the LLM is: a base URL (OpenAI-compatible); 'champion': our own release, served by 'factory serve'; files:FOLDER to "
-            "answer by hand; 'none': no LLM, whatever is configured."
+            help="The LLM: the base URL of an OpenAI-compatible server; 'champion' for our own release, served by 'factory serve'; "
+            "files:FOLDER to answer by hand; 'none' for no LLM, even if one is configured."
         ),
     ] = "",
-    model: Annotated[str, typer.Option(help="The LLM's name there; agents.yaml's when not given.")] = "",
+    model: Annotated[str, typer.Option(help="The LLM's name at that server (default: the one in agents.yaml).")] = "",
     target: Annotated[
-        str, typer.Option(help="What to improve: an op, or file:line of the profile; a key of the recipe.")
+        str, typer.Option(help="What to improve: an op, a file:line of the profile, or a key of the recipe.")
     ] = "",
-    interactive: Annotated[bool, typer.Option("--interactive", help="Ask me between rounds.")] = False,
+    interactive: Annotated[bool, typer.Option("--interactive", help="Ask me questions between rounds.")] = False,
     count: Annotated[
-        int, typer.Option(min=1, max=64, help="So many proposals, each of another target, drafted side by side.")
+        int,
+        typer.Option(min=1, max=64, help="How many proposals to draft at the same time, each for a different target."),
     ] = 1,
 ) -> None:
-    """The code loop, once: profile the training step, propose a patch on a git branch, let the patch gate judge it.
+    """Run the code loop once: profile the training step, propose a patch on a git branch, and let the patch gate judge it.
 
-    With an endpoint (--endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; the key is OPENAI_API_KEY) the
-    kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout changed values of the recipe are
-    judged by what they learn. Killed at any moment, the same command goes on. Several (--count) wait for the model
-    together; what is timed has its GPU, or the CPU, alone.
+    An LLM's endpoint is --endpoint, llm.endpoint in policies/agents.yaml, or OPENAI_BASE_URL; its key is OPENAI_API_KEY. With an
+    endpoint the kernel engineer proposes, otherwise the search proposer. With --agent recipe-scout, proposals change the recipe and are
+    judged by how much the model learns. If the command is killed, run it again: it continues. With --count, several proposals wait for
+    the LLM at the same time; timing runs one at a time on the GPU or CPU.
     """
     from agents.kernel_engineer.draft import AGENT
     from factory.code_loop.agent_runs import AgentOptions, wants_model
@@ -69,23 +71,28 @@ def propose(
     if not agent:
         agent = AGENT if wants_model(plant.workspace, options) else "search"
         if agent != AGENT:
-            terminal.line("  no LLM endpoint is configured: the search proposer is used")
+            terminal.line(
+                Message("code_loop.no_endpoint", "  No LLM endpoint is configured, so the search proposer works.")
+            )
     try:
         with plant.workspace.lock("code-loop"):
             numbers = propose_patch(plant, agent=agent, options=options, count=count)
-    finally:  # what was judged before an error, too
+    finally:  # also shows what was judged before an error
         catch_up(plant)
     for number in numbers:
         _show_proposal(plant.workspace, number, False)
 
 
 def _ask(question: str) -> str:
-    """A person's answer. Raises: InputError at the end of the input; the run is kept."""
+    """Print a question and return the person's answer. Raises: InputError at the end of the input; the run is kept."""
     print(question, flush=True)
     try:
         return input("> ")
     except EOFError:
-        raise InputError("standard input ended before an answer: run the same command again to go on") from None
+        raise InputError(
+            "code_loop.no_answer",
+            "Standard input ended before an answer came. To continue, run the same command again.",
+        ) from None
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
@@ -101,8 +108,17 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
         return
     gain = f" (predicted {gain_words(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
-        f"proposal {row.number} by {row.agent} on branch {row.branch}\n  target      {row.target}\n"
-        f"  change      {row.title}\n  hypothesis  {row.hypothesis}{gain}"
+        Message(
+            "code_loop.proposal",
+            "proposal {number} by {agent} on branch {branch}\n  target      {target}\n  change      {title}\n  hypothesis  {hypothesis}{gain}",
+            number=row.number,
+            agent=row.agent,
+            branch=row.branch,
+            target=row.target,
+            title=row.title,
+            hypothesis=row.hypothesis,
+            gain=gain,
+        )
     )
     settled = f", {row.state}" if row.state in SETTLED else ""
     print(f"  verdict     {(row.outcome or row.state).upper()}{settled}")
@@ -112,15 +128,33 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
         spent = "SELECT COUNT(*) AS n, SUM(e.tokens) AS tokens, SUM(e.usd) AS usd FROM exchanges e JOIN agent_runs a ON a.id = e.run "
         cost = db.read(spent + "WHERE a.proposal = :number", number=number)[0]
         if cost["n"]:
-            print(f"  LLM         {cost['n']} exchanges, {cost['tokens'] or 0:,} tokens, {cost['usd'] or 0:.4f} USD")
+            print(
+                Message(
+                    "code_loop.llm_cost",
+                    "  LLM         {exchanges:,|exchange|exchanges}, {tokens:,|token|tokens}, {usd:.4f} USD",
+                    exchanges=cost["n"],
+                    tokens=cost["tokens"] or 0,
+                    usd=cost["usd"] or 0.0,
+                )
+            )
     if row.outcome == "promote" and row.state == "judged":
-        print(f"  merge it    factory proposals approve {row.number}")
-    print(f"  see it      git -C {workspace.repository} show {row.branch}\n  report      {row.report}")
+        print(
+            Message("code_loop.merge_proposal", "  to merge    factory proposals approve {number}", number=row.number)
+        )
+    print(
+        Message(
+            "code_loop.see_proposal",
+            "  to see      git -C {repository} show {branch}\n  report      {report}",
+            repository=workspace.repository,
+            branch=row.branch,
+            report=row.report,
+        )
+    )
 
 
 @proposals_app.callback()
 def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """The patches that agents proposed, and the verdict on each."""
+    """List the patches that agents proposed, with the verdict on each."""
     context.obj = where
     if context.invoked_subcommand is None:
         _list_proposals(where, as_json)
@@ -128,12 +162,12 @@ def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: A
 
 @proposals_app.command("list")
 def proposals_list(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """All proposals, a line each."""
+    """List all proposals, one line each."""
     _list_proposals(_named(context, where), as_json)
 
 
 def _named(context: typer.Context, where: Path) -> Path:
-    """The workspace named after the subcommand, or else after ``proposals``."""
+    """The workspace that was given behind the subcommand, or else the one given behind ``proposals``."""
     return where if where != DEFAULT else context.obj
 
 
@@ -149,24 +183,24 @@ def _list_proposals(where: Path, as_json: bool) -> None:
         state = row.state if row.state in SETTLED else row.outcome or row.state
         print(f"{row.number:>4}  {state:<10} {row.branch}  {row.title}")
     if not listed:
-        print("no proposals yet: run 'factory propose'")
+        print(Message("code_loop.no_proposals", "No agent proposed a patch yet. To get a proposal: 'factory propose'"))
 
 
 @proposals_app.command("show")
 def proposals_show(context: typer.Context, number: int, where: Where = DEFAULT, as_json: AsJson = False) -> None:
-    """One proposal: hypothesis, prediction, evidence, verdict."""
+    """Show one proposal: its hypothesis, predicted gain, evidence and verdict."""
     _show_proposal(Workspace.open(_named(context, where)), number, as_json)
 
 
-Number = Annotated[int, typer.Argument(help="The proposal's number, as 'factory proposals' lists it.")]
-Why = Annotated[str, typer.Option(help="The reason, for the ledger.")]
+Number = Annotated[int, typer.Argument(help="The proposal's number, as 'factory proposals' prints it.")]
+Why = Annotated[str, typer.Option(help="The reason; the ledger keeps it.")]
 
 
 @proposals_app.command("approve")
 def proposals_approve(context: typer.Context, number: Number, where: Where = DEFAULT) -> None:
-    """Merge a proposal that the gate promotes into the checked-out branch of the repository.
+    """Merge a proposal that the patch gate promoted into the checked-out branch of the repository.
 
-    The approval is of exactly the patch that was judged. If the code moved on since, the gate judges it again first.
+    You approve exactly the patch that was judged. If the code changed since the verdict, the gate judges the patch again first.
     """
     from factory.code_loop.approvals import approve
 
@@ -175,7 +209,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
 
 @proposals_app.command("reject")
 def proposals_reject(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
-    """Reject a judged proposal, whatever its verdict. Its branch stays."""
+    """Reject a judged proposal, whatever its verdict is. Its branch is kept."""
     from factory.code_loop.approvals import reject
 
     _decide(context, where, number, lambda plant: reject(plant.ledger, number, person(), why))
@@ -183,14 +217,14 @@ def proposals_reject(context: typer.Context, number: Number, where: Where = DEFA
 
 @proposals_app.command("revert")
 def proposals_revert(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
-    """Undo an approved proposal with a commit of its own."""
+    """Undo an approved proposal by a new commit."""
     from factory.code_loop.approvals import revert
 
     _decide(context, where, number, lambda plant: revert(plant, number, person(), why))
 
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
-    """Carry out a person's decision under the code loop's lock, and show it in MLflow."""
+    """Carry out a person's decision while holding the code loop's lock, then show the result in MLflow."""
     from factory.show.catching_up import catch_up
 
     plant, _ = open_plant(_named(context, where))
@@ -205,13 +239,13 @@ def audit(
     plant: Plant,
     say: Say,
     segment: Annotated[
-        int | None, typer.Option(help="Audit this segment now, even if its last tries could not be measured.")
+        int | None, typer.Option(help="Audit this segment now, even if its last audits measured nothing.")
     ] = None,
 ) -> None:
-    """Replay the windows of finished segments that wait for it, without the patches that agents wrote; list all that was found.
+    """Check that merged patches did not change training: replay steps of finished segments without the agents' patches, and compare.
 
-    The daemon does this by itself when there is nothing else to do; while it runs, it does what is asked for here in its next pass. A difference
-    opens a proposal that undoes the patch.
+    Prints all audits. A difference opens a proposal that undoes the patch. The daemon audits by itself when it has nothing else to do.
+    While it runs, this command asks it to audit in its next pass.
     """
     from factory.audit.auditing import audit
     from factory.audit.drawing import every_audit, waiting
@@ -245,9 +279,23 @@ def audit(
             if verdict
             else "waits"
         )
-        patches = ", ".join(map(str, row["patches"]))
-        say.line(f"segment {row['segment']}, steps {row['first']}–{row['last']}, without proposals {patches}: {state}")
+        say.line(
+            Message(
+                "code_loop.audit",
+                "segment {segment}, steps {first}–{last}, without proposals {patches}: {state}",
+                segment=row["segment"],
+                first=row["first"],
+                last=row["last"],
+                patches=row["patches"],
+                state=state,
+            )
+        )
         for reason in verdict["reasons"] if verdict else ():
             say.line(f"    {reason}")
     if not found:
-        say.line("  no window was drawn yet: the first is when a segment trains with a patch that an agent wrote")
+        say.line(
+            Message(
+                "code_loop.no_audit",
+                "  No audit is planned yet. The first one is planned when a segment trains with a patch that an agent wrote.",
+            )
+        )

@@ -1,4 +1,4 @@
-"""``factory config``: what is in force, and where each value comes from; one key of the workspace's own copy changed."""
+"""``factory config``: print every setting in force and its source; change one key in the workspace's own copy of a policy."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.workspace import Config, Workspace, code_root, load_yaml
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -26,21 +27,31 @@ NAMES = (
 )  # fmt: skip
 PASSWORD = re.compile(r"(://[^:/@]*:)[^@]*@")
 
-commands = typer.Typer(help="What is in force: factory.yaml, the policies, the recipe.", no_args_is_help=True)
+commands = typer.Typer(
+    help="Settings in force (factory.yaml, policies, recipe): print them, change one.", no_args_is_help=True
+)
 app.add_typer(commands, name="config")
 
 
 @commands.command()
 def show(
-    name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(NAMES)}. All of them by default.")] = None,
+    name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(NAMES)} (default: all).")] = None,
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Print every key with its value, its source (default, shipped file, workspace's own copy, repository) and its meaning."""
+    """Print every key with its value, its source and its meaning.
+
+    The source is the default, the shipped file, the workspace's own copy, or the repository that is trained with.
+    """
     if name is not None and name not in NAMES:
-        raise InputError(f"no configuration {name!r}{nearest(name, NAMES)}")
+        raise InputError(
+            "config.no_configuration",
+            "No configuration is named {name!r}{nearest}",
+            name=name,
+            nearest=nearest(name, NAMES),
+        )
     if where == DEFAULT and not where.exists():
-        workspace = Workspace(where.resolve(), Config())  # before 'factory init': what ships
+        workspace = Workspace(where.resolve(), Config())  # before 'factory init' the shipped files are in force
     else:
         workspace = Workspace.open(where)
     found = {one: in_force(workspace, one) for one in ([name] if name else NAMES)}
@@ -55,24 +66,33 @@ def show(
 
 @commands.command("set")
 def set_(
-    name: Annotated[str, typer.Argument(help="A policy, as in 'factory config show', or 'recipe'.")],
-    key: Annotated[str, typer.Argument(help="With dots between its sections: licences.missing, held_out.share.")],
+    name: Annotated[str, typer.Argument(help="A policy's name, as 'factory config show' prints it, or 'recipe'.")],
+    key: Annotated[
+        str, typer.Argument(help="The key, with dots between its sections, such as licences.missing or held_out.share.")
+    ],
     value: Annotated[
-        str, typer.Argument(help="As YAML: 0.05, true, or a mapping, of which each key is set: '{train: true}'.")
+        str,
+        typer.Argument(
+            help="The value, as YAML, such as 0.05 or true. Of a mapping, such as '{train: true}', each key is set."
+        ),
     ],
     where: Where = DEFAULT,
 ) -> None:
-    """Change one key in the workspace's own copy of a policy. Without a copy, one is made of the file in force. Comments stay; a value that the
-    schema refuses is not written."""
+    """Change one key in the workspace's own copy of a policy.
+
+    If the workspace has no copy, one is made from the file in force. Comments are kept. An invalid value is not written.
+    """
     workspace = Workspace.open(where)
     if name not in _schemas():
-        raise InputError(f"no policy {name!r}{nearest(name, _schemas())}")
+        raise InputError(
+            "config.no_policy", "No policy is named {name!r}{nearest}", name=name, nearest=nearest(name, _schemas())
+        )
     path = change(workspace, name, key, value)
     print(f"{path}: {key}: {value}")
 
 
 def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
-    """Write the key; returns the file. Raises: InputError for a value that is no YAML, ConfigError for what the schema refuses."""
+    """Write the key and return the file. Raises: InputError for invalid YAML; ConfigError for a value that the schema refuses."""
     import yaml
 
     from agents.core.yaml_edit import set_value
@@ -85,39 +105,50 @@ def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
     text = source.read_text("utf-8") if source.exists() else ""
     try:
         if not all(key.split(".")):
-            raise ValueError("no key: names with dots between them, as 'factory config show' prints them")
+            raise ValueError("the key is empty or has an empty part; 'factory config show' prints the keys")
         given = read_yaml(value, "the value", ValueError)
         for place, one in _leaves(key.split("."), given):
             text = set_value(text, place, one)
     except (ValueError, yaml.YAMLError) as error:
-        raise InputError(f"{name}: {key}: {' '.join(str(error).split())[:200]}") from None
+        raise InputError(
+            "config.not_set",
+            "{name}: {key} was not changed: {reason}",
+            name=name,
+            key=key,
+            reason=" ".join(str(error).split())[:200],
+        ) from None
     with tempfile.TemporaryDirectory() as folder:
         tried = Path(folder) / own.name
         tried.write_text(text, "utf-8")
         try:
             _schemas()[name](tried)
         except (ConfigError, TrainerError) as error:
-            raise ConfigError(f"not written: {str(error).replace(str(tried), str(own))}") from None
+            raise ConfigError(
+                "config.refused",
+                "{name} was not changed: {reason}",
+                name=name,
+                reason=str(error).replace(str(tried), str(own)),
+            ) from None
     own.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(own, text)
     return own
 
 
 def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
-    """(path, single value) of each in a mapping. Raises: ValueError for a list, which has no place of its own in a text."""
+    """(path, single value) of each entry of a mapping. Raises: ValueError for a list, because its items have no keys."""
     if value == {}:
         raise ValueError("an empty mapping sets nothing")
     if isinstance(value, dict):
         for key, inner in value.items():
             yield from _leaves([*place, str(key)], inner)
     elif isinstance(value, list):
-        raise ValueError("a list is not set here: change it in the file")
+        raise ValueError("this command cannot set a list; change the list in the file")
     else:
         yield place, value
 
 
 def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
-    """The file that is read, and every key. Raises: ConfigError for a file that is not valid."""
+    """The file in force, and every key with its value. Raises: ConfigError for an invalid file."""
     from factory.cli.policy_sources import values
     from trainer.contract.errors import TrainerError
 
@@ -130,11 +161,11 @@ def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     try:
         return path, list(values(_schemas()[name](path), load_yaml(path), _source(workspace, path)))
     except TrainerError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(error.message) from None
 
 
 def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
-    """What loads each file that is a policy or the recipe."""
+    """By name, the function that loads each policy, and the recipe."""
     from factory.audit.policy import AuditPolicy
     from factory.evals.policy import EvalPolicy
     from factory.gates.patch.policy import PatchPolicy
@@ -169,7 +200,7 @@ def _schemas() -> dict[str, Callable[[Path], BaseModel]]:
 
 
 def _source(workspace: Workspace, path: Path) -> str:
-    """Whose file it is: the workspace's own copy, the checkout's, or that of the repository which is trained with."""
+    """Where a file comes from: the workspace's own copy, the shipped one, or the repository that is trained with."""
     if path.is_relative_to(workspace.root / "policies"):
         return "workspace"
     return "shipped" if path.is_relative_to(code_root() / "policies") else "repository"
@@ -194,7 +225,7 @@ def _configuration(workspace: Workspace) -> list[Value]:
 
 
 def _kernels(workspace: Workspace, path: Path) -> list[Value]:
-    """The choice of each op by kind of device, as the live code has it; ``auto`` is resolved when a segment is planned."""
+    """The implementation chosen for each op and kind of device, as committed. ``auto`` is resolved when a segment is planned."""
     from factory.cli.policy_sources import Value
     from factory.computing.tuned_kernels import live_kernels
     from kernels.contract.registry import KernelError, load_choice
@@ -206,7 +237,8 @@ def _kernels(workspace: Workspace, path: Path) -> list[Value]:
         try:
             load_choice(live)
         except KernelError as error:
-            raise ConfigError(str(error).replace(str(live), str(path))) from None
+            said = str(error).replace(str(live), str(path))
+            raise ConfigError(Message.restored(error.code, said, error.data)) from None
         raw = load_yaml(live)
     assert isinstance(raw, dict)
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]

@@ -1,4 +1,4 @@
-"""Commands that look: ``status``, ``ui``, ``check``; and ``demo``, which shows it all."""
+"""Commands that show something: ``status``, ``duties``, ``log``, ``ui``, ``check`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, print_jso
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 WATCH_SECONDS = 2.0
 
@@ -20,10 +21,12 @@ WATCH_SECONDS = 2.0
 @app.command()
 def status(
     where: Where = DEFAULT,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every two seconds, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Print the status again every two seconds, until Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What is in the factory right now, and what waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
+    """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
     from factory.core.moments import with_iso
     from factory.status.status import facts, screen
 
@@ -31,7 +34,7 @@ def status(
     while True:
         try:
             found = facts(workspace)
-        except WorkspaceError as error:  # locked, or in the middle of an upgrade
+        except WorkspaceError as error:  # the ledger is locked, or is being upgraded
             if not watch:
                 raise
             typer.echo(str(error), err=True)
@@ -48,7 +51,10 @@ def status(
 
 @command(app)
 def duties(plant: Plant, say: Say) -> None:
-    """What the daemon does, in its order: what is due now, what holds it, what rests after a failure, and when each was last done."""
+    """List the daemon's duties, in the order of their priority.
+
+    For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
+    """
     from factory.core.moments import with_iso
     from factory.duties.listing import facts, lines
 
@@ -59,11 +65,13 @@ def duties(plant: Plant, say: Say) -> None:
 @app.command()
 def log(
     where: Where = DEFAULT,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="So many of the newest.")] = 40,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on with what is added, until Ctrl-C.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the newest entries to print.")] = 40,
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Then print new entries as they come, until Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the daemon said and did: logs/daemon.log. Tracebacks are in logs/errors.log, trainers' words in logs/segment-N.log."""
+    """Print the daemon's log, logs/daemon.log. Tracebacks are in logs/errors.log, and the output of trainers is in logs/segment-N.log."""
     from factory.status import log as daemon_log
 
     workspace = Workspace.open(where)
@@ -75,22 +83,25 @@ def log(
 @app.command()
 def ui(
     where: Where = DEFAULT,
-    port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 5000,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but this machine's own needs --user.")
+        str, typer.Option(help="Address to listen on. An address that other machines can reach needs --user.")
     ] = "127.0.0.1",
     name: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="A host by which people reach it, as gpu-box, 10.0.0.5:8080 or https://mlflow.example.org (a proxy's); can be "
-            "repeated, and any other is refused. Without it: this machine's name and addresses, where --host lets others in.",
+            help="A host name or address that people type to reach the UI, such as gpu-box, 10.0.0.5:8080 or the proxy's "
+            "https://mlflow.example.org. Can be repeated; every other name is refused. Default, if --host lets other machines in: this "
+            "machine's name and addresses.",
         ),
     ] = None,
-    user: Annotated[str, typer.Option(help="Ask for a login: this name, and a password that is made once.")] = "",
+    user: Annotated[
+        str, typer.Option(help="Require a login with this user name. The password is made once and kept in a file.")
+    ] = "",
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
-    """Open the MLflow UI on this workspace, and say where to begin: releases, candidates, training, proposals."""
+    """Serve the MLflow UI of this workspace, and print the pages to begin with: releases, candidates, training, proposals."""
     from factory.core.listening import is_loopback, listen
     from factory.show.mlflow.login import login
     from factory.show.mlflow.names import in_brackets, reached_as
@@ -99,49 +110,71 @@ def ui(
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):
-        raise InputError(
-            f"--host {host}: whoever reaches MLflow can approve releases: give --user NAME, and people log in"
-        )
+        raise _login_needed("--host", host)
     names = reached_as(host, name or ())
     if others := [each.host for each in names if not user and not is_loopback(each.host.strip("[]"))]:
-        raise InputError(
-            f"--name {others[0]}: whoever reaches MLflow can approve releases: give --user NAME, and people log in"
-        )
+        raise _login_needed("--name", others[0])
     if not show:
-        listen(host, port).close()  # before anything is said or made: MLflow would end much later, behind a traceback
+        listen(host, port).close()  # a port in use is an error now; MLflow itself would end later, with a traceback
     secrets, password = login(workspace, user) if user else (None, None)
     command, environment = ui_command(workspace, port, host, secrets, name or ())
     if show:
         print(" ".join(command))
         return
     if password:
-        print(f"user {user}, password in {password}; put TLS in front of it where the network is not yours", flush=True)
+        said = Message(
+            "look.ui_login",
+            "Log in as {user} with the password in {file}. If others use this network, put a TLS proxy in front of MLflow.",
+            user=user,
+            file=password,
+        )
+        print(said, flush=True)
     server = names[0].address(port) if names else f"http://{in_brackets(host)}:{port}"
     if names:
-        known = ", ".join(each.host for each in names)
-        print(f"reached as {known}; another name or address is refused until it is given with --name", flush=True)
+        said = Message(
+            "look.ui_names",
+            "MLflow answers to these names: {names}. To allow another name or address: 'factory ui --name NAME'",
+            names=[each.host for each in names],
+        )
+        print(said, flush=True)
     pages = start_pages(workspace, server)
-    print(f"MLflow UI on {server} (Ctrl-C ends it). Begin here:", flush=True)
+    print(
+        Message(
+            "look.ui_address", "The MLflow UI is at {address}. Ctrl-C stops it. Begin with these pages:", address=server
+        ),
+        flush=True,
+    )
     for page, address in pages.items():
         print(f"  {page:<11} {address}", flush=True)
     os.execvpe(command[0], command, os.environ | environment)
 
 
+def _login_needed(flag: str, host: str) -> InputError:
+    return InputError(
+        "look.login_needed",
+        "{flag} {host}: other machines could reach MLflow and approve releases there. To require a login, add '--user NAME'",
+        flag=flag,
+        host=host,
+    )
+
+
 @app.command()
 def check(
     where: Where = DEFAULT,
-    deep: Annotated[bool, typer.Option("--deep", help="Hash all of the workspace's work, not a sample of it.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Hash all files of the workspace, not only a sample.")] = False,
     mend: Annotated[
         bool,
-        typer.Option("--repair", help="Mend what can be mended: rebuild, replay, restore. Stop 'factory run' first."),
+        typer.Option(
+            "--repair", help="Repair what can be repaired: rebuild, replay or restore files. Stop 'factory run' first."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What this machine offers, what is in force, what is missing, gone or damaged, and what to do about it.
+    """Check this machine and the workspace: report what is missing or damaged, and what to do about it.
 
-    What lies in the workspace is compared with the ledger: all of it by size, a sample by its hash. --repair makes a token shard again from
-    its raw shard, replays a segment for its checkpoint, exports again, restores the ledger and MLflow's database. What is damaged is moved
-    to set-aside/ or backups/, never deleted.
+    The files of the workspace are compared with the ledger: all of them by size, a sample by hash. --repair makes a token shard again
+    from its raw shard, replays a segment to get its checkpoint, exports a candidate again, and restores the ledger and MLflow's database.
+    Damaged files are moved to set-aside/ or backups/ and never deleted.
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
@@ -152,7 +185,7 @@ def check(
     except WorkspaceError as error:
         workspace = None
         if not as_json:
-            print(f"  (no workspace: {error})")
+            print(Message("look.no_workspace", "  Only the machine is checked: {reason}", reason=error))
     progress = SILENT if as_json else Terminal()
     done: list[str] = []
     if mend and workspace:
@@ -179,14 +212,20 @@ def check(
 def demo(
     where: Where = DEFAULT,
     minutes: Annotated[
-        float, typer.Option(help="About how long it may take, 2 to 120; a faster machine trains a larger model in it.")
+        float,
+        typer.Option(
+            help="About how long the demo may take, from 2 to 120. A faster machine trains a larger model in that time."
+        ),
     ] = 6.0,
     fresh: Annotated[
-        bool, typer.Option("--fresh", help="Throw an earlier demo's workspace away and begin again.")
+        bool, typer.Option("--fresh", help="Delete the workspace of an earlier demo and start again.")
     ] = False,
 ) -> None:
-    """Run the whole factory once, on this machine, on real text (the Python standard library), in about the minutes given: it measures
-    how fast the machine is, and chooses the model, its steps and how much is measured to fit."""
+    """Run the whole factory once on this machine, on real text (the Python standard library).
+
+    The demo measures how fast the machine is. Then it chooses the model's size, the number of steps and the size of the evaluation so that
+    the run takes about the given minutes.
+    """
     from factory.core.console import Terminal
     from factory.demo.demo import run_demo
 

@@ -1,5 +1,5 @@
-"""The model loop from the command line: ``init``, ``tune``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``,
-``release``, ``serve``."""
+"""Commands of the model loop: ``init``, ``tune``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``, ``release`` and
+``serve``."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from factory.cli.app import DEFAULT, Say, Where, app, command, open_plant, perso
 from factory.core.errors import InputError, nearest
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
@@ -25,28 +26,35 @@ def init(
     where: Where = DEFAULT,
     preset: Annotated[
         str,
-        typer.Option(help="laptop, one-gpu or eight-gpus: recipe, vocabulary and data policy that fit one another."),
+        typer.Option(help="laptop, one-gpu or eight-gpus: a recipe, a vocabulary and a data policy that fit together."),
     ] = "",
-    recipe: Annotated[str, typer.Option(help="A recipe of policies/recipes/ (default: demo).")] = "",
+    recipe: Annotated[str, typer.Option(help="Name of a recipe in policies/recipes/ (default: demo).")] = "",
     tokenizer: Annotated[
         Path | None,
-        typer.Option(help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains one)."),
+        typer.Option(
+            help="A Hugging Face tokenizer.json, or its folder (default: the first ingest trains a tokenizer)."
+        ),
     ] = None,
     vocabulary: Annotated[
         int,
         typer.Option(
-            help="Entries of the vocabulary, of recipe and tokenizer both (default: the recipe's).", show_default=False
+            help="Size of the vocabulary, for the recipe and the tokenizer (default: the recipe's).", show_default=False
         ),
     ] = 0,
     repository: Annotated[
-        str, typer.Option(help="Git repository whose code is trained with and patched (default: this factory's own).")
+        str, typer.Option(help="Git repository of the training code, which agents patch (default: this factory's own).")
     ] = "",
-    tune: Annotated[bool, typer.Option(help="Time the registered kernels on this machine (as 'factory tune').")] = True,
+    tune: Annotated[
+        bool, typer.Option(help="Time the registered kernels on this machine, as 'factory tune' does.")
+    ] = True,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow what is too large for this machine: another machine will train.")
+        bool,
+        typer.Option(
+            "--force", help="Allow a model that is too large for this machine, because another machine will train it."
+        ),
     ] = False,
 ) -> None:
-    """Make a workspace: one folder that holds all state of one factory. Safe to run again."""
+    """Make a workspace, the folder that holds all state of one factory. Running it again changes nothing."""
     from factory.core.console import Terminal
     from factory.presets.making import InitOptions, make
 
@@ -56,20 +64,35 @@ def init(
         from factory.training.tuning import tune_if_new
 
         tune_if_new(workspace, Terminal())
-    print(f"workspace ready at {workspace.root}")
+    print(Message("model_loop.workspace_ready", "The workspace is ready: {workspace}", workspace=workspace.root))
     if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
-        print(f"so that later commands find it: export FACTORY_HOME={shlex.quote(str(workspace.root))}")
-    print(f"next: drop shards into {workspace.inbox} and run 'factory run --once', or 'factory ingest PATH'")
+        print(
+            Message(
+                "model_loop.set_home",
+                "To let later commands find the workspace: export FACTORY_HOME={workspace}",
+                workspace=shlex.quote(str(workspace.root)),
+            )
+        )
+    print(
+        Message(
+            "model_loop.next_step",
+            "Next, put shards into {inbox} and type 'factory run --once'. Or ingest files from elsewhere: 'factory ingest PATH'",
+            inbox=workspace.inbox,
+        )
+    )
 
 
 @command(app)
 def tune(
     plant: Plant,
     say: Say,
-    seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this long.")] = 60.0,
+    seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this many seconds.")] = 60.0,
 ) -> None:
-    """Time every registered kernel that is right on this machine, at the recipe's shapes. What policies/kernels.yaml leaves to
-    'auto' is the fastest of them from the next segment on; the segment before it certifies the change."""
+    """Time every registered kernel that gives correct results on this machine, at the recipe's shapes.
+
+    From the next segment on, each op that policies/kernels.yaml sets to 'auto' uses the fastest kernel. A certificate checks that the
+    change does not alter training.
+    """
     from factory.computing.tuned_kernels import describe, read
     from factory.training.tuning import tune as measure
 
@@ -80,9 +103,12 @@ def tune(
 @app.command()
 def run(
     where: Where = DEFAULT,
-    once: Annotated[bool, typer.Option("--once", help="Stop when there is nothing left to do.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Stop when nothing is left to do.")] = False,
 ) -> None:
-    """The daemon: ingest what lands in the inbox, train, evaluate, gate, release; again and again. Stop it with Ctrl-C, kill it at will."""
+    """Run the daemon: ingest files from the inbox, train, evaluate, judge and release, over and over.
+
+    Stop the daemon with Ctrl-C. You can also kill it at any moment: started again, it continues.
+    """
     from factory.core.console import Terminal
     from factory.duties.back_off import with_retries
     from factory.duties.runner import run as run_daemon
@@ -95,7 +121,13 @@ def run(
         with serving(plant.workspace) as port:
             progress = LoggedProgress(plant.workspace, terminal)
             if port:
-                progress.line(f"  numbers for Prometheus: http://127.0.0.1:{port}/metrics")
+                progress.line(
+                    Message(
+                        "model_loop.metrics_address",
+                        "  Prometheus can read the factory's metrics at http://127.0.0.1:{port}/metrics",
+                        port=port,
+                    )
+                )
             run_daemon(plant.reporting_to(progress), once=once)
 
     if once:
@@ -107,9 +139,9 @@ def run(
 @app.command()
 def train(
     where: Where = DEFAULT,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps of this segment (default: the recipe's).")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Number of steps to train (default: the recipe's).")] = None,
 ) -> None:
-    """Train the trunk for one more segment over all ingested shards."""
+    """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train as train_segment
     from factory.repairs.mending import with_mending
@@ -122,7 +154,13 @@ def train(
         refuse_paused(plant.ledger)
         waiting = open_segment(plant.ledger)
         if waiting:
-            terminal.line(f"  segment {waiting} was interrupted: it is finished first")
+            terminal.line(
+                Message(
+                    "model_loop.finishes_segment",
+                    "  Segment {segment} was interrupted. The factory finishes it first.",
+                    segment=waiting,
+                )
+            )
             train_segment(plant, waiting)
         plan = lambda: plan_trunk(plant, steps)
         train_segment(plant, with_mending(plant, plan))
@@ -134,18 +172,23 @@ def certify(
     say: Say,
     take: Annotated[
         int | None,
-        typer.Option("--accept", help="Let this segment start with the code as it is; recorded with your name."),
+        typer.Option("--accept", help="Let this segment start without a certificate. The ledger keeps your name."),
     ] = None,
 ) -> None:
-    """What changes of the code did to training: old and new code run on the same data, and the difference held against seed noise."""
+    """List the certificates of code changes: old and new code trained on the same data, and their difference compared with seed noise."""
     from factory.training.certifying import accept, every_certificate
 
-    if take is not None:  # one transaction: works while the daemon runs
+    if take is not None:  # one transaction, so it works while the daemon runs
         accept(plant, take, person())
     found = every_certificate(plant.ledger)
     say(found)
     if not found:
-        say.line("  no certificate yet: the first is made when the code's commit changes between two segments")
+        say.line(
+            Message(
+                "model_loop.no_certificate",
+                "  No certificate was made yet. The first one is made when the code's commit changes between two segments.",
+            )
+        )
     for row in found:
         state = {"promote": "certified", "hold": "not certified", "reject": "NOT CERTIFIED"}[row["outcome"]]
         state += f", accepted by {row['accepted']['by']}" if row["accepted"] else ""
@@ -163,7 +206,7 @@ def certify(
 
 @app.command()
 def anneal(where: Where = DEFAULT) -> None:
-    """Branch off the trunk with a decaying rate: yields a candidate."""
+    """Train an anneal branch off the trunk, with a decaying learning rate, and export it as a candidate."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.releasing import unexported
     from factory.duties.training import train as train_segment
@@ -179,7 +222,9 @@ def anneal(where: Where = DEFAULT) -> None:
         waiting = open_segment(plant.ledger)
         if waiting:
             train_segment(plant, waiting)
-        number = next(iter(unexported(plant.ledger)), None)  # an anneal that was cut short is finished, not done twice
+        number = next(
+            iter(unexported(plant.ledger)), None
+        )  # an anneal that was trained but not exported is only exported
         if number is None:
             plan = lambda: plan_anneal(plant)
             number = with_mending(plant, plan)
@@ -193,16 +238,16 @@ def average(
     say: Say,
     last: Annotated[
         int | None,
-        typer.Option(min=2, help="How many of the newest kept checkpoints (default: up to 5, as there are)."),
+        typer.Option(min=2, help="How many of the newest kept checkpoints to average (default: up to 5)."),
     ] = None,
     by_held_out_loss: Annotated[
-        bool, typer.Option("--by-held-out-loss", help="Weigh each checkpoint by its loss on held-out documents.")
+        bool, typer.Option("--by-held-out-loss", help="Weight each checkpoint by its loss on held-out documents.")
     ] = False,
     segment: Annotated[
-        int | None, typer.Option(help="Segment whose checkpoints are averaged (default: the newest trunk segment).")
+        int | None, typer.Option(help="The segment whose checkpoints are averaged (default: the newest trunk segment).")
     ] = None,
 ) -> None:
-    """Average kept checkpoints of one run: yields a candidate, like an anneal does, without training. Safe to repeat."""
+    """Average kept checkpoints of one segment and export the result as a candidate, without training. Safe to repeat."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train as make
     from factory.ledger.rows import SegmentRow
@@ -215,7 +260,12 @@ def average(
         candidate = export_candidate(plant, number)
     result = SegmentRow.get(plant.ledger, number).result or {}
     found = {"candidate": candidate, "segment": number, "averaged": result["averaged"]}
-    say(found, f"  candidate {candidate}: judge it with 'factory evaluate {candidate}'")
+    said = Message(
+        "model_loop.averaged",
+        "  Candidate {candidate} is the average. To judge it: 'factory evaluate {candidate}'",
+        candidate=candidate,
+    )
+    say(found, said)
 
 
 @command(app)
@@ -224,7 +274,10 @@ def evaluate(
     say: Say,
     candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
 ) -> None:
-    """Measure a candidate on held-out documents and judge it against the champion. While the daemon runs, it does so in its next pass."""
+    """Measure a candidate on held-out documents and judge it against the champion.
+
+    While the daemon runs, this command asks it to do so in its next pass.
+    """
     from factory.cli.core.ask_daemon import hold_or_ask
     from factory.duties.releasing import judge
     from factory.ledger.rows import EvaluationRow, VerdictRow
@@ -248,14 +301,19 @@ def release(
     where: Where = DEFAULT,
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
     bundle: Annotated[
-        int | None, typer.Option(help="Write this release as a folder that others can check with 'factory verify'.")
+        int | None,
+        typer.Option(help="Write this release as a folder (a bundle) that others can check with 'factory verify'."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The bundle's folder (default: bundles/ of the workspace).")] = None,
-    data: Annotated[bool, typer.Option("--data", help="With the documents whose licence allows it.")] = False,
-    traces: Annotated[bool, typer.Option("--traces", help="With metrics and the checkpoints that are kept.")] = False,
+    data: Annotated[
+        bool, typer.Option("--data", help="Include in the bundle the documents whose licence allows it.")
+    ] = False,
+    traces: Annotated[
+        bool, typer.Option("--traces", help="Include in the bundle the metrics and the kept checkpoints.")
+    ] = False,
     key: Annotated[
         Path | None,
-        typer.Option(help="Private key to sign with (PEM; default: the workspace's own, made at first use)."),
+        typer.Option(help="Private key that signs the bundle (PEM; default: the workspace's own, made at first use)."),
     ] = None,
     licence: Annotated[
         str,
@@ -264,7 +322,10 @@ def release(
         ),
     ] = "",
 ) -> None:
-    """Release a candidate that the gate promoted (this is the approval, where the policy requires one), roll back, or bundle a release."""
+    """Release a candidate that the gate promoted, roll back to an older release, or write a release as a bundle.
+
+    Where the policy requires a person's approval, this command gives it.
+    """
     from factory.ledger.rows import champion
     from factory.release.checks import newest_verdict
     from factory.release.releases import release as release_verdict
@@ -275,10 +336,15 @@ def release(
         name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None
     ]  # fmt: skip
     if len(asked) > 1:
-        raise InputError(f"one at a time: {' and '.join(asked)} were given; nothing was released")
+        raise InputError(
+            "model_loop.several_asked",
+            "{options} exclude one another. Nothing was released. Give only one of them.",
+            options=" and ".join(asked),
+        )
     if bundle is None and (out or data or traces or key or licence):
         raise InputError(
-            "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release; nothing was released"
+            "model_loop.no_bundle_number",
+            "--out, --data, --traces, --key and --licence describe a bundle. Nothing was released. Add the release's number: '--bundle N'",
         )
     # Releases have a lock of their own: this works while the daemon runs.
     plant, terminal = open_plant(where)
@@ -291,23 +357,35 @@ def release(
     if rollback is not None:
         roll_back(plant, rollback)
         catch_up(plant)
-        terminal.line(f"  release {rollback} is champion again")
+        terminal.line(Message("model_loop.rolled_back", "  Release {release} is champion again.", release=rollback))
         return
     verdict = newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
     done = release_verdict(plant, verdict.id, approved_by=person())
     catch_up(plant)
     best = champion(plant.ledger)
-    state = "is champion" if best and best.number == done else "is published, but another one is champion (--rollback)"
-    terminal.line(f"  release {done} {state}")
+    if best and best.number == done:
+        terminal.line(Message("model_loop.is_champion", "  Release {release} is champion.", release=done))
+        return
+    terminal.line(
+        Message(
+            "model_loop.not_champion",
+            "  Release {release} is published, but release {champion} is champion. To change that: 'factory release --rollback {release}'",
+            release=done,
+            champion=best.number if best else None,
+        )
+    )
 
 
 def _candidate(ledger: Ledger, number: int | None) -> int:
-    """The candidate of that number, or the newest. Raises: InputError."""
+    """The candidate with that number, or the newest one. Raises: InputError."""
     from factory.ledger.rows import CandidateRow
 
     newest = CandidateRow.first(ledger, "ORDER BY id DESC")
     if newest is None:
-        raise InputError("there is no candidate yet: 'factory run' makes one once there are shards to train on")
+        raise InputError(
+            "model_loop.no_candidate",
+            "There is no candidate yet. The factory makes one once it has shards to train on. To start it: 'factory run'",
+        )
     return (newest if number is None else CandidateRow.get(ledger, number)).id
 
 
@@ -320,29 +398,39 @@ def serve(
     engine: Annotated[
         str,
         typer.Option(
-            help="native: this factory's own, on any machine. vllm: faster on a GPU; 'make serve-env' installs it."
+            help="native: this factory's own engine, for any machine. vllm: faster on a GPU; 'make serve-env' installs vllm."
         ),
     ] = "native",
     host: Annotated[
-        str, typer.Option(help="Address to listen on. One that others can reach needs a key.")
+        str, typer.Option(help="Address to listen on. An address that other machines can reach needs --key.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: a free one, which is printed.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port; the command prints it.")
+    ] = 8000,
     key: Annotated[
         str,
-        typer.Option(envvar="FACTORY_SERVE_KEY", help="What clients must send as bearer token; others see it in 'ps'."),
+        typer.Option(
+            envvar="FACTORY_SERVE_KEY",
+            help="The bearer token that clients must send. 'ps' shows this option to other users.",
+        ),
     ] = "",
 ) -> None:
-    """Serve the champion at an OpenAI-compatible address, and every later champion after it, without losing a request.
+    """Serve the champion by an OpenAI-compatible API. When the champion changes, switch to the new one without losing a request.
 
-    It follows the ledger: a release, or 'factory release --rollback N', starts a second engine beside the first, which is held to the
-    export's hash and to what the judge's own model says, takes over, and only then the first one ends. Needs memory for both.
+    At a release or a rollback, a second engine starts beside the first. The factory checks its export's hash and compares its answers
+    with the judge's own model. Then the second engine takes over, and the first one ends. Memory for both is needed.
     """
     from factory.serving.engines import native
     from factory.serving.serve import serve as serve_champion
     from factory.serving.vllm import vllm
 
     if engine not in ENGINES:
-        raise InputError(f"--engine: there is no {engine!r}{nearest(engine, ENGINES)}")
+        raise InputError(
+            "model_loop.no_engine",
+            "--engine: no engine is named {engine!r}{nearest}",
+            engine=engine,
+            nearest=nearest(engine, ENGINES),
+        )
     workspace = Workspace.open(where)
     kind = native() if engine == "native" else vllm()
     serve_champion(workspace, kind, host=host, port=port, key=key, say=lambda line: print(line, flush=True))

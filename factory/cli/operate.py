@@ -1,5 +1,7 @@
-"""What a person tells a factory: ``pause``, ``resume``, ``retry``, ``abandon``, ``rewind``, ``quarantine``. Each is one transaction, which the
-daemon reads. And ``clean``: what retention removes, by hand."""
+"""Commands that steer a running factory: ``pause``, ``resume``, ``retry``, ``abandon``, ``rewind`` and ``quarantine``, and ``clean``.
+
+Each, except ``clean``, writes one transaction to the ledger, which the daemon reads. ``clean`` removes what the retention policy does not keep.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import typer
 
 from factory.cli.app import Say, app, command, person
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
-Why = Annotated[str, typer.Option(help="Stays in the ledger.")]
+Why = Annotated[str, typer.Option(help="The reason; the ledger keeps it.")]
 
 
 @command(app)
@@ -19,34 +22,45 @@ def pause(
     plant: Plant,
     say: Say,
     everything: Annotated[
-        bool, typer.Option("--everything", help="The inbox, judging and releases too, not only what trains.")
+        bool, typer.Option("--everything", help="Pause the inbox, judging and releases too, not only training.")
     ] = False,
-    why: Annotated[str, typer.Option(help="Shown by 'factory status'.")] = "",
+    why: Annotated[str, typer.Option(help="The reason; 'factory status' shows it.")] = "",
 ) -> None:
-    """Hold training: the trainer writes a checkpoint and ends, and none is started until 'factory resume'. Survives a restart."""
+    """Pause training: the trainer writes a checkpoint and ends, and no trainer starts until 'factory resume'.
+
+    The pause survives a restart of the factory.
+    """
     from factory.retrying import asking
 
     found = asking.pause(plant.ledger, asking.EVERYTHING if everything else asking.TRAINING, person(), why)
     say(vars(found), f"  {found}")
-    say.line("  a trainer writes a checkpoint first; other work that has begun is finished")
+    say.line(
+        Message(
+            "operate.pausing",
+            "  A trainer that runs now writes a checkpoint and then ends. Other work that has begun is finished first.",
+        )
+    )
 
 
 @command(app)
 def resume(plant: Plant, say: Say) -> None:
-    """Go on after 'factory pause'."""
+    """End a pause that 'factory pause' began."""
     from factory.retrying import asking
 
     ended = asking.resume(plant.ledger, person())
-    say({"resumed": vars(ended)}, f"  {ended.what}, which {ended.by} had paused, goes on")
+    said = Message("operate.resumed", "  The pause of {what} by {by} is over.", what=ended.what, by=ended.by)
+    say({"resumed": vars(ended)}, said)
 
 
 @command(app)
 def retry(
     plant: Plant,
     say: Say,
-    segment: Annotated[int | None, typer.Argument(help="A parked segment, which goes on from its checkpoint.")] = None,
+    segment: Annotated[
+        int | None, typer.Argument(help="A parked segment; it continues from its newest checkpoint.")
+    ] = None,
 ) -> None:
-    """Try again at once what waits after a failure; with a number, a segment that is parked too."""
+    """Retry at once all actions that wait after a failure. With a segment's number, also continue that parked segment."""
     from factory.retrying import tries
 
     said = tries.retry(plant.ledger, segment, person())
@@ -55,7 +69,7 @@ def retry(
 
 @command(app)
 def abandon(plant: Plant, say: Say, segment: Annotated[int, typer.Argument(help="A parked segment.")]) -> None:
-    """Give up the steps of a parked segment: training goes on from what was done before it."""
+    """Give up a parked segment: its steps are dropped, and training continues from the segment before it."""
     from factory.retrying import tries
 
     said = tries.abandon(plant.ledger, segment, person())
@@ -66,11 +80,15 @@ def abandon(plant: Plant, say: Say, segment: Annotated[int, typer.Argument(help=
 def rewind(
     plant: Plant,
     say: Say,
-    segment: Annotated[int, typer.Argument(help="Its number: it and all that goes on from it is taken back.")],
+    segment: Annotated[
+        int, typer.Argument(help="The segment's number. All segments that continue from it are rewound too.")
+    ],
     why: Why = "",
 ) -> None:
-    """Go on from before a segment: its checkpoints are not gone on from, and what was not released of it never is. Works while the daemon
-    runs, which ends a trainer of what is rewound."""
+    """Take back a segment and all that continue from it: training continues from the segment before.
+
+    Their candidates are not released any more. The command works while the daemon runs; the daemon stops a trainer of a rewound segment.
+    """
     from factory.diagnosis import acting
 
     said = acting.rewind(plant.ledger, segment, person(), why)
@@ -81,11 +99,16 @@ def rewind(
 def quarantine(
     plant: Plant,
     say: Say,
-    names: Annotated[list[str], typer.Argument(help="Ids of documents, or keys.")],
+    names: Annotated[list[str], typer.Argument(help="Ids or keys of documents.")],
     why: Why = "",
-    undo: Annotated[bool, typer.Option("--undo", help="Train again on documents that a person quarantined.")] = False,
+    undo: Annotated[
+        bool, typer.Option("--undo", help="End the quarantine of these documents: train on them again.")
+    ] = False,
 ) -> None:
-    """Documents carry no loss from the next segment on; releases that saw them are marked. Works while the daemon runs."""
+    """Quarantine documents: from the next segment on, they carry no loss. Releases that were trained on them are marked.
+
+    The command works while the daemon runs.
+    """
     from factory.diagnosis import acting
 
     said = acting.free(plant.ledger, names, person()) if undo else acting.quarantine(plant.ledger, names, person(), why)
@@ -97,10 +120,13 @@ def clean_up(
     plant: Plant,
     say: Say,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would go, and why the rest stays.")
+        bool, typer.Option("--dry-run", help="Remove nothing: print what would be removed, and why the rest is kept.")
     ] = False,
 ) -> None:
-    """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml no longer keeps. The daemon does this after each segment."""
+    """Remove checkpoints, exports, worktrees and logs that policies/retention.yaml does not keep.
+
+    The daemon does this after each segment.
+    """
     from factory.core.workspace import MODEL_LOOP
     from factory.retention.cleaning import Cleaned, clean, describe, examine
     from factory.show.catching_up import catch_up
@@ -116,15 +142,15 @@ def clean_up(
     told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.goes, "why": one.why}
     say([told(one) | {"bytes": sizes[one.what.path]} for one in cleaned.choices])
     for choice in cleaned.gone():
-        word = "would go" if dry_run else "removed"
+        word = "to remove" if dry_run else "removed"
         say.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")
     stays = sorted((one for one in cleaned.choices if not one.goes), key=lambda one: (one.what.kind, one.why))
     for (kind, why), group in groupby(stays, key=lambda one: (one.what.kind, one.why)):
         listed = list(group)
         size = sum(sizes[one.what.path] for one in listed)
-        say.line(f"  stays    {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
+        say.line(f"  kept     {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
     if dry_run:
         size = sum(sizes[one.what.path] for one in cleaned.gone())
-        say.line(f"  {size / 1e6:,.1f} MB would be freed")
+        say.line(Message("operate.would_free", "  This would free {megabytes:,.1f} MB.", megabytes=size / 1e6))
     else:
         say.line(f"  {describe(cleaned)}")

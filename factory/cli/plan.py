@@ -1,4 +1,4 @@
-"""``plan``: how a model of some size would be trained, before anything is. Needs no workspace, and no torch."""
+"""``factory plan``: plan the training of a model of some size, before anything is trained. Needs neither a workspace nor torch."""
 
 from __future__ import annotations
 
@@ -12,42 +12,43 @@ import typer
 from factory.cli.app import AsJson, app, print_json
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.workspace import code_root
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from trainer.contract.plan.run_plan import RunPlan
     from trainer.contract.recipe import ModelRecipe, Recipe
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-LARGE = 2e9  # parameters from which on the vocabulary is Llama 3's 128,256, not Llama 2's 32,000
+LARGE = 2e9  # from so many parameters on, the default vocabulary is Llama 3's (128,256 entries), below it Llama 2's (32,000)
 
 
 @app.command()
 def plan(
-    params: Annotated[str, typer.Option(help="Parameters of a dense model: 8e9, 8B.")] = "",
-    recipe: Annotated[str, typer.Option(help="Or a recipe: its file, or its name in policies/recipes/.")] = "",
+    params: Annotated[str, typer.Option(help="Number of parameters of a dense model, such as 8e9 or 8B.")] = "",
+    recipe: Annotated[str, typer.Option(help="Instead of --params, a recipe: its file, or its name in policies/recipes/.")] = "",
     config: Annotated[
-        Path | None, typer.Option(help="Or a public model: its Hugging Face config.json, or the folder that has it.")
+        Path | None, typer.Option(help="Instead of --params, a public model: its Hugging Face config.json, or its folder.")
     ] = None,
-    tokens: Annotated[str, typer.Option(help="Tokens to train on: 300e9, 300B.")] = "",
+    tokens: Annotated[str, typer.Option(help="Number of tokens to train on, such as 300e9 or 300B.")] = "",
     gpus: Annotated[int, typer.Option(help="How many GPUs.")] = 8,
-    gpu: Annotated[str, typer.Option(help="Which GPU: gives its peak, and its memory.")] = "h100",
-    memory: Annotated[float | None, typer.Option(help="GB of one GPU (default: the GPU's).")] = None,
-    mfu: Annotated[float | None, typer.Option(help="Share of the peak reached (default: 0.4 on one node, else published runs').")] = None,
+    gpu: Annotated[str, typer.Option(help="Kind of GPU, which sets the peak rate and the memory.")] = "h100",
+    memory: Annotated[float | None, typer.Option(help="Memory of one GPU, in GB (default: that of the kind of GPU).")] = None,
+    mfu: Annotated[float | None, typer.Option(help="Share of the peak rate reached (default: 0.4 on one node, else as published runs).")] = None,
     network: Annotated[
-        float | None, typer.Option(help="GB a second between nodes, of one GPU (default: the GPU's usual card; 50 are 400 Gb/s).")
+        float | None, typer.Option(help="Network rate of one GPU between nodes, in GB/s (default: the GPU's usual card; 50 GB/s are 400 Gb/s).")
     ] = None,
     expert_parallel: Annotated[
-        int, typer.Option(help="GPUs that share the experts; for a plan of another trainer, as this one cannot.")
+        int, typer.Option(help="How many GPUs share the experts. This factory's trainer cannot do that; the plan is for another trainer.")
     ] = 1,
-    fp8: Annotated[bool, typer.Option("--fp8", help="The layers' products in fp8, as with 'precision: fp8' in a recipe.")] = False,
-    price: Annotated[float | None, typer.Option(help="Dollars of a GPU for an hour (default: 2).")] = None,
-    context: Annotated[int | None, typer.Option(help="Tokens of a row, with --params or --config (default: 4096).")] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Multiply the layers' matrices in fp8, as with 'precision: fp8' in a recipe.")] = False,
+    price: Annotated[float | None, typer.Option(help="Price of one GPU for an hour, in dollars (default: 2).")] = None,
+    context: Annotated[int | None, typer.Option(help="Context length in tokens, with --params or --config (default: 4096).")] = None,
     vocab: Annotated[
-        int | None, typer.Option(help="Size of the vocabulary, with --params (default: 32000; 128256 from 2B on).")
+        int | None, typer.Option(help="Size of the vocabulary, with --params (default: 32000, or 128256 from 2B parameters on).")
     ] = None,
     as_json: AsJson = False,
 ) -> None:  # fmt: skip
-    """Plan a run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
+    """Plan a training run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.gpus import GPUS
     from trainer.contract.plan.hf_config import read_config
@@ -56,9 +57,11 @@ def plan(
     from trainer.contract.plan.sizing import GB, shape_of
 
     if bool(params) + bool(recipe) + bool(config) != 1:
-        raise InputError("name one: --params 8e9, --recipe NAME or --config FILE")
+        raise InputError("plan.no_model", "Give exactly one of --params 8e9, --recipe NAME and --config FILE.")
     if gpu not in GPUS:
-        raise InputError(f"--gpu: no {gpu!r} in the table{nearest(gpu, GPUS)}")
+        raise InputError(
+            "plan.no_gpu", "--gpu: no kind of GPU is named {gpu!r}{nearest}", gpu=gpu, nearest=nearest(gpu, GPUS)
+        )
     given = {
         "--gpus": gpus,
         "--expert-parallel": expert_parallel,
@@ -71,15 +74,15 @@ def plan(
     }
     for flag, value in given.items():
         if value is not None and not value > 0:
-            raise InputError(f"{flag}: {value:g} is not above zero")
+            raise _not_above_zero(flag, f"{value:g}")
         if recipe and value is not None and flag in ("--context", "--vocab"):
-            raise InputError(f"{flag}: the recipe already has it; use it with --params only")
+            raise _with_params_only(flag, "the recipe")
         if config and value is not None and flag == "--vocab":
-            raise InputError(f"{flag}: config.json already has it; use it with --params only")
+            raise _with_params_only(flag, "config.json")
     if mfu is not None and mfu > 1:
-        raise InputError(f"--mfu: {mfu:g} is above 1, the whole peak")
+        raise InputError("plan.mfu_above_one", "--mfu: {mfu:g} is above 1, which is the whole peak.", mfu=mfu)
     if context is not None and context < 8:
-        raise InputError(f"--context: {context} is less than 8")
+        raise InputError("plan.short_context", "--context: {context} is less than 8.", context=context)
     chosen_gpu = GPUS[gpu] if memory is None else replace(GPUS[gpu], memory=memory * GB)
     wanted = _number("--tokens", tokens)
     size = _number("--params", params) if params else 0.0
@@ -94,18 +97,23 @@ def plan(
         if expert_parallel > 1 and (
             shape.experts is None or gpus % expert_parallel or shape.experts.count % expert_parallel
         ):
-            what = (
-                "the model has no experts"
-                if shape.experts is None
-                else f"it must divide the {gpus} GPUs and the {shape.experts.count} experts"
+            if shape.experts is None:
+                raise InputError(
+                    "plan.no_experts", "--expert-parallel {ways}: the model has no experts.", ways=expert_parallel
+                )
+            raise InputError(
+                "plan.experts_not_divided",
+                "--expert-parallel {ways} must divide the {gpus} GPUs and the {experts} experts.",
+                ways=expert_parallel,
+                gpus=gpus,
+                experts=shape.experts.count,
             )
-            raise InputError(f"--expert-parallel {expert_parallel}: {what}")
         ask = Ask(
             shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE,
             network=network and network * GB, expert=expert_parallel, fp8=fp8,
         )  # fmt: skip
         if asked:
-            rounded = asked.precision != "fp32"  # every GPU of the table has bf16, and auto takes it there
+            rounded = asked.precision != "fp32"  # on every GPU of the table, auto is bf16
             ask = replace(
                 ask,
                 batch=asked.batch,
@@ -116,13 +124,17 @@ def plan(
             )
         if wanted < active(ask.model):
             raise InputError(
-                f"--tokens: {wanted:,.0f} is less than one token per parameter ({active(ask.model):,}): the scaling rules do not apply"
+                "plan.few_tokens",
+                "--tokens: {tokens:,.0f} tokens for {parameters:,} parameters are too few. The scaling rules need one token per parameter.",
+                tokens=wanted,
+                parameters=active(ask.model),
             )
         found = plan_run(ask)
     except SizingError as error:
-        raise InputError(f"--gpus {gpus}: {error}") from error
+        raise InputError("plan.nothing_fits", "--gpus {gpus}: {reason}", gpus=gpus, reason=error) from error
     except TrainerError as error:
-        raise ConfigError(f"{'--recipe' if recipe else '--config' if config else '--params'}: {error}") from error
+        flag = "--recipe" if recipe else "--config" if config else "--params"
+        raise ConfigError("plan.bad_model", "{flag}: {reason}", flag=flag, reason=error) from error
     if as_json:
         print_json(plan_json(found))
     else:
@@ -130,7 +142,7 @@ def plan(
 
 
 def _number(flag: str, text: str) -> float:
-    """``8e9`` or ``8B``. Raises: InputError naming the flag."""
+    """The number that ``8e9`` or ``8B`` means. Raises: InputError with the option's name."""
     word = text.strip().replace("_", "").replace(",", "").upper()
     factor = SUFFIXES.get(word[-1:], 1.0)
     try:
@@ -138,16 +150,38 @@ def _number(flag: str, text: str) -> float:
     except ValueError:
         value = math.nan
     if math.isnan(value):
-        raise InputError(f"{flag}: {f'{text!r} is not a number' if text else 'is missing'}; write it as 8e9 or 8B")
+        if not text:
+            raise InputError("plan.no_number", "{flag} is missing. Write it as 8e9 or 8B.", flag=flag)
+        raise InputError(
+            "plan.not_a_number", "{flag}: {text!r} is not a number. Write it as 8e9 or 8B.", flag=flag, text=text
+        )
     if value <= 0:
-        raise InputError(f"{flag}: {text} is not above zero")
+        raise _not_above_zero(flag, text)
     if value > 1e18:
-        raise InputError(f"{flag}: {text} is outside the range of the scaling rules")
+        raise InputError(
+            "plan.out_of_range",
+            "{flag}: {text} is outside the range of the scaling rules, which ends at 1e18.",
+            flag=flag,
+            text=text,
+        )
     return value
 
 
+def _not_above_zero(flag: str, text: str) -> InputError:
+    return InputError("plan.not_above_zero", "{flag}: {text} is not above zero.", flag=flag, text=text)
+
+
+def _with_params_only(flag: str, source: str) -> InputError:
+    return InputError(
+        "plan.known_already",
+        "{flag}: {source} has this value already. Use {flag} with --params only.",
+        flag=flag,
+        source=source,
+    )
+
+
 def _recipe(name: str) -> Recipe:
-    """A recipe's file, or its name."""
+    """The recipe with that name, or in that file."""
     from trainer.contract.recipe import Recipe
 
     folder = code_root() / "policies" / "recipes"
@@ -155,12 +189,17 @@ def _recipe(name: str) -> Recipe:
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
         if not path.exists():
-            raise InputError(f"--recipe: no recipe {name!r}{nearest(name, {p.stem for p in folder.glob('*.yaml')})}")
+            raise InputError(
+                "plan.no_recipe",
+                "--recipe: no recipe is named {name!r}{nearest}",
+                name=name,
+                nearest=nearest(name, {p.stem for p in folder.glob("*.yaml")}),
+            )
     return Recipe.load(path)
 
 
 def _logit_rows() -> int | None:
-    """Tokens whose logits exist at one time, as the kernel policy has it for cuda; None: all of a micro-batch."""
+    """How many tokens have logits at one time, by the kernels chosen for CUDA. None: all tokens of a micro-batch."""
     import yaml
 
     policy = yaml.safe_load((code_root() / "policies" / "kernels.yaml").read_text("utf-8"))
@@ -190,7 +229,7 @@ def _show(plan: RunPlan) -> None:
     for line in lines(plan):
         run.add_row(line.name, line.text, line.formula, line.source)
     there = plan.ask.gpu.memory
-    memory = table(f"memory of one GPU of {there / GB:g} GB")
+    memory = table(Message("plan.memory_title", "memory of one GPU with {gigabytes:g} GB", gigabytes=there / GB))
     for part in plan.memory:
         memory.add_row(part.name, f"{part.bytes / GB:.2f} GB", part.formula, part.source)
     whole = needed(plan.memory)
@@ -198,7 +237,13 @@ def _show(plan: RunPlan) -> None:
     memory.add_row(
         "in all",
         f"{whole / GB:.2f} GB",
-        f"{whole / there:.0%} of {there / GB:g} GB; what is left: {(there - whole) / GB:.2f} GB",
+        Message(
+            "plan.memory_left",
+            "{share:.0%} of {total:g} GB; {left:.2f} GB are left",
+            share=whole / there,
+            total=there / GB,
+            left=(there - whole) / GB,
+        ),
         "",
     )
     console.print(run)

@@ -1,6 +1,6 @@
-"""Where each value of a configuration comes from, and what its schema says about it: for ``factory config show``.
+"""The values of a policy with their sources and meanings, for ``factory config show``.
 
-Apart because it imports pydantic, for which 'factory status' has no time.
+Apart because it imports pydantic, which takes longer than 'factory status' may take.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ABSENT = object()
 
 @dataclass(frozen=True)
 class Value:
-    """One key that is in force. ``source``: ``DEFAULT``, or the name of the file's place that was given."""
+    """One key in force. ``source``: ``DEFAULT`` for a key that the file leaves out, otherwise where the file comes from."""
 
     key: str
     value: Any
@@ -29,7 +29,7 @@ class Value:
 
 
 def values(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Value]:
-    """Every key of a loaded policy. ``raw`` is the parsed file: a key that it has comes from ``source``."""
+    """Every key of a loaded policy. ``raw``: the parsed file. A key in the file has ``source`` as its source."""
     about = documentation(type(policy))
     for name in type(policy).model_fields:
         yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
@@ -50,14 +50,14 @@ def _given(raw: object, name: str) -> object:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON has it."""
+    """``value`` as JSON-ready data."""
     if isinstance(value, list):
         return [_plain(one) for one in value]
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 def documentation(schema: type) -> dict[str, str]:
-    """What a class says about each of its fields, in a string below the field or a comment behind it, on one line."""
+    """By field of a class, its documentation on one line: the string below the field, or the comment behind it."""
     text = textwrap.dedent(inspect.getsource(schema))
     lines = text.splitlines()
     found: dict[str, str] = {}

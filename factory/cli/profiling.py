@@ -16,44 +16,47 @@ if TYPE_CHECKING:
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
 
-HELP = """Time every line of the training step: forward, backward (at the forward line that caused it), optimiser, data.
 
-Shows the hottest lines with their time, calls, share of the step, percent of the roofline, and what bounds them (compute,
-memory, launch, host); which lines could be fused and which could overlap; and how far the sum is from the step's own time
-and from torch.profiler's. Every operation is also called alone: 10 warm-ups, 100 calls, median.
+@app.command(
+    help="""Time every line of the training step: forward, backward (counted at the forward line that caused it), optimiser and data.
 
-Leaves profile.json (for programs; its schema is in agents/line_profiler/table.py), profile.html (source with a heat column,
-graph, roofline; opens offline) and trace.json (open it at ui.perfetto.dev). In a workspace they lie under reports/profiles/
-and are artifacts of an MLflow run; without one, the code of this checkout is profiled and they lie in --out.
+Shows the slowest lines with their time, calls, share of the step, share of the roofline, and bound (compute, memory, launch or
+host). It names lines that could be fused or could overlap. It also compares the sum of the lines with the step's own time and with
+torch.profiler. Every operation is also timed alone: 10 warm-ups, 100 calls, median.
+
+The command writes three files. profile.json is for programs; agents/line_profiler/table.py has its schema. profile.html shows the
+source with a heat column, a graph and the roofline, and opens offline. trace.json opens at ui.perfetto.dev. In a workspace they are
+in reports/profiles/ and among the artifacts of an MLflow run. Without a workspace, this checkout's code is profiled into --out.
 
 First run:  factory profile --recipe demo --out profile      (about half a minute on two cores)
 
-With --sweep: one layer of the shapes 7b, 29b, 375b and 1t (the last two of experts) at every batch and sequence, line by
-line. Each different operation is measured once, where it fits in memory and time; the others stand at the roofline, and
-every line says which. Local processes share the work (--workers), or a Ray cluster's actors (--ray).
+With --sweep, one layer of the shapes 7b, 29b, 375b and 1t is profiled at every batch and sequence length. The last two shapes have
+experts. Each different operation is measured once, if it fits in memory and time. The others are estimated from the roofline, and
+every line says which. Local processes (--workers) or the actors of a Ray cluster (--ray) share the work.
 
   factory profile --sweep --models 7b,375b --batches 1,4 --sequences 1024,4096 --workers 2"""
-
-
-@app.command(help=HELP)
+)
 def profile(
     where: Where = DEFAULT,
     recipe: Annotated[
-        str | None, typer.Option(help="A recipe's name or path; the workspace's own when not given, else 'demo'.")
+        str | None,
+        typer.Option(help="A recipe's name or file (default: the workspace's own, or 'demo' without a workspace)."),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Profile this checkout, without a workspace, and leave the files here.")
+        Path | None, typer.Option(help="Folder for the files. Profiles this checkout, without a workspace.")
     ] = None,
     alone: Annotated[
-        float | None, typer.Option(min=0, help="Seconds to spend on operations alone; 0 leaves them out.")
+        float | None, typer.Option(min=0, help="Seconds to spend on timing single operations; 0: do not time them.")
     ] = None,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Model shapes instead of a recipe's step.")] = False,
-    models: Annotated[str | None, typer.Option(help="Of a sweep: 7b,29b,375b,1t.")] = None,
-    batches: Annotated[str | None, typer.Option(help="Of a sweep: rows, with commas.")] = None,
-    sequences: Annotated[str | None, typer.Option(help="Of a sweep: positions of a row, with commas.")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="Of a sweep: processes, or Ray actors.")] = None,
-    ray: Annotated[str | None, typer.Option(help="Of a sweep: 'auto' or a Ray cluster's address.")] = None,
-    budget: Annotated[float | None, typer.Option(min=1, help="Of a sweep: seconds to measure in all.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Profile layers of large model shapes instead of a recipe's step.")
+    ] = False,
+    models: Annotated[str | None, typer.Option(help="Shapes of a sweep, separated by commas: 7b,29b,375b,1t.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Batch sizes of a sweep, separated by commas.")] = None,
+    sequences: Annotated[str | None, typer.Option(help="Sequence lengths of a sweep, separated by commas.")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="Number of processes, or Ray actors, of a sweep.")] = None,
+    ray: Annotated[str | None, typer.Option(help="Run a sweep on a Ray cluster: 'auto' or its address.")] = None,
+    budget: Annotated[float | None, typer.Option(min=1, help="Total seconds of measuring in a sweep.")] = None,
     as_json: AsJson = False,
 ) -> None:
     from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
@@ -68,7 +71,9 @@ def profile(
         _sweep(out or Path("profile"), of_sweep, terminal, as_json)
         return
     if of_sweep != SweepOptions():
-        raise InputError("--models, --batches, --sequences, --workers, --ray and --budget need --sweep")
+        raise InputError(
+            "profiling.no_sweep", "--models, --batches, --sequences, --workers, --ray and --budget need --sweep."
+        )
     if out is not None or (where == DEFAULT and not where.exists()):
         path = profile_checkout(out or Path("profile"), SILENT if as_json else terminal, options)
     else:

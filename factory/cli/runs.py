@@ -1,4 +1,4 @@
-"""``factory runs``: what was trained beside the segments, to compare.
+"""``factory runs``: list the training runs besides the segments.
 
 Apart because each group of commands is one file.
 """
@@ -11,18 +11,24 @@ import typer
 
 from factory.cli.app import Say, app, command
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 
 @command(app)
 def runs(
     plant: Plant,
     say: Say,
-    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="So many of the newest.")] = 40,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the newest runs to print.")] = 40,
 ) -> None:
-    """What was trained beside the segments, a line each: by certificates, preflights, audits, diagnoses, replicas and the gates of
-    patches."""
+    """List the training runs besides the segments, one line each.
+
+    Certificates, preflights, audits, diagnoses, replicas and the gates of patches start such runs.
+    """
     from factory.runs.running import every_run, in_words
 
     found = every_run(plant.ledger, lines)
-    nothing = "  nothing was trained beside the segments yet: a certificate, a preflight, an audit, a diagnosis or a gate does"
+    nothing = Message(
+        "runs.none",
+        "  No run besides the segments was started yet. Certificates, preflights, audits, diagnoses and gates start such runs.",
+    )
     say(found, map(in_words, found), nothing=nothing)

@@ -1,4 +1,4 @@
-"""What keeps a factory's state safe: ``backup``, ``restore``, ``upgrade``."""
+"""Commands that keep a factory's state safe: ``backup``, ``restore`` and ``upgrade``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, print_jso
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 
 @command(app)
@@ -18,47 +19,59 @@ def backup(
     plant: Plant,
     say: Say,
     folder: Annotated[
-        Path | None, typer.Argument(help="An empty folder, on another disk say (default: a new one in backups/).")
+        Path | None,
+        typer.Argument(help="An empty folder, for example on another disk (default: a new one in backups/)."),
     ] = None,
     keys: Annotated[
         bool,
-        typer.Option("--keys", help="Copy the key that signs bundles too: it needs a folder, on another disk say."),
+        typer.Option("--keys", help="Also copy the key that signs bundles. Needs FOLDER, for example on another disk."),
     ] = False,
 ) -> None:
     """Copy the ledger, MLflow's database, factory.yaml and the policies, while the factory runs.
 
-    The daemon does it each day, into the workspace's backups/, and keeps the newest 7. Between two backups every change is written to a
-    journal beside the newest, which 'factory restore' reads. Data, checkpoints and exports are not copied. A ledger in PostgreSQL is
-    not copied either: use pg_dump.
+    The daemon makes a backup each day, in the workspace's backups/, and keeps the newest 7. After a backup, every change is also written
+    to a journal beside it, which 'factory restore' reads. Data, checkpoints and exports are not copied. A ledger in PostgreSQL is not
+    copied either: use pg_dump.
     """
     from factory.backups.backups import make_backup
     from factory.backups.keys import has_key
 
     has = has_key(plant.workspace.root)
     if keys and not has:
-        raise InputError(f"{plant.workspace.root} has no key yet: the first 'factory release --bundle' makes one")
+        raise InputError(
+            "safety.no_key",
+            "{workspace} has no key yet. The first bundle makes it: 'factory release --bundle N'",
+            workspace=plant.workspace.root,
+        )
     if keys and folder is None:
         raise InputError(
-            "--keys needs a folder, on another disk say: what is in backups/ goes after a week, and lies beside the key"
+            "safety.no_folder",
+            "--keys needs a folder, best on another disk. A backup in backups/ is deleted after a week, and is on the key's own disk.",
         )
     made, said = make_backup(plant, folder, keys)
     if has and not keys:
-        said.append("the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too")
-    say({"backup": str(made), "notes": said}, (f"  {line}" for line in (f"backup made: {made}", *said)))
+        said.append(
+            Message(
+                "safety.key_not_copied",
+                "The backup does not have the key that signs bundles. To copy the key too: 'factory backup --keys FOLDER'",
+            )
+        )
+    done = Message("safety.backup_made", "backup made: {folder}", folder=made)
+    say({"backup": str(made), "notes": said}, (f"  {line}" for line in (done, *said)))
 
 
 @app.command()
 def restore(
     name: Annotated[
-        str, typer.Argument(metavar="[BACKUP]", help="A backup's name or folder (default: the newest good one).")
+        str, typer.Argument(metavar="[BACKUP]", help="A backup's name or folder (default: the newest undamaged one).")
     ] = "",
     where: Where = DEFAULT,
     as_json: AsJson = False,
 ) -> None:
-    """Make a lost or damaged ledger again: a backup, what its journal holds since, and what lies in the workspace's folders.
+    """Restore a lost or damaged ledger from a backup, the backup's journal, and the files in the workspace.
 
-    Stop 'factory run' first. The ledger as it was is kept in backups/. Segments that are not in the ledger are taken up where their
-    folder proves what they are; what proves nothing is moved to set-aside/, never deleted. Safe to repeat, and to kill at any moment.
+    Stop 'factory run' first. The old ledger is kept in backups/. A segment that the ledger does not have is added if its folder proves what
+    it is. Other folders are moved to set-aside/ and never deleted. The command is safe to repeat and to kill.
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
@@ -72,22 +85,23 @@ def restore(
         return
     for line in done:
         terminal.line(f"  {line}")
-    terminal.line(f"  the ledger is restored: {starts_at(where)}")
+    terminal.line(Message("safety.restored", "  The ledger is restored. {start}", start=starts_at(where)))
 
 
 @app.command()
 def upgrade(
     where: Where = DEFAULT,
     has_backup: Annotated[
-        bool, typer.Option("--i-have-a-backup", help="Upgrade a PostgreSQL ledger: I made a backup with pg_dump.")
+        bool,
+        typer.Option("--i-have-a-backup", help="Upgrade a PostgreSQL ledger, of which I made a backup with pg_dump."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Bring a workspace of an older factory up to this one. Safe to repeat, and to kill at any moment.
+    """Upgrade a workspace of an older factory version to this version. Safe to repeat and to kill.
 
-    Stop 'factory run' first. The ledger gets this factory's schema. An SQLite ledger is copied to the workspace's backups/ folder before;
-    to go back, copy it to its old place and use the older factory. A ledger in PostgreSQL is not copied: make a backup with pg_dump and
-    say so with --i-have-a-backup.
+    Stop 'factory run' first. The ledger gets this version's schema. An SQLite ledger is copied to backups/ first. To go back, copy that
+    file to its old place and use the older factory. A PostgreSQL ledger is not copied: make a backup with pg_dump, and then add
+    --i-have-a-backup.
     """
     from factory.backups.upgrade import upgrade as upgrade_workspace
 
@@ -96,6 +110,5 @@ def upgrade(
     if as_json:
         print_json({"workspace": str(workspace.root), "done": done})
         return
-    print(
-        "\n".join(f"  {line}" for line in done) or "  nothing to upgrade: this workspace is of this factory's version"
-    )
+    nothing = Message("safety.up_to_date", "  The workspace already has this factory's version.")
+    print("\n".join(f"  {line}" for line in done) or nothing)

@@ -1,6 +1,6 @@
-"""Metrics of another run over ours, step by step (``factory compare``).
+"""Compares the metrics of another run with ours, step by step, for ``factory compare``.
 
-``reading``    a file, a segment's folder or a segment's lineage as curves
-``comparing``  two curves on one grid: the first place where they part
-``page``       the picture
+``reading``    reads a file, a segment's folder or a segment's lineage as curves
+``comparing``  puts two curves on one grid and finds the first step where they diverge
+``page``       the result as lines, as JSON and as an HTML page
 """

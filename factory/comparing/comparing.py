@@ -1,4 +1,4 @@
-"""Two runs' curves of one metric on one grid, and the first place where they part. Pure.
+"""Puts two runs' curves of one metric on one grid, and finds the first step where they diverge. Pure functions.
 
 >>> ours = [(float(step), 3.0 - step / 100) for step in range(40)]
 >>> theirs = [(step, value + (0.5 if step >= 20 else 0.0)) for step, value in ours]
@@ -14,17 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-WINDOW = 50  # points before one, of which the spread of the difference is measured
-LEAST = 32  # points that a spread is measured of
-SPREADS = 8.0  # as many are allowed: of 400 pairs of runs that differ in noise alone, none is named (six: four of them)
-NORMAL = 1.4826 / math.sqrt(2)  # standard deviation by the median of absolute differences of neighbours
+WINDOW = 50  # the spread of the difference is measured over this many previous points
+LEAST = 32  # a spread is measured over at least this many points
+SPREADS = 8.0  # allowed difference in spreads. With 8, none of 400 pairs of runs that differ only in noise is reported; with 6, four are.
+NORMAL = 1.4826 / math.sqrt(2)  # standard deviation divided by the median absolute difference of neighbours
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """``difference``: ours less theirs. ``tolerance``: what was allowed there."""
+    """The first point where two curves diverge. ``difference``: ours minus theirs. ``tolerance``: the allowed difference there."""
 
     metric: str
     x: float
@@ -36,24 +36,24 @@ class Divergence:
 
 @dataclass(frozen=True)
 class MetricComparison:
-    """``grid``: (x, ours, theirs) where both have a value."""
+    """The comparison of one metric. ``grid``: (x, ours, theirs) where both curves have a value."""
 
     metric: str
     grid: list[tuple[float, float, float]]
     first: Divergence | None
-    coarser: str  # whose grid it is: 'ours' | 'theirs' | 'both'
-    not_finite: dict[str, list[float]]  # 'ours', 'theirs': x
-    largest: float | None  # absolute difference
+    coarser: str  # the curve with fewer points, which gives the grid: 'ours' | 'theirs' | 'both'
+    not_finite: dict[str, list[float]]  # x of values that are not finite, for 'ours' and 'theirs'
+    largest: float | None  # largest absolute difference
 
 
 def compare(
     metric: str, ours: Curve, theirs: Curve, *, tolerance: float | None = None, floor: float = 0.0
 ) -> MetricComparison:
-    """``tolerance``: the absolute difference that is allowed; None: ``SPREADS`` times the spread of the difference in the ``WINDOW`` points
-    before, by the changes from point to point, so that neither a drift nor an offset counts as spread. ``floor``: the least spread, that of
-    rounding. A value that is not finite on one side alone is a divergence.
+    """Compare two curves. ``tolerance``: the allowed absolute difference; None: ``SPREADS`` times the spread of the difference.
 
-    The curve with fewer points in the common stretch gives the grid; the other is interpolated where it has no point.
+    The spread is that of the changes from point to point over the last ``WINDOW`` points, so that a drift or an offset does not count.
+    ``floor``: the smallest spread, from rounding. A value that is not finite on only one side is a divergence. The curve with fewer points
+    in the common range gives the grid; the other curve is interpolated where it has no point.
     """
     low, high = max(ours[0][0], theirs[0][0]), min(ours[-1][0], theirs[-1][0])
     mine, other = _between(ours, low, high), _between(theirs, low, high)
@@ -96,7 +96,7 @@ def _first(
 
 
 def _spread(differences: Sequence[float]) -> float:
-    """Standard deviation of the difference's noise.
+    """The standard deviation of the noise in the difference.
 
     >>> round(_spread([0.5, 0.51, 0.5, 0.51, 0.5]), 4)
     0.0105
@@ -110,7 +110,7 @@ def _between(curve: Curve, low: float, high: float) -> list[tuple[float, float]]
 
 
 def _at(curve: Curve, x: float) -> float:
-    """A curve's value at ``x``, between its ends: on the line between its neighbours."""
+    """A curve's value at ``x``, linearly interpolated. ``x`` must be between the curve's ends."""
     at = bisect_left(curve, (x, -math.inf))
     if curve[at][0] == x:
         return curve[at][1]

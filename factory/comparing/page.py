@@ -1,4 +1,4 @@
-"""A comparison in words, as JSON, and as a page of its own."""
+"""A comparison as lines for a person, as JSON, and as an HTML page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from agents.core.pages import render
 from factory.comparing.comparing import SPREADS, WINDOW, Divergence, MetricComparison
 from factory.comparing.reading import RunCurves
 from factory.show.pages.pictures import curves
+from kernels.contract.message import Message
 
 TEMPLATE = Path(__file__).with_name("comparison.html.jinja")
-SHOWN = 6  # of a list of steps
+SHOWN = 6  # a list of steps shows at most this many
 
 
 def first_of(found: Sequence[MetricComparison]) -> Divergence | None:
@@ -23,27 +24,64 @@ def first_of(found: Sequence[MetricComparison]) -> Divergence | None:
 
 
 def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, given: bool) -> list[str]:
-    """For a person, the first divergence first. ``unit``: 'step' or 'token'; ``given``: is the tolerance a person's?"""
-    said = []
+    """Lines for a person, the first divergence first. ``unit``: 'step' or 'token'. ``given``: whether a person gave the tolerance."""
+    said: list[str] = []
     if first := first_of(found):
-        how = "as given" if given else f"{SPREADS:g} times the spread of the difference in up to {WINDOW} points before"
+        by_spread = Message(
+            "comparing.by_spread",
+            "{factor:g} times the spread of the difference over the last {window} points",
+            factor=SPREADS,
+            window=WINDOW,
+        )
         said.append(
-            f"first divergence: {unit} {first.x:,.0f}, {first.metric}: ours {first.ours:.6g}, theirs {first.theirs:.6g}, "
-            f"difference {first.difference:+.3g}, tolerance {first.tolerance:.3g} ({how})"
+            Message(
+                "comparing.first_divergence",
+                "first divergence: {unit} {x:,.0f}, {metric}: ours {ours:.6g}, theirs {theirs:.6g}, "
+                "difference {difference:+.3g}, tolerance {tolerance:.3g} ({how})",
+                **asdict(first),
+                unit=unit,
+                how="as given" if given else by_spread,
+            )
         )
     else:
-        said.append(f"no divergence in {', '.join(one.metric for one in found)}")
+        metrics = [one.metric for one in found]
+        said.append(Message("comparing.no_divergence", "no divergence in {metrics}", metrics=metrics))
     for one in found:
-        largest = f", at most {one.largest:.3g} apart" if one.largest is not None else ""
-        parts = f"; they part at {unit} {one.first.x:,.0f}" if one.first else ""
+        largest = f", largest difference {one.largest:.3g}" if one.largest is not None else ""
+        diverge = f", diverging at {unit} {one.first.x:,.0f}" if one.first else ""
         said.append(
-            f"{one.metric}: {len(one.grid):,} points compared, {unit}s {one.grid[0][0]:,.0f}–{one.grid[-1][0]:,.0f}{largest}{parts}"
+            Message(
+                "comparing.compared",
+                "{metric}: {points:,|point|points} compared, {unit}s {first:,.0f}–{last:,.0f}{largest}{diverge}",
+                metric=one.metric,
+                points=len(one.grid),
+                unit=unit,
+                first=one.grid[0][0],
+                last=one.grid[-1][0],
+                largest=largest,
+                diverge=diverge,
+            )
         )
         if one.coarser != "both":
-            said.append(f"{one.metric}: {one.coarser} has fewer points, the other is interpolated there")
-        said += [
-            f"{one.metric}: {whose} is not finite at {_listed(xs, unit)}" for whose, xs in one.not_finite.items() if xs
-        ]
+            said.append(
+                Message(
+                    "comparing.interpolated",
+                    "{metric}: {coarser} has fewer points, and the other curve is interpolated at these points",
+                    metric=one.metric,
+                    coarser=one.coarser,
+                )
+            )
+        for whose, xs in one.not_finite.items():
+            if xs:
+                said.append(
+                    Message(
+                        "comparing.not_finite",
+                        "{metric}: {curve} is not finite at {places}",
+                        metric=one.metric,
+                        curve=whose,
+                        places=_listed(xs, unit),
+                    )
+                )
     said += _units(ours, theirs) if unit == "step" else []
     return [*said, *ours.notes, *theirs.notes]
 
@@ -62,12 +100,12 @@ def to_json(
 
 
 def page(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str) -> str:
-    """One self-contained file."""
+    """The comparison as one self-contained HTML page."""
     drawn = []
     for one in found:
-        marks = [(one.first.x, "they part")] if one.first else []
+        marks = [(one.first.x, "they diverge")] if one.first else []
         lines = {"ours": [(x, a) for x, a, _ in one.grid], "theirs": [(x, b) for x, _, b in one.grid]}
-        apart = {"ours less theirs": [(x, a - b) for x, a, b in one.grid if math.isfinite(a) and math.isfinite(b)]}
+        apart = {"ours minus theirs": [(x, a - b) for x, a, b in one.grid if math.isfinite(a) and math.isfinite(b)]}
         drawn.append({"name": one.metric, "curves": curves(lines, marks=marks), "apart": curves(apart, marks=marks)})
     head = {"Ours": ours.name, "Theirs": theirs.name, "Compared by": f"{unit}s"}
     return render(TEMPLATE, said=list(said), metrics=drawn, head=head, parted=first_of(found) is not None)
@@ -79,11 +117,18 @@ def _listed(xs: Sequence[float], unit: str) -> str:
 
 
 def _units(ours: RunCurves, theirs: RunCurves) -> list[str]:
-    """A step of one run may have other tokens than one of the other."""
+    """A warning where the runs have seen different numbers of tokens at the same step."""
     both = sorted(ours.tokens.keys() & theirs.tokens.keys())
     if both and abs(ours.tokens[both[-1]] - theirs.tokens[both[-1]]) > 0.01 * max(1.0, theirs.tokens[both[-1]]):
         mine, other = ours.tokens[both[-1]], theirs.tokens[both[-1]]
         return [
-            f"WARNING: at step {both[-1]:,.0f} ours has seen {mine:,.0f} tokens and theirs {other:,.0f}: compare by --x tokens"
+            Message(
+                "comparing.other_tokens",
+                "WARNING: at step {step:,.0f}, ours has seen {ours:,.0f} tokens and theirs {theirs:,.0f}. "
+                "To compare by tokens, add '--x tokens'.",
+                step=both[-1],
+                ours=mine,
+                theirs=other,
+            )
         ]
     return []

@@ -1,7 +1,7 @@
-"""A run's metrics as curves: from CSV, TSV, JSON lines or a trainer_state.json that anyone wrote, or from our segments.
+"""Reads a run's metrics as curves, from CSV, TSV, JSON lines or a trainer_state.json of any origin, or from our segments.
 
-Columns are found as the tools export them, in any case: W&B's "run - train/loss" beside "Step", TensorBoard's "Value" beside "Wall time", the
-rows of ``log_history`` in transformers' trainer_state.json. What is wrong is named with file and line.
+Columns are found under the names that tools give them, in upper or lower case: W&B's "run - train/loss" and "Step", TensorBoard's "Value" and
+"Wall time", the rows of ``log_history`` in transformers' trainer_state.json. An error names the file and the line.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 from factory.core.errors import InputError, nearest
 from factory.data.metrics import metrics_of
 from factory.ledger.rows import SegmentRow
+from kernels.contract.message import Message
 
 STEP_NAMES = [
     "step",
@@ -40,29 +41,34 @@ TOKEN_NAMES = [
 ]
 MOST_BYTES = 1 << 30
 X_NAMES = {"steps": STEP_NAMES, "tokens": TOKEN_NAMES}
-BOUNDS = ("__min", "__max")  # what W&B adds to a smoothed metric's name
-OTHER_SPLITS = ("eval", "val", "valid", "validation", "test")  # 'eval/loss' is not what 'loss' asks for
+BOUNDS = ("__min", "__max")  # endings that W&B adds to a smoothed metric's name
+OTHER_SPLITS = ("eval", "val", "valid", "validation", "test")  # the metric 'loss' does not mean a column 'eval/loss'
 
 
 @dataclass
 class RunCurves:
-    """``points``: by metric, [(x, value)] with x rising; NaN and infinities are kept. ``tokens``: by step, where both are known."""
+    """A run's curves. ``points``: by metric, [(x, value)] with rising x; NaN and infinities are kept. ``tokens``: by step, where known."""
 
     name: str
     points: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     tokens: dict[float, float] = field(default_factory=dict)
-    decimals: dict[str, int] = field(default_factory=dict)  # most digits after the point that a metric was written with
+    decimals: dict[str, int] = field(default_factory=dict)  # by metric, the most digits after the point in the file
     notes: list[str] = field(default_factory=list)
 
 
 def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None = None) -> RunCurves:
-    """Curves of these columns. ``x``: 'steps' or 'tokens'; ``x_column``: its column, where no usual name finds it.
+    """The curves of ``metrics`` in a file. ``x``: 'steps' or 'tokens'. ``x_column``: the column of x, if its name is unusual.
 
-    Raises: InputError that names the file and the line.
+    Raises: InputError with the file and the line.
     """
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise InputError(f"{path} has more than {MOST_BYTES >> 20} MiB: take out the columns that are compared")
+            raise InputError(
+                "reading.large_file",
+                "{file} has more than {most} MiB. Write the compared columns to a smaller file.",
+                file=path,
+                most=MOST_BYTES >> 20,
+            )
         with open(path, encoding="utf-8-sig", newline="") as file:
             head = file.read(1 << 16).lstrip()
             file.seek(0)
@@ -74,23 +80,35 @@ def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None =
                 rows = _json_rows(path, file)
             return _curves(path, rows, x, metrics, x_column)
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 at byte {error.start}: expected CSV or JSON lines") from error
+        raise InputError(
+            "reading.not_utf8",
+            "{file} is not UTF-8 at byte {byte}. Give CSV or JSON lines in UTF-8.",
+            file=path,
+            byte=error.start,
+        ) from error
     except OSError as error:
-        raise InputError(f"{path} cannot be read: {error.strerror}") from error
+        raise InputError(
+            "reading.unreadable", "{file} cannot be read: {reason}", file=path, reason=error.strerror
+        ) from error
 
 
 def read_lineage(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequence[str]) -> RunCurves:
-    """Curves of segments that go on from one another. Raises: InputError for a metric that none has."""
+    """The curves of consecutive segments. Raises: InputError for a metric that no segment has."""
     lines: list[dict[str, Any]] = []
     for row, child in zip(rows, [*rows[1:], None]):
         lines += [line for line in metrics_of(row) if child is None or line["step"] < child.first_step]
     if not lines:
-        raise InputError(f"{name} has no metrics yet: {Path(rows[-1].folder) / 'metrics.jsonl'}")
+        raise InputError(
+            "reading.no_metrics",
+            "{segment} has no metrics yet in {file}.",
+            segment=name,
+            file=Path(rows[-1].folder) / "metrics.jsonl",
+        )
     return _curves(Path(name), iter(enumerate(lines, 1)), x, metrics)
 
 
 def _is_one_value(head: str) -> bool:
-    """Is the file one JSON value, such as a trainer_state.json, and not a line of JSON for each step?"""
+    """Whether the file is one JSON value, such as a trainer_state.json, and not one line of JSON for each step."""
     if head.startswith("["):
         return True
     first = head.split("\n", 1)[0]
@@ -101,14 +119,20 @@ def _is_one_value(head: str) -> bool:
 
 
 def _rows_of_one_value(path: Path, text: str) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Objects of a JSON array, or of ``log_history``; numbered from 1, as lines are."""
+    """The objects of a JSON array, or of ``log_history``, numbered from 1 as lines are."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: not JSON: {str(error)[:200]}") from None
+        raise InputError(
+            "reading.not_json", "{file} is not JSON: {reason}", file=path, reason=str(error)[:200]
+        ) from None
     rows = value.get("log_history", [value]) if isinstance(value, dict) else value
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise InputError(f"{path}: expected a list of objects, in the file or under 'log_history'")
+        raise InputError(
+            "reading.no_list",
+            "{file} does not have a list of objects, neither at the top nor under 'log_history'.",
+            file=path,
+        )
     yield from enumerate(rows, 1)
 
 
@@ -119,9 +143,21 @@ def _json_rows(path: Path, file: Iterator[str]) -> Iterator[tuple[int, Mapping[s
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path}, line {number}: not JSON: {str(error)[:200]}") from None
+            raise InputError(
+                "reading.line_not_json",
+                "{file}, line {line} is not JSON: {reason}",
+                file=path,
+                line=number,
+                reason=str(error)[:200],
+            ) from None
         if not isinstance(row, dict):
-            raise InputError(f"{path}, line {number}: expected an object, got {type(row).__name__}")
+            raise InputError(
+                "reading.line_not_object",
+                "{file}, line {line} is not a JSON object but a {type}.",
+                file=path,
+                line=number,
+                type=type(row).__name__,
+            )
         yield number, row
 
 
@@ -132,23 +168,35 @@ def _table_rows(path: Path, file: Iterator[str], head: str) -> Iterator[tuple[in
     try:
         names = [name.strip() for name in next(reader, [])]
         if len(set(names)) < len(names):
-            raise InputError(f"{path}, line 1: a column is there twice: {max(names, key=names.count)!r}")
+            raise InputError(
+                "reading.column_twice",
+                "{file}, line 1: column {column!r} occurs more than once.",
+                file=path,
+                column=max(names, key=names.count),
+            )
         for row in reader:
             if row and len(row) != len(names):
                 raise InputError(
-                    f"{path}, line {reader.line_num}: {len(row)} values, and not {len(names)} as in line 1"
+                    "reading.other_width",
+                    "{file}, line {line} has {values:,|value|values}, but line 1 has {columns:,|column|columns}.",
+                    file=path,
+                    line=reader.line_num,
+                    values=len(row),
+                    columns=len(names),
                 )
             if row:
                 yield reader.line_num, dict(zip(names, row))
     except csv.Error as error:
-        raise InputError(f"{path}, line {reader.line_num}: {error}") from None
+        raise InputError(
+            "reading.bad_csv", "{file}, line {line}: {reason}", file=path, line=reader.line_num, reason=error
+        ) from None
 
 
 def column_of(metric: str, names: Sequence[str]) -> str | None:
-    """Which of a table's columns a metric is; None: none. The exact name wins, then the name in another case, then W&B's "run - metric", then a
-    name whose last part it is ('loss' in 'train/loss', never in 'eval/loss'), then TensorBoard's only "Value".
+    """The column of a metric; None: no column fits. The rules, in this order: the same name; the name in another case; W&B's "run - metric"; a
+    name with the metric as its last part ('train/loss' for 'loss', but never 'eval/loss'); TensorBoard's only "Value".
 
-    Raises: ValueError with the columns, where several fit alike.
+    Raises: ValueError with the columns, where several fit one rule.
 
     >>> column_of("loss", ["Step", "run - train/loss", "run - train/loss__MIN"]), column_of("loss", ["Wall time", "Step", "Value"])
     ('run - train/loss', 'Value')
@@ -173,7 +221,7 @@ def column_of(metric: str, names: Sequence[str]) -> str | None:
 
 
 def _x_column(unit: str, row: Mapping[str, Any], named: str | None) -> str | None:
-    """The column of steps or tokens in a row, in any case."""
+    """The column of steps or tokens in a row, ignoring case."""
     low = {name.casefold().strip(): name for name in reversed(list(row))}
     wanted = [named.casefold().strip()] if named else X_NAMES[unit]
     return next((low[one] for one in wanted if one in low), None)
@@ -200,13 +248,28 @@ def _curves(
                 columns[unit] = name
         if columns.get(x) not in row:
             other = next((unit for unit in columns if unit != x), None)
-            hint = f"it has {columns[other]!r}: compare by --x {other}" if other else "name it with --step-column"
-            named = ", ".join(map(repr, list(row)[:12]))
-            wanted = repr(x_column) if x_column else f"of {x} ({', '.join(X_NAMES[x][:4])} …)"
-            raise InputError(f"{path}, line {number}: no column {wanted} among {named}; {hint}")
+            hint = (
+                Message(
+                    "reading.other_unit",
+                    "The file has column {column!r}. To compare by it, add '--x {unit}'.",
+                    column=columns[other],
+                    unit=other,
+                )
+                if other
+                else Message("reading.name_column", "Name the column: '--step-column NAME'")
+            )
+            raise InputError(
+                "reading.no_x_column",
+                "{file}, line {line} has no column {wanted}. It has: {columns}. {hint}",
+                file=path,
+                line=number,
+                wanted=repr(x_column) if x_column else f"of {x} ({', '.join(X_NAMES[x][:4])} …)",
+                columns=[repr(one) for one in list(row)[:12]],
+                hint=hint,
+            )
         at = _number(path, number, columns[x], row[columns[x]])
         if at is None or not math.isfinite(at):
-            raise InputError(f"{path}, line {number}: {columns[x]}: {str(row[columns[x]])[:40]!r} is no number")
+            raise _not_a_number(path, number, columns[x], row[columns[x]])
         again += any(at in points for points in values.values())
         back += at < last
         last = at
@@ -216,12 +279,16 @@ def _curves(
                     source = column_of(metric, [name for name in row if name not in columns.values()])
                 except ValueError as several:
                     raise InputError(
-                        f"{path}: several columns could be {metric!r}: {several}; name one, as in --metric '{metric}=COLUMN'"
+                        "reading.several_columns",
+                        "{file}: several columns fit {metric!r}: {columns}. Choose one of them: --metric '{metric}=COLUMN'",
+                        file=path,
+                        metric=metric,
+                        columns=str(several),
                     ) from None
                 sources |= {metric: source} if source else {}
             cell = row.get(sources.get(metric, metric))
             if sources.get(metric) in row and (value := _number(path, number, metric, cell)) is not None:
-                values[metric][at] = value  # of a step that is there twice the last: a run that was resumed
+                values[metric][at] = value  # the last line of a step counts, because a resumed run may log a step twice
                 written = str(cell).lower()
                 if math.isfinite(value) and "e" not in written:
                     found.decimals[metric] = max(found.decimals.get(metric, 0), len(written.partition(".")[2]))
@@ -230,34 +297,65 @@ def _curves(
             if pair[0] is not None and pair[1] is not None:
                 found.tokens[pair[0]] = pair[1]
     if not known:
-        raise InputError(f"{path} holds no rows")
+        raise InputError("reading.no_rows", "{file} has no rows.", file=path)
     for metric in metrics:
         if not values[metric]:
-            raise InputError(f"{path}: no column {metric!r}{nearest(metric, list(known)[:200])[:400]}")
+            raise InputError(
+                "reading.no_column",
+                "{file} has no column {column!r}{nearest}",
+                file=path,
+                column=metric,
+                nearest=nearest(metric, list(known)[:200])[:400],
+            )
         found.points[metric] = sorted(values[metric].items())
         if sources[metric] != metric:
-            found.notes.append(f"{path}: {metric} is its column {sources[metric]!r}")
+            found.notes.append(
+                Message(
+                    "reading.column",
+                    "{file}: {metric} is read from column {column!r}",
+                    file=path,
+                    metric=metric,
+                    column=sources[metric],
+                )
+            )
     if back:
         found.notes.append(
-            f"{path}: {x} go back {back} times, as of a run that was resumed; of each the last line counts"
+            Message(
+                "reading.goes_back",
+                "{file}: {x} go back {times:,|time|times}, as in a resumed run. For repeated {x}, the last line counts.",
+                file=path,
+                x=x,
+                times=back,
+            )
         )
     return found
 
 
 def _number(path: Path, line: int, name: str, value: Any) -> float | None:
-    """None: an empty cell. JSON has no NaN: null is one of a metric that was not finite. Raises: InputError."""
+    """A cell as a number. None: an empty cell. JSON's null is NaN, because JSON has no NaN. Raises: InputError."""
     if isinstance(value, str):
         if not value.strip():
             return None
         try:
             return float(value)
         except ValueError:
-            raise InputError(f"{path}, line {line}: {name}: {value[:40]!r} is no number") from None
+            raise _not_a_number(path, line, name, value) from None
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InputError(f"{path}, line {line}: {name}: {str(value)[:40]!r} is no number")
+        raise _not_a_number(path, line, name, value)
     try:
         return float(value)
     except OverflowError:
         return math.inf
+
+
+def _not_a_number(path: Path, line: int, column: str, value: Any) -> InputError:
+    return InputError(
+        "reading.not_a_number",
+        "{file}, line {line}, column {column}: {value!r} is not a number.",
+        file=path,
+        line=line,
+        column=column,
+        value=str(value)[:40],
+    )

@@ -1,5 +1,5 @@
-"""What ``factory init`` sets together: recipe, vocabulary, tokenizer and data policy of a new workspace.
+"""Makes a new workspace for ``factory init``, with a recipe, vocabulary, tokenizer and data policy that fit together.
 
-``presets`` (the table; does a recipe fit this machine?) → ``making`` (which files the workspace gets, refused where they do not fit one
-another; a tokenizer.json that somebody brings among them).
+``presets``  the table of presets, and whether a recipe fits this machine
+``making``   chooses the workspace's files, including a tokenizer.json that a person brings, and refuses files that do not fit together
 """

@@ -1,4 +1,4 @@
-"""Makes a workspace whose recipe, vocabulary, tokenizer and data policy fit one another, and fit this machine."""
+"""Makes a workspace whose recipe, vocabulary, tokenizer and data policy fit together and fit this machine."""
 
 from __future__ import annotations
 
@@ -23,28 +23,36 @@ from factory.ingest.vocabulary_size import fits, padded
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from factory.presets.presets import PRESETS, Hardware, fitting, too_large
+from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
-# A tokenizer that somebody brings to ``factory init``: a Hugging Face ``tokenizer.json``, or its folder.
-LARGEST = 1 << 28  # bytes
+LARGEST = 1 << 28  # bytes of a tokenizer.json
 
 
 @contextmanager
 def opened(given: Path) -> Iterator[Tokenizer]:
-    """The tokenizer of a file or folder, with this factory's files around it, while the block lasts.
+    """Load a person's tokenizer.json, or the one in a folder, into a temporary folder with this factory's files. For a ``with`` block.
 
-    Raises: InputError where this factory would not make its ids of it (``Tokenizer.misread``), or its ids have gaps.
+    Raises: InputError where this factory would make other ids than the tokenizer (``Tokenizer.misread``), or where its ids have gaps.
     """
     path = given / "tokenizer.json" if given.is_dir() else given
     try:
         if path.stat().st_size > LARGEST:
-            raise InputError(f"--tokenizer: {path} has more than {LARGEST >> 20} MiB: that is no tokenizer")
+            raise InputError(
+                "presets.large_tokenizer",
+                "--tokenizer: {file} has more than {most} MiB, so it cannot be a tokenizer.",
+                file=path,
+                most=LARGEST >> 20,
+            )
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(
-            f"--tokenizer: {path} cannot be read: {error}; name a tokenizer.json, or a folder that has one"
+            "presets.unreadable_tokenizer",
+            "--tokenizer: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
+            file=path,
+            reason=error,
         ) from None
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -53,23 +61,32 @@ def opened(given: Path) -> Iterator[Tokenizer]:
             tokenizer = Tokenizer.load(folder)
         except InputError as error:
             said = str(error).replace(str(folder / "tokenizer.json"), str(path))
-            raise InputError(f"--tokenizer: {said}; leave --tokenizer out, and one is trained on your data") from None
+            raise InputError(
+                "presets.bad_tokenizer",
+                "--tokenizer: {reason}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                reason=said,
+            ) from None
         if tokenizer.has_gaps():
             raise InputError(
-                f"--tokenizer: {path}: its ids are not 0 to {tokenizer.vocab_size - 1}; leave --tokenizer out"
+                "presets.tokenizer_gaps",
+                "--tokenizer: the ids in {file} are not 0 to {last}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                file=path,
+                last=tokenizer.vocab_size - 1,
             )
         yield tokenizer
 
 
 def install(plant: Plant, tokenizer: Tokenizer) -> None:
-    """Freeze it as the workspace's, in place of one that the first ingest would train. Again with the same: nothing.
+    """Make ``tokenizer`` the workspace's own, so that the first ingest trains none. Installing the same tokenizer again changes nothing.
 
-    Raises: InputError where there is another.
+    Raises: InputError where the workspace has another tokenizer.
     """
     recorded = plant.ledger.one(sa.select(tokenizers))
     if recorded and recorded["sha256"] != tokenizer.sha256:
         raise InputError(
-            f"--tokenizer: {plant.workspace.root} has its tokenizer already, and what was ingested is made of its ids: name a new workspace"
+            "presets.other_tokenizer",
+            "--tokenizer: {workspace} already has another tokenizer, and the ingested data has its ids. Give a new folder for the workspace.",
+            workspace=plant.workspace.root,
         )
     write_files(
         (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"),
@@ -82,12 +99,12 @@ def install(plant: Plant, tokenizer: Tokenizer) -> None:
         )
 
 
-SAMPLE_BYTES = 1500  # of text for an entry of the vocabulary; the shipped policy has as many for its own
+SAMPLE_BYTES = 1500  # bytes of text per entry of the vocabulary to train a tokenizer on, as in the shipped policy
 
 
 @dataclass(frozen=True)
 class InitOptions:
-    """What the person named; empty, 0 or None: nothing."""
+    """Options of ``factory init``. '', 0 or None: the option was not given."""
 
     preset: str = ""
     recipe: str = ""
@@ -98,16 +115,16 @@ class InitOptions:
 
 @dataclass(frozen=True)
 class NewWorkspace:
-    """A workspace to be made."""
+    """A workspace that is to be made."""
 
     recipe: str  # its name
-    policies: dict[str, str]  # the workspace's own copies: place in policies/ → text; none where the shipped ones fit
+    policies: dict[str, str]  # the workspace's own copies, by path in policies/; a shipped file that fits is not copied
 
 
 def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
-    """A new workspace, or the one that is there already, if it is what is asked for. ``repository``: whose code is trained with and patched.
+    """Make a workspace, or open the existing one if it matches ``asked``. ``repository``: the training code; None: the factory's own.
 
-    Raises: InputError, ConfigError, WorkspaceError, RepositoryError; then nothing was made.
+    Raises: InputError, ConfigError, WorkspaceError or RepositoryError, before anything is made.
     """
     root = where.expanduser().resolve()
     with ExitStack() as held:
@@ -128,55 +145,89 @@ def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
 
 
 def _refuse_no_code(repository: Path) -> None:
-    """Raises: InputError for what nothing can be trained with: no folder, no git checkout, no commit, or of other code."""
-    way = "name a clone of the factory's repository, or leave --repository out"
+    """Raises: InputError for a repository without the training code: no folder, no git checkout, no commit, or other code."""
+    way = Message("presets.give_repository", "Give a clone of the factory's repository, or leave --repository out.")
     if not repository.is_dir():
-        raise InputError(f"--repository {repository}: no such folder: {way}")
+        raise InputError(
+            "presets.no_repository", "--repository: {folder} is not a folder. {way}", folder=repository, way=way
+        )
     try:
         commit = live_commit(repository)
     except RepositoryError as error:
-        raise InputError(f"--repository: {error}") from error
+        raise InputError("presets.bad_repository", "--repository: {reason}", reason=error) from error
     there = {path.partition("/")[0] for path in entries_of(repository, commit)}
     if missing := [folder for folder in LIVE_FOLDERS if folder not in there]:
-        raise InputError(f"--repository {repository}: its commit {commit[:12]} has no folder {missing[0]}/: {way}")
+        raise InputError(
+            "presets.other_code",
+            "--repository {repository}: commit {commit} has no folder {folder}/. {way}",
+            repository=repository,
+            commit=commit[:12],
+            folder=missing[0],
+            way=way,
+        )
 
 
 def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | None, repository: Path | None) -> None:
-    """Raises: InputError where a workspace is not what is asked for: what was ingested and trained there is made of what it is."""
+    """Raises: InputError where an existing workspace does not match ``asked``. Its data and models were made with what it has."""
     there = workspace.config.recipe
     if (wanted := asked.preset or asked.recipe) not in ("", there):
         raise InputError(
-            f"{workspace.root} is a workspace already, of recipe {there}: name a new folder for {wanted}, or change 'recipe' in its factory.yaml"
+            "presets.other_recipe",
+            "{workspace} is already a workspace with recipe {recipe}. Give a new folder for {wanted}, or change 'recipe' in its factory.yaml.",
+            workspace=workspace.root,
+            recipe=there,
+            wanted=wanted,
         )
     if repository and repository.resolve() != workspace.repository.resolve():
         raise InputError(
-            f"--repository {repository}: {workspace.root} is a workspace already, of {workspace.repository}: name a new folder, or change "
-            "'repository' in its factory.yaml"
+            "presets.other_repository",
+            "--repository {wanted}: {workspace} is already a workspace with repository {repository}. "
+            "Give a new folder, or change 'repository' in its factory.yaml.",
+            wanted=repository,
+            workspace=workspace.root,
+            repository=workspace.repository,
         )
     source = workspace.recipe_path()
     size = _parsed(source.read_text(encoding="utf-8"), source).model.vocab_size
     if asked.vocabulary not in (0, size):
         raise InputError(
-            f"--vocabulary {asked.vocabulary}: {workspace.root} is a workspace already, of {size}: name a new folder"
+            "presets.other_vocabulary",
+            "--vocabulary {wanted}: {workspace} is already a workspace with a vocabulary of {size:,} entries. Give a new folder.",
+            wanted=asked.vocabulary,
+            workspace=workspace.root,
+            size=size,
         )
     if given is not None and not fits(size, given.vocab_size):
         raise InputError(
-            f"--tokenizer: it has {given.vocab_size} entries, {source}: model.vocab_size is {size}: name a new folder"
+            "presets.tokenizer_size",
+            "--tokenizer: the tokenizer has {entries:,} entries, but model.vocab_size is {size:,} in {file}. Give a new folder.",
+            entries=given.vocab_size,
+            size=size,
+            file=source,
         )
 
 
 def start_of(
     asked: InitOptions, given: Tokenizer | None, root: Path, repository: Path, machine: Hardware
 ) -> NewWorkspace:
-    """``given``: the tokenizer that is brought. A policy that already lies in ``root`` counts as a person's word.
+    """The files of a new workspace. ``given``: the tokenizer that a person brings. A policy that is already in ``root`` is not changed.
 
-    Raises: InputError, ConfigError: what does not fit, its file and key, and what to do.
+    Raises: InputError or ConfigError for files that do not fit together, with file, key and what to do.
     """
     shipped = code_root() / "policies"
     if asked.preset and asked.preset not in PRESETS:
-        raise InputError(f"no preset {asked.preset!r}{nearest(asked.preset, PRESETS)}")
+        raise InputError(
+            "presets.no_preset",
+            "No preset is named {preset!r}{nearest}",
+            preset=asked.preset,
+            nearest=nearest(asked.preset, PRESETS),
+        )
     if asked.preset and asked.recipe not in ("", asked.preset):
-        raise InputError(f"--preset {asked.preset} has a recipe of its own: name --preset or --recipe, not both")
+        raise InputError(
+            "presets.preset_and_recipe",
+            "--preset {preset} has its own recipe. Give --preset or --recipe, not both.",
+            preset=asked.preset,
+        )
     name = asked.preset or asked.recipe or "demo"
     policies: dict[str, str] = {}
 
@@ -188,16 +239,29 @@ def start_of(
         own = root / "policies" / "recipes" / f"{name}.yaml"
         if own.exists():
             raise InputError(
-                f"{own}: model.vocab_size is {recipe.model.vocab_size}: write {size} there, or name that as --vocabulary"
+                "presets.recipe_vocabulary",
+                "{file}: model.vocab_size is {size}. Change the value to {wanted}, or give --vocabulary {size}.",
+                file=own,
+                size=recipe.model.vocab_size,
+                wanted=size,
             )
         text = set_value(text, ("model", "vocab_size"), size)
         recipe, policies[f"recipes/{name}.yaml"] = _parsed(text, source), text
 
     if not asked.force and (why := too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)):
         other = fitting(machine, shipped / "recipes")
-        way = f"'--preset {other}' ({PRESETS[other].what}) fits" if other else "no preset fits"
+        way = (
+            Message("presets.smaller", "'--preset {preset}' fits ({what}).", preset=other, what=PRESETS[other].what)
+            if other
+            else Message("presets.none_fits", "No preset fits.")
+        )
         raise InputError(
-            f"{'preset' if asked.preset else 'recipe'} {name} {why}: {way}, or '--force' where another machine trains"
+            "presets.too_large",
+            "The model of {kind} {name} is too large for this machine. {reason} {way} If another machine trains, add '--force'.",
+            kind="preset" if asked.preset else "recipe",
+            name=name,
+            reason=why,
+            way=way,
         )
 
     own = root / "policies" / "data.yaml"
@@ -206,8 +270,13 @@ def start_of(
     if not fits(size, policy.tokenizer.vocab_size):
         if own.exists():
             raise ConfigError(
-                f"{own}: tokenizer.vocab_size is {policy.tokenizer.vocab_size}, recipe {name} has model.vocab_size {size}: write {size} there, "
-                f"or take the file away"
+                "presets.data_vocabulary",
+                "{file}: tokenizer.vocab_size is {size:,}, but model.vocab_size of recipe {recipe} is {wanted:,}. "
+                "Change tokenizer.vocab_size to {wanted}, or remove the file.",
+                file=own,
+                size=policy.tokenizer.vocab_size,
+                recipe=name,
+                wanted=size,
             )
         changed = set_value(place.read_text(encoding="utf-8"), ("tokenizer", "vocab_size"), size)
         if (sample := SAMPLE_BYTES * size) > policy.tokenizer.sample_bytes:
@@ -217,29 +286,40 @@ def start_of(
 
 
 def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> int:
-    """Entries of the embedding. Raises: InputError."""
+    """The number of entries of the embedding. Raises: InputError."""
     size = asked.vocabulary or recipe.model.vocab_size
     if given is None:
         if asked.vocabulary and not 300 <= asked.vocabulary <= 1 << 20:
             raise InputError(
-                f"--vocabulary: {asked.vocabulary} is not between 300 and {1 << 20}: 256 bytes and a few special tokens come first"
+                "presets.vocabulary_range",
+                "--vocabulary: {size} is not between {least} and {most}. 256 bytes and a few special tokens need the first entries.",
+                size=asked.vocabulary,
+                least=300,
+                most=1 << 20,
             )
         return size
     there = given.vocab_size
     if asked.vocabulary and not fits(asked.vocabulary, there):
         raise InputError(
-            f"--vocabulary {asked.vocabulary}: the tokenizer has {there} entries: leave it out, or name {there} to {padded(there)}"
+            "presets.vocabulary_misfit",
+            "--vocabulary {wanted}: the tokenizer has {entries} entries. Leave --vocabulary out, or give a number from {entries} to {most}.",
+            wanted=asked.vocabulary,
+            entries=there,
+            most=padded(there),
         )
     return asked.vocabulary or (recipe.model.vocab_size if fits(recipe.model.vocab_size, there) else padded(there))
 
 
 def _recipe_file(name: str, root: Path, repository: Path) -> Path:
-    """The workspace's own copy, the trained code's, the checkout's. Raises: InputError naming the nearest."""
+    """The file of a recipe, from the workspace, the training code's repository or this checkout. Raises: InputError with near names."""
     folders = [folder / "policies" / "recipes" for folder in (root, repository, code_root())]
     found = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if found is None:
         raise InputError(
-            f"no recipe {name!r}{nearest(name, {path.stem for f in folders for path in f.glob('*.yaml')})}"
+            "presets.no_recipe",
+            "No recipe is named {name!r}{nearest}",
+            name=name,
+            nearest=nearest(name, {path.stem for f in folders for path in f.glob("*.yaml")}),
         )
     return found
 
@@ -248,4 +328,4 @@ def _parsed(text: str, source: Path) -> Recipe:
     try:
         return Recipe.parse(read_yaml(text, str(source), RecipeError), str(source))
     except RecipeError as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(error.message) from error

@@ -1,4 +1,4 @@
-"""The presets of ``factory init``, and whether a recipe fits into the memory of this machine."""
+"""The presets of ``factory init``, and whether a recipe's model fits into the memory of this machine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from factory.core.launching import GPU_DEVICES
+from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.sizing import GB, Layout, memory_parts, needed
 from trainer.contract.recipe import Recipe
@@ -19,33 +20,33 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 
 @dataclass(frozen=True)
 class Preset:
-    """A size of factory. The recipe is the file of the same name in ``policies/recipes/``."""
+    """A size of factory. Its recipe is the file of the same name in ``policies/recipes/``."""
 
-    gpus: int  # that its recipe is for; 0: CPU cores
-    what: str
+    gpus: int  # number of GPUs that its recipe is for; 0: CPU cores
+    what: str  # its size, for a person
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(  # the smallest first
     {
-        "laptop": Preset(0, "12.6 M weights, two CPU cores"),
-        "one-gpu": Preset(1, "214 M weights, one GPU"),
-        "eight-gpus": Preset(8, "1.04 B weights, eight GPUs"),
+        "laptop": Preset(0, "12.6 M weights, 2 cores"),
+        "one-gpu": Preset(1, "214 M weights, 1 GPU"),
+        "eight-gpus": Preset(8, "1.04 B weights, 8 GPUs"),
     }
 )
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """What trains here."""
+    """The devices and memory of the machine that trains."""
 
-    gpus: tuple[float, ...]  # bytes of each
-    memory: float  # bytes of the host's
-    ranks: int  # that share a step
+    gpus: tuple[float, ...]  # memory of each GPU in bytes
+    memory: float  # memory of the host in bytes
+    ranks: int  # processes that share a step
 
     @classmethod
     def here(cls) -> Hardware:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-        with suppress(OSError, ValueError):  # no control group, or 'max'
+        with suppress(OSError, ValueError):  # no control group, or its limit is 'max'
             memory = min(memory, float(CGROUP.read_text()))
         gpus: tuple[float, ...] = ()
         if any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):  # torch takes a second to import
@@ -58,12 +59,14 @@ class Hardware:
     def __str__(self) -> str:
         if self.gpus:
             return f"{len(self.gpus)} GPU{'s' * (len(self.gpus) > 1)} of {min(self.gpus) / GB:.0f} GB"
-        return f"no GPU and {self.memory / GB:.0f} GB of memory"
+        return f"no GPU and {self.memory / GB:.0f} GB RAM"
 
 
 def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> float:
-    """Bytes that each of ``ranks`` devices of ``memory`` bytes needs under the recipe's own layout (``trainer.contract.plan.sizing``), all
-    logits of a micro-batch at one time. Raises: RecipeError when so many cannot share the recipe's step."""
+    """Bytes that each of ``ranks`` devices with ``memory`` bytes needs under the recipe's own layout (``trainer.contract.plan.sizing``).
+
+    All logits of a micro-batch exist at one time. Raises: RecipeError when this number of ranks cannot share the recipe's step.
+    """
     data = recipe.parallel.data_ranks(ranks, recipe.model)
     recipe.batch.check_ranks(data)
     micro = recipe.batch.micro_sequences or recipe.batch.sequences // data
@@ -75,22 +78,39 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
 
 
 def too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
-    """Why a recipe cannot be trained on a machine; empty: it can. ``gpus``: how many it is for, as its preset says."""
+    """Why a recipe cannot be trained on a machine; '' if it can. ``gpus``: the number of GPUs that its preset is for."""
     if gpus and not machine.gpus:
         size = memory_needed(recipe, gpus, 0.0, 2)
-        return f"needs {'one GPU' if gpus == 1 else f'{gpus} GPUs, each'} with {size / GB:.1f} GB; this machine has {machine}"
+        return Message(
+            "presets.needs_gpus",
+            "The recipe needs {gpus:,|GPU|GPUs} with {size:.1f} GB each, and this machine has {machine}.",
+            gpus=gpus,
+            size=size / GB,
+            machine=str(machine),
+        )
     there = min(machine.gpus, default=machine.memory)
     try:
         size = memory_needed(recipe, machine.ranks, there, 2 if machine.gpus and recipe.precision != "fp32" else 4)
     except RecipeError as error:
-        return f"cannot be shared: {error}; this machine has {machine}"
+        return Message(
+            "presets.not_shareable",
+            "This machine has {machine}, and they cannot share the recipe's step: {reason}.",
+            machine=str(machine),
+            reason=error,
+        )
     if size <= there:
         return ""
-    return f"needs {size / GB:.1f} GB {'on each GPU' if machine.gpus else 'of memory'}; this machine has {machine}"
+    return Message(
+        "presets.needs_memory",
+        "The recipe needs {size:.1f} GB {where}, and this machine has {machine}.",
+        size=size / GB,
+        where="on each GPU" if machine.gpus else "of memory",
+        machine=str(machine),
+    )
 
 
 def fitting(machine: Hardware, folder: Path) -> str:
-    """The largest preset that fits a machine; empty: none does. ``folder``: of the recipes."""
+    """The largest preset that fits a machine; '' if none fits. ``folder``: the folder of the recipes."""
     found = [
         name
         for name, preset in PRESETS.items()

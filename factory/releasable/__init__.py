@@ -1,5 +1,7 @@
-"""Can what is ingested be released? Answered from the first shard on, before anything is trained, each line with what to do.
+"""The releasability report: whether models trained on the ingested data could be released, and what to do about each obstacle.
 
-``gathering``  looks at held-out groups, licences, tasks, vocabulary and recipe, and asks the release gate's own computation
-``recorded``   keeps the newest answer in the ledger, where ``factory status`` finds it
+The report is made from the first shard on, before anything is trained.
+
+``gathering``  makes the report from held-out groups, licences, tasks, vocabulary and recipe, with the release gate's own computation
+``recorded``   keeps the newest report in the ledger, from which ``factory status`` reads it
 """

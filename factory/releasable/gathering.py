@@ -1,6 +1,6 @@
-"""What stands between the data that is there and a release: held-out groups, the gain that would be seen, licences, tasks, vocabulary, recipe.
+"""Makes the releasability report: held-out groups, the smallest gain that would be shown, licences, tasks, vocabulary and recipe.
 
-The numbers are the release gate's own (``factory.gates.release.releasability``), on the gate's own suite; here they are gathered and worded.
+``factory.gates.release.releasability`` computes the numbers, on the release gate's own suite. This module gathers its input and writes the lines.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from factory.core.errors import ConfigError, FactoryError
@@ -28,14 +28,15 @@ from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, SegmentRow, champion
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder
+from kernels.contract.message import Message, plain
 
-NAMED = 4  # licences in a line
-PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that a shell and YAML leave as it is
+NAMED = 4  # a line names at most this many licences
+PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that is safe inside quotes in a shell and in YAML
 
 
 @dataclass(frozen=True)
 class ReleasableLine:
-    """``ok``: False, it holds every release; None, a warning; True, nothing to do. ``todo``: what to do, with commands."""
+    """A line of the report. ``ok``: False if it holds every release, None for a warning, True if nothing is to do. ``todo``: what to do."""
 
     name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
     ok: bool | None
@@ -43,11 +44,11 @@ class ReleasableLine:
     todo: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: plain(value) for name, value in vars(self).items()}
 
 
 def look(plant: Plant) -> list[ReleasableLine]:
-    """The report, what holds releases first. Empty before the first shard. Raises: ConfigError for a policy that cannot be read."""
+    """The report, with the lines that hold releases first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
     if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
         return []
     lines = [*_held_out(plant), *_licences(plant), *_recipe(plant)]
@@ -55,7 +56,7 @@ def look(plant: Plant) -> list[ReleasableLine]:
 
 
 def describe(lines: list[ReleasableLine]) -> list[str]:
-    """For a person: a line each, with its remedy below."""
+    """The report as text lines, each remedy below its line."""
     said = []
     for line in lines:
         mark = {True: "✓", None: "–", False: "✗"}[line.ok]
@@ -65,9 +66,11 @@ def describe(lines: list[ReleasableLine]) -> list[str]:
 
 
 def verdict(lines: list[ReleasableLine]) -> str:
-    """One line: what holds releases."""
+    """One line that names everything that holds releases."""
     holding = [line.name for line in lines if line.ok is False]
-    return f"releases would be held: {', '.join(holding)}" if holding else "nothing would hold a release"
+    if holding:
+        return Message("releasable.held", "A release would be held by: {names}", names=holding)
+    return Message("releasable.free", "Nothing would hold a release.")
 
 
 def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
@@ -105,7 +108,13 @@ def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
     for name, domain in domains.items():
         yield _domain_line(policy, name, domain, guards.get(name), trained.get(name, 0))
     if CLOZE in guards:
-        yield _small(guards[CLOZE], CLOZE, "bring more documents: its questions are made from the held-out ones")
+        yield _small(
+            guards[CLOZE],
+            CLOZE,
+            Message(
+                "releasable.more_for_cloze", "Add documents: the questions of cloze are made from held-out documents."
+            ),
+        )
     for name in tasks:
         yield _small(guards[name], f"task {name}", _larger(chosen, guards[name]))
     for name, why in wrong.items():
@@ -113,11 +122,19 @@ def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
             f"task {name}",
             False,
             why,
-            f"'factory tasks check {shlex.quote(str(files[name]))}' checks it again; or take the file away",
+            Message(
+                "releasable.repair_task",
+                "Repair or remove the task's file. To check it: 'factory tasks check {file}'",
+                file=shlex.quote(str(files[name])),
+            ),
         )
     if found.gain is not None:
-        of = "measured" if known else "assumed"
-        text = f"a gain of {found.gain:.3f} bits per byte in every domain would be shown 80 times in 100 (by the {of} spread between groups)"
+        text = Message(
+            "releasable.gain",
+            "A gain of {gain:.3f} bits per byte in every domain would be shown in 80 of 100 cases, by the {spread} spread between groups.",
+            gain=found.gain,
+            spread="measured" if known else "assumed",
+        )
         yield ReleasableLine("gain", True, text)
 
 
@@ -130,47 +147,96 @@ def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
 def _domain_line(
     policy: ReleasePolicy, name: str, have: DomainSize, guard: GuardSize | None, trained: int
 ) -> ReleasableLine:
-    halves = f"{have.groups} document groups in the sealed half and {have.dev_groups} in the dev half"
+    halves = {"groups": have.groups, "dev_groups": have.dev_groups}
     if guard is not None and guard.state != "missing":
         more = guard.needed is not None and guard.needed > have.groups
-        text = f"{halves}; the gate needs {policy.clusters_min}"
         if not more:
-            return ReleasableLine(name, True, text)
-        advice = (
-            f"it passes {guard.passed:.0%} of equally good models, and would pass 80% with about {guard.needed} groups"
+            enough = Message(
+                "releasable.enough_groups",
+                "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}",
+                **halves,
+                needed=policy.clusters_min,
+            )
+            return ReleasableLine(name, True, enough)
+        weak = Message(
+            "releasable.weak_guard",
+            "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}. "
+            "The guard passes {passed:.0%} of equally good models. With about {wanted:,} groups, the guard would pass 80%.",
+            **halves,
+            needed=policy.clusters_min,
+            passed=guard.passed,
+            wanted=guard.needed,
         )
-        return ReleasableLine(
-            name, None, f"{text}; {advice}", f"bring more documents of {name}; each shard holds some out"
+        bring = Message(
+            "releasable.more_documents",
+            "Add documents of {domain}. Ingest holds out a part of each shard.",
+            domain=name,
         )
-    needed = f"{policy.documents_min} documents of {policy.clusters_min} groups"
-    text = f"{have.documents} held-out documents of {halves}; the gate needs {needed}"
+        return ReleasableLine(name, None, weak, bring)
+    text = Message(
+        "releasable.few_groups",
+        "{documents:,|held-out document|held-out documents}: {groups:,|group|groups} in the sealed half, {dev_groups:,} in the dev half. "
+        "The gate needs {needed_documents:,} documents of {needed:,} groups.",
+        documents=have.documents,
+        **halves,
+        needed_documents=policy.documents_min,
+        needed=policy.clusters_min,
+    )
     if have.documents + trained >= 4 * policy.clusters_min:
-        regroup = f"'factory data relabel --domain {name} --group document'"
-        todo = f"bring documents of other groups; or, if documents do not quote one another, {regroup}"
+        todo = Message(
+            "releasable.other_groups",
+            "Add documents of other groups. If the documents of a group do not quote one another, make each document its own group: "
+            "'factory data relabel --domain {domain} --group document'",
+            domain=name,
+        )
     else:
-        todo = f"bring more documents of {name}, or name another domain for them: 'factory data relabel --domain {name} --to-domain OTHER'"
+        todo = Message(
+            "releasable.more_or_other_domain",
+            "Add documents of {domain}. Or move these documents to another domain: "
+            "'factory data relabel --domain {domain} --to-domain OTHER'",
+            domain=name,
+        )
     return ReleasableLine(name, False, text, todo)
 
 
 def _small(guard: GuardSize, name: str, todo: str) -> ReleasableLine:
     if guard.state == "stands":
-        return ReleasableLine(name, True, f"guards with {guard.have} items")
-    size = f"about {guard.needed} items are needed" if guard.needed else "no number of items is enough for its margin"
-    text = f"informs, does not guard: its {guard.have} items pass {guard.passed:.0%} of equally good models, a guard must pass 80%; {size}"
+        return ReleasableLine(name, True, Message("releasable.guards", "guards with {items:,} items", items=guard.have))
+    size = (
+        Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
+        if guard.needed
+        else Message("releasable.margin_too_small", "No number of items is enough for this margin.")
+    )
+    text = Message(
+        "releasable.informs_only",
+        "informs but does not guard: with {items:,|item|items}, {passed:.0%} of equally good models pass, and a guard must let 80% pass. {size}",
+        items=guard.have,
+        passed=guard.passed,
+        size=size,
+    )
     return ReleasableLine(name, None, text, todo)
 
 
 def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
-    """What makes a task a guard."""
+    """What to do to make a task a guard."""
     if guard.margin is None:
-        return "add items to it"
-    command = policy.setting(guard.name, "margin", guard.margin)
-    how = f"'{command}'" if command else "its margin in tasks.yaml"
-    return f"add items to it, or have it guard against a loss of more than {guard.margin:.2f}: {how}"
+        return Message("releasable.more_items", "Add items to the task.")
+    if command := policy.setting(guard.name, "margin", guard.margin):
+        return Message(
+            "releasable.more_items_or_margin",
+            "Add items to the task. Or let the task guard only against a loss of more than {margin:.2f}: '{command}'",
+            margin=guard.margin,
+            command=command,
+        )
+    return Message(
+        "releasable.more_items_or_file",
+        "Add items to the task. Or change its margin in tasks.yaml, to guard only against a loss of more than {margin:.2f}.",
+        margin=guard.margin,
+    )
 
 
 def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dict[str, str]]:
-    """({task: (itself, margin)}, {task: what is wrong with it}) of those that are ever measured."""
+    """({name: (task, margin)}, {name: what is wrong with the task}), without tasks that are never measured."""
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
     found: dict[str, tuple[EvalTask, float]] = {}
     wrong: dict[str, str] = {}
@@ -180,7 +246,7 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
         try:
             found[name] = load_named(workspace, name, policy), policy.of(name).margin
         except FactoryError as error:
-            wrong[name] = str(error)
+            wrong[name] = error.message
     return found, wrong
 
 
@@ -220,48 +286,73 @@ def _licences(plant: Plant) -> Iterator[ReleasableLine]:
             for number in lineage
         }
         if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
-            text = f"{shares[spoilt[-1]]:.1%} of what the trunk was trained on may not be released, though later segments are free of it"
-            todo = (
-                f"'factory rewind {spoilt[0]}': the trunk is trained again without it, from before segment {spoilt[0]}"
+            text = Message(
+                "releasable.spoilt_trunk",
+                "{share:.1%} of the data that the trunk was trained on may not be released, although later segments do not use this data.",
+                share=shares[spoilt[-1]],
+            )
+            todo = Message(
+                "releasable.rewind",
+                "Train the trunk again without this data, from before segment {segment}: 'factory rewind {segment}'",
+                segment=spoilt[0],
             )
             yield ReleasableLine("licences", False, text, todo)
             return
-        yield ReleasableLine(
-            "licences",
-            True,
-            "all of the data may be released"
-            if not share
-            else f"{share:.1%} may not be released, and at most {policy.not_releasable_max:.1%} is accepted",
+        allowed = (
+            Message(
+                "releasable.accepted_share",
+                "{share:.1%} of the data may not be released, and at most {most:.1%} is accepted.",
+                share=share,
+                most=policy.not_releasable_max,
+            )
+            if share
+            else Message("releasable.all_allowed", "All data may be released.")
         )
+        yield ReleasableLine("licences", True, allowed)
         return
-    named = ", ".join(f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED])
-    first = next(iter(other))
-    take_out = f"'factory data remove --license \"{first}\"'"
-    if first == NONE:
-        todo = "if they are yours, 'factory config set data licences.missing \"{train: true, release: true}\"'"
-        take_out = f"'factory data remove --license {NO_LICENCE}'"
-    elif not PLAIN.fullmatch(first):  # what a file says it is: no part of a command that a person pastes
-        todo, take_out = (
-            f"if {first!r} allows it, list it under licences.known in data.yaml",
-            "take these documents out",
-        )
-    else:
-        listed = f"'factory config set data licences.known \"{{{first}: {{train: true, release: true}}}}\"'"
-        todo = f"if {first} allows it, {listed}; if the name is wrong, "
-        own = plant.ledger.read(
-            "SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=first
-        )
-        right = f"'factory data relabel --license \"{first}\" --to-license NAME'"
-        todo += (
-            right
-            if own
-            else "'factory data claims' lists the texts that came under another licence too, and how to settle it"
-        )
-    text = (
-        f"{share:.1%} of the tokens are from documents whose licence does not allow the release of a model: {named}; "
-        f"at most {policy.not_releasable_max:.1%} is accepted"
+    text = Message(
+        "releasable.licence_share",
+        "{share:.1%} of the tokens are from documents whose licence does not allow the release of a model: {licences}. "
+        "At most {most:.1%} is accepted.",
+        share=share,
+        licences=[f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED]],
+        most=policy.not_releasable_max,
     )
-    yield ReleasableLine("licences", False, text, f"{todo}; else {take_out}")
+    yield ReleasableLine("licences", False, text, _allow_or_remove(plant.ledger, next(iter(other))))
+
+
+def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
+    """What to do about the documents of a licence that does not allow a release."""
+    if licence == NONE:
+        return Message(
+            "releasable.no_licence",
+            "If the documents are yours: 'factory config set data licences.missing \"{{train: true, release: true}}\"'. "
+            "Otherwise: 'factory data remove --license {none}'",
+            none=NO_LICENCE,
+        )
+    if not PLAIN.fullmatch(licence):  # a file chose this name, so it must not be in a command that a person pastes
+        return Message(
+            "releasable.odd_licence",
+            "If {licence!r} allows a release, list it under licences.known in data.yaml. Otherwise remove these documents.",
+            licence=licence,
+        )
+    own = ledger.read("SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=licence)
+    correct = (
+        Message(
+            "releasable.rename_licence",
+            "'factory data relabel --license \"{licence}\" --to-license NAME'",
+            licence=licence,
+        )
+        if own
+        else Message("releasable.settle_licence", "the texts also came with another licence: 'factory data claims'")
+    )
+    return Message(
+        "releasable.known_licence",
+        "If {licence} allows a release: 'factory config set data licences.known \"{{{licence}: {{train: true, release: true}}}}\"'. "
+        "If the name is wrong: {correct}. Otherwise: 'factory data remove --license \"{licence}\"'",
+        licence=licence,
+        correct=correct,
+    )
 
 
 def _recipe(plant: Plant) -> Iterator[ReleasableLine]:
@@ -273,6 +364,12 @@ def _recipe(plant: Plant) -> Iterator[ReleasableLine]:
         recipe = Recipe.load(plant.workspace.recipe_path())
         refuse_misfit(plant, recipe, last_segment(plant.ledger, "trunk"))
     except (ConfigError, TrainerError) as error:
-        yield ReleasableLine("recipe", False, str(error))
+        yield ReleasableLine("recipe", False, error.message)
         return
-    yield ReleasableLine("recipe", True, f"{recipe.name}: fits the vocabulary of {recipe.model.vocab_size:,}")
+    fits = Message(
+        "releasable.recipe_fits",
+        "{recipe} fits the vocabulary of {entries:,} entries.",
+        recipe=recipe.name,
+        entries=recipe.model.vocab_size,
+    )
+    yield ReleasableLine("recipe", True, fits)

@@ -1,4 +1,4 @@
-"""The newest releasability report, in the ledger: made again when something that it depends on has changed."""
+"""Keeps the newest releasability report in the ledger, and makes a new report when its input has changed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,23 @@ from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Reads
+from kernels.contract.message import Message
 
 RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
 def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
-    """``lines`` of the newest report, when it was made (``at``), and whether data or policies changed since (``stale``)."""
+    """``lines`` of the newest report, ``at``, when it was made, and ``stale``, whether its input changed since. None: no report."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
         stale = row["detail"]["key"] != _key(workspace, db)
-        return {"at": row["at"], "lines": row["detail"]["lines"], "stale": stale}
+        lines = [{name: _read(value) for name, value in line.items()} for line in row["detail"]["lines"]]
+        return {"at": row["at"], "lines": lines, "stale": stale}
     return None
 
 
 def refresh(plant: Plant) -> None:
-    """Make the report again if something changed, and say what is new in it. An unreadable policy is reported elsewhere."""
+    """Make a new report if its input changed, and print the new lines. An unreadable policy is reported elsewhere."""
     from factory.ledger.writing import record_once
     from factory.releasable.gathering import describe, look, verdict
 
@@ -39,8 +41,8 @@ def refresh(plant: Plant) -> None:
         return
     if not lines:
         return
-    known = {json.dumps(line, sort_keys=True) for line in before["lines"]} if before else set()
-    fresh = [line for line in lines if json.dumps(line.to_json(), sort_keys=True) not in known and line.ok is not True]
+    known = {tuple(str(value) for value in line.values()) for line in before["lines"]} if before else set()
+    fresh = [line for line in lines if tuple(map(str, vars(line).values())) not in known and line.ok is not True]
     record_once(plant.ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
     if fresh:
         plant.progress.line(f"  {verdict(lines)}")
@@ -48,8 +50,13 @@ def refresh(plant: Plant) -> None:
         plant.progress.line(f"  {words}")
 
 
+def _read(value: Any) -> Any:
+    """A recorded message as a ``Message``; anything else, also the plain text that older versions recorded, as it is."""
+    return Message.from_json(value) if isinstance(value, dict) else value
+
+
 def _key(workspace: Workspace, db: Reads) -> str:
-    """A hash of what the report depends on, cheap to compute: numbers of the ledger, stamps of policies, recipe and tasks."""
+    """A hash of the report's input that is fast to compute: counts in the ledger, sizes and times of policies, recipe and tasks."""
     counts = db.read(
         "SELECT (SELECT COUNT(*) FROM shards) AS shards, (SELECT MAX(ingested_at) FROM shards) AS at, (SELECT COUNT(*) FROM verdicts) AS verdicts, "
         "(SELECT COUNT(*) FROM releases) AS releases, (SELECT COUNT(*) FROM relabels) AS relabels, "

@@ -1,10 +1,10 @@
-"""What people see, and where they answer: MLflow, pages in ``reports/``, notifications. No decision imports this room.
+"""Shows the ledger to people: in MLflow, as pages in ``reports/``, and by notifications. Code that decides must not import this folder.
 
-    catching_up  what of the ledger is not shown yet, as one list; ``catch_up`` shows it
-    mlflow/      runs, the registry, traces; and what people say there
-    pages/       HTML and facts for people, made from the ledger
-    telling/     messages to receivers
+    catching_up  finds everything in the ledger that is not shown yet; ``catch_up`` shows it
+    mlflow/      runs, the model registry and traces; also reads people's approvals there
+    pages/       HTML pages and facts for people, made from the ledger
+    telling/     notifications to receivers
 
-Whoever decides records in the ledger, and is done. The daemon catches up after each action and in each pass, a command when it has decided.
-What must be live while a segment trains (``mlflow.metrics_follower``) is handed in by whoever starts it.
+Code that decides only writes to the ledger. The daemon calls ``catch_up`` after each action and in each pass; a command calls it after a decision.
+Live metrics of a training segment come from ``mlflow.metrics_follower``, which the caller passes to the trainer.
 """

@@ -1,8 +1,8 @@
-"""What people are not shown yet: found in the ledger, level-triggered, and shown. Decisions record in the ledger, and know nothing of this.
+"""Finds everything in the ledger that people are not shown yet, and shows it in MLflow and on pages.
 
-A list of showings: each says what is behind, from the ledger alone, and shows one. What was shown is recorded as an event, so that a pass opens
-MLflow only for what it lacks: because it is new, a process was killed, MLflow did not answer, or its database was lost. Pages come first, as they
-need no MLflow.
+The module has a list of ``Showing``: each finds its missing things from the ledger alone, and shows one of them. An event records each thing that
+was shown. So MLflow is opened only for things that it lacks: new ones, or ones lost when a process was killed, MLflow did not answer, or its
+database was lost. Pages are written first, because they do not need MLflow.
 """
 
 from __future__ import annotations
@@ -36,13 +36,16 @@ from factory.show.mlflow.runs import (
 )
 from factory.show.mlflow.store import check_writable
 from factory.show.pages import anomaly_page, proposal_report, release_report
+from kernels.contract.message import Message
 
-Wanted = Mapping[str, tuple[Any, dict[str, Any]]]  # by subject: a thing, and what an event says of it once it is shown
+Wanted = Mapping[
+    str, tuple[Any, dict[str, Any]]
+]  # by subject: a thing, and the detail of the event that records its showing
 
 
 @dataclass(frozen=True)
 class Showing:
-    """``behind``: of what is not shown, numbers or the like, from the ledger alone. ``show``: one of them, safe to repeat."""
+    """A kind of thing to show. ``behind``: finds the things not shown yet, from the ledger alone. ``show``: shows one; safe to repeat."""
 
     name: str
     behind: Callable[[Plant, Reads], Iterable[Any]]
@@ -50,9 +53,9 @@ class Showing:
 
 
 def catch_up(plant: Plant) -> None:
-    """Show all that is not shown yet. What cannot be shown now is said once, stops nothing behind it, and is tried again by a later call.
+    """Show everything that is not shown yet. A thing that cannot be shown now is reported once; the others are shown, and a later call retries.
 
-    Raises: what a fault of the machine makes of it.
+    Raises: the errors of a fault of the machine.
     """
     tracking = Tracking.open(plant)
     with plant.ledger.snapshot() as db:
@@ -66,30 +69,36 @@ def catch_up(plant: Plant) -> None:
 
 def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[Showing, list[Any]]]) -> bool:
     """Raises: TrackingError; WorkspaceError while another process shows."""
-    with plant.workspace.lock("tracking", PATIENCE):  # two processes would send the same twice
+    with plant.workspace.lock("tracking", PATIENCE):  # without the lock, two processes could send the same thing twice
         check_writable(plant.workspace)
         for showing, behind in rest:
             for one in behind:
-                _ = tracking.client  # what does not answer at all is asked once, not for each
+                _ = tracking.client  # raises if MLflow does not answer, so that it is not asked again for each thing
                 _alone(plant, tracking, showing, one)
         _ = tracking.client
     return True
 
 
-_refused: set[tuple[Path, str]] = set()  # what this process has said
+_refused: set[tuple[Path, str]] = set()  # messages that this process has printed
 
 
 def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None:
-    """Show one; what it alone meets (a run that a person deleted, a branch that is gone) is said once in a process.
+    """Show one thing. An error that concerns only this thing (a deleted run, a missing branch) is printed once per process.
 
-    Raises: TrackingError where MLflow does not answer; what a fault of the machine makes of it.
+    Raises: TrackingError where MLflow does not answer; the errors of a fault of the machine.
     """
     try:
         showing.show(plant, tracking, one)
     except Exception as error:
         if isinstance(error, TrackingError):
-            _ = tracking.client  # raises, where MLflow does not answer at all
-        said = plant.workspace.root, f"  of {showing.name}, one cannot be shown: {of_one_thing(error)}"
+            _ = tracking.client  # raises if MLflow does not answer at all
+        message = Message(
+            "catching_up.not_shown",
+            "  One of the {kind} cannot be shown: {reason}",
+            kind=showing.name,
+            reason=of_one_thing(error),
+        )
+        said = plant.workspace.root, message
         if said not in _refused:
             _refused.add(said)
             plant.say(said[1])
@@ -97,13 +106,13 @@ def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None
 
 # -- pages --------------------------------------------------------------------------------------------------------------
 def _dated(page: Path, newest: float) -> None:
-    """A page is as new as what it tells of, also after the clock was set back: else it would be written again in each pass."""
+    """Make a page at least as new as its content. Otherwise, after the clock was set back, each pass would write the page again."""
     if page.stat().st_mtime < newest:
         os.utime(page, (newest + 0.001,) * 2)
 
 
 def _candidates_without_page(plant: Plant, db: Reads) -> list[tuple[int, float]]:
-    """Judged, and without a page, or with one from before the verdict or the release: the candidate, and when that was."""
+    """(candidate, time of the verdict or release) of judged candidates whose page is missing or older than the verdict or release."""
     judged = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")
     found: dict[int, float] = {}
     released = {row.candidate: row for row in ReleaseRow.select(db)} if judged else {}
@@ -121,7 +130,7 @@ def _proposals_without_page(plant: Plant, db: Reads) -> list[int]:
 
 
 def _diagnoses(db: Reads) -> list[tuple[int, float, dict[str, Any]]]:
-    """(newest event about it or its words, when that was, what it says) of the newest diagnosis of each episode."""
+    """(newest event, its time, detail) of the newest diagnosis of each episode. The event records the diagnosis or its explanation by an LLM."""
     sql = (
         "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
     )
@@ -134,14 +143,14 @@ def _diagnoses(db: Reads) -> list[tuple[int, float, dict[str, Any]]]:
 
 
 def _diagnoses_without_page(plant: Plant, db: Reads) -> list[tuple[dict[str, Any], float]]:
-    """Or with one from before its words."""
+    """(detail, time) of diagnoses whose page is missing or older than the newest event."""
     found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
     return [(detail, at) for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
 
 
 # -- MLflow -------------------------------------------------------------------------------------------------------------
 def _unclosed(plant: Plant, db: Reads) -> list[int]:
-    """Segments that ended, and whose runs are open. One whose run was retired is not shown again."""
+    """Segments that ended and whose MLflow runs are still open. A segment whose run was retired is not shown again."""
     ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
     left = _untold(db, CLOSED, {f"segment:{row['id']}": (row["id"], {}) for row in ended})
     retired = {row["detail"].get("segment") for row in _retired_runs(db)} if left else set()
@@ -156,12 +165,12 @@ def _close(plant: Plant, tracking: Tracking, number: int) -> None:
 
 
 def _any_judged(plant: Plant, db: Reads) -> list[None]:
-    """MLflow is asked what it shows, as people move aliases and delete versions there."""
+    """One entry as soon as a candidate was judged: MLflow is always compared, because people move aliases and delete versions there."""
     return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
 
 
 def _unshown_proposals(plant: Plant, db: Reads) -> list[int]:
-    """Whose run does not show the state that they are in."""
+    """Proposals whose run does not show their current state."""
     sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
     states = {row["number"]: row["state"] for row in db.read(sql)}
     return _untold(db, SHOWN, {f"proposal:{number}": (number, {"state": state}) for number, state in states.items()})
@@ -189,7 +198,7 @@ def _unshown_arms(plant: Plant, db: Reads) -> list[RunRow]:
 
 
 def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
-    """Names of the runs that were retired, at once: MLflow takes seconds to remove any."""
+    """The names of all retired runs as one list, because each removal in MLflow takes seconds."""
     names = [PurePosixPath(row["subject"]).name for row in _retired_runs(db)]
     left = _untold(db, DELETED, {f"run:{name}": (name, {}) for name in names})
     return [left] if left else []
@@ -201,13 +210,13 @@ def _retired_runs(db: Reads) -> list[dict[str, Any]]:
 
 
 def _untraced(plant: Plant, db: Reads) -> list[dict[str, Any]]:
-    if not sa.inspect(plant.ledger.engine).has_table(exchanges.name):  # a ledger may be older
+    if not sa.inspect(plant.ledger.engine).has_table(exchanges.name):  # an older ledger has no such table
         return []
     return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
 
 
 def _untold(db: Reads, kind: str, wanted: Wanted) -> list[Any]:
-    """The things of which the newest event of this kind, since MLflow's database was made anew, does not say that."""
+    """The things whose newest event of this kind does not have the wanted detail. Events before MLflow's database was remade do not count."""
     if not wanted:
         return []
     rows = db.read(

@@ -1,8 +1,9 @@
-"""What a person, a log and a monitor see of a running factory.
+"""The state of a running factory, for a person, a log and a monitor.
 
-``log``      logs/daemon.log, and what the daemon is doing now
+``log``      logs/daemon.log, and the note of the daemon's current task
 ``running``  whether the daemon runs, and how far its segment is
-``status``   the facts of ``factory status``: the ledger's, and those of this machine; ``screen`` shows them
-``waiting``  what waits for a person, and the command to give
-``metrics``  the same as numbers, for Prometheus
+``status``   the facts of ``factory status``, from the ledger and this machine; ``screen`` turns them into lines
+``waiting``  everything that waits for a person, with the command to type
+``metrics``  the same facts as numbers, for Prometheus
+``notified`` how far each receiver of notifications was told
 """

@@ -1,7 +1,7 @@
-"""``logs/daemon.log``: what the daemon said and did, as JSON lines, and ``logs/doing.json``: what it is doing now.
+"""The daemon's log ``logs/daemon.log``, as JSON lines, and the note of its current task, ``logs/doing.json``.
 
-``LoggedProgress`` stands between the daemon and the terminal. A log that cannot be written (a full disk) holds nothing up. A file of
-``FILE_BYTES`` is renamed ``daemon.log.1``, and so on; the oldest goes.
+``LoggedProgress`` passes the daemon's lines on to the terminal and writes them to the log. A log that cannot be written, for example on a full
+disk, does not stop the daemon. A log of ``FILE_BYTES`` is renamed to ``daemon.log.1``, and so on; the oldest file is deleted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LINE_BYTES = 1 << 14
 
 
 class LoggedProgress:
-    """``Progress`` that passes everything on, and keeps it."""
+    """A ``Progress`` that writes all lines and tasks to the log and passes them on to ``shown``."""
 
     def __init__(self, workspace: Workspace, shown: Progress) -> None:
         self.path, self.note, self.shown = workspace.logs / NAME, workspace.logs / DOING, shown
@@ -82,7 +82,7 @@ class LoggedProgress:
 
 
 def entries(workspace: Workspace, count: int, until: int | None = None) -> list[dict[str, Any]]:
-    """The newest so many of the log, oldest first. ``until``: so many bytes of the newest file."""
+    """The newest ``count`` entries of the log, oldest first. ``until``: read only this many bytes of the newest file."""
     found: list[dict[str, Any]] = []
     for path in (workspace.logs / NAME, *(workspace.logs / f"{NAME}.{n}" for n in range(1, FILES))):
         if len(found) < count:
@@ -93,7 +93,7 @@ def entries(workspace: Workspace, count: int, until: int | None = None) -> list[
 
 
 def follow(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
-    """The newest so many, and then what is added, for ever; a file that was renamed meanwhile is read to its end first."""
+    """The newest ``count`` entries, and then, without end, each new entry. A file that is renamed meanwhile is read to its end first."""
     path = workspace.logs / NAME
     path.touch()
     file = open(path, "rb")  # noqa: SIM115 (open as long as it is the newest)
@@ -101,7 +101,7 @@ def follow(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
     rest = b""
     while True:
         renamed = path.exists() and not os.path.samestat(os.fstat(file.fileno()), path.stat())
-        *lines, rest = (rest + file.read()).split(b"\n")  # nothing is added once it is renamed
+        *lines, rest = (rest + file.read()).split(b"\n")  # nobody writes to a renamed file
         yield from (entry for line in lines if (entry := _parsed(line)))
         if renamed:
             file.close()
@@ -111,7 +111,7 @@ def follow(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
 
 
 def describe(entry: dict[str, Any]) -> str:
-    """A line for a person."""
+    """A log entry as a line for a person."""
     at = str(entry.get("at", ""))
     with contextlib.suppress(ValueError):
         from datetime import datetime
@@ -126,5 +126,5 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     try:
         found = json.loads(line)
     except ValueError:
-        return None  # cut off, or half written
+        return None  # a line that was cut off or is half written
     return found if isinstance(found, dict) else None

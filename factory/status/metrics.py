@@ -1,4 +1,4 @@
-"""The facts of ``factory status`` as numbers, in Prometheus' text format, on the loopback address: ``metrics_port`` in ``factory.yaml``."""
+"""Serves the facts of ``factory status`` as numbers in Prometheus' text format, on the loopback address and ``metrics_port``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def text(found: dict[str, Any]) -> str:
-    """One line a number, each kind with what it says."""
+    """The facts in Prometheus' text format: one line for each number, and a HELP line for each metric."""
     lines: list[str] = []
 
     def add(name: str, about: str, values: dict[str, float | int | None]) -> None:
@@ -34,15 +34,20 @@ def text(found: dict[str, Any]) -> str:
         add(name, about, {f'{{{label}="{_escaped(key)}"}}': value for key, value in values.items()})
 
     row, disk, error = found["training"] or {}, found["disk"], found["last_error"] or {}
-    one("daemon_running", "1 while a process holds the model loop's lock.", int(found["daemon"]["running"]))
-    one("training", "1 while a segment is planned and not done.", int(bool(row)))
+    one(
+        "daemon_running",
+        "1 while the daemon or another process holds the lock of the model loop.",
+        int(found["daemon"]["running"]),
+    )
+    one("training", "1 while a planned segment is not done.", int(bool(row)))
     for key, about in (
-        ("step", "Steps done of the trunk's count."), ("last_step", "Step after which the segment ends."), ("loss", "Of the newest step."),
-        ("tokens_per_s", "Median of the newest steps."), ("eta_seconds", "Until the segment ends."), ("seconds_since_step", "Since the newest step."),
-        ("mfu", "Median of the newest steps: share of the data sheets' peak, of known GPUs alone."),
-        ("attempts", "Deaths of the trainer since its newest checkpoint."),
+        ("step", "number of its newest step."), ("last_step", "step after which it ends."), ("loss", "loss of its newest step."),
+        ("tokens_per_s", "tokens per second, median of its newest steps."), ("eta_seconds", "seconds until it ends."),
+        ("seconds_since_step", "seconds since its newest step."),
+        ("mfu", "share of the GPU's peak rate (MFU), median of its newest steps; known GPUs only."),
+        ("attempts", "deaths of its trainer since its newest checkpoint."),
     ):  # fmt: skip
-        one(f"segment_{key}", f"Of the segment that trains: {about}", row.get(key))
+        one(f"segment_{key}", f"Segment in training: {about}", row.get(key))
     count = lambda rows, key: dict(Counter(str(row[key]) for row in rows))
     by("segments", "Segments by state.", "state", count(found["segments"], "state"))
     by("shards", "Shards by state.", "state", count(found["shards"], "state"))
@@ -51,21 +56,37 @@ def text(found: dict[str, Any]) -> str:
     by("candidates", "Candidates by verdict.", "outcome", count(verdicts, "outcome"))
     one(
         "champion_release",
-        "Number of the release that is champion; 0: none.",
+        "Number of the release that is champion; 0: no champion.",
         (found["champion"] or {}).get("number", 0),
     )
     one("inbox_files", "Files in the inbox.", found["waiting_in_inbox"])
-    one("missing_tokens", "Tokens that training waits for.", (found["data_ahead"] or {}).get("missing_tokens"))
-    one("open_anomalies", "Anomalies that nothing closed.", found["open_anomalies"])
-    one("open_verdicts", "Candidates and proposals that are not judged, or held.", len(found["open_verdicts"]))
-    one("waiting_for_a_person", "Things that a person is to decide or mend.", len(found["waiting_for_a_person"]))
-    one("failing", "Actions that failed and have not worked since.", len(found["failing"]))
-    one("last_error_timestamp_seconds", "When the daemon last recorded a failure.", error.get("at"))
-    one("disk_free_bytes", "On the workspace's disk.", disk["free"])
-    one("disk_total_bytes", "Of the workspace's disk.", disk["total"])
-    one("disk_hours_left", "Until the floor is reached, at the rate of the last hours.", disk["hours_left"])
-    one("agents_usd", "Spent on language models, in all.", found["spend"]["in_all"]["usd"])
-    one("agents_tokens", "Of language models, in all.", found["spend"]["in_all"]["tokens"])
+    one(
+        "missing_tokens",
+        "Number of tokens that are missing before training can go on.",
+        (found["data_ahead"] or {}).get("missing_tokens"),
+    )
+    one("open_anomalies", "Anomalies that are not closed.", found["open_anomalies"])
+    one("open_verdicts", "Candidates and proposals that are not judged yet, or held.", len(found["open_verdicts"]))
+    one(
+        "waiting_for_a_person",
+        "Number of things that wait for a person's decision or repair.",
+        len(found["waiting_for_a_person"]),
+    )
+    one("failing", "Actions that failed and have not succeeded since.", len(found["failing"]))
+    one(
+        "last_error_timestamp_seconds",
+        "Time of the last failure that the daemon recorded, in seconds since 1970.",
+        error.get("at"),
+    )
+    one("disk_free_bytes", "Free bytes on the workspace's disk.", disk["free"])
+    one("disk_total_bytes", "Size of the workspace's disk in bytes.", disk["total"])
+    one(
+        "disk_hours_left",
+        "Hours until the free space reaches the floor, at the rate of the last hours.",
+        disk["hours_left"],
+    )
+    one("agents_usd", "Total money spent on language models, in USD.", found["spend"]["in_all"]["usd"])
+    one("agents_tokens", "Total tokens of language models.", found["spend"]["in_all"]["tokens"])
     return "\n".join(lines) + "\n"
 
 
@@ -75,9 +96,9 @@ def _escaped(value: str) -> str:
 
 @contextmanager
 def serving(workspace: Workspace) -> Iterator[int]:
-    """Answer ``GET /metrics`` while the block runs, if the configuration names a port; yields the port, 0: none is served.
+    """Answer ``GET /metrics`` while the block runs, if ``metrics_port`` is set. Yields the port, or 0 if nothing is served.
 
-    Raises: ConfigError where the port is taken.
+    Raises: ConfigError where the port is in use.
     """
     port = workspace.config.metrics_port
     if not port:
@@ -101,13 +122,19 @@ def serving(workspace: Workspace) -> Iterator[int]:
             self.wfile.write(data)
 
         def log_message(self, *words: object) -> None:
-            """Nothing: a line for each scrape would fill the log."""
+            """Print nothing, because a line for each scrape would fill the log."""
 
     try:
         server = ThreadingHTTPServer((ADDRESS, port), Handler)
     except OSError as error:
         where = workspace.root / "factory.yaml"
-        raise ConfigError(f"{where}: metrics_port: {port} cannot be listened on: {error.strerror}") from error
+        raise ConfigError(
+            "metrics.port_in_use",
+            "{file}: metrics_port: {port} cannot be listened on: {reason}",
+            file=where,
+            port=port,
+            reason=error.strerror,
+        ) from error
     server.daemon_threads = True
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()

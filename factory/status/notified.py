@@ -1,4 +1,4 @@
-"""``notified.json``: how far each receiver of notifications was told, and what is wrong with it. Written by ``factory.show.telling``."""
+"""Reads ``notified.json``: the last event delivered to each receiver of notifications. ``factory.show.telling`` writes the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FILE = "notified.json"
 
 
 def read_positions(workspace: Workspace) -> dict[str, dict[str, Any]] | None:
-    """By receiver: ``event`` and ``at`` of the newest one delivered, ``failing`` where it does not take the next. None: it cannot be read."""
+    """By receiver: ``event`` and ``at`` of the newest delivered event, and ``failing``, the error of the next delivery. None: unreadable file."""
     path = workspace.root / FILE
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

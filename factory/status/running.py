@@ -1,4 +1,4 @@
-"""Whether the daemon runs, what it does now, and how far its segment is: from its lock, its note and the segment's own files."""
+"""Whether the daemon runs, its current task, and the progress of its segment, read from the lock, the note and the segment's files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from factory.ledger.rows import Reads, SegmentRow
 LOCK_FILE = "model-loop.lock"
 DOING = "doing.json"  # in logs/: {"process", "task", "since"}
 TAIL_BYTES = 1 << 16
-RATE_STEPS = 32  # newest steps that the rate is measured from
+RATE_STEPS = 32  # the rate is measured from this many newest steps
 
 
 def daemon(workspace: Workspace) -> dict[str, Any]:
-    """``running``: does a process hold the model loop's lock? ``process``, ``command``, ``since``; ``doing`` and ``doing_since`` where it
-    says so."""
+    """``running``: whether a process holds the model loop's lock. If so, also ``process``, ``command`` and ``since``, and ``doing`` and
+    ``doing_since`` while it has a task."""
     path = workspace.root / LOCK_FILE
     try:
         process, since = int(path.read_text().strip() or 0), path.stat().st_mtime
@@ -33,7 +33,7 @@ def daemon(workspace: Workspace) -> dict[str, Any]:
 
 
 def _holds(process: int, lock: Path) -> bool:
-    """Does a process have the lock's file open? Another user's is believed to."""
+    """Whether a process has the lock file open. True for another user's process, which cannot be inspected."""
     try:
         opened = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{process}/fd")]
     except PermissionError:
@@ -44,7 +44,7 @@ def _holds(process: int, lock: Path) -> bool:
 
 
 def _command(process: int) -> str:
-    """As a person typed it."""
+    """The command line of a process, as a person typed it."""
     try:
         words = Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -65,10 +65,10 @@ def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
 
 
 def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
-    """The planned segment with the numbers of its newest step; None: there is none.
+    """The planned segment with the numbers of its newest step. None: no segment is planned.
 
-    ``step`` done of ``last_step``, ``loss``, ``tokens_per_s``, ``mfu`` (of known GPUs) and ``step_seconds`` of the newest steps, ``eta_seconds``,
-    ``age_seconds`` since it was planned, ``seconds_since_step`` since its newest step.
+    ``step`` of ``last_step``, and ``loss`` of the newest step; ``tokens_per_s``, ``mfu`` (known GPUs) and ``step_seconds``, medians of the
+    newest steps; ``eta_seconds``; ``age_seconds`` since planning; ``seconds_since_step`` since the newest step.
     """
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     if row is None:
@@ -94,7 +94,7 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
 
 
 def newest_lines(path: Path) -> list[dict[str, Any]]:
-    """The newest whole lines of a metrics.jsonl that have a step and a time, oldest first. Its trainer may be at work, and is not trusted."""
+    """The newest whole lines of a metrics.jsonl that have a step and a time, oldest first. The trainer that writes them is not trusted."""
     found = []
     for line in read_tail(path, TAIL_BYTES).split(b"\n")[:-1]:
         try:

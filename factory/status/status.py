@@ -1,4 +1,4 @@
-"""The facts of ``factory status``: the ledger's (``factory.ledger.status``), and what the machine says now. Nothing heavy is imported."""
+"""The facts of ``factory status``, from the ledger (``factory.ledger.status``) and this machine, and their lines. Imports nothing slow."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ from factory.releasable.recorded import newest
 from factory.retention.disk import FLOOR_BYTES, hours_left, samples
 from factory.status.running import daemon, segment_now
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
+from kernels.contract.message import Message
 
-AHEAD = "trunk_ahead"  # {steps, new_shards, wanted, missing_tokens}: what the data allows, whenever that changes
+AHEAD = "trunk_ahead"  # event when the possible training changes: {steps, new_shards, wanted, missing_tokens}
 DAY = 86_400
 
 
 def facts(workspace: Workspace) -> dict[str, Any]:
-    """Everything, as JSON-ready data; moments are seconds since 1970. Raises: WorkspaceError."""
+    """All facts as JSON-ready data. Moments are seconds since 1970. Raises: WorkspaceError."""
     db, now = Reader(workspace), time.time()
     return (
         recorded.snapshot(workspace)
@@ -48,7 +49,7 @@ def facts(workspace: Workspace) -> dict[str, Any]:
 
 
 def last_error(db: Reads) -> dict[str, Any] | None:
-    """``at``, ``what`` and ``error`` of the newest failure that the daemon recorded, whether or not it works again."""
+    """``at``, ``what`` and ``error`` of the newest failure that the daemon recorded, even if the action succeeded since."""
     sql = "SELECT at, detail FROM events WHERE kind IN (:one, :other) ORDER BY id DESC LIMIT 1"
     for row in db.read(sql, one=PASS_FAILED, other=ACTION_FAILED):
         return {"at": row["at"], "what": row["detail"].get("what", "a pass"), "error": row["detail"]["error"]}
@@ -56,14 +57,15 @@ def last_error(db: Reads) -> dict[str, Any] | None:
 
 
 def data_ahead(db: Reads) -> dict[str, Any] | None:
-    """What the data allowed when it was last looked at: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
+    """How much training the data allowed at the last look: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
     return None
 
 
 def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
-    """Bytes; ``hours_left`` until the floor, at the rate of the last hours; None: it does not shrink, or too little was measured."""
+    """``free``, ``total`` and ``floor`` in bytes. ``hours_left``: until the free space reaches the floor, at the rate of the last hours; None: the
+    free space does not shrink, or too little was measured."""
     room = disk_usage(workspace.root)
     policy = load_yaml(workspace.policy("retention.yaml"))
     keys = policy if isinstance(policy, dict) else {}
@@ -71,14 +73,16 @@ def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
         floor = max(int(keys.get("floor_bytes", FLOOR_BYTES)), int(keys.get("floor_share", 0.0) * room.total))
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{workspace.policy('retention.yaml')}: floor_bytes and floor_share: expected numbers"
+            "status.bad_floor",
+            "{file}: floor_bytes and floor_share must be numbers.",
+            file=workspace.policy("retention.yaml"),
         ) from None
     left = hours_left(samples(workspace), room.free, floor, now)
     return {"free": room.free, "total": room.total, "floor": floor, "hours_left": left, "low": low_disk(db) is not None}
 
 
 def spend(db: Reads, now: float) -> dict[str, Any]:
-    """Of agents' language models: money (USD), tokens and requests, today (UTC) and in all."""
+    """Cost of the agents' language models: USD, tokens and requests, ``today`` (UTC) and ``in_all``."""
     sql = "SELECT COUNT(*) AS requests, COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0.0) AS usd FROM exchanges WHERE at >= :since"
     return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
 
@@ -88,9 +92,11 @@ def screen(found: dict[str, Any]) -> list[str]:
     first, *rest = recorded.screen(found)
     lines = [f"{first}   ({local(found['at'])})", *_daemon_lines(found), *_training_lines(found)]
     for one in found["waiting_for_a_person"]:
-        lines.append(f"waits     for you: {one['what']} → {one['command']}")
+        lines.append(
+            Message("status.for_you", "waits     for you: {what} → {command}", what=one["what"], command=one["command"])
+        )
     lines += _releasable_lines(found)
-    lines += lines_of(found | {"parked": None, "paused": None})  # these are among what waits
+    lines += lines_of(found | {"parked": None, "paused": None})  # these two wait for a person, as shown above
     lines += improvements.lines(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
@@ -100,18 +106,34 @@ def _daemon_lines(found: dict[str, Any]) -> list[str]:
     runs, now = found["daemon"], found["at"]
     if runs["running"]:
         doing = f"; now {runs['doing']}, for {span(now - runs['doing_since'])}" if "doing" in runs else ""
-        since = f"process {runs['process']} ({runs['command']}) since {local(runs['since'])}"
-        lines = [f"daemon    runs: {since}{doing}"]
+        lines: list[str] = [
+            Message(
+                "status.daemon_runs",
+                "daemon    runs: process {process} ({command}) since {since}{doing}",
+                process=runs["process"],
+                command=runs["command"],
+                since=local(runs["since"]),
+                doing=doing,
+            )
+        ]
     else:
-        lines = ["daemon    does not run: 'factory run' starts it"]
+        lines = [Message("status.no_daemon", "daemon    does not run; to start it: 'factory run'")]
     if error := found["last_error"]:
-        ago = span(now - error["at"])
-        lines.append(f"          last error {local(error['at'])} ({ago} ago), {error['what']}: {error['error']}")
+        lines.append(
+            Message(
+                "status.last_error",
+                "          last error {at} ({ago} ago), {what}: {error}",
+                at=local(error["at"]),
+                ago=span(now - error["at"]),
+                what=error["what"],
+                error=error["error"],
+            )
+        )
     return lines
 
 
 def _training_lines(found: dict[str, Any]) -> list[str]:
-    lines = []
+    lines: list[str] = []
     if row := found["training"]:
         words = [f"step {row['step']} of {row['last_step']}"]
         words += [f"loss {row['loss']:.3f}"] if row["loss"] is not None else []
@@ -120,35 +142,62 @@ def _training_lines(found: dict[str, Any]) -> list[str]:
         words += [f"{span(row['eta_seconds'])} left"] if row["eta_seconds"] is not None else []
         words += [f"newest step {span(row['seconds_since_step'])} ago"] if row["seconds_since_step"] is not None else []
         words += [f"planned {span(row['age_seconds'])} ago"]
-        words += [f"{row['attempts']} tries failed since its newest checkpoint"] if row["attempts"] else []
+        tries = Message(
+            "status.failed_tries",
+            "{tries:,|try|tries} failed since the newest checkpoint",
+            tries=row["attempts"],
+        )
+        words += [tries] if row["attempts"] else []
         lines.append(f"training  segment {row['id']} ({row['kind']}): {', '.join(words)}")
     ahead = found["data_ahead"]
     if not row and ahead and ahead["missing_tokens"]:
         lines.append(
-            f"training  too little data: at least {ahead['missing_tokens']:,} tokens more are needed; drop shards into the inbox"
+            Message(
+                "status.little_data",
+                "training  waits for data: at least {tokens:,} more tokens are needed. Put shards into the inbox.",
+                tokens=ahead["missing_tokens"],
+            )
         )
     return lines
 
 
 def _releasable_lines(found: dict[str, Any]) -> list[str]:
-    """What holds releases, with what to do; what only tells less than it could is in 'factory data list'."""
+    """Lines about everything that holds releases, with what to do. Warnings are only in 'factory data list'."""
     if (report := found["releasable"]) is None:
         return []
     holding = [line for line in report["lines"] if line["ok"] is False]
     lines = [
         f"release   held by {line['name']}: {line['text']} → {line['todo']}".removesuffix(" → ") for line in holding
     ]
-    lines = lines or ["release   nothing would hold one: 'factory data list' has the report"]
-    changed = "          data, tasks, recipe or policies changed since this report: 'factory data list' looks again"
-    return [*lines, changed] if report["stale"] else lines
+    free = Message("status.releasable", "release   nothing would hold a release; for the report: 'factory data list'")
+    stale = Message(
+        "status.stale_report",
+        "          data, tasks, recipe or policies changed since this report; for a new report: 'factory data list'",
+    )
+    return [*(lines or [free]), *([stale] if report["stale"] else [])]
 
 
 def _disk_line(found: dict[str, Any]) -> str:
     facts = found["disk"]
-    words = f"disk      {facts['free'] / 1e9:,.1f} of {facts['total'] / 1e9:,.1f} GB free"
+    free, total, floor = (facts[key] / 1e9 for key in ("free", "total", "floor"))
+    if facts["low"]:
+        return Message(
+            "status.disk_low",
+            "disk      {free:,.1f} of {total:,.1f} GB are free. This is BELOW THE FLOOR of {floor:,.1f} GB, so training waits.",
+            free=free,
+            total=total,
+            floor=floor,
+        )
     if facts["hours_left"] is not None:
-        words += f"; {span(3600 * facts['hours_left'])} until the floor of {facts['floor'] / 1e9:,.1f} GB, at the rate of the last hours"
-    return words + ("; BELOW THE FLOOR: training waits" if facts["low"] else "")
+        return Message(
+            "status.disk_shrinks",
+            "disk      {free:,.1f} of {total:,.1f} GB are free; {left} until the floor of {floor:,.1f} GB, at the rate of the last hours",
+            free=free,
+            total=total,
+            left=span(3600 * facts["hours_left"]),
+            floor=floor,
+        )
+    return Message("status.disk", "disk      {free:,.1f} of {total:,.1f} GB are free", free=free, total=total)
 
 
 def _spend_lines(found: dict[str, Any]) -> list[str]:
@@ -156,6 +205,12 @@ def _spend_lines(found: dict[str, Any]) -> list[str]:
     if not in_all["requests"]:
         return []
     return [
-        f"spend     agents: {today['usd']:.2f} USD and {today['tokens']:,} tokens today (UTC), {in_all['usd']:.2f} USD and "
-        f"{in_all['tokens']:,} tokens in all"
+        Message(
+            "status.spend",
+            "spend     agents: {usd_today:.2f} USD and {tokens_today:,} tokens today (UTC), {usd:.2f} USD and {tokens:,} tokens in total",
+            usd_today=today["usd"],
+            tokens_today=today["tokens"],
+            usd=in_all["usd"],
+            tokens=in_all["tokens"],
+        )
     ]

@@ -1,5 +1,6 @@
-"""What waits, and for what: for a person, each with the command to give; a pause, a parked segment, what failed and is tried again, what was
-asked of the daemon. Read from the ledger and the names in the inbox.
+"""Everything that waits: for a person, with the command to type; and a pause, a parked segment, failing actions, requests to the daemon.
+
+All of it is read from the ledger and the names in the inbox.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, Se
 from factory.retrying.asking import Pause, asked, pause_of
 from factory.retrying.tries import describe_parked, parked, ways_on, why_parked
 from factory.status.notified import FILE, read_positions
+from kernels.contract.message import Message
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 
 
 def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
-    """``what`` waits, and ``command`` (or what to do), the most urgent first."""
+    """Each thing that waits for a person: ``what`` it is, and the ``command`` to type (or what to do). The most urgent comes first."""
     found = [
         *_training(db),
         *_verdicts(db),
@@ -35,29 +37,57 @@ def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
 
 
 def _training(db: Reads) -> list[tuple[str, str]]:
-    found = []
+    found: list[tuple[str, str]] = []
     if pause := pause_of(db):
-        found.append((f"{pause.what}, paused by {pause.by}", "factory resume"))
+        paused = Message("waiting.paused", "{what}, paused by {person}", what=pause.what, person=pause.by)
+        found.append((paused, "factory resume"))
     if disk := low_disk(db):
-        free = f"{disk['free'] / 1e9:.2f} of {disk['floor'] / 1e9:.2f} GB"
-        found.append((f"training: the disk is below its floor ({free})", "free some space; factory clean --dry-run"))
+        low = Message(
+            "waiting.disk_low",
+            "training: the disk has {free:.2f} GB free, and the floor is {floor:.2f} GB",
+            free=disk["free"] / 1e9,
+            floor=disk["floor"] / 1e9,
+        )
+        found.append((low, Message("waiting.free_space", "free some space, for example with 'factory clean'")))
     if row := parked(db):
         found.append((why_parked(db, row), ways_on(row)))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
-        found.append((f"segment {newest.id}, whose code is not certified", f"factory certify --accept {newest.id}"))
+        uncertified = Message(
+            "waiting.uncertified", "segment {segment}, whose code is not certified", segment=newest.id
+        )
+        found.append((uncertified, f"factory certify --accept {newest.id}"))
     return found
 
 
 def _verdicts(db: Reads) -> list[tuple[str, str]]:
-    """Promoted candidates that are not released, and promoted proposals."""
-    found = []
+    """Promoted candidates that are not released, and promoted proposals that are not merged."""
+    found: list[tuple[str, str]] = []
     for verdict in undecided(db):
         number = verdict.number
-        command = f"factory releases approve {number}, or factory releases reject {number} --why …"
-        found.append((f"candidate {number}, promoted, to be released", command))
+        command = Message(
+            "waiting.release_commands",
+            "factory releases approve {candidate}, or factory releases reject {candidate} --why …",
+            candidate=number,
+        )
+        found.append(
+            (
+                Message(
+                    "waiting.candidate",
+                    "candidate {candidate}: promoted by the gate, waits for your approval",
+                    candidate=number,
+                ),
+                command,
+            )
+        )
     for row in ProposalRow.select(db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
-        found.append((f"proposal {row.number}, promoted: {row.title}", f"factory proposals approve {row.number}"))
+        promoted = Message(
+            "waiting.proposal",
+            "proposal {proposal}: promoted by the gate, waits for your approval: {title}",
+            proposal=row.number,
+            title=row.title,
+        )
+        found.append((promoted, f"factory proposals approve {row.number}"))
     return found
 
 
@@ -65,9 +95,16 @@ def _anomalies(db: Reads) -> list[tuple[str, str]]:
     asked, closed = newest_about(db, ASKED), newest_about(db, CLOSED)
     leads = sorted({detail["lead"] for number, detail in asked.items() if number not in closed})
     return [
-        (f"anomaly {lead}, whose diagnosis a person decides about", f"factory anomalies show {lead}, then accept or reject {lead}")
+        (
+            Message("waiting.diagnosis", "anomaly {anomaly}: its diagnosis waits for your decision", anomaly=lead),
+            Message(
+                "waiting.diagnosis_commands",
+                "factory anomalies show {anomaly}, then factory anomalies accept {anomaly} or factory anomalies reject {anomaly}",
+                anomaly=lead,
+            ),
+        )
         for lead in leads
-    ]  # fmt: skip
+    ]
 
 
 def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
@@ -79,22 +116,33 @@ def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
 
 
 def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
-    what = "in policies/tasks, which is not read nor kept out of training data"
-    found = not_read(workspace.root / "policies" / "tasks")
-    return [(f"{path.name} {what}", "unpack it to .jsonl, or take it away") for path in found]
+    unread = lambda file: Message(
+        "waiting.unread_task",
+        "{file} in policies/tasks: the factory cannot read it, so its items may be in training data",
+        file=file,
+    )
+    repair = Message("waiting.unpack_task", "unpack the file to .jsonl, or remove it")
+    return [(unread(path.name), repair) for path in not_read(workspace.root / "policies" / "tasks")]
 
 
 def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
     positions = read_positions(workspace)
     if positions is None:
-        return [(f"{FILE}, which cannot be read, so nobody is notified", f"remove {workspace.root / FILE}")]
+        unread = Message("waiting.unread_positions", "{file} cannot be read, so nobody is notified", file=FILE)
+        return [(unread, f"remove {workspace.root / FILE}")]
     failing = {name: one["failing"] for name, one in sorted(positions.items()) if one.get("failing")}
-    mend = "mend it, or policies/notifications.yaml; nothing is lost"
-    return [(f"notifying by {name}, which fails: {why}", mend) for name, why in failing.items()]
+    unsent = lambda name, why: Message(
+        "waiting.notifications", "notifications to {receiver}, which fail: {reason}", receiver=name, reason=why
+    )
+    repair = Message(
+        "waiting.repair_receiver",
+        "repair the receiver, or change policies/notifications.yaml; no notification is lost",
+    )
+    return [(unsent(name, why), repair) for name, why in failing.items()]
 
 
 def open_verdicts(db: Reads) -> list[str]:
-    """Candidates and proposals that are not judged yet, or held: 'candidate 3: hold'."""
+    """Candidates and proposals that are not judged yet or are held, such as 'candidate 3: hold'."""
     outcomes = {row.subject: row.outcome for row in VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")}
     newest = max((row.candidate for row in ReleaseRow.select(db)), default=0)
     found = []
@@ -109,7 +157,7 @@ def open_verdicts(db: Reads) -> list[str]:
 
 
 def what_waits(db: Reads) -> dict[str, Any]:
-    """The facts, for programs."""
+    """The pause, the parked segment, the failing actions and the requests to the daemon, as JSON-ready facts."""
     pause, row = pause_of(db), parked(db)
     return {
         "paused": vars(pause) if pause else None,
@@ -120,27 +168,41 @@ def what_waits(db: Reads) -> dict[str, Any]:
 
 
 def lines_of(facts: dict[str, Any]) -> list[str]:
-    """The facts, for people; none when nothing waits."""
-    lines = [f"paused    {Pause(**facts['paused'])}"] if facts["paused"] else []
+    """The facts of ``what_waits`` as lines for people."""
+    lines: list[str] = [f"paused    {Pause(**facts['paused'])}"] if facts["paused"] else []
     lines += [f"parked    {facts['parked']['says']}"] if facts["parked"] else []
     for one in facts["failing"]:
-        lines.append(f"failing   {one['what']} since {local(one['since'])}: {one['error']}")
+        lines.append(
+            Message(
+                "waiting.failing",
+                "failing   {what} since {since}: {error}",
+                what=one["what"],
+                since=local(one["since"]),
+                error=one["error"],
+            )
+        )
     for one in facts["asked"]:
         lines.append(
-            f"asked     {one['action']}, by {one['by']} {local(one['at'])}: 'factory run' does it in its next pass"
+            Message(
+                "waiting.asked",
+                "asked     {person} asked for '{action}' at {at}; 'factory run' does it in its next pass",
+                person=one["by"],
+                action=one["action"],
+                at=local(one["at"]),
+            )
         )
     return lines
 
 
 def failing(db: Reads) -> list[dict[str, Any]]:
-    """What failed and has not worked since, oldest first: ``what``, ``error``, ``failures`` when it was recorded, ``since``."""
+    """Actions that failed and have not succeeded since, oldest first: ``what``, ``error``, ``failures`` (at the last record), ``since``."""
     found: dict[str, dict[str, Any]] = {}
     kinds = ", ".join(f"'{kind}'" for kind in (ACTION_FAILED, PASS_FAILED, WORKS_AGAIN))
     for row in db.read(f"SELECT kind, at, detail FROM events WHERE kind IN ({kinds}) ORDER BY id"):
         what = row["detail"].get("what")
         if row["kind"] == WORKS_AGAIN:
             found.pop(what, None)
-        elif what is not None:  # an older factory's says only the error
+        elif what is not None:  # an older factory recorded only the error
             since = found[what]["since"] if what in found else row["at"]
             found[what] = {key: row["detail"][key] for key in ("what", "error", "failures")} | {"since": since}
     return list(found.values())

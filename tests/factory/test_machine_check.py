@@ -1,10 +1,11 @@
-"""``factory check`` says which kernel computes each op here, and what stands in for one that cannot."""
+"""The machine checks of ``factory check``: kernels and their substitutes, precision, disk space, GPUs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from kernels.attention import cpp as attention_native
 from kernels.contract import registry
 from tests.support.factory.command import factory
 from tests.support.git import git
+from tests.support.messages import codes, the
 from tests.support.paths import ROOT
 from trainer.contract.plan import precision, rates
 
@@ -35,14 +37,15 @@ def _kernels(workspace: Workspace, kernels: str, precision: str = "bf16") -> tup
     (workspace.repository / "policies" / "kernels.yaml").write_text(kernels)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", f"precision: {precision}"))
-    ok, said = machine_check._kernels(workspace, load_recipe(workspace), {"precision": precision, "warning": ""})
-    return ok, said.splitlines()
+    ok, lines = machine_check._kernels(workspace, load_recipe(workspace), {"precision": precision, "warning": ""})
+    assert isinstance(lines, list)
+    return ok, lines
 
 
-def test_every_op_has_a_line_and_stand_ins_come_first(workspace: Workspace) -> None:
+def test_every_op_has_a_line_and_substitutes_come_first(workspace: Workspace) -> None:
     ok, (head, *lines) = _kernels(workspace, "cpu: {attention: native}", precision="fp32")
     assert ok and "fp32 on cpu" in head and len(lines) == len(registry.OPS)
-    assert lines[0].startswith("attention: native → recompute, uncompiled computes instead: the C++ is for bf16")
+    assert lines[0].startswith("attention: native → recompute") and "bf16" in lines[0]
     assert all("→" not in line for line in lines[1:])
 
 
@@ -80,20 +83,19 @@ def test_an_unknown_kernel_is_named(workspace: Workspace) -> None:
 def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ok, said = machine_check._precision(*machine_check._measured(workspace))
-    assert ok and "GFLOP/s" in said and "has precision auto" in said
+    ok, lines = machine_check._precision(*machine_check._measured(workspace))
+    assert ok and the(lines, "machine_check.precision").data["asked"] == "auto"
+    assert "machine_check.step_time" in codes(lines)
     rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
     slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
     monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: slow)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))
-    ok, said = machine_check._precision(*machine_check._measured(workspace))
-    assert ok is False and said.endswith(
-        "precision: the recipe sets bf16, but fp32 is 40.0x as fast on this machine; 'precision: auto' would choose it"
-    )
+    ok, lines = machine_check._precision(*machine_check._measured(workspace))
+    assert ok is False and "bf16" in lines[-1] and "fp32" in lines[-1] and "40.0" in lines[-1]
 
 
-def test_the_kernels_are_those_of_the_live_commit_which_is_what_trains(workspace: Workspace) -> None:
+def test_the_kernels_are_those_of_the_live_commit(workspace: Workspace) -> None:
     file = workspace.repository / "policies" / "kernels.yaml"
     git(workspace.repository.parent, "init", "-q", "-b", "main", str(workspace.repository))
     file.write_text("cpu: {rms_norm: compiled}")
@@ -109,15 +111,15 @@ def test_the_kernels_are_those_of_the_live_commit_which_is_what_trains(workspace
     assert ok is False and str(file) in lines[0]
 
 
-def test_too_little_room_is_told_by_the_floor_of_retention(workspace: Workspace) -> None:
+def test_too_little_disk_space_is_reported_by_the_floor_of_retention(workspace: Workspace) -> None:
     ok, said = machine_check._workspace(workspace)
-    assert ok and said.endswith(" GB free")
+    assert ok and codes([said]) == ["machine_check.disk"]
     (workspace.root / "policies" / "retention.yaml").write_text("floor_share: 1.0\n")
     ok, said = machine_check._workspace(workspace)
-    assert ok is False and "below which training waits" in said
+    assert ok is False and codes([said]) == ["machine_check.disk_low"]
 
 
-def test_each_gpu_is_told_with_its_sheet_and_what_it_reaches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_gpu_is_reported_with_its_peak_and_reached_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ["NVIDIA H100 80GB HBM3", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
     stand_ins = {
         "is_available": lambda: True,
@@ -132,9 +134,9 @@ def test_each_gpu_is_told_with_its_sheet_and_what_it_reaches(monkeypatch: pytest
         monkeypatch.setattr(torch.cuda, name, answer)
     monkeypatch.setattr(rates, "matmul_rate", lambda device, dtype: 7e14 if dtype == torch.bfloat16 else 0.0)
     monkeypatch.setattr(rates, "memory_rate", lambda device: 2.9e12)
-    ok, said = machine_check._torch()
-    assert ok and said.splitlines()[1:] == [
-        "GPU 0: NVIDIA H100 80GB HBM3, capability 9.0, 80 GiB; bf16: data sheet 989 TFLOP/s, products reach 700 TFLOP/s now; copies 2.90 TB/s",
-        "GPU 1: NVIDIA H100 80GB HBM3 MIG 1g.10gb, capability 9.0, 80 GiB; bf16: data sheet not known: no MFU, products reach 700 TFLOP/s now; "
-        "copies 2.90 TB/s",
-    ]
+    ok, lines = machine_check._torch()
+    gpus: Any = lines[1:]
+    assert ok and codes(gpus) == ["machine_check.gpu"] * 2
+    same = {"capability": "9.0", "memory": 80.0, "precision": "bf16", "products": 700.0, "copies": 2.9}
+    for number, (line, peak) in enumerate(zip(gpus, ("989 TFLOP/s", "unknown (so no MFU)"), strict=True)):
+        assert line.data == same | {"number": number, "name": names[number], "peak": peak}

@@ -1,4 +1,4 @@
-"""What a command does where a daemon holds the workspace: it asks that one."""
+"""Commands that need the model loop: they hold its lock, or ask the running daemon to do the work."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from factory.cli.core.options import person
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import MODEL_LOOP
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 
 def hold_or_ask(held: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
-    """Hold the daemon's lock in ``held``; where a daemon has it, ask for the errands ('judge 3'). Returns what a person is told then; '': it
-    is held.
+    """Take the model loop's lock into ``held`` and return ''. If a daemon holds the lock, ask it for the errands and return what to tell a
+    person.
 
-    ``how``: what the errands are done with, as ``factory.retrying.asking.asked`` gives it.
+    ``errands``: such as 'judge 3'. ``how``: their options, as ``factory.retrying.asking.asked`` returns them. Raises: WorkspaceError where
+    another command holds the lock.
     """
     from factory.retrying.asking import ask
     from factory.status.running import daemon
@@ -26,7 +28,12 @@ def hold_or_ask(held: ExitStack, plant: Plant, errands: Sequence[str], **how: An
     except WorkspaceError as busy:
         command = daemon(plant.workspace).get("command", "").split()
         if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
-            raise  # 'factory train', say, which does not look for what is asked
+            raise  # another command, such as 'factory train', does not look for errands
         ask(plant.ledger, errands, person(), **how)
-        return f"{', '.join(errands)}: 'factory run' does it in its next pass ({str(busy).partition(';')[0]})"
+        return Message(
+            "ask_daemon.asked",
+            "The running daemon does this in its next pass: {errands} ({busy})",
+            errands=list(errands),
+            busy=str(busy).partition(";")[0],
+        )
     return ""

@@ -1,9 +1,9 @@
-"""What commands have in common: the workspace that they open, and the answer, for people or as JSON for programs.
+"""What all commands share: the option for the workspace, and an answer as text for people or as JSON for programs.
 
 >>> @command(typer.Typer(), "count")
 ... def count_segments(plant: Plant, say: Say, kind: Annotated[str, typer.Option(help="Of this kind.")] = "trunk") -> None:
 ...     found = plant.ledger.read("SELECT id FROM segments WHERE kind = :kind", kind=kind)
-...     say(found, (f"segment {row['id']}" for row in found), nothing="  there is none")
+...     say(found, (f"segment {row['id']}" for row in found), nothing="  none")
 
 is ``count --kind anneal --workspace FOLDER --json``.
 """
@@ -30,20 +30,22 @@ from kernels.contract.message import plain
 if TYPE_CHECKING:
     from factory.core.console import Terminal
 
-Where = Annotated[Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The factory's folder.")]
+Where = Annotated[
+    Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The workspace, the factory's folder.")
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 DEFAULT = Path("workspace")
 
 
 @dataclass(frozen=True)
 class Say:
-    """How a command answers."""
+    """Prints a command's answer, as text or as JSON."""
 
     terminal: Terminal
     as_json: bool
 
     def __call__(self, found: Any, lines: str | Iterable[str] = (), nothing: str = "") -> None:
-        """``found`` where JSON is asked for; else the lines, or ``nothing`` where there is none."""
+        """Print ``found`` as JSON with --json; otherwise the lines, or ``nothing`` if there are no lines."""
         if self.as_json:
             print_json(found)
             return
@@ -52,20 +54,24 @@ class Say:
             self.terminal.line(line)
 
     def confirm(self, yes: bool, what: str) -> None:
-        """Go on where a person says so, by ``--yes`` or at the terminal. Raises: InputError where nobody can be asked."""
+        """Return if a person agrees, by ``--yes`` or at the terminal. Raises: InputError where nobody can be asked."""
         if not yes:
             if self.as_json or not sys.stdin.isatty():
-                raise InputError(f"nothing was changed: say --yes to {what}, or --dry-run to look only")
+                raise InputError(
+                    "options.not_confirmed",
+                    "Nothing was changed. To {action}, add '--yes'. To see what would change, add '--dry-run'.",
+                    action=what,
+                )
             typer.confirm(f"  {what}?", abort=True)
 
     def line(self, text: str) -> None:
-        """For people alone."""
+        """Print a line for people; with --json, print nothing."""
         if not self.as_json:
             self.terminal.line(text)
 
 
 def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. Its first two parameters, the plant and ``Say``, are made of --workspace and --json."""
+    """Register a command. Its first two parameters, the plant and ``Say``, are made from --workspace and --json."""
 
     def register(call: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(call, include_extras=True)
@@ -89,7 +95,7 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
 
 
 def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
-    """A factory, and the terminal: long work reports there, unless ``silent``, as for ``--json``."""
+    """The plant of a workspace, and the terminal. Long work reports its progress there, unless ``silent``."""
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
     from factory.ledger.ledger import Ledger
@@ -99,11 +105,11 @@ def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
 
 
 def person() -> str:
-    """The person who decides on the command line, on one line."""
+    """The name of the person at the command line, without line breaks."""
     names = (" ".join(os.environ.get(key, "").split()) for key in ("USER", "LOGNAME"))
     return next((name for name in names if name and name.isprintable()), f"uid {os.getuid()}")
 
 
 def print_json(value: Any) -> None:
-    """For programs: a message is {"code", "text", "data"}."""
+    """Print JSON for programs. A message becomes {"code", "text", "data"}."""
     print(json.dumps(plain(value), indent=2, ensure_ascii=False))

@@ -1,1 +1,1 @@
-"""Commands about data: where it went, what is taken out, and how a run compares with another. ``factory.cli`` adds them to the app."""
+"""Commands about data: ingest, generate, list, remove, relabel, provenance and compare. ``factory.cli`` adds them to the app."""

@@ -1,4 +1,4 @@
-"""``factory compare``: metrics of a published or earlier run over ours."""
+"""``factory compare``: compare the metrics of another run with ours, step by step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ commands = typer.Typer()
 
 
 class Unit(StrEnum):
-    """What two runs are compared by."""
+    """The x axis by which two runs are compared."""
 
     steps = "steps"
     tokens = "tokens"
@@ -32,29 +32,32 @@ def compare(
     reference: Annotated[
         str,
         typer.Argument(
-            help="CSV, TSV or JSON lines with a step column, as W&B and TensorBoard export them; a trainer_state.json; a segment's folder; or "
-            "the number of a segment."
+            help="The other run: CSV, TSV or JSON lines with a step column, as W&B and TensorBoard export them; a trainer_state.json; a "
+            "segment's folder; or a segment's number."
         ),
     ],
     segment: Annotated[
-        int | None, typer.Option(help="Ours: this segment and all before it (default: the newest of the trunk).")
+        int | None, typer.Option(help="Our run: this segment and all before it (default: the newest trunk segment).")
     ] = None,
-    run: Annotated[str | None, typer.Option(help="Ours: the segment of this MLflow run.")] = None,
+    run: Annotated[str | None, typer.Option(help="Our run: the segment with this MLflow run.")] = None,
     metric: Annotated[
         list[str] | None,
-        typer.Option(help="A column, or OURS=THEIRS where they differ; may be repeated. loss without it."),
+        typer.Option(help="A column, or OURS=THEIRS where the names differ. Can be repeated (default: loss)."),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(min=0.0, help="Allowed difference (default: by the spread of the difference before)."),
+        typer.Option(min=0.0, help="Allowed difference (default: a multiple of the spread of the difference so far)."),
     ] = None,
-    x: Annotated[Unit, typer.Option(help="Compare at the same step, or after as many tokens.")] = Unit.steps,
+    x: Annotated[Unit, typer.Option(help="Compare at the same step, or after the same number of tokens.")] = Unit.steps,
     step_column: Annotated[
         str | None,
-        typer.Option(help="The reference's column of steps (of tokens, with --x tokens), where its name is unusual."),
+        typer.Option(help="The reference's column of steps, or of tokens with --x tokens, if its name is unusual."),
     ] = None,
 ) -> None:
-    """Lay another run's metrics over ours, step by step, and name the first place where they part. Exit code 1: they do."""
+    """Compare another run's metrics with ours, step by step, and name the first step where they diverge.
+
+    The exit code is 1 if they diverge.
+    """
     from factory.comparing.comparing import compare as compare_curves
     from factory.comparing.page import first_of, page, to_json, words
     from factory.comparing.reading import read_file, read_lineage
@@ -63,11 +66,14 @@ def compare(
     from kernels.contract.files import finite, write_atomically
 
     if segment is not None and run is not None:
-        raise InputError("name --segment or --run, not both")
+        raise InputError("compare.two_runs", "--segment and --run exclude each other. Give only one of them.")
     number = _of_run(plant.ledger, run) if run is not None else segment
     newest = last_segment(plant.ledger, "trunk")
     if number is None and newest is None:
-        raise InputError("there is no finished trunk segment to compare: name one with --segment N")
+        raise InputError(
+            "compare.no_segment",
+            "The trunk has no finished segment yet. To compare another segment, add '--segment N'.",
+        )
     pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
     lineage = SegmentRow.lineage(plant.ledger, number if number is not None else newest.id if newest else 0)
     ours = read_lineage(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
@@ -83,8 +89,15 @@ def compare(
         a, b = ours.points[mine], theirs.points[name]
         if a[0][0] > b[-1][0] or b[0][0] > a[-1][0]:
             raise InputError(
-                f"{mine}: the runs have no {x.value} in common: ours {a[0][0]:,.0f}–{a[-1][0]:,.0f}, "
-                f"{theirs.name} {b[0][0]:,.0f}–{b[-1][0]:,.0f}"
+                "compare.no_overlap",
+                "{metric}: the runs have no {unit} in common. Ours has {first:,.0f}–{last:,.0f}, {other} has {other_first:,.0f}–{other_last:,.0f}.",
+                metric=mine,
+                unit=x.value,
+                first=a[0][0],
+                last=a[-1][0],
+                other=theirs.name,
+                other_first=b[0][0],
+                other_last=b[-1][0],
             )
         digits = min(run.decimals.get(key, 0) for run, key in ((ours, mine), (theirs, name)))
         rounding = 0.5 * 10.0**-digits if digits else 0.0
@@ -100,10 +113,20 @@ def compare(
 
 
 def _of_run(ledger: Ledger, run: str) -> int:
-    """Raises: InputError for a run that is no segment's."""
+    """The segment of an MLflow run. Raises: InputError for another kind of run."""
     for row in ledger.read("SELECT subject FROM tracked_runs WHERE run_id = :run", run=run):
         kind, _, number = row["subject"].partition(":")
         if kind == "segment":
             return int(number)
-        raise InputError(f"run {run} is that of {kind} {number}: only segments have metrics by step")
-    raise InputError(f"no run {run!r} is known; 'factory provenance --release N' lists runs")
+        raise InputError(
+            "compare.not_a_segment",
+            "Run {run} belongs to {kind} {number}. Only the runs of segments have metrics by step.",
+            run=run,
+            kind=kind,
+            number=number,
+        )
+    raise InputError(
+        "compare.no_run",
+        "No run {run!r} is in the ledger. To see a release's runs: 'factory provenance --release N'",
+        run=run,
+    )

@@ -1,4 +1,4 @@
-"""``factory data``: what there is, what is taken out, and what is put back."""
+"""``factory data``: list the data, remove documents, settle licences, and undo a removal."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import typer
 from factory.cli.core.options import Say, command, person
 from factory.core.errors import InputError, WorkspaceError
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 commands = typer.Typer()
 data = typer.Typer(
-    no_args_is_help=True, help="The data: list it, take documents out, correct their domains, sources and licences."
+    no_args_is_help=True, help="The data: list it, remove documents, correct their domains, sources and licences."
 )
 commands.add_typer(data, name="data")
 
@@ -23,9 +24,11 @@ Names = list[str] | None
 def list_data(
     plant: Plant,
     say: Say,
-    most: Annotated[int, typer.Option(min=1, help="So many sources, domains and licences, the largest first.")] = 20,
+    most: Annotated[
+        int, typer.Option(min=1, help="How many sources, domains and licences to print, the largest first.")
+    ] = 20,
 ) -> None:
-    """Documents and tokens by shard, domain, source and licence, what was taken out, and what stands between these data and a release."""
+    """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
     from factory.data.listing import lines, listed
     from factory.releasable.gathering import describe, look, verdict
 
@@ -39,23 +42,27 @@ def list_data(
 def remove_data(
     plant: Plant,
     say: Say,
-    document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
-    source: Annotated[Names, typer.Option(help="All documents of a source; may be repeated.")] = None,
+    document: Annotated[Names, typer.Option(help="A document's id or key. Can be repeated.")] = None,
+    source: Annotated[Names, typer.Option(help="All documents of this source. Can be repeated.")] = None,
     licence: Annotated[
-        Names, typer.Option("--license", help="All documents of a licence, 'none' for those without; may be repeated.")
+        Names,
+        typer.Option("--license", help="All documents of this licence; 'none': without a licence. Can be repeated."),
     ] = None,
-    why: Annotated[str, typer.Option(help="Stays in the ledger, and is what a refused copy is told.")] = "",
+    why: Annotated[
+        str, typer.Option(help="The reason; the ledger keeps it, and shows it where it refuses a copy.")
+    ] = "",
     erase: Annotated[
         bool,
-        typer.Option("--erase", help="Overwrite the text in raw shards and token shards too. It cannot be undone."),
+        typer.Option("--erase", help="Also overwrite the text in raw shards and token shards. This cannot be undone."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would follow; change nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change; change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Take documents out: no later segment is trained on them, no later candidate is measured on them, and copies of them are refused.
+    """Remove documents: later segments are not trained on them, later candidates are not measured on them, and copies are refused.
 
-    Releases that were trained on them are marked, and what training again without them would take is said. Of a source or a licence
-    documents of later shards are refused too. Works while the daemon runs; 'factory data undo' puts them back, unless the text was erased.
+    Releases that were trained on the documents are marked. The command also prints how much must be trained again for a model without them.
+    For a source or a licence, documents of later shards are refused too. The command works while the daemon runs. 'factory data undo'
+    puts the documents back, unless their text was erased.
     """
     from factory.data.removing import look, remove
     from factory.data.selecting import by_name, by_value, fates_of
@@ -63,7 +70,7 @@ def remove_data(
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
     if len(chosen) != 1:
-        raise InputError("name one: --document ID, --source NAME or --license NAME")
+        raise InputError("data.no_selection", "Give exactly one of --document ID, --source NAME and --license NAME.")
     column, names = chosen[0]
     selection = (
         by_name(plant.ledger, names, fates_of(erase)) if column == "key" else by_value(plant.ledger, column, names)
@@ -78,24 +85,28 @@ def remove_data(
         return
     for line in said:
         say.line(f"  {line}")
-    say.confirm(yes, "take them out")
+    say.confirm(yes, "remove them")
     removal = remove(plant.ledger, found, person(), why, erase)
     try:
         with plant.workspace.lock(MODEL_LOOP):
             done = finish_removals(plant)
     except WorkspaceError:
-        done = ["the daemon, which runs, erases the text in its next pass"] if erase else []
-    undo = "" if erase else f"; 'factory data undo {removal.number}' puts them back"
-    lines = [f"{removal}: they are left out from the next segment on{undo}", *done]
+        asked = Message("data.daemon_erases", "The running daemon erases the text in its next pass.")
+        done = [asked] if erase else []
+    left_out = Message(
+        "data.left_out", "{removal}. From the next segment on, these documents are left out.", removal=str(removal)
+    )
+    undo = Message("data.undo", "To put the documents back: 'factory data undo {removal}'", removal=removal.number)
+    lines = [left_out, *([] if erase else [undo]), *done]
     say(found.to_json() | {"removal": removal.number, "says": said, "done": done}, (f"  {line}" for line in lines))
 
 
 @command(data, "claims")
 def licence_claims(plant: Plant, say: Say) -> None:
-    """Texts that came under several licences, in one shard or in several: who claims what, and which licence counts.
+    """List texts that came with several licences, in one shard or in several: who claims which licence, and which licence counts.
 
-    The strictest counts, as data.yaml says now, whichever came first: for the release gate, bundles, and, where it does not allow training,
-    for every segment that is planned from now on. 'factory data settle' says which claim is right.
+    The strictest licence counts, by data.yaml as it is now. It counts for the release gate and for bundles. If the licence does not allow
+    training, later segments are not trained on the text. 'factory data settle' decides which claim is right.
     """
     from factory.data.settling import grouped, lines
     from factory.ingest.rules.policy import DataPolicy
@@ -109,34 +120,44 @@ def settle_licence(
     plant: Plant,
     say: Say,
     licence: Annotated[
-        str, typer.Argument(help="The right one of those that are claimed; 'none': that none is named.")
+        str, typer.Argument(help="The right licence, one of the claimed ones; 'none': no licence is named.")
     ],
-    document: Annotated[Names, typer.Option(help="Id or key; may be repeated.")] = None,
+    document: Annotated[Names, typer.Option(help="A document's id or key. Can be repeated.")] = None,
     shard: Annotated[
-        Names, typer.Option(help="All conflicts that a shard of this name takes part in; may be repeated.")
+        Names, typer.Option(help="All conflicts in which a shard of this name takes part. Can be repeated.")
     ] = None,
-    why: Annotated[str, typer.Option(help="Stays in the ledger.")] = "",
+    why: Annotated[str, typer.Option(help="The reason; the ledger keeps it.")] = "",
 ) -> None:
-    """Say which licence is right for texts that came under several; the other claims stay recorded, and count no more.
+    """Decide which licence is right for texts that came with several. The ledger keeps the other claims, but they do not count any more.
 
-    A copy that comes later under another licence is a conflict again. Settle with the stricter one to take it back.
+    A later copy with another licence is a new conflict. To take a decision back, settle with the stricter licence.
     """
     from factory.data.settling import settle
 
     if not document and not shard:
-        raise InputError("name what is settled: --document ID or --shard NAME ('factory data claims' lists them)")
+        raise InputError(
+            "data.nothing_to_settle",
+            "Give --document ID or --shard NAME. To see the conflicts: 'factory data claims'",
+        )
     done = settle(plant.ledger, licence, document or [], shard or [], person(), why)
     say(
         {"license": licence, "documents": [one.key for one in done]},
-        f"  {len(done):,} documents are {licence} from now on: 'factory data claims'",
+        Message(
+            "data.settled",
+            "  From now on, {documents:,|document has|documents have} the licence {licence}. To see all claims: 'factory data claims'",
+            documents=len(done),
+            licence=licence,
+        ),
     )
 
 
 @command(data, "undo")
 def undo_removal(
-    plant: Plant, say: Say, number: Annotated[int, typer.Argument(help="Of a removal, as 'factory data list' has it.")]
+    plant: Plant,
+    say: Say,
+    number: Annotated[int, typer.Argument(help="The removal's number, as 'factory data list' prints it.")],
 ) -> None:
-    """Put back what a removal took out."""
+    """Put back the documents of a removal."""
     from factory.data.removing import undo
 
     said = undo(plant.ledger, number, person())

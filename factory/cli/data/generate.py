@@ -1,4 +1,4 @@
-"""``factory generate``: documents that a model writes."""
+"""``factory generate``: let a model write documents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from factory.cli.core.options import Say, command
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 commands = typer.Typer()
 
@@ -17,49 +18,61 @@ commands = typer.Typer()
 def generate(
     plant: Plant,
     say: Say,
-    release: Annotated[int | None, typer.Option(help="This release writes (default: the champion).")] = None,
+    release: Annotated[int | None, typer.Option(help="The release that writes (default: the champion).")] = None,
     endpoint: Annotated[
-        str, typer.Option(help="A base URL like https://host/v1 of any OpenAI-compatible server; key: OPENAI_API_KEY.")
+        str,
+        typer.Option(
+            help="Base URL of an OpenAI-compatible server that writes instead, such as https://host/v1; its key is OPENAI_API_KEY."
+        ),
     ] = "",
-    model: Annotated[str, typer.Option(help="With --endpoint: the model's name there.")] = "",
+    model: Annotated[str, typer.Option(help="With --endpoint: the model's name at that server.")] = "",
     prompts: Annotated[
         Path | None,
         typer.Option(
-            help="JSON lines with 'prompt' or 'messages' (and 'domain', 'source', 'license'), or a text a line. "
+            help="A file of prompts: JSON lines with 'prompt' or 'messages' (and 'domain', 'source', 'license'), or one text per line. "
             "Default: openings of this workspace's training documents, never of held-out ones."
         ),
     ] = None,
-    domain: Annotated[str | None, typer.Option(help="Openings of documents of this domain alone.")] = None,
-    opening_tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Tokens of an opening.")] = 32,
+    domain: Annotated[str | None, typer.Option(help="Use only openings of documents of this domain.")] = None,
+    opening_tokens: Annotated[int, typer.Option(min=1, max=100_000, help="Number of tokens in an opening.")] = 32,
     count: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1_000_000, help="Documents (default: one for each prompt of the file, or 100 openings)."
+            min=1,
+            max=1_000_000,
+            help="Number of documents (default: one per prompt of the file, or 100 with openings).",
         ),
     ] = None,
-    tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="At most as many are written for each.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0.0, max=2.0, help="0: always the likeliest token.")] = 0.8,
+    tokens: Annotated[int, typer.Option(min=1, max=1_000_000, help="Most tokens to write for one document.")] = 256,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, max=2.0, help="Sampling temperature; 0: always the most likely token.")
+    ] = 0.8,
     seed: Annotated[
-        int, typer.Option(help="Chooses openings and draws tokens: the same again, another other ones.")
+        int,
+        typer.Option(
+            help="Random seed for choosing openings and sampling tokens. The same seed gives the same documents."
+        ),
     ] = 0,
     licence: Annotated[
         str | None,
         typer.Option(
             "--license",
-            help="Of what is written, if you have the rights in it. An opening or a prompt with a stricter one keeps its own.",
+            help="Licence of the written documents, if you have the rights. A stricter licence of an opening or prompt is kept.",
         ),
     ] = None,
-    inbox: Annotated[bool, typer.Option("--inbox", help="Put the shard into the inbox, where it is ingested.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written; write nothing.")] = False,
+    inbox: Annotated[
+        bool, typer.Option("--inbox", help="Put the shard into the inbox; the factory ingests it from there.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be written; write nothing.")] = False,
 ) -> None:
-    """Write a shard of synthetic documents with the champion, another release, or any endpoint.
+    """Write a shard of synthetic documents with the champion, another release, or an LLM behind an endpoint.
 
-    Each row names who wrote it (synthetic_by: release and hash of its weights, or model and address), so that provenance and model cards
-    can tell how much of a later release is synthetic, and by whom. Without --license a document has the licence of what it begins with, or
-    none: it is releasable only if that is. Stopped or killed, the same command goes on where it was.
+    Each row names its writer in synthetic_by: release and hash of its weights, or model and address. So provenance and model cards can
+    tell how much of a later release is synthetic. Without --license, a document has the licence of its opening or prompt. If the command
+    is stopped or killed, run it again: it continues.
 
-    The shard lies in generated/ of the workspace. Nothing trains on it until it is ingested: 'factory generate … --inbox', or 'factory
-    ingest FILE', which deduplicates it, drops what quotes held-out documents, and filters it as any other shard.
+    The shard is written to generated/ in the workspace. Nothing is trained on it until it is ingested, with --inbox or by 'factory ingest
+    FILE'. Ingest removes duplicates, drops documents that quote held-out ones, and filters the shard like any other.
     """
     from factory.synthetic.generating import GenerationRequest, plan
     from factory.synthetic.generating import generate as write
@@ -77,24 +90,35 @@ def generate(
     ends = ", ".join(f"{n} {ENDS[end]}" for end, n in sorted(made.ends.items()) if end in ENDS)
     say.line(f"  {made.documents:,} documents by {made.written_by} in {made.path}{f' ({ends})' if ends else ''}")
     if not made.ends:
-        say.line("  it was there already: nothing was written again")
-    further = (
-        f"inbox: {made.inbox}" if inbox else "put it into the inbox ('--inbox' does so) to have training data of it"
-    )
-    say.line(f"  {further}")
+        say.line(Message("generate.exists", "  This shard was written before. The command wrote nothing."))
+    if inbox:
+        say.line(f"  inbox: {made.inbox}")
+    else:
+        say.line(Message("generate.not_in_inbox", "  To train on this shard, run the same command with '--inbox'."))
 
 
 ENDS = {
     "length": "cut off at --tokens",
-    "empty": "left out: empty",
-    "refused": "left out: the model refused the prompt",
-    "taken out": "left out: the document of their opening was taken out meanwhile",
+    "empty": "dropped: empty",
+    "refused": "dropped: prompt refused",
+    "taken out": "dropped: opening removed",
 }
 
 
 def _planned(said: dict[str, Any]) -> list[str]:
     parts = lambda counts: ", ".join(f"{name or 'none named'} {count:,}" for name, count in counts.items())
-    how = "openings of training documents" if said["openings"] else "prompts of the file"
-    lines = [f"  {said['written_by']} would write {said['count']:,} documents from {said['prompts']:,} {how}"]
-    lines += ["  a run that was cut off: it would go on"] if said["goes_on"] else []
+    facts = {"writer": said["written_by"], "count": said["count"], "prompts": said["prompts"]}
+    openings = Message(
+        "generate.from_openings",
+        "  {writer} would write {count:,|document|documents} from {prompts:,|opening|openings} of training documents.",
+        **facts,
+    )
+    prompts = Message(
+        "generate.from_prompts",
+        "  {writer} would write {count:,|document|documents} from {prompts:,|prompt|prompts} of the file.",
+        **facts,
+    )
+    lines = [openings if said["openings"] else prompts]
+    continues = Message("generate.continues", "  The command would continue a run that was interrupted.")
+    lines += [continues] if said["goes_on"] else []
     return [*lines, f"  by domain: {parts(said['domains'])}", f"  by licence: {parts(said['licences'])}"]

@@ -1,4 +1,4 @@
-"""``factory ingest``: files, folders, patterns and addresses into the ledger."""
+"""``factory ingest``: ingest files, folders, patterns and addresses."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
@@ -33,31 +34,35 @@ def ingest(
     paths: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Files, folders, patterns ('data/*.csv'), or addresses (s3://…, hf://datasets/…): JSON lines and arrays, Parquet, Arrow, CSV, "
-            "text, code, HTML, WARC, notebooks, compressed or not, zip and tar of them, data sets of Hugging Face on disk."
+            help="Files, folders, patterns ('data/*.csv') or addresses (s3://…, hf://datasets/…). Formats: JSON lines and arrays, Parquet, "
+            "Arrow, CSV, text, code, HTML, WARC, notebooks, each also compressed or in zip and tar files, and Hugging Face data sets on disk."
         ),
     ] = None,
     again: Annotated[
         bool,
-        typer.Option("--again", help="Try quarantined files again: these, or all of quarantine/ if none is named."),
+        typer.Option("--again", help="Try quarantined files again: the named ones, or all files in quarantine/."),
     ] = False,
     small_vocabulary: Annotated[
         bool,
         typer.Option(
             "--small-vocabulary",
-            help="Train the tokenizer now, though the text gives fewer tokens than data.yaml asks for. It is trained only once.",
+            help="Train the tokenizer now, though there is less text than data.yaml asks for. A tokenizer is trained only once.",
         ),
     ] = False,
     preview: Annotated[
         bool,
         typer.Option(
-            "--preview", help="Show how the first rows of each file are read, and which are dropped; store nothing."
+            "--preview",
+            help="Show how the first rows of each file are read, and which rows are dropped. Store nothing.",
         ),
     ] = False,
 ) -> None:
-    """Turn shards into clean, deduplicated, tokenised documents, each with a fate on record. Look at a new kind of data with '--preview'
-    first. While the daemon runs, put shards into the inbox instead; '--again' has it try what is in quarantine/ in its next pass. A file
-    that cannot be read keeps none of the others out; the exit code is 2 if nothing at all was taken."""
+    """Ingest shards: clean, deduplicate and tokenise their documents, and record what happened to each document.
+
+    Look at a new kind of data with --preview first. While the daemon runs, put shards into the inbox instead. With --again, the running
+    daemon tries the files in quarantine/ again in its next pass. A file that cannot be read does not stop the others. The exit code is 2 if
+    no file was ingested.
+    """
     from factory.core.workspace import MODEL_LOOP
     from factory.ingest.filing import ask_again, quarantined_files
     from factory.ingest.gathering import gather
@@ -68,7 +73,10 @@ def ingest(
 
     if preview:
         if not paths or again or small_vocabulary:
-            raise InputError("'--preview' needs the files to look at, and no '--again' or '--small-vocabulary'")
+            raise InputError(
+                "ingest.preview_options",
+                "--preview needs the names of files, and excludes --again and --small-vocabulary.",
+            )
         _preview(plant.workspace, gather(plant, paths), say)
         return
     if small_vocabulary:
@@ -76,10 +84,15 @@ def ingest(
             record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
     if not paths and not again:
         if small_vocabulary:
-            said = "the tokenizer is trained on the text that there is, at the next ingest"
+            said = Message(
+                "ingest.small_vocabulary", "The next ingest trains the tokenizer, however little text there is."
+            )
             say({"files": [], "says": said}, f"  {said}")
             return
-        raise InputError("name the shards to ingest, or '--again' for all that are in quarantine/")
+        raise InputError(
+            "ingest.no_shards",
+            "Give the files to ingest. To try all files in quarantine/ again: 'factory ingest --again'",
+        )
     with ExitStack() as held:
         try:
             held.enter_context(plant.workspace.lock(MODEL_LOOP))
@@ -87,11 +100,18 @@ def ingest(
             files = gather(plant, paths).files if paths else quarantined_files(plant.workspace)
             if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
-                    f"{busy}; a running 'factory run' ingests what is put into {plant.workspace.inbox}: put it there"
+                    "ingest.daemon_runs",
+                    "{busy}. While 'factory run' works, put the files into {inbox}. The daemon ingests them from there.",
+                    busy=busy,
+                    inbox=plant.workspace.inbox,
                 ) from None
             ask_again(plant.ledger, files)
-            said = f"the running daemon tries {len(files)} quarantined files again in its next pass"
-            said = said if files else "nothing is quarantined"
+            again_later = Message(
+                "ingest.asked_again",
+                "In its next pass, the running daemon tries {files:,|quarantined file|quarantined files} again.",
+                files=len(files),
+            )
+            said = again_later if files else Message("ingest.no_quarantined", "No file is in quarantine.")
             say({"files": [path.name for path in files], "says": said}, f"  {said}")
             return
         found = _gathered(plant, paths)
@@ -103,7 +123,7 @@ def ingest(
 
 
 def _preview(workspace: Workspace, found: Gathered, say: Say) -> None:
-    """Raises: InputError where no file can be read."""
+    """Print how the first rows of each file are read. Raises: InputError where no file can be read."""
     from factory.ingest.packing import Pack
     from factory.ingest.preview import preview
     from factory.ingest.reading.rows import ShardProblem
@@ -117,11 +137,16 @@ def _preview(workspace: Workspace, found: Gathered, say: Say) -> None:
             continue
         for line in shown[-1].lines():
             say.line(f"  {line}")
-    stored = "nothing was stored; copies and what shares words with held-out documents are found at ingest"
+    stored = Message(
+        "ingest.previewed",
+        "The preview stored nothing. It does not look for duplicates or for quotes of held-out documents; ingest does.",
+    )
     lines = [*(f"{name}: {why}" for name, why in broken.items()), stored]
     say({"files": [one.to_json() for one in shown], "broken": broken}, (f"  {line}" for line in lines))
     if not shown:
-        raise InputError(next((f"nothing can be read: {why}" for why in broken.values()), "there is nothing to read"))
+        for why in broken.values():
+            raise InputError("ingest.nothing_readable", "No file can be read. The first reason: {reason}", reason=why)
+        raise InputError("ingest.no_files", "There is no file to read.")
 
 
 def _gathered(plant: Plant, paths: list[str] | None) -> Gathered:
@@ -131,7 +156,7 @@ def _gathered(plant: Plant, paths: list[str] | None) -> Gathered:
     if not paths:
         found = Gathered(files=quarantined_files(plant.workspace))
         if not found.files:
-            plant.progress.line("  nothing is quarantined")
+            plant.progress.line(Message("ingest.quarantine_empty", "  No file is in quarantine."))
         return found
     found = gather(plant, paths)
     if words := found.words():
@@ -139,22 +164,23 @@ def _gathered(plant: Plant, paths: list[str] | None) -> Gathered:
     for why in found.broken.values():
         plant.progress.line(f"  {why}")
     if found.known:
-        plant.progress.line(f"  {found.known:,} files there were ingested before")
+        known = Message("ingest.known_files", "  {files:,|file was|files were} ingested before.", files=found.known)
+        plant.progress.line(known)
     return found
 
 
 class _Done:
-    """What came of each file."""
+    """The result for each file, and the summary at the end."""
 
     def __init__(self, progress: Progress, failed: dict[str, str], before: dict[str, float]) -> None:
         self.progress = progress
-        self.before = before  # by SHA-256, shards and when they were ingested
+        self.before = before  # by SHA-256 of a shard, when it was ingested
         self.new: list[ShardReport] = []
         self.reports: list[ShardReport] = []
         self.failed = dict(failed)
 
     def ingested(self, name: str, report: ShardReport) -> None:
-        """``name``: of the file or folder that it came in."""
+        """Note and print the report of a shard. ``name``: the file or folder that the shard came in."""
         from factory.ingest.inbox import describe_report
 
         self.reports.append(report)
@@ -164,15 +190,21 @@ class _Done:
             self.before[report.sha256] = time.time()
 
     def end(self, found: Gathered) -> None:
-        """Say it together. Raises: InputError where nothing was taken, though something was asked for."""
+        """Print the summary. Raises: InputError if no file was ingested although files were given."""
         good = [report for report in self.reports if report.state == "ingested"]
         bad, known = len(self.reports) - len(good), len(good) - len(self.new)
         if len(self.reports) + len(self.failed) > 1:
             counts: Counter[str] = Counter()
             for report in self.new:
                 counts.update({key: report.counts[key] for key in ("train", "held_out")})
-            words = [
-                f"{len(self.new):,} shards: {counts['train']:,} documents to train on, {counts['held_out']:,} held out"
+            words: list[str] = [
+                Message(
+                    "ingest.summary",
+                    "{shards:,|shard|shards}: {train:,|document|documents} to train on, {held_out:,} held out",
+                    shards=len(self.new),
+                    train=counts["train"],
+                    held_out=counts["held_out"],
+                )
             ]
             words += [f"{known:,} ingested before"] * (known > 0)
             words += [f"{bad:,} quarantined"] * (bad > 0)
@@ -181,13 +213,17 @@ class _Done:
         if not good and (self.reports or self.failed or found.left_out):
             why = next((f": {reason}" for reason in self.failed.values()), "")
             raise InputError(
-                f"nothing was taken: {bad:,} quarantined, {len(self.failed):,} not ingested, "
-                f"{found.left_out.total():,} of kinds that are not read{why}"
+                "ingest.nothing_ingested",
+                "No file was ingested: {quarantined:,} quarantined, {failed:,} not ingested, {unknown:,} of unknown formats{reason}",
+                quarantined=bad,
+                failed=len(self.failed),
+                unknown=found.left_out.total(),
+                reason=why,
             )
 
 
 def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None:
-    """Each file, then again those for which there was too little text for a tokenizer."""
+    """Ingest each file. Files that came when there was too little text for a tokenizer are tried again afterwards."""
     from factory.ingest.inbox import ingest_path, is_about_the_file
     from factory.ingest.packing import ingest_pack
     from factory.ingest.remote import settle
@@ -211,7 +247,7 @@ def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None
         how: dict[str, Any] = {"again": again, "ingested": say, "other_files": other_files, "unread": unread}
         reports = ingest_pack(plant, found.packs[number], **how)
         for path in (path for _, path in found.packs[number].files if path in found.addresses):
-            if path in unread:  # it is not fetched again: it is kept, in quarantine/
+            if path in unread:  # it goes into quarantine/, so that it is not fetched again
                 file(path, other_files)
             else:
                 settled(path, reports)
@@ -238,7 +274,9 @@ def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None
                 if alone or not is_about_the_file(error):
                     raise
                 done.failed[name] = str(error)
-                plant.progress.line(f"  {name} is not ingested: {error}")
+                plant.progress.line(
+                    Message("ingest.not_ingested", "  {file} is not ingested: {reason}", file=name, reason=error)
+                )
         if len(waiting) == len(todo) or not any(report.state == "ingested" for report in done.reports):
             break
         todo = waiting

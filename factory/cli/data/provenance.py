@@ -1,4 +1,4 @@
-"""``factory provenance``: from a document to every release, and back."""
+"""``factory provenance``: which releases a document is in, and which documents a release is made of."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import typer
 from factory.cli.core.options import Say, command
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 commands = typer.Typer()
 STEPS_SHOWN = 8
@@ -20,17 +21,22 @@ STEPS_SHOWN = 8
 def provenance(
     plant: Plant,
     say: Say,
-    document: Annotated[str | None, typer.Option(help="What became of the document with this id or key?")] = None,
-    release: Annotated[int | None, typer.Option(help="What was this release made of?")] = None,
+    document: Annotated[
+        str | None, typer.Option(help="Show what happened to the document with this id or key.")
+    ] = None,
+    release: Annotated[int | None, typer.Option(help="Show what this release was made of.")] = None,
     documents: Annotated[
-        bool, typer.Option("--documents", help="With --release: each of its documents, a line of JSON each.")
+        bool, typer.Option("--documents", help="With --release: print each of its documents as one line of JSON.")
     ] = False,
 ) -> None:
-    """Follow a document to the steps and releases that were trained on it, or a release back to its runs, shards, documents and licences."""
+    """Trace a document to the steps and releases that were trained on it, or a release to its runs, shards, documents and licences."""
     from factory.show.pages.provenance import documents_of_release, of_document, of_release
 
     if (document is None) == (release is None) or (documents and release is None):
-        raise InputError("name one: --document ID or --release N (with --documents: its documents)")
+        raise InputError(
+            "provenance.no_subject",
+            "Give exactly one of --document ID and --release N. --documents needs --release.",
+        )
     found: Any
     if document is not None:
         found = of_document(plant.ledger, document)
@@ -60,44 +66,62 @@ def _document_lines(found: list[dict[str, Any]]) -> list[str]:
             aside = ", set aside" if claim["aside"] else ""
             lines.append(f"  claimed   {claim['license'] or 'no licence'} in {claim['shard']} ({claim['key']}{aside})")
         if row["licence_claims"]:
-            lines.append("  licence   the strictest of these counts ('factory data claims')")
+            lines.append(
+                Message(
+                    "provenance.claims",
+                    "  licence   of these claims, the strictest licence counts. To see all claims: 'factory data claims'",
+                )
+            )
         if taken := row["removal"]:
             why = f": {taken['why']}" if taken["why"] else ""
-            text = (
-                "; its text is erased"
-                if taken["state"] == "erased"
-                else "; its text is still to be erased"
-                if taken["erase"]
-                else ""
-            )
+            text = "; text erased" if taken["state"] == "erased" else "; text not erased yet" if taken["erase"] else ""
             lines.append(f"  removed   by {taken['by']} (removal {taken['number']}){why}{text}")
         if row.get("matched_document"):
             lines.append(f"  matched   {row['matched_document']['id']} ({row['matched']})")
         if row["token_shard"]:
             lines.append(
-                f"  tokens    {row['tokens']} ({row['supervised_tokens']} with loss) in token shard {row['token_shard']}"
+                Message(
+                    "provenance.tokens",
+                    "  tokens    {tokens}, {supervised} of them with loss, in token shard {token_shard}",
+                    tokens=row["tokens"],
+                    supervised=row["supervised_tokens"],
+                    token_shard=row["token_shard"],
+                )
             )
         for segment, seen in groupby(row["seen"], key=lambda one: one["segment"]):
-            lines.append(f"  segment {segment} was trained on it at {_steps(list(seen))}")
+            lines.append(_seen_in(segment, list(seen)))
         if row["steps_unknown"]:
-            lines.append(f"  steps     not known: {row['steps_unknown']}")
+            lines.append(f"  steps     unknown: {row['steps_unknown']}")
         if row["token_shard"] and not row["seen"] and not row["steps_unknown"]:
-            lines.append(f"  segments  none was trained on it yet (data plans of {_numbers(row['segments'])} hold it)")
+            lines.append(
+                Message(
+                    "provenance.not_trained_on",
+                    "  segments  no segment was trained on this document yet. The data plans of these segments have it: {segments}",
+                    segments=_numbers(row["segments"]),
+                )
+            )
         if row["token_shard"]:
-            how = "may have seen it" if row["steps_unknown"] else "saw it"
+            how = "perhaps trained on it" if row["steps_unknown"] else "trained on it"
             seen_by = [
                 f"{one['release']} ({one['times']} ×)" if one["times"] else str(one["release"])
                 for one in row["releases"]
             ]
-            lines.append(f"  releases  {', '.join(seen_by) + ' ' + how if seen_by else 'none saw it'}")
+            lines.append(f"  releases  {', '.join(seen_by) + ' ' + how if seen_by else 'none trained on it'}")
     return lines
 
 
-def _steps(seen: list[dict[str, Any]]) -> str:
+def _seen_in(segment: int, seen: list[dict[str, Any]]) -> Message:
     steps = sorted({one["step"] for one in seen})
     epochs = sorted({one["epoch"] + 1 for one in seen})
     shown = ", ".join(map(str, steps[:STEPS_SHOWN])) + (f" … {steps[-1]}" if len(steps) > STEPS_SHOWN else "")
-    return f"step{'s' if len(steps) > 1 else ''} {shown} (epoch {_numbers(epochs)} of its domain)"
+    return Message(
+        "provenance.trained_on",
+        "  segment {segment} was trained on this document in {count:,|step|steps}: {steps} (epoch {epochs} of the domain)",
+        segment=segment,
+        count=len(steps),
+        steps=shown,
+        epochs=_numbers(epochs),
+    )
 
 
 def _numbers(numbers: list[int]) -> str:
@@ -113,46 +137,95 @@ def _release_lines(found: dict[str, Any]) -> list[str]:
     for row in found["segments"]:
         run = f", MLflow run {row['run']}" if row["run"] else ""
         lines.append(
-            f"  segment {row['id']} {row['kind']} steps {row['first_step']}–{row['last_step']}, recipe {row['recipe']}, "
-            f"code {row['code_commit'][:12]}, data plan {row['data_plan'][:12]}{run}"
+            Message(
+                "provenance.segment",
+                "  segment {segment} {kind} steps {first}–{last}, recipe {recipe}, code {commit}, data plan {data_plan}{run}",
+                segment=row["id"],
+                kind=row["kind"],
+                first=row["first_step"],
+                last=row["last_step"],
+                recipe=row["recipe"],
+                commit=row["code_commit"][:12],
+                data_plan=row["data_plan"][:12],
+                run=run,
+            )
         )
         if "averaged" in row:
             from factory.ledger.status import describe_average
 
             lines.append(f"    {describe_average(row['averaged'])}")
     for row in found["shards"]:
-        gone = f", {row['removed']:,} of them removed since" if row["removed"] else ""
+        removed = f" ({row['removed']:,} removed since)" if row["removed"] else ""
         lines.append(
-            f"  shard {row['name']} (generation {row['generation']}): token shard {row['id']}, {row['documents']:,} documents{gone}, "
-            f"{row['tokens']:,} tokens"
+            Message(
+                "provenance.shard",
+                "  shard {shard} (generation {generation}): token shard {token_shard}, {documents:,|document|documents}{removed}, {tokens:,} tokens",
+                shard=row["name"],
+                generation=row["generation"],
+                token_shard=row["id"],
+                documents=row["documents"],
+                removed=removed,
+                tokens=row["tokens"],
+            )
         )
         for licence in row["licences"]:
             lines.append(
-                f"    licence {licence['license'] or 'none named'}: {licence['documents']:,} documents, "
-                f"{licence['supervised_tokens']:,} supervised tokens"
+                Message(
+                    "provenance.shard_licence",
+                    "    licence {licence}: {documents:,|document|documents}, {tokens:,} supervised tokens",
+                    licence=licence["license"] or "none named",
+                    documents=licence["documents"],
+                    tokens=licence["supervised_tokens"],
+                )
             )
     total = max(1, sum(found["licences"].values()))
     for name, tokens in sorted(found["licences"].items(), key=lambda one: -one[1]):
         lines.append(f"  licence {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
     conflicts = found["licence_conflicts"]
     if conflicts["documents"]:
-        counts = f"{conflicts['documents']:,} documents with {conflicts['supervised_tokens']:,} supervised tokens"
-        what = f"{counts} came under other licences too"
-        lines.append(f"  LICENCES IN CONFLICT: {what}; the strictest counts ('factory data claims')")
+        lines.append(
+            Message(
+                "provenance.conflicts",
+                "  LICENCE CONFLICTS: {documents:,|document|documents} with {tokens:,} supervised tokens also came with other licences. "
+                "The strictest licence counts. To see the claims: 'factory data claims'",
+                documents=conflicts["documents"],
+                tokens=conflicts["supervised_tokens"],
+            )
+        )
     return [*lines, *_synthetic_lines(found, total)]
 
 
 def _synthetic_lines(found: dict[str, Any], total: int) -> list[str]:
-    """What models wrote of its training data, and what it wrote itself. ``total``: its supervised tokens."""
-    lines = []
+    """Lines about training data that models wrote, and about data that this release wrote. ``total``: supervised tokens of the release."""
+    lines: list[str] = []
     for one in found["synthetic"]:
-        of = "" if one["release"] is None else f"; release {one['release']} of this factory"
-        share = f"{one['supervised_tokens'] / total:.1%}"
-        counts = f"{one['supervised_tokens']:,} supervised tokens, {share}, in {one['documents']:,} documents"
-        lines.append(f"  synthetic, by {one['maker']}: {counts}{of}")
+        lines.append(
+            Message(
+                "provenance.synthetic",
+                "  synthetic, by {maker}{release}: {tokens:,} supervised tokens, {share:.1%}, in {documents:,|document|documents}",
+                maker=one["maker"],
+                release="" if one["release"] is None else f" (our release {one['release']})",
+                tokens=one["supervised_tokens"],
+                share=one["supervised_tokens"] / total,
+                documents=one["documents"],
+            )
+        )
     if own := sum(one["supervised_tokens"] for one in found["synthetic"] if one["release"] is not None):
-        lines.append(f"  TRAINED ON OUR OWN RELEASES' WORDS: {own / total:.1%} of its supervised tokens")
+        lines.append(
+            Message(
+                "provenance.own_writing",
+                "  OUR OWN RELEASES WROTE {share:.1%} of the supervised tokens of this release.",
+                share=own / total,
+            )
+        )
     if wrote := found["wrote"]["documents"]:
         read_by = f"releases {_numbers(found['wrote']['releases'])}" if found["wrote"]["releases"] else "no release yet"
-        lines.append(f"  wrote {wrote:,} training documents, in the data of {read_by}")
+        lines.append(
+            Message(
+                "provenance.wrote",
+                "  wrote {documents:,|training document|training documents}, in the data of {releases}",
+                documents=wrote,
+                releases=read_by,
+            )
+        )
     return lines

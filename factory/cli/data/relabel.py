@@ -1,4 +1,4 @@
-"""``factory data relabel``: another domain, source, licence or group for documents that were ingested."""
+"""``factory data relabel``: change the domain, source, licence or group of ingested documents."""
 
 from __future__ import annotations
 
@@ -10,36 +10,38 @@ from factory.cli.core.options import Say, command, person
 from factory.cli.data.data import Names, data
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 
 @command(data, "relabel")
 def relabel_data(
     plant: Plant,
     say: Say,
-    domain: Annotated[Names, typer.Option(help="Documents of this domain; may be repeated.")] = None,
-    source: Annotated[Names, typer.Option(help="Documents of this source; may be repeated.")] = None,
+    domain: Annotated[Names, typer.Option(help="Documents of this domain. Can be repeated.")] = None,
+    source: Annotated[Names, typer.Option(help="Documents of this source. Can be repeated.")] = None,
     licence: Annotated[
-        Names, typer.Option("--license", help="Documents of this licence, or 'none'; may be repeated.")
+        Names, typer.Option("--license", help="Documents of this licence; 'none': without a licence. Can be repeated.")
     ] = None,
-    shard: Annotated[Names, typer.Option(help="Documents of this shard; may be repeated.")] = None,
-    document: Annotated[Names, typer.Option(help="The document with this id or key; may be repeated.")] = None,
-    to_domain: Annotated[str | None, typer.Option(help="Their domain from now on.")] = None,
-    to_source: Annotated[str | None, typer.Option(help="Their source from now on; '': none.")] = None,
-    to_license: Annotated[str | None, typer.Option(help="Their licence from now on; 'none': they name none.")] = None,
+    shard: Annotated[Names, typer.Option(help="Documents of this shard. Can be repeated.")] = None,
+    document: Annotated[Names, typer.Option(help="The document with this id or key. Can be repeated.")] = None,
+    to_domain: Annotated[str | None, typer.Option(help="The new domain.")] = None,
+    to_source: Annotated[str | None, typer.Option(help="The new source; '': no source.")] = None,
+    to_license: Annotated[str | None, typer.Option(help="The new licence; 'none': no licence.")] = None,
     group: Annotated[
         str | None,
         typer.Option(
-            help="What is held out as a whole: document, source, path, url-host, conversation or none (as document)."
+            help="The new kind of group. A group is held out as a whole: document, source, path, url-host, conversation or none (= document)."
         ),
     ] = None,
-    why: Annotated[str, typer.Option(help="Stays in the ledger.")] = "",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would follow; change nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    why: Annotated[str, typer.Option(help="The reason; the ledger keeps it.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would change; change nothing.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
 ) -> None:
-    """Give documents another domain, source, licence or group, in place: nothing is ingested again.
+    """Change the domain, source, licence or group of documents, without ingesting them again. Stop 'factory run' first.
 
-    A document is changed if it matches one name of each kind of filter. The decision is recorded with your name. Licences count at the
-    release gate at once; domains in every segment that is planned from then on; groups in the next evaluation. Stop 'factory run' first.
+    A document is changed if it matches every kind of filter that is given; several names of one kind are alternatives. The ledger keeps
+    your name. A new licence counts at the release gate at once, a new domain from the next planned segment on, and a new group from the
+    next evaluation on.
     """
     from factory.core.errors import nearest
     from factory.core.workspace import MODEL_LOOP
@@ -48,7 +50,12 @@ def relabel_data(
 
     kind = next((one for one in KINDS if one == group), None)
     if group is not None and kind is None:
-        raise InputError(f"--group {group!r} is no kind of group{nearest(group, KINDS)}")
+        raise InputError(
+            "relabel.no_group_kind",
+            "--group: no kind of group is named {group!r}{nearest}",
+            group=group,
+            nearest=nearest(group, KINDS),
+        )
     chosen = Filter(domain or (), source or (), licence or (), shard or (), document or ())
     change = NewLabels(to_domain, to_source, to_license, kind)
     if dry_run:
@@ -61,4 +68,7 @@ def relabel_data(
             say.line(f"  {line}")
         say.confirm(yes, "relabel them")
         number = relabel(plant, found, person(), why)
-    say(found.to_json() | {"relabel": number, "says": found.said}, f"  relabel {number}: done, and recorded")
+    done = Message(
+        "relabel.done", "  The documents are relabelled. The ledger has this as relabel {number}.", number=number
+    )
+    say(found.to_json() | {"relabel": number, "says": found.said}, done)

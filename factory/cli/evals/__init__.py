@@ -1,1 +1,1 @@
-"""The commands of evaluation tasks."""
+"""Commands of evaluation tasks."""

@@ -1,4 +1,4 @@
-"""``factory tasks``: the evaluation tasks of ``policies/tasks/``: which there are, whether they are sound, what a candidate scores."""
+"""``factory tasks``: list the evaluation tasks in ``policies/tasks/``, check a task file, measure a candidate on a task."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from factory.cli.core.options import Say, command, person
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.tasks.task_file import EvalTask
@@ -20,7 +21,7 @@ commands = typer.Typer(
 
 @command(commands, "list")
 def list_(plant: Plant, say: Say) -> None:
-    """List the tasks in policies/tasks/ with their tier, their format, and what the newest candidate that was measured scores."""
+    """List the tasks in policies/tasks/ with tier, format, and the scores of the candidate that was measured last."""
     from factory.ledger.rows import EvaluationRow
     from factory.tasks.items import TaskError
     from factory.tasks.policy import TasksPolicy
@@ -52,7 +53,13 @@ def list_(plant: Plant, say: Say) -> None:
     for name, why in folder.others.items():
         say.line(f"{name}: {why}")
     if not found:
-        say.line(f"  no task file in {task_folder(plant.workspace)}: docs/TASKS.md says how to write one")
+        say.line(
+            Message(
+                "tasks.none",
+                "  {folder} has no task file. docs/TASKS.md explains how to write a task.",
+                folder=task_folder(plant.workspace),
+            )
+        )
 
 
 @command(commands)
@@ -61,7 +68,10 @@ def check(
     say: Say,
     file: Annotated[Path, typer.Argument(help="A task's YAML file, or a published benchmark's.")],
 ) -> None:
-    """Prove a task: right answers score 1, empty ones 0 or chance, tests can fail, no item is an example; look for items in the training data."""
+    """Check a task: right answers score 1, empty answers score 0 or chance, its tests can fail, and no item is also an example.
+
+    The command also looks for the items in the training data.
+    """
     from dataclasses import asdict
 
     from factory.tasks.measuring import trained_on
@@ -75,10 +85,15 @@ def check(
     hits = trained_on(plant, task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
     found |= {"proof": asdict(proof), "notes": list(task.notes)}
-    say(
-        found,
-        f"  {task.name}: {task.format}, {found['items']} items of {found['clusters'] or 'unknown'} sources: sound",
+    sound = Message(
+        "tasks.sound",
+        "  {task} is sound: {format}, {items:,|item|items} of {sources} sources",
+        task=task.name,
+        format=task.format,
+        items=found["items"],
+        sources=found["clusters"] or "unknown",
     )
+    say(found, sound)
     if said := proof.words():
         say.line(f"  proven: {'; '.join(said)}")
     for words in (
@@ -88,8 +103,15 @@ def check(
         say.line(f"  {words}")
     if hits:
         say.line(
-            f"  {len(hits)} of {found['items']} items are in training data from before the task (first: in document {hits[0][1]}); "
-            f"a task with more than {policy.contaminated_max:.0%} holds every candidate (contaminated_max in tasks.yaml)"
+            Message(
+                "tasks.contaminated",
+                "  {hits} of {items} items are in training data from before the task; the first one is in document {document}. "
+                "If a task has more than {most:.0%} such items, the gate holds every candidate (contaminated_max in tasks.yaml).",
+                hits=len(hits),
+                items=found["items"],
+                document=hits[0][1],
+                most=policy.contaminated_max,
+            )
         )
 
 
@@ -97,13 +119,13 @@ def check(
 def run(
     plant: Plant,
     say: Say,
-    name: Annotated[str, typer.Argument(help="A task of policies/tasks/.")],
+    name: Annotated[str, typer.Argument(help="The name of a task in policies/tasks/.")],
     candidate: Annotated[int | None, typer.Option(help="The candidate (default: the champion).")] = None,
     take_baseline: Annotated[
-        bool, typer.Option("--baseline", help="From now on the line of releases is measured as the file says now.")
+        bool, typer.Option("--baseline", help="Accept the task file as it is now for measuring all later releases.")
     ] = False,
 ) -> None:
-    """Measure a candidate on one task, whatever its tier, and record each item. Measured already, it is told again."""
+    """Measure a candidate on one task of any tier, and record each item. If it was measured before, print the recorded result."""
     from factory.core.errors import InputError
     from factory.ledger.rows import EvaluationRow, champion
     from factory.tasks import tiers
@@ -118,7 +140,7 @@ def run(
     best = champion(plant.ledger)
     number = candidate if candidate is not None else best.candidate if best else None
     if number is None:
-        raise InputError("there is no champion yet: say which candidate, with --candidate")
+        raise InputError("tasks.no_champion", "There is no champion yet. To measure a candidate, add '--candidate N'.")
     row = EvaluationRow.get(plant.ledger, measure(plant, number, task, policy))
     changed = tiers.changed_since_baseline(plant.ledger, task)
     say(
@@ -146,17 +168,28 @@ def _described(task: EvalTask) -> dict[str, Any]:
 def _notes(summary: dict[str, Any]) -> list[str]:
     stopped = ", ".join(f"{count} over the {limit} limit" for limit, count in summary.get("stopped", {}).items())
     totals = ", ".join(f"{name} {value:.4f}" for name, value in summary.get("totals", {}).items())
-    return [
-        words
-        for count, words in (
-            (summary["cut"], f"{summary['cut']} contexts were longer than the model's and lost their beginning"),
-            (summary["contaminated"], f"{summary['contaminated']} items stand in training data"),
-            (summary.get("never_ended"), f"{summary.get('never_ended')} answers did not end before max_tokens"),
-            (stopped, f"answers that were stopped: {stopped}"),
-            (totals, f"lm-eval's own totals: {totals}"),
+    notes: list[str] = []
+    if count := summary["cut"]:
+        notes.append(
+            Message(
+                "tasks.cut",
+                "{contexts:,|context was|contexts were} longer than the model's context and lost their beginning.",
+                contexts=count,
+            )
         )
-        if count
-    ]
+    if count := summary["contaminated"]:
+        notes.append(
+            Message("tasks.items_trained_on", "{items:,|item is|items are} in the training data.", items=count)
+        )
+    if count := summary.get("never_ended"):
+        notes.append(
+            Message("tasks.never_ended", "{answers:,|answer|answers} did not end before max_tokens.", answers=count)
+        )
+    if stopped:
+        notes.append(Message("tasks.stopped", "Answers stopped at a limit: {limits}", limits=stopped))
+    if totals:
+        notes.append(Message("tasks.totals", "Totals that lm-eval computed: {totals}", totals=totals))
+    return notes
 
 
 def _scores(metrics: dict[str, Any]) -> str:

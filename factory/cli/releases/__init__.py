@@ -1,1 +1,1 @@
-"""``factory releases`` and what else is done with a release: look at it, compare it, approve, reject, roll back."""
+"""``factory releases``, ``factory verify`` and ``factory release --bundle``: commands about releases."""

@@ -1,4 +1,4 @@
-"""``factory verify``, and what ``factory release --bundle`` does."""
+"""``factory verify``, and the work of ``factory release --bundle``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.ledger.plant import Plant
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.bundles.writing import BundleOptions
@@ -18,13 +19,18 @@ def verify(
     folder: Annotated[Path, typer.Argument(help="A bundle's folder.")],
     public_key: Annotated[
         Path | None,
-        typer.Option(help="The signer's public key, from its publisher (PEM). Without it: the one in the folder."),
+        typer.Option(
+            help="The signer's public key, which the publisher gave you (PEM; default: the key in the folder)."
+        ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")
     ] = False,
 ) -> None:
-    """Check a release's bundle: hashes, signature, the verdict judged again, the parity fixture made again, card, provenance and licences."""
+    """Check a release's bundle: hashes, signature, model card, provenance and licences.
+
+    The command also judges the release again from its evidence, and computes the parity fixture again.
+    """
     from factory.bundles.verifying import verify as verify_bundle
 
     found = verify_bundle(folder, public_key)
@@ -35,13 +41,19 @@ def verify(
             state = "ok" if check.ok else "FAILED" if check.ok is False else "not asked"
             print(f"  {check.name:<11} {state:<9}  {check.detail}")
         wrong = [check.name for check in found.checks if not check.ok]
-        apart = ", its reasons' words apart: another version of the judge gave them"
-        apart = apart if found.judge and found.judge["worded_otherwise"] else ""
-        print(
-            f"NOT VERIFIED: {', '.join(wrong)}"
-            if wrong
-            else "verified" + ("" if found.pinned else ", by its own key alone") + apart
-        )
+        if wrong:
+            print(Message("bundle.not_verified", "NOT VERIFIED: {checks}", checks=wrong))
+        elif found.pinned:
+            print(Message("bundle.verified", "verified"))
+        else:
+            print(Message("bundle.verified_own_key", "verified, but only with the key in the bundle itself"))
+        if not wrong and found.judge and found.judge["worded_otherwise"]:
+            print(
+                Message(
+                    "bundle.other_wording",
+                    "The reasons of the verdict have other words here, because another version of the judge wrote them.",
+                )
+            )
     if not found.ok:
         raise typer.Exit(1)
 
@@ -52,9 +64,16 @@ def write(plant: Plant, number: int, options: BundleOptions) -> None:
     from factory.show.catching_up import catch_up
 
     written = write_bundle(plant, number, options)
-    plant.say(f"  release {number} is bundled in {written.folder}")
+    bundled = Message(
+        "bundle.written", "  Release {release} is bundled in {folder}", release=number, folder=written.folder
+    )
+    plant.say(bundled)
     catch_up(plant)
     plant.say(f"  signed by {written.signer}")
     plant.say(
-        "  publish signing_key.pem, or this fingerprint, where others trust you: they pin it with 'factory verify --public-key'"
+        Message(
+            "bundle.publish_key",
+            "  Publish signing_key.pem, or this fingerprint, at a place that others trust. They check the bundle with "
+            "'factory verify --public-key FILE'",
+        )
     )

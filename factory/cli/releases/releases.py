@@ -1,4 +1,4 @@
-"""``factory releases``: what a release manager looks at and decides. ``factory.cli`` registers it."""
+"""``factory releases``: list, show, compare, approve and reject releases and candidates. ``factory.cli`` registers the commands."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ import typer
 from factory.cli.core.options import Say, command, person
 from factory.ledger.plant import Plant
 from factory.release.gguf.kind import Kind
+from kernels.contract.message import Message
 
 commands = typer.Typer(
     no_args_is_help=True,
-    help="Releases and the candidates that wait: look, compare, approve, reject, roll back, write as GGUF.",
+    help="Releases and candidates: list, show, compare, approve, reject, override, roll back, write as GGUF.",
 )
-Name = Annotated[str, typer.Argument(help="'2' is release 2, 'c3' candidate 3.")]
-Candidate = Annotated[int, typer.Argument(min=1, help="The candidate's number, as 'factory releases list' has it.")]
+Name = Annotated[str, typer.Argument(help="A release or a candidate: '2' is release 2, 'c3' is candidate 3.")]
+Candidate = Annotated[int, typer.Argument(min=1, help="The candidate's number, as 'factory releases list' prints it.")]
 SHOWN_COMMITS = 20
 
 
 @command(commands, "list")
 def list_releases(plant: Plant, say: Say) -> None:
-    """Every release, and every candidate that is none: what became of it, the verdict, the gain over the champion of then."""
+    """List every release and every other candidate: its state, its verdict, and its gain over the champion at that time."""
     from factory.core.moments import local
     from factory.show.pages.release_facts import listed
 
@@ -38,18 +39,26 @@ def list_releases(plant: Plant, say: Say) -> None:
         words = [f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {local(row['at'])}", f"{judged:<24}"]
         say.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
     if not found:
-        say.line("  there is no candidate yet")
+        say.line(Message("releases.none", "  There is no candidate yet."))
     for row in found:
         if row["state"] == "waits for approval":
             number = row["candidate"]
             say.line(
-                f"  candidate {number} waits: factory releases show c{number}, approve {number}, reject {number} --why …"
+                Message(
+                    "releases.waits",
+                    "  Candidate {candidate} waits for your decision: 'factory releases show c{candidate}', then "
+                    "'factory releases approve {candidate}' or 'factory releases reject {candidate} --why …'",
+                    candidate=number,
+                )
             )
 
 
 @command(commands, "show")
 def show_release(plant: Plant, say: Say, name: Name) -> None:
-    """One of them: what is better, what is worse, how sure; what it was trained on; who approved; its report; how to serve it."""
+    """Show a release or a candidate: gains and losses with their intervals, training data, approval, and report.
+
+    For a release, the command to serve it is shown too.
+    """
     from factory.show.pages.release_facts import shown
 
     found = shown(plant, name)
@@ -86,10 +95,25 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  licence    {name or 'none named'}: {tokens:,} supervised tokens, {tokens / total:.1%}")
     for one in found["synthetic"]:
         share = one["supervised_tokens"] / total
-        lines.append(f"  synthetic  by {one['maker']}: {one['supervised_tokens']:,} supervised tokens, {share:.1%}")
+        lines.append(
+            Message(
+                "releases.synthetic",
+                "  synthetic  by {maker}: {tokens:,} supervised tokens, {share:.1%}",
+                maker=one["maker"],
+                tokens=one["supervised_tokens"],
+                share=share,
+            )
+        )
     decision = found["decision"]
     if found["override"]:
-        lines.append(f"  overridden by {found['override']['by']}, though it was held: {found['override']['why']}")
+        lines.append(
+            Message(
+                "releases.overridden",
+                "  overridden by {person}, although the gate held it: {reason}",
+                person=found["override"]["by"],
+                reason=found["override"]["why"],
+            )
+        )
     elif decision:
         lines.append(
             f"  decided    {decision['word']} by {decision['by']}" + (f": {decision['why']}" if decision["why"] else "")
@@ -102,13 +126,19 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"  serve      {found['serve']}")
     elif found["state"] == "waits for approval":
         number = found["candidate"]
-        lines.append(f"  waits      factory releases approve {number}, or factory releases reject {number} --why …")
+        lines.append(
+            Message(
+                "releases.to_decide",
+                "  to decide  factory releases approve {candidate}, or factory releases reject {candidate} --why …",
+                candidate=number,
+            )
+        )
     return lines
 
 
 @command(commands, "diff")
 def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
-    """What the second is against the first: numbers by domain on the same items, with intervals; recipe keys, data, commits that differ."""
+    """Compare two releases or candidates: gains by domain on the same items with intervals, and differences of recipe, data and code."""
     from factory.show.pages.release_facts import difference
 
     found = difference(plant, one, other)
@@ -121,7 +151,12 @@ def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
     if not measured["same_items"]:
         for name, (before, after) in measured["bits_per_byte"].items():
             say.line(f"  {name}: {_number(before)} → {_number(after)} bits per byte")
-        say.line("  not measured on the same held-out items: there is no interval, and numbers may not be comparable")
+        say.line(
+            Message(
+                "releases.other_items",
+                "  The two were measured on different held-out items. So the numbers may not be comparable, and there is no interval.",
+            )
+        )
     say.line(f"  steps      {found['steps'][0]} → {found['steps'][1]}")
     for key, (before, after) in found["recipe"].items():
         say.line(f"  recipe     {key}: {before} → {after}")
@@ -138,7 +173,7 @@ def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
 
 @command(commands, "approve")
 def approve_candidate(plant: Plant, say: Say, candidate: Candidate) -> None:
-    """Release a candidate that the gate promoted. Recorded with your name; works while the daemon runs."""
+    """Release a candidate that the gate promoted. The ledger keeps your name. The command works while the daemon runs."""
     from factory.release.checks import newest_verdict
     from factory.release.releases import release
     from factory.show.catching_up import catch_up
@@ -146,7 +181,7 @@ def approve_candidate(plant: Plant, say: Say, candidate: Candidate) -> None:
     verdict = newest_verdict(plant.ledger, candidate)
     number = release(plant, verdict.id, approved_by=person())
     catch_up(plant)
-    _say_released(plant, say, number, "approved_by", "approved by {}")
+    _say_released(plant, say, number, "approved_by", "approved by")
 
 
 @command(commands, "reject")
@@ -154,9 +189,9 @@ def reject_candidate(
     plant: Plant,
     say: Say,
     candidate: Candidate,
-    why: Annotated[str, typer.Option(help="The reason, kept on record and shown in MLflow.")] = "",
+    why: Annotated[str, typer.Option(help="The reason; the ledger keeps it, and MLflow shows it.")] = "",
 ) -> None:
-    """Do not release what the gate promoted. Recorded with your name; no approval of the same verdict counts any more."""
+    """Reject a candidate that the gate promoted. The ledger keeps your name, and later approvals of the same verdict do not count."""
     from factory.release.approvals import reject
     from factory.release.checks import newest_verdict
     from factory.show.catching_up import catch_up
@@ -166,7 +201,12 @@ def reject_candidate(
     catch_up(plant)
     say(
         {"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why},
-        f"  candidate {candidate} is rejected (verdict {verdict.id})",
+        Message(
+            "releases.rejected",
+            "  Candidate {candidate} is rejected (verdict {verdict}).",
+            candidate=candidate,
+            verdict=verdict.id,
+        ),
     )
 
 
@@ -176,28 +216,39 @@ def override_hold(
     say: Say,
     candidate: Candidate,
     reason: Annotated[
-        str, typer.Option(help="Why, kept on record with your name and handed on with the release.")
+        str, typer.Option(help="The reason. The ledger keeps it with your name, and the release carries it.")
     ] = "",
 ) -> None:
-    """Release a candidate that the gate holds because too little was shown. Never one that failed a check, or
-    whose licences do not allow it."""
+    """Release a candidate that the gate holds only because its gain is not shown clearly enough.
+
+    A candidate that failed a check, or whose licences do not allow a release, cannot be released this way.
+    """
     from factory.release.releases import override
     from factory.show.catching_up import catch_up
 
     number = override(plant, candidate, person(), reason)
     catch_up(plant)
-    _say_released(plant, say, number, "overridden_by", "released by {}, though it was held")
+    _say_released(plant, say, number, "overridden_by", "overridden by")
 
 
-def _say_released(plant: Plant, say: Say, number: int, key: str, words: str) -> None:
-    """``words``: by whom; of one that was released before, who did it then."""
+def _say_released(plant: Plant, say: Say, number: int, key: str, how: str) -> None:
+    """Print a release's state. ``how``: 'approved by' or 'overridden by', which the name of the person follows."""
     from factory.ledger.rows import ReleaseRow, champion
 
     best, row = champion(plant.ledger), ReleaseRow.get(plant.ledger, number)
     is_champion = best is not None and best.number == number
     found = {"release": number, "candidate": row.candidate, "champion": is_champion, key: row.approved_by}
-    now = "is champion" if is_champion else "is published, but another one is champion"
-    say(found, f"  release {number} {now}; {words.format(row.approved_by)}")
+    facts = {"release": number, "how": how, "person": row.approved_by}
+    if is_champion:
+        say(found, Message("releases.champion", "  Release {release} is champion, {how} {person}.", **facts))
+        return
+    published = Message(
+        "releases.published",
+        "  Release {release} is published, {how} {person}. The champion is still release {champion}.",
+        champion=best.number if best else None,
+        **facts,
+    )
+    say(found, published)
 
 
 @command(commands, "rollback")
@@ -205,10 +256,11 @@ def roll_back(
     plant: Plant,
     say: Say,
     number: Annotated[
-        int | None, typer.Argument(min=1, help="The release's number (default: the one that the champion replaced).")
+        int | None,
+        typer.Argument(min=1, help="The release's number (default: the release that the champion replaced)."),
     ] = None,
 ) -> None:
-    """Make an older release champion again: what is served follows at once."""
+    """Make an older release champion again. 'factory serve' switches to it at once."""
     from factory.release.releases import release_before, rollback
     from factory.show.catching_up import catch_up
 
@@ -223,21 +275,26 @@ def write_gguf(
     plant: Plant,
     say: Say,
     number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
-    into: Annotated[Path, typer.Option(help="The file to write, such as release-2.gguf. One that is there is kept.")],
+    into: Annotated[
+        Path, typer.Option(help="The file to write, such as release-2.gguf. An existing file is not overwritten.")
+    ],
     kind: Annotated[
         Kind | None,
         typer.Option(
-            "--type", help="How matrices are stored (default: as the export has them, so that none is rounded)."
+            "--type",
+            help="Number type of the stored matrices (default: that of the export, so that nothing is rounded).",
         ),
     ] = None,
     licence: Annotated[
         str | None,
         typer.Option(
-            "--licence", "--license", help="Of the weights, as an SPDX expression (default: the file names none)."
+            "--licence",
+            "--license",
+            help="Licence of the weights, as an SPDX expression (default: no licence in the file).",
         ),
     ] = None,
 ) -> None:
-    """Write a release as one GGUF file, for llama.cpp, Ollama and LM Studio. Its export is only read.
+    """Write a release as one GGUF file, for llama.cpp, Ollama and LM Studio. The release itself does not change.
 
     Needs the package gguf: pip install 'llm-factory[gguf]'.
     """
@@ -246,14 +303,25 @@ def write_gguf(
     made = write_release(plant.ledger, number, into, plant.progress, kind, licence)
     found = {"release": number, "file": made.file, "type": made.kind, "architecture": made.architecture}
     say(found | {"tensors": made.tensors, "bytes": made.bytes})
-    say.line(
-        f"  release {number} is written: {made.file} ({made.architecture}, {made.tensors} tensors, {made.kind}, {made.bytes:,} bytes)"
+    written = Message(
+        "releases.gguf_written",
+        "  Release {release} is written to {file} ({architecture}, {tensors} tensors, {type}, {bytes:,} bytes).",
+        **found,
+        tensors=made.tensors,
+        bytes=made.bytes,
     )
-    say.line(f"  try it with llama-cli -m {made.file}, or with Ollama: a Modelfile with 'FROM {made.file}'")
+    say.line(written)
+    say.line(
+        Message(
+            "releases.try_gguf",
+            "  To try the file: 'llama-cli -m {file}'. For Ollama, write a Modelfile with 'FROM {file}'.",
+            file=made.file,
+        )
+    )
 
 
 def _gain(gain: dict[str, Any] | None) -> str:
-    """'gain +0.125 (95 %: +0.108 … +0.143)'; below zero it is worse."""
+    """'gain +0.125 (95 %: +0.108 … +0.143)'. A gain below zero is a loss."""
     if gain is None:
         return "gain not measured"
     return f"gain {gain['gain']:+.3f} (95 %: {gain['low']:+.3f} … {gain['high']:+.3f})".replace("-", "−")

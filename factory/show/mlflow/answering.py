@@ -1,8 +1,8 @@
-"""Answers what people say in MLflow: the tag ``approval`` = ``approved`` or ``rejected`` on a candidate's version or a proposal's run.
+"""Carries out approvals and rejections that people give in MLflow: the tag ``approval`` on a candidate's version or a proposal's run.
 
-Each word about a candidate is answered in the tag ``approval_answer``: released as which release, rejected, or refused and why. What is refused
-turns the tag to ``refused``, so that the same word given again is heard again. A word counts only on the version of the candidate as the ledger
-has it, and about its newest verdict; whatever else a version says of itself is not believed.
+A person sets the tag to ``approved`` or ``rejected``. The factory answers in the tag ``approval_answer``: released, rejected, or refused with the
+reason. After a refusal the tag is ``refused``, so that a person can set it again. A tag counts only on the version with the candidate's export from
+the ledger, and only for the newest verdict. Other tags of a version are not trusted.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from factory.show.mlflow.registry import MODEL, find_version
 from factory.show.mlflow.releases import PENDING, REASON_TAG, decided, set_tags, show_releases
 from factory.show.mlflow.runs import Tracking
 from factory.show.mlflow.store import mlflow_errors
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
-BY_TAG = "approval_by"  # who gave the word, where MLflow has people log in
+BY_TAG = "approval_by"  # the person who set the tag, where people log in to MLflow
 IN_MLFLOW = "mlflow"
 REFUSED_WORD = "refused"
 QUIET = frozenset({"", PENDING, REFUSED_WORD})
 
 
 class ApprovalAnswers:
-    """One process's look at the tags: ``look`` every few seconds, also while a segment trains. It costs one search."""
+    """Answers approvals in MLflow. Call ``look`` every few seconds, also while a segment trains; each call costs one search."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant, self.ledger, self.progress = plant, plant.ledger, plant.progress
@@ -43,16 +44,16 @@ class ApprovalAnswers:
         self._asked = False
 
     def look(self) -> list[str]:
-        """Answer every word that waits for an answer; returns a line on each. What MLflow cannot take now is answered at a later look.
+        """Answer every approval or rejection that has no answer yet; returns a line for each. If MLflow is away, a later call answers.
 
         Raises: ConfigError; WorkspaceError.
         """
         if VerdictRow.first(self.ledger, "WHERE gate = 'release'") is None:
-            return []  # no candidate was judged, so MLflow need not be imported
+            return []  # no candidate was judged yet, so MLflow need not be imported
         return shown(self.progress.line, self._answer_all) or []
 
     def look_and_ask(self) -> None:
-        """``look``; at the first time, also say which candidates wait already. (Of others it is said when they are judged.)"""
+        """``look``. The first call also prints which candidates already wait; later ones are announced when they are judged."""
         self.look()
         for verdict in () if self._asked else undecided(self.ledger):
             if waits(self.plant, verdict):
@@ -65,8 +66,8 @@ class ApprovalAnswers:
             found = client.search_model_versions(f"name = '{MODEL}'")
         spoken = [one for one in found if _word(one) not in QUIET]
         lines = [self._answer(one) for one in sorted(spoken, key=lambda one: int(one.version))]
-        if spoken:  # a segment may train for hours before the daemon's next pass
-            with suppress(InputError, TrackingError):  # the duty 'show' says it
+        if spoken:  # show the result now, because the daemon's next pass may be hours away
+            with suppress(InputError, TrackingError):  # the duty 'show' reports these errors
                 show_releases(self.plant, self.tracking)
         return [line for line in lines if line]
 
@@ -83,7 +84,14 @@ class ApprovalAnswers:
             else:
                 line = ""
         except InputError as error:
-            known, line = (REFUSED_WORD, f"refused: {error}"), f"{word!r} on {name} was refused: {error}"
+            line = Message(
+                "answering.refused",
+                "{word!r} on {version} was refused: {reason}",
+                word=word,
+                version=name,
+                reason=error,
+            )
+            known = REFUSED_WORD, f"refused: {error}"
             detail = {"word": word, "by": by, "version": str(version.version), "why": str(error)}
             record_once(self.ledger, REFUSED, Subject("candidate", _number(version)), detail)
         set_tags(self.tracking, str(version.version), dict(version.tags), *known)
@@ -92,34 +100,61 @@ class ApprovalAnswers:
         return line
 
     def _judged(self, version: ModelVersion) -> VerdictRow:
-        """The verdict that a version's reader had before them. Raises: InputError when that is not the newest one on what would be released."""
+        """The verdict that the person saw on this version. Raises: InputError if it is not the newest verdict on the export to be released."""
         number = _number(version)
         row = CandidateRow.get(self.ledger, number)
         if version.tags.get("export_sha256") != row.export_sha256:
-            raise InputError(f"version {version.version} is of another export than that of candidate {number}")
+            raise InputError(
+                "answering.other_export",
+                "Version {version} does not have the export of candidate {candidate}.",
+                version=version.version,
+                candidate=number,
+            )
         with mlflow_errors("finding a version"):
             mine = find_version(self.tracking.client, number, row.export_sha256)
         if mine is None or str(mine.version) != str(version.version):
-            raise InputError(f"candidate {number} is version {mine and mine.version}, not version {version.version}")
+            raise InputError(
+                "answering.other_version",
+                "Candidate {candidate} is version {its_version}, not version {version}.",
+                candidate=number,
+                its_version=mine and mine.version,
+                version=version.version,
+            )
         verdict = newest_verdict(self.ledger, number)
         if (seen := version.tags.get("verdict_id")) != str(verdict.id):
             raise InputError(
-                f"verdict {seen} on {verdict.subject} is out of date: verdict {verdict.id} says {verdict.outcome!r}; look at it first"
+                "answering.old_verdict",
+                "Verdict {seen} on {subject} is out of date. Look at the newest one first: verdict {verdict} is {outcome!r}.",
+                seen=seen,
+                subject=verdict.subject,
+                verdict=verdict.id,
+                outcome=verdict.outcome,
             )
         return verdict
 
     def _obey(self, word: str, verdict: VerdictRow, by: str, why: str) -> str:
         if word == APPROVED:
             number = release(self.plant, verdict.id, approved_by=by)
-            return f"released as {number}, for which the policy was enough"
+            return Message(
+                "answering.released_by_policy",
+                "released as release {release} by the policy, without an approval",
+                release=number,
+            )
         if word == REJECTED:
             reject(self.plant, verdict.id, by, why)
             return REJECTED
-        raise InputError(f"{word[:40]!r} is no answer: {APPROVAL_TAG} is {APPROVED!r} or {REJECTED!r}")
+        raise InputError(
+            "answering.unknown_word",
+            "The value {word!r} of the tag {tag} is unknown. Set the tag to {approved!r} or {rejected!r}.",
+            word=word[:40],
+            tag=APPROVAL_TAG,
+            approved=APPROVED,
+            rejected=REJECTED,
+        )
 
 
 def follow_proposals(plant: Plant) -> int:
-    """Carry out what people decided in MLflow, or the policy decides, about proposals that wait; returns how many were settled."""
+    """Carry out decisions about waiting proposals, by people in MLflow or by the policy. Returns the number of settled proposals."""
     from factory.code_loop.approvals import follow
 
     tracking = Tracking.open(plant)
@@ -131,12 +166,12 @@ def _word(version: ModelVersion) -> str:
 
 
 def _by(version: ModelVersion) -> str:
-    """Who gave the word: as far as MLflow knows it."""
+    """The person who set the tag, if MLflow knows the name."""
     name = str(version.tags.get(BY_TAG, "")).strip()[:100]
     return f"{name} ({IN_MLFLOW})" if name else IN_MLFLOW
 
 
 def _number(version: ModelVersion) -> int:
-    """Of a version's candidate. Anybody may have written the tag. 0: it names none."""
+    """The number of a version's candidate, from a tag that anybody may have written. 0: the tag has no valid number."""
     words = str(version.tags.get("candidate", ""))
     return int(words) if words.isascii() and words.isdecimal() and len(words) < 10 else 0

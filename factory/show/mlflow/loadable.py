@@ -1,8 +1,8 @@
-"""A version of the registered model as MLflow's own loaders read it: ``mlflow.pyfunc.load_model("models:/factory-lm@champion")`` and
+"""Writes an ``MLmodel``, so that MLflow can load a version: ``mlflow.pyfunc.load_model("models:/factory-lm@champion")`` and
 ``mlflow.transformers.load_model``.
 
-An ``MLmodel`` file stands among the candidate's artifacts, with the tokenizer; the weights are those of the export, by a path from there,
-so that they lie once, and the export's hash stays what was judged. Where artifacts are kept by a server, the export is sent to it.
+The ``MLmodel`` file and the tokenizer are among the candidate's artifacts. The file refers to the export's weights by a path, so that they are
+stored once and the export's hash does not change. Where a server keeps the artifacts, the export is sent to the server.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from factory.ledger.rows import CandidateRow
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-NAME = "model"  # the folder among the artifacts; in it that of an export that was sent
+NAME = "model"  # the folder among the artifacts, and in it the folder of an export that was sent
 TASK, PIPELINE = "text-generation", "TextGenerationPipeline"
-SENT_LIMIT = 1 << 30  # bytes; a server that keeps artifacts is not sent a larger export, but told where it lies
-NEW_TOKENS = 128  # unless the caller says
+SENT_LIMIT = 1 << 30  # bytes; a larger export is not sent to a server, only its path
+NEW_TOKENS = 128  # default of max_new_tokens
 NEEDS = ("mlflow", "torch", "transformers")
 
 
 def log_model(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
-    """Put what MLflow loads a candidate by among its run's artifacts; returns where that is. Safe to repeat."""
+    """Write the files with which MLflow loads a candidate into its run's artifacts; returns their address. Safe to repeat."""
     export, place = Path(candidate.export_path), f"{client.get_run(run).info.artifact_uri}/{NAME}"
     address = urlparse(place)
     with tempfile.TemporaryDirectory(prefix="factory-model-") as aside:

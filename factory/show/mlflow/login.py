@@ -1,4 +1,4 @@
-"""A login for MLflow's pages, where others can reach them: MLflow's own basic-auth app, with a password that is made once."""
+"""A login for MLflow's pages that other machines can reach: MLflow's own basic-auth app, with a password that is made once."""
 
 from __future__ import annotations
 
@@ -15,21 +15,33 @@ PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ012345678
 
 
 def login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:
-    """(environment of MLflow's server, file with the password), both made at the first call; only this user of the machine can read them.
+    """(environment of MLflow's server, file with the password). Both are made at the first call, and only this user of the machine can read them.
 
-    Raises: InputError for a name that is none; ConfigError when a package is missing.
+    Raises: InputError for an invalid name; ConfigError when a package is missing.
     """
     if not user or set(user) - PLAIN or len(user) > 60:
-        raise InputError(f"--user {user!r}: a name of letters, digits, '-', '_' and '.' is expected")
+        raise InputError(
+            "login.bad_user",
+            "--user {user!r} is not a valid name. Use letters, digits, '-', '_' and '.', at most 60 characters.",
+            user=user,
+        )
     if importlib.util.find_spec("flask_wtf") is None:
-        raise ConfigError("MLflow's login needs a package: pip install 'mlflow[auth]'")
+        raise ConfigError(
+            "login.no_package",
+            "MLflow's login needs a package that is not installed. To install it: pip install 'mlflow[auth]'",
+        )
     folder = workspace.root / FOLDER
     folder.mkdir(mode=0o700, exist_ok=True)
     password = _kept(folder / f"{user}.password")
     users = folder / f"{user}.db"
-    text = f"[mlflow]\ndefault_permission = NO_PERMISSIONS\ndatabase_uri = sqlite:///{users}\nadmin_username = {user}\n"
+    lines = (
+        "[mlflow]",
+        "default_permission = NO_PERMISSIONS",
+        f"database_uri = sqlite:///{users}",
+        f"admin_username = {user}",
+    )
     settings = folder / f"{user}.ini"
-    settings.write_text(text, encoding="utf-8")
+    settings.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return {
         "MLFLOW_AUTH_CONFIG_PATH": str(settings),
         "MLFLOW_AUTH_ADMIN_USERNAME": user,
@@ -39,7 +51,7 @@ def login(workspace: Workspace, user: str) -> tuple[dict[str, str], Path]:
 
 
 def _kept(path: Path) -> Path:
-    """A file with a secret that was drawn when it was made. What a killed process left empty is drawn again."""
+    """``path``, a file with a random secret that is made if the file is missing, or empty after a kill."""
     if not path.exists() or not path.read_text().strip():
         path.unlink(missing_ok=True)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:

@@ -1,4 +1,4 @@
-"""Training metrics on their way to MLflow: the tail of a ``metrics.jsonl``, line by line, each step once."""
+"""Sends training metrics to MLflow: reads new lines of a ``metrics.jsonl`` and logs each step once."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 LATEST_SECONDS = 1e12  # tens of thousands of years
-# MLflow sorts charts by the part of a metric's name before the last '/', those without one last: what decides comes first.
+# MLflow sorts charts by the part of a metric's name before the last '/'. Names without '/' come last.
 PER_LAYER = ("grad_norm/", "update_ratio/", "activation_max/", "attention_logit_max/", "router_balance/")
 LOSS = "loss/all"
-# Of an evaluation's measurements, those that decide, in the order in which a run's table and a comparison show them.
+# The measurements of an evaluation that decide, in the order of a run's table and of a comparison.
 DECIDING = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
 METRICS_PER_BATCH = 1000  # MLflow's own limit
-BYTES_AT_ONCE = 16 << 20  # that one call of ``poll`` reads
+BYTES_AT_ONCE = 16 << 20  # most bytes that one call of ``poll`` reads
 
 
 class MetricsFollower:
-    """Tails one ``metrics.jsonl`` into one run: call ``poll()`` every few seconds while the trainer writes.
+    """Sends the lines of one ``metrics.jsonl`` to one run. Call ``poll()`` every few seconds while the trainer writes.
 
-    Each step is logged once: a step at or below the highest one that the run has is passed over, so a new follower
-    (the factory was restarted) or a file that the trainer cut back and wrote on (it was resumed) adds nothing twice.
+    Each step is logged once: steps up to the run's highest step are skipped. So nothing is logged twice after a restart of the factory, or when
+    a resumed trainer has cut the file and written on.
     """
 
     def __init__(
@@ -43,25 +43,25 @@ class MetricsFollower:
         close: Callable[[], None],
     ) -> None:
         self.path = path
-        self.last_step: int | None = None  # highest step the run has; None until the run was read
+        self.last_step: int | None = None  # highest step that the run has; None before the run is read
         self._workspace, self._client, self._run_of, self._say, self._close = workspace, client, run, say, close
         self._run: str | None = None
         self._offset = 0  # bytes of whole lines that are in MLflow
-        self._tail = b""  # the last of them, to notice a file that was rewritten
+        self._tail = b""  # the last of these bytes, to notice a rewritten file
 
     def begin(self) -> None:
-        """Make the run before there is anything to log, so that the ledger knows of it; like ``poll`` it raises nothing."""
+        """Make the run before the first metrics, so that the ledger knows it. Raises nothing, as ``poll``."""
         self._without_raising(self._begin)
 
     def poll(self) -> int:
-        """Log the whole lines that were added since the last poll; returns how many steps were logged.
+        """Log the whole lines that were added since the last poll; returns the number of logged steps.
 
-        Raises nothing when MLflow is locked or gone: reports it once, and the next poll tries again from the same place.
+        Raises nothing when MLflow is locked or away: prints that once, and the next poll tries the same lines again.
         """
         return self._without_raising(self._poll)
 
     def finish(self) -> None:
-        """The last poll, and the run is closed; like ``poll`` it raises nothing."""
+        """Poll a last time and close the run. Raises nothing, as ``poll``."""
         self.poll()
         self._without_raising(self._finish)
 
@@ -89,7 +89,7 @@ class MetricsFollower:
         return 0
 
     def _new_lines(self) -> list[bytes]:
-        """Whole lines after the offset, newline included; a torn last line waits for its end."""
+        """The whole lines after the offset, with their newlines. A half-written last line is left for the next poll."""
         try:
             with open_file(self.path) as file:
                 file.seek(self._offset - len(self._tail))
@@ -132,9 +132,9 @@ class MetricsFollower:
 
 
 def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
-    """Every number in nested mappings under a key MLflow takes: ``{"bpb": {"code": 1.5}}`` → ``{"bpb/code": 1.5}``.
+    """Every number in nested mappings, under a key that MLflow accepts: ``{"bpb": {"code": 1.5}}`` → ``{"bpb/code": 1.5}``.
 
-    Names come from data (domains, rules) and are cleaned; text, lists and nulls are left out; a boolean becomes 0 or 1.
+    Names come from data (domains, rules) and are cleaned. Text, lists and nulls are left out. A boolean becomes 0 or 1.
     """
     flat: dict[str, float] = {}
     for key, value in tree.items():
@@ -147,7 +147,7 @@ def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def of_training(values: Mapping[str, float]) -> dict[str, float]:
-    """Names of a step's metrics, so that MLflow's charts begin with the loss, whole and by domain, and end with single layers.
+    """Rename a step's metrics so that MLflow's charts begin with the loss, in total and by domain, and end with single layers.
 
     >>> of_training({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
     {'loss/all': 2.0, 'loss/code': 2.0, 'overall/grad_norm': 1.0, 'per_layer/grad_norm/head': 0.5}
@@ -162,7 +162,7 @@ def _of_training(key: str) -> str:
 
 
 def of_evaluation(values: Mapping[str, float]) -> dict[str, float]:
-    """What decides first, the rest under details.
+    """Order an evaluation's metrics: the deciding ones first, the rest under ``details/``.
 
     >>> of_evaluation({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
     {'bpb/code': 2.0, 'cloze/share_right': 0.3, 'details/seconds/bpb': 3.0}
@@ -172,13 +172,13 @@ def of_evaluation(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def metric_key(name: str) -> str:
-    """A name MLflow takes as a metric key: letters, digits, ``_-. :/``, a clean relative path, at most 250 long."""
+    """``name`` as a metric key that MLflow accepts: letters, digits, ``_-. :/``, a clean relative path, at most 250 characters."""
     clean = posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name))
     return re.sub(r"^[./]+", "_", clean)[:250]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """One metrics row, or None for a line that is none (a torn write in the middle of a file)."""
+    """One row of metrics, or None for an invalid line, such as a torn write."""
     try:
         row = parse_json(line)
     except ValueError:
@@ -187,5 +187,5 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _milliseconds(seconds: Any) -> int:
-    """0 for what is no time that MLflow's 64 bits hold."""
+    """Seconds as milliseconds; 0 for a value that does not fit MLflow's 64 bits."""
     return int(seconds * 1000) if isinstance(seconds, int | float) and 0 <= seconds < LATEST_SECONDS else 0

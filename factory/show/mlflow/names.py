@@ -1,7 +1,7 @@
-"""The names by which people reach MLflow's pages.
+"""The host names by which people reach MLflow's pages.
 
-MLflow's server refuses a request whose Host it was not told of, and a change that a page of another Origin sends: else any page that a person opens
-could make its own name point to this machine (DNS rebinding), and approve with that person's login.
+MLflow's server refuses requests with an unknown Host, and changes sent by pages of another Origin. Otherwise any web page that a person opens could
+point its own name to this machine (DNS rebinding), and approve releases with that person's login.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ import psutil
 from factory.core.errors import InputError
 from factory.core.listening import is_loopback
 
-PORTS = {"http": 80, "https": 443}  # that browsers leave out
+PORTS = {"http": 80, "https": 443}  # ports that browsers leave out
 OF_THIS_MACHINE = ("localhost", "127.0.0.1", "[::1]")
-ANY_PORT = ("localhost:*", "127.0.0.1:*", "[[]::1]:*")  # patterns of fnmatch: a tunnel may end at any port
-PLAIN = re.compile(r"[a-z0-9]([a-z0-9_.-]{0,251}[a-z0-9])?")  # no pattern, and no comma, which separates names
+ANY_PORT = ("localhost:*", "127.0.0.1:*", "[[]::1]:*")  # patterns of fnmatch, because a tunnel may end at any port
+PLAIN = re.compile(
+    r"[a-z0-9]([a-z0-9_.-]{0,251}[a-z0-9])?"
+)  # no characters of patterns, and no comma, because commas separate names
 
 
 @dataclass(frozen=True)
 class Name:
-    """One name: ``gpu-box``, ``gpu-box:8080``, ``https://mlflow.example.org``, or an address."""
+    """A host name, with or without scheme and port: ``gpu-box``, ``gpu-box:8080``, ``https://mlflow.example.org``, or an address."""
 
     host: str  # in lower case; IPv6 in brackets
     scheme: str = ""  # empty: http or https
-    port: int | None = None  # None: the server's, and those that browsers leave out
+    port: int | None = None  # None: the server's own port, or the scheme's default port
 
     @classmethod
     def parse(cls, text: str) -> Name:
@@ -44,16 +46,18 @@ class Name:
         whole = (host if port is None else f"{host}:{port}") == in_brackets(rest)
         if not whole or port == 0 or scheme not in ("", *PORTS) or not (host.startswith("[") or PLAIN.fullmatch(host)):
             raise InputError(
-                f"--name {text!r}: a host is expected, as in gpu-box, 10.0.0.5:8080, https://mlflow.example.org"
+                "names.no_host",
+                "--name {name!r} is not a host. Examples: gpu-box, 10.0.0.5:8080, https://mlflow.example.org",
+                name=text,
             )
         return cls(host, scheme, port)
 
     def hosts(self, port: int) -> list[str]:
-        """What a request may have as Host, when the server listens on ``port``."""
+        """The values of Host that a request may have, when the server listens on ``port``."""
         return [self.host, f"{self.host}:{self.port or PORTS.get(self.scheme, port)}"]
 
     def origins(self, port: int) -> list[str]:
-        """What a page of that name has as Origin."""
+        """The values of Origin that pages under this name have."""
         schemes = [self.scheme] if self.scheme else list(PORTS)
         if self.port:
             return [_origin(scheme, self.host, self.port) for scheme in schemes]
@@ -61,7 +65,7 @@ class Name:
         return plain + ([] if self.scheme else [_origin(scheme, self.host, port) for scheme in schemes])
 
     def address(self, port: int) -> str:
-        """To open it."""
+        """The URL that opens MLflow under this name."""
         if self.scheme and not self.port:
             return f"{self.scheme}://{self.host}"
         scheme = self.scheme or ("https" if self.port == PORTS["https"] else "http")
@@ -69,7 +73,7 @@ class Name:
 
 
 def in_brackets(host: str) -> str:
-    """An IPv6 address as an address of a page has it; any other host as it is."""
+    """An IPv6 address in brackets, as in a URL; any other host unchanged."""
     try:
         return f"[{host}]" if ipaddress.ip_address(host).version == 6 and "%" not in host else host
     except ValueError:
@@ -77,13 +81,13 @@ def in_brackets(host: str) -> str:
 
 
 def reached_as(host: str, given: Sequence[str] = ()) -> list[Name]:
-    """The names for a server that listens on ``host``: those given, else this machine's own; none on loopback. Raises: InputError."""
+    """The names of a server that listens on ``host``: the given ones, or else this machine's own, and none on loopback. Raises: InputError."""
     own = [] if given or is_loopback(host) else own_names(host)
     return [Name.parse(name) for name in dict.fromkeys(given or own)]
 
 
 def own_names(host: str) -> list[str]:
-    """``host`` unless it stands for all addresses, this machine's name, and its addresses."""
+    """``host`` (unless it means all addresses), this machine's name, and this machine's addresses."""
     first = [] if _is_unspecified(host) else [host]
     families = (socket.AF_INET, socket.AF_INET6)
     interfaces = psutil.net_if_addrs().values()
@@ -95,7 +99,7 @@ def own_names(host: str) -> list[str]:
 
 
 def server_options(names: Sequence[Name], port: int) -> list[str]:
-    """For ``mlflow server``, so that it answers to these names and to this machine's own users; none: its defaults."""
+    """Options for ``mlflow server`` that make it answer to these names and on this machine. Without names: no options."""
     if not names:
         return []
     hosts = [*OF_THIS_MACHINE, *ANY_PORT, *(host for name in names for host in name.hosts(port))]

@@ -1,7 +1,7 @@
-"""The registered model in MLflow: a version for every judged candidate, so that people see, compare and approve there.
+"""The registered model in MLflow, with a version for every judged candidate, where people compare and approve candidates.
 
-A version's tags carry the verdict and the lineage; the alias ``candidate`` is the newest judged candidate, ``champion`` is
-the ledger's champion. A version is found by its tags, so that registering again finds it instead of adding one.
+A version's tags have the verdict and the lineage. The alias ``candidate`` is the newest judged candidate, and ``champion`` is the ledger's champion.
+A version is found by its tags, so that registering a candidate again adds no second version.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from factory.show.mlflow.store import mlflow_errors, open_client
 from factory.show.mlflow.version_page import MODE, PICTURES, Place, Places, page
 from factory.show.pages.release_pictures import TITLES, files
 from factory.show.pages.release_report import write_report
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
@@ -40,30 +41,31 @@ SHOWN = (
     "release",
     "removed_data",
     "bundle",
-)  # tags that tell what a version shows
+)  # the tags that say which verdict and release a version shows
 REGISTERED = (
-    "registered"  # the tag that is written last: of what was shown when alias, report and approval were there too
+    "registered"  # the tag that is written last: a digest of SHOWN, once alias, report and approval are there too
 )
-# Tags of what may be no more: data was put back, a release was withdrawn.
+# Tags that may become wrong, for example when a removal is undone or a release is withdrawn. They are deleted then.
 PASSING = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
-ABOUT = (
-    "A version for each candidate that was judged. Alias champion: what is served; alias candidate: what was judged last. Click a version: "
-    "verdict, numbers, reasons, links to report, pictures, training and bundle. Approve or reject there, by the tag approval. Filter: "
-    "tags.verdict = 'promote'. The factory's ledger decides; this page shows what it says."
+ABOUT = Message(
+    "registry.about",
+    "Each version is a judged candidate. The alias champion is the release that is served; the alias candidate was judged last. Click a version "
+    "for its verdict, numbers, reasons, and links to report, pictures, training and bundle. To approve or reject a candidate, set the tag approval "
+    "of its version. A useful filter: tags.verdict = 'promote'. The factory's ledger decides; this page only shows the ledger's content.",
 )
 
 
 def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
     """Make sure that a judged candidate has its version, tags, alias and report. Returns the version.
 
-    Raises: InputError when it was not judged or its export is not what was judged; TrackingError.
+    Raises: InputError when the candidate was not judged or its export changed since; TrackingError.
     """
     verdict = newest_verdict(plant.ledger, candidate_id)
     candidate = check_export(plant.ledger, candidate_id)
     run = tracking.candidate_run(candidate_id)
     client = tracking.client
     tags = _tags(plant.ledger, candidate, verdict)
-    if verdict.against:  # whose newest numbers are of the same documents
+    if verdict.against:  # show the champion's newest numbers too, measured on the same documents
         tracking.candidate_run(Subject.parse(verdict.against).number)
     with mlflow_errors(f"registering candidate {candidate_id}"), plant.workspace.lock("registry", PATIENCE):
         _ensure_model(client)
@@ -96,12 +98,12 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
 
 
 def is_whole(version: ModelVersion) -> bool:
-    """Was everything shown that belongs to what its tags tell? A version that an older factory made does not say, and counts as whole."""
+    """Whether a version has everything that its tags name. A version without the tag, from an older factory, counts as whole."""
     return version.tags.get(REGISTERED) in (None, _digest(version))
 
 
 def mark_whole(client: MlflowClient, version: str) -> None:
-    """Raises: TrackingError."""
+    """Note on a version that it has everything that its tags name. Raises: TrackingError."""
     with mlflow_errors("marking a version"):
         found = client.get_model_version(MODEL, version)
         if found.tags.get(REGISTERED) != (digest := _digest(found)):
@@ -113,14 +115,14 @@ def _digest(version: ModelVersion) -> str:
 
 
 def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> ModelVersion | None:
-    """The version of a candidate, by its tags: the candidate's number and the hash of its export."""
-    query = f"name = '{MODEL}' and tags.`candidate` = '{candidate}'"
+    """The version of a candidate, found by the candidate's number and the hash of its export."""
+    query = " and ".join((f"name = '{MODEL}'", f"tags.`candidate` = '{candidate}'"))
     found = [v for v in client.search_model_versions(query) if v.tags.get("export_sha256") == export_sha256]
     return min(found, key=lambda version: int(version.version), default=None)
 
 
 def aliases(client: MlflowClient) -> dict[str, str]:
-    """``{alias: version}`` of the registered model; empty when there is no such model yet."""
+    """``{alias: version}`` of the registered model; empty if the model is not registered yet."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -154,14 +156,14 @@ def _places(
 
 
 def bundle(ledger: Ledger, release: int) -> str | None:
-    """The folder of the newest bundle of a release; None: it has none."""
+    """The folder of the newest bundle of a release; None if the release has no bundle."""
     sql = "SELECT detail FROM events WHERE kind = 'bundled' AND subject = :subject ORDER BY id DESC LIMIT 1"
     rows = ledger.read(sql, subject=str(Subject("release", release)))
     return str(rows[0]["detail"]["folder"]) if rows else None
 
 
 def removed_data(ledger: Ledger, release: int) -> str | None:
-    """What a release was trained on and was taken out since, as its version's tag; None: nothing."""
+    """Training data of a release that was removed since, as text for a tag; None: nothing was removed."""
     about = [mark for mark in marks(ledger) if mark["release"] == release and mark["removal"] is not None]
     return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
 
@@ -200,10 +202,9 @@ def _gain(evidence: dict[str, Any]) -> dict[str, str]:
 
 
 def start_pages(workspace: Workspace, server: str) -> dict[str, str]:
-    """Where a person begins: what is there to see → its address on the server. MLflow's own start page opens in the mode for agents, which hides
-    the registered models. Whatever was moved with the workspace is found again from here on.
+    """The pages to begin with, ``{name: address on the server}``. MLflow's own start page opens in a mode that hides registered models.
 
-    Raises: TrackingError when the store cannot be opened.
+    Opening the store also updates its paths if the workspace was moved. Raises: TrackingError when the store cannot be opened.
     """
     client = open_client(workspace)
     pages = {"releases": f"models/{MODEL}"}

@@ -1,4 +1,4 @@
-"""What MLflow's registry shows of candidates and releases: each judged one with what was decided, the alias ``champion`` where the ledger has it."""
+"""Shows candidates and releases in MLflow's registry: each judged candidate with its decision, and the alias ``champion`` as in the ledger."""
 
 from __future__ import annotations
 
@@ -25,28 +25,36 @@ from factory.show.mlflow.registry import (
 )
 from factory.show.mlflow.runs import Tracking, short
 from factory.show.mlflow.store import mlflow_errors
+from kernels.contract.message import Message
 
-ANSWER_TAG, REASON_TAG = "approval_answer", "approval_reason"  # what became of a person's word; the person's reason
+ANSWER_TAG, REASON_TAG = "approval_answer", "approval_reason"  # the factory's answer to a person; the person's reason
 PENDING = "pending"
-POINTED = "champion_shown"  # event: the version that the alias was pointed at
+POINTED = "champion_shown"  # event: the version that the champion alias was set to
 
 
 def show_releases(plant: Plant, tracking: Tracking) -> None:
-    """Register every judged candidate that MLflow does not show, whole, with its newest verdict and its release; then point the alias.
+    """Register every judged candidate that MLflow does not show completely with its newest verdict and release; then set the champion alias.
 
-    What cannot be shown (an export that was tampered with) stops nothing; the first of it is raised in the end.
+    A candidate that cannot be shown, for example with a changed export, does not stop the others. The first such error is raised at the end.
 
     Raises: InputError; TrackingError.
     """
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
-        return  # no candidate was judged, so MLflow has nothing to show and need not be imported
+        return  # no candidate was judged yet, so MLflow need not be imported
     with plant.workspace.lock("release", PATIENCE):
-        refused: list[str] = []
+        refused: list[Message] = []
         for candidate in _unshown(plant, tracking):
             try:
                 register_candidate(plant, candidate)
             except Exception as error:
-                refused.append(f"candidate {candidate} cannot be shown in MLflow: {of_one_thing(error)}")
+                refused.append(
+                    Message(
+                        "releases.not_shown",
+                        "Candidate {candidate} cannot be shown in MLflow: {reason}",
+                        candidate=candidate,
+                        reason=of_one_thing(error),
+                    )
+                )
         _point(plant, tracking)
     if refused:
         raise InputError(refused[0])
@@ -71,12 +79,12 @@ def _unshown(plant: Plant, tracking: Tracking) -> list[int]:
 
 
 def _point(plant: Plant, tracking: Tracking) -> None:
-    """Point MLflow's alias at the ledger's champion; where somebody else moved it, that is recorded as repaired. Raises: TrackingError."""
+    """Set MLflow's champion alias to the ledger's champion. If somebody else moved it, record the repair. Raises: TrackingError."""
     row, client, ledger = champion(plant.ledger), tracking.client, plant.ledger
     want = _version(plant, tracking, row) if row else None
     known = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=POINTED)
     given = known[0]["detail"]["version"] if known else None
-    with mlflow_errors("pointing the champion alias"):
+    with mlflow_errors("setting the alias"):
         found = aliases(client).get(CHAMPION)
         if found != want:
             if want is None:
@@ -87,25 +95,31 @@ def _point(plant: Plant, tracking: Tracking) -> None:
         if row and row.mlflow_version != want:
             tx.execute(releases.update().where(releases.c.number == row.number).values(mlflow_version=want))
         if found != want and found != given:
-            what = [f"MLflow's champion was version {found}, the ledger's is version {want}: put back"]
+            moved = Message(
+                "releases.alias_moved",
+                "MLflow's champion was version {found}, but the ledger's champion is version {version}. The factory set the alias back.",
+                found=found,
+                version=want,
+            )
+            what = [moved]
             record(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": what})
         if given != want:
             record(tx, POINTED, "mlflow", {"version": want})
 
 
 def _version(plant: Plant, tracking: Tracking, row: ReleaseRow) -> str:
-    """The version of a release's candidate; made again when it was deleted."""
+    """The version of a release's candidate. A deleted version is made again."""
     with mlflow_errors("finding a version"):
         found = find_version(tracking.client, row.candidate, row.export_sha256)
     return str(found.version) if found else register(plant, tracking, row.candidate)
 
 
 def register_candidate(plant: Plant, candidate_id: int) -> str:
-    """Show a judged candidate in MLflow, whatever its verdict: a version with tags, alias ``candidate``, its report; ask for approval.
+    """Show a judged candidate in MLflow, whatever its verdict: a version with tags, the alias ``candidate`` and the report. Ask for approval.
 
-    Returns the version. A word that a person gave about an older verdict is taken away.
+    Returns the version. A person's answer about an older verdict is removed.
 
-    Raises: InputError when it was not judged or its export changed; TrackingError.
+    Raises: InputError when the candidate was not judged or its export changed; TrackingError.
     """
     tracking = Tracking.open(plant)
     verdict = newest_verdict(plant.ledger, candidate_id)
@@ -118,35 +132,49 @@ def register_candidate(plant: Plant, candidate_id: int) -> str:
 
 
 def _ask(plant: Plant, tracking: Tracking, verdict: VerdictRow, version: str, given: dict[str, str]) -> None:
-    """Show on a version that it waits for a person, or what became of that; ``given``: its tags before."""
+    """Show on a version that it waits for a person's decision, or the decision. ``given``: the tags before."""
     known = decided(plant.ledger, verdict)
     if known is None and (waits(plant, verdict) or APPROVAL_TAG in given):
         if given.get(APPROVAL_TAG, OVERRIDDEN) != OVERRIDDEN and given.get("verdict_id") == str(verdict.id):
-            return  # asked already, or a word that is to be answered
+            return  # it was asked already, or a person's answer is not carried out yet
         asked = waits(plant, verdict)
         known = (
             PENDING if asked else "",
-            how_to_answer(verdict.number) if asked else f"verdict {verdict.id}: nothing to approve",
+            how_to_answer(verdict.number)
+            if asked
+            else Message("releases.nothing_to_approve", "Verdict {verdict} needs no approval.", verdict=verdict.id),
         )
     if known is not None:
         set_tags(tracking, version, given, *known)
 
 
 def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
-    """(tag ``approval``, tag ``approval_answer``) of a candidate about which a person decided; None: nobody did."""
+    """(tag ``approval``, tag ``approval_answer``) of a candidate about which a person decided; None if nobody decided."""
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.number)
     if release:
         by = release.approved_by or BY_POLICY
         if over := override_on(ledger, VerdictRow.get(ledger, release.verdict)):
-            return OVERRIDDEN, f"released as {release.number}, though it was held, by {over['by']}: {over['why']}"
-        return None if by == BY_POLICY else (APPROVED, f"released as {release.number}, approved by {by}")
+            return OVERRIDDEN, Message(
+                "releases.released_overridden",
+                "released as release {release}, although the gate held it, by {person}: {reason}",
+                release=release.number,
+                person=over["by"],
+                reason=over["why"],
+            )
+        approved = Message(
+            "releases.released_approved",
+            "released as release {release}, approved by {person}",
+            release=release.number,
+            person=by,
+        )
+        return None if by == BY_POLICY else (APPROVED, approved)
     decision = decision_on(ledger, verdict)
     return (REJECTED, str(decision)) if decision and decision.word == REJECTED else None
 
 
 def set_tags(tracking: Tracking, version: str, before: dict[str, str], word: str, answer: str) -> None:
-    """Show on a version what became of a person's word. Raises: TrackingError."""
-    with mlflow_errors("answering about an approval"):
+    """Set the tags that answer a person's approval or rejection. Raises: TrackingError."""
+    with mlflow_errors("answering an approval"):
         for key, value in ((ANSWER_TAG, short([answer])), (APPROVAL_TAG, word)):
             if before.get(key) != value:
                 tracking.client.set_model_version_tag(MODEL, version, key, value)

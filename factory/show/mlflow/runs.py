@@ -1,8 +1,7 @@
-"""What MLflow shows: a run per segment, candidate and proposal (DESIGN §5, Tracking). The ledger decides, MLflow shows.
+"""Shows segments, candidates, proposals, profiles and other training runs as MLflow runs (DESIGN §5, Tracking). The ledger decides.
 
-Everything here can be sent to MLflow again without doubling anything: a run is found by its ``factory.subject`` tag, a
-metric point is the same point when key, step, timestamp and value are, and ``tracked_runs`` maps subjects to runs.
-So MLflow may be locked, slow or even deleted: what is missing is sent later, and training never waits for it.
+Sending anything to MLflow again adds nothing twice. A run is found by its ``factory.subject`` tag, MLflow merges equal metric points, and the
+ledger's ``tracked_runs`` maps subjects to runs. So MLflow may be locked, slow or deleted: missing data is sent later, and training does not wait.
 """
 
 from __future__ import annotations
@@ -44,40 +43,55 @@ from factory.show.mlflow.metrics_follower import (
 from factory.show.mlflow.outages import refuse_resting
 from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted
 from factory.show.pages.release_facts import flatten
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # the experiments, and TRAINING
-ARMS = "runs"  # of factory.runs
-EXCHANGES = "exchanges"  # with language models: traces
+CANDIDATES, PROPOSALS, PROFILES = "candidates", "proposals", "profiles"  # experiments; TRAINING is one too
+ARMS = "runs"  # the experiment for factory.runs
+EXCHANGES = "exchanges"  # the experiment for traces of language models
 KIND, NOTE = (
     "mlflow.experimentKind",
     "mlflow.note.content",
-)  # how MLflow's pages show an experiment; what stands on top of them
-TRAINING_RUNS, LANGUAGE_MODELS = "custom_model_development", "genai_development"  # without a kind MLflow guesses
+)  # tags: how MLflow's pages show an experiment, and the text at their top
+TRAINING_RUNS, LANGUAGE_MODELS = "custom_model_development", "genai_development"  # without this tag, MLflow guesses
 ABOUT = {
-    TRAINING: "A run for each segment of training: the trunk, which never ends, and anneal branches off it. Charts: the "
-    "loss, whole and by domain, first; numbers of single layers last.",
-    CANDIDATES: "A run for each candidate for release: bits per byte and gains on held-out documents, samples, report.html, pictures. Sort by "
-    "gain/target, filter by tags.verdict. Approvals: Model registry, factory-lm.",
-    PROPOSALS: "A run for each patch that an agent proposed: evidence, verdict, report. The tag approval = approved or rejected decides.",
-    ARMS: "A run for each variant that was trained beside the segments, to compare: by certificates, preflights, audits, diagnoses, replicas "
-    "and gates. Filter by tags.purpose and tags.for.",
-    PROFILES: "A run for each line profile of the training code.",
-    EXCHANGES: "A trace for each exchange with a language model, with tokens and money.",
+    TRAINING: Message(
+        "runs.about_training",
+        "Each run is a segment of training, of the trunk or of an anneal branch off the trunk. The first charts show the loss, in total and by "
+        "domain. The last charts show single layers.",
+    ),
+    CANDIDATES: Message(
+        "runs.about_candidates",
+        "Each run is a candidate for release, with bits per byte and gains on held-out documents, samples, report.html and pictures. Sort by "
+        "gain/target, and filter by tags.verdict. To approve a candidate, open the model factory-lm in the model registry.",
+    ),
+    PROPOSALS: Message(
+        "runs.about_proposals",
+        "Each run is a patch that an agent proposed, with evidence, verdict and report. To decide, set the tag approval to approved or rejected.",
+    ),
+    ARMS: Message(
+        "runs.about_runs",
+        "Each run is a variant that was trained for a comparison, besides the segments. Certificates, preflights, audits, diagnoses, replicas "
+        "and gates start such runs. Filter by tags.purpose and tags.for.",
+    ),
+    PROFILES: Message("runs.about_profiles", "Each run is a line profile of the training code."),
+    EXCHANGES: Message(
+        "runs.about_exchanges", "Each trace is an exchange with a language model, with its tokens and its cost."
+    ),
 }
 SUBJECT = "factory.subject"
-# Events: MLflow has a segment's end, a proposal's state, a diagnosis (``factory.show.catching_up``).
+# Events that record what MLflow has: a segment's end, a proposal's state, a diagnosis, and so on (``factory.show.catching_up``).
 CLOSED, SHOWN, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "diagnosis_shown"
 PROFILE_SHOWN, DELETED, ARM_SHOWN = "profile_shown", "run_deleted", "arm_shown"
-STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # of an arm
-PATCH = "patch_sha256"  # tag of a proposal's run: the patch that it shows, and that a person decides about
+STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # MLflow's status, by the state of an arm
+PATCH = "patch_sha256"  # tag of a proposal's run: the patch that the run shows and that a person decides about
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
 
 class Tracking:
-    """One process's way to a workspace's MLflow. Opening costs nothing; the store is reached at the first need."""
+    """A process's access to a workspace's MLflow. Opening costs nothing, because the store is opened at its first use."""
 
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger = plant.workspace, plant.ledger
@@ -104,7 +118,7 @@ class Tracking:
                 found = client.get_experiment_by_name(name)
                 tags = {KIND: LANGUAGE_MODELS if name == EXCHANGES else TRAINING_RUNS, NOTE: ABOUT[name]}
                 if found is None:
-                    remote = self.workspace.mlflow_uri.startswith("http")  # a server knows best where its artifacts go
+                    remote = self.workspace.mlflow_uri.startswith("http")  # a server chooses the place of its artifacts
                     location = None if remote else (self.workspace.mlflow_artifacts / name).as_uri()
                     self._experiments[name] = client.create_experiment(name, artifact_location=location, tags=tags)
                 else:
@@ -120,13 +134,13 @@ class Tracking:
         tags: dict[str, Any],
         params: dict[str, Any],
     ) -> str:
-        """The run of a subject, made if need be: exactly one, however often and in however many processes this is called."""
+        """The run of a subject, made if it is missing. There is exactly one run, even if several processes call this at the same time."""
         client = self.client
         from mlflow.entities import Param
 
         if known := self._known(subject):
             return known
-        # A server may serve several workspaces, a store may outlive a ledger: an approval of another patch is not one of ours.
+        # A server may have several workspaces, and a store may outlive its ledger. So a proposal's run must also have the same patch.
         mine = f"tags.`{SUBJECT}` = '{subject}'"
         mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
         with mlflow_errors(f"the run of {subject}"):
@@ -148,7 +162,7 @@ class Tracking:
         return run_id
 
     def _known(self, subject: Subject | str) -> str:
-        """The run of a subject, by the ledger; empty where it has none, or MLflow has it no longer."""
+        """The run of a subject, from the ledger. '' if the ledger has no run, or MLflow no longer has it."""
         from mlflow.exceptions import MlflowException
 
         known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
@@ -161,7 +175,7 @@ class Tracking:
                 return ""
 
     def place(self, subject: Subject | str) -> tuple[str, str] | None:
-        """(run, its experiment) of a subject; None where it has no run. Raises: TrackingError."""
+        """(run, experiment) of a subject; None if the subject has no run. Raises: TrackingError."""
         if not (run := self._known(subject)):
             return None
         with mlflow_errors(f"the run of {subject}"):
@@ -169,16 +183,24 @@ class Tracking:
 
     # -- segments ---------------------------------------------------------------------------------------------------
     def segment_run(self, segment: SegmentRow) -> str:
-        """The run of a segment: the recipe as parameters, lineage as tags. Returns its id.
+        """Make or find the run of a segment, with the recipe as parameters and the lineage as tags. Returns its id.
 
         Raises: TrackingError.
         """
         plan = self.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
         tags = segment.only("kind generation parent recipe recipe_sha256 data_plan") | {
             "segment": segment.id,
-            NOTE: f"Segment {segment.id} ({segment.kind}): steps {segment.first_step}–{segment.last_step}, recipe {segment.recipe}, "
-            f"generation {segment.generation}"
-            + (f", goes on from segment {segment.parent}." if segment.parent else "."),
+            NOTE: Message(
+                "runs.segment",
+                "Segment {segment} ({kind}): steps {first}–{last}, recipe {recipe}, generation {generation}{parent}.",
+                segment=segment.id,
+                kind=segment.kind,
+                first=segment.first_step,
+                last=segment.last_step,
+                recipe=segment.recipe,
+                generation=segment.generation,
+                parent=f", after segment {segment.parent}" if segment.parent else "",
+            ),
             "token_shards": len(plan[0]["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment.code_commit,
             "computing": describe(segment.computing) or None,
@@ -193,23 +215,23 @@ class Tracking:
         return self._run(subject, TRAINING, f"{segment.kind}-{segment.id}", segment.created_at, tags, params)
 
     def follow_segment(self, segment: SegmentRow, say: Callable[[str], None] = lambda _: None) -> MetricsFollower:
-        """A follower of the segment's ``metrics.jsonl`` that also makes the run; whatever MLflow does, it never raises."""
+        """A follower of the segment's ``metrics.jsonl`` that also makes the run. It never raises, whatever MLflow does."""
         path = Path(segment.folder) / "metrics.jsonl"
         run, close = lambda: self.segment_run(segment), lambda: self.finish_segment(segment.id)
         return MetricsFollower(self.workspace, lambda: self.client, path, run, say, close)
 
     def finish_segment(self, segment_id: int) -> None:
-        """Close the run of a segment that is done or failed; one that is still planned stays open. Raises: TrackingError."""
+        """Close the run of a segment that is done or failed. The run of a planned segment stays open. Raises: TrackingError."""
         segment = SegmentRow.get(self.ledger, segment_id)
         if segment.state != "planned":
             run = self.segment_run(segment)
-            with mlflow_errors(f"closing the run of segment {segment_id}"):
+            with mlflow_errors(f"closing segment {segment_id}'s run"):
                 ended = int((segment.finished_at or time.time()) * 1000)
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
             self._note(Subject("segment", segment_id), CLOSED, {})
 
     def segment_diagnosed(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
-        """Tag a segment's run with what the loss doctor found (``event`` is the number of that), and attach its page. Raises: TrackingError."""
+        """Tag a segment's run with a diagnosis, and attach its page. ``event``: the number of the event that records it. Raises: TrackingError."""
         run = self.segment_run(segment)
         self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": short([why])})
         with mlflow_errors(f"logging {page.name}"):
@@ -218,7 +240,7 @@ class Tracking:
 
     # -- candidates and proposals -----------------------------------------------------------------------------------
     def candidate_run(self, candidate_id: int) -> str:
-        """The run of a candidate: its newest evaluation as metrics, its samples as an artifact. Returns its id.
+        """Make or update the run of a candidate, with its newest evaluation as metrics and samples as an artifact. Returns its id.
 
         Raises: TrackingError.
         """
@@ -226,8 +248,14 @@ class Tracking:
         segment = SegmentRow.get(self.ledger, candidate.segment)
         tags = {
             "candidate": candidate_id,
-            NOTE: f"Candidate {candidate_id}, of segment {segment.id} ({segment.kind}). Under Artifacts: report.html, and pictures against the "
-            "champion in comparison. Its verdict, and where to approve: Registered models, above.",
+            NOTE: Message(
+                "runs.candidate",
+                "Candidate {candidate}, from segment {segment} ({kind}). Under Artifacts are report.html and, in comparison, pictures that compare "
+                "the candidate with the champion. To see the verdict or to approve, open the registered model above.",
+                candidate=candidate_id,
+                segment=segment.id,
+                kind=segment.kind,
+            ),
             "segment": segment.id,
             "generation": segment.generation,
             "data_plan": segment.data_plan,
@@ -247,7 +275,7 @@ class Tracking:
         return run
 
     def _judged(self, run: str, candidate: CandidateRow, verdict: VerdictRow) -> None:
-        """What was decided, so that the table of candidates sorts and filters by it, and the champion's numbers on the same documents."""
+        """Log the verdict as tags and gains, so that the table of candidates can be sorted and filtered, and the champion's numbers."""
         release = ReleaseRow.first(self.ledger, "WHERE candidate = :candidate", candidate=candidate.id)
         self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
         evidence = verdict.evidence(self.ledger)
@@ -259,7 +287,7 @@ class Tracking:
         self._log_once(run, numbers(values | champion), verdict.created_at, {})
 
     def proposal_run(self, number: int) -> str:
-        """The run of a proposal: its verdict and evidence, its report when there is one. Returns its id.
+        """Make or update the run of a proposal, with verdict, evidence, and the report if it exists. Returns its id.
 
         Raises: TrackingError.
         """
@@ -287,7 +315,7 @@ class Tracking:
         return run
 
     def delete_runs(self, runs: Sequence[str]) -> None:
-        """Remove runs of segments, from an SQLite store for good; a server keeps them as deleted until its own ``mlflow gc``.
+        """Remove runs. An SQLite store loses them for good; a server keeps them as deleted until its own ``mlflow gc``.
 
         Raises: TrackingError.
         """
@@ -307,7 +335,7 @@ class Tracking:
             self._note(f"run:{run}", DELETED, {})
 
     def _note(self, subject: Subject | str, kind: str, detail: dict[str, Any]) -> None:
-        """Record what MLflow has, unless the newest event says so."""
+        """Record in the ledger what MLflow has, unless the newest such event is equal."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         newest = self.ledger.read(sql, kind=kind, subject=str(subject))
         if not newest or newest[0]["detail"] != detail:
@@ -316,16 +344,16 @@ class Tracking:
                 record(tx, kind, subject, detail)
 
     def proposal_word(self, number: int) -> str:
-        """What a person decided about a proposal: 'pending', 'approved' or 'rejected', the tag of its run. Raises: TrackingError."""
+        """A person's decision about a proposal, from the tag of its run: 'pending', 'approved' or 'rejected'. Raises: TrackingError."""
         run = self._known(Subject("proposal", number)) or self.proposal_run(number)
         return self._tag_of(run, APPROVAL_TAG).strip().lower()
 
     def _tag_of(self, run: str, tag: str) -> str:
-        with mlflow_errors(f"reading the tags of run {run}"):
+        with mlflow_errors(f"reading run {run}"):
             return str(self.client.get_run(run).data.tags.get(tag, ""))
 
     def profile_run(self, number: int) -> str:
-        """The run of a profile: its step times as metrics, all of its files as artifacts. Returns its id.
+        """Make or update the run of a profile, with step times as metrics and all files as artifacts. Returns its id.
 
         Raises: TrackingError.
         """
@@ -334,13 +362,13 @@ class Tracking:
         tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
         run = self._run(Subject("profile", number), PROFILES, f"profile-{number}", created, tags, {})
         self._log_once(run, numbers(summary), created, {})
-        with mlflow_errors(f"logging the files of profile {number}"):
+        with mlflow_errors(f"logging profile {number}"):
             self.client.log_artifacts(run, str(Path(profile["path"]).parent))
         self._note(Subject("profile", number), PROFILE_SHOWN, {})
         return run
 
     def arm_run(self, row: RunRow, say: Callable[[str], None]) -> None:
-        """The run of an arm that ended: what it changes as parameters, how it ended, its metrics while its folder is there.
+        """Make or update the run of an arm that ended, with its changes as parameters, its end, and its metrics if its folder still exists.
 
         Raises: TrackingError.
         """
@@ -362,15 +390,23 @@ class Tracking:
         follower.finish()
 
     def exchange_trace(self, row: dict[str, Any], say: Callable[[str], None]) -> None:
-        """A trace of one exchange with a language model, a row of the ledger's, with its tokens and money.
+        """Store a trace of one exchange with a language model, a row of the ledger, with its tokens and cost.
 
-        Raises: TrackingError, also when MLflow reports no error but has not stored it.
+        Raises: TrackingError, also when MLflow reports no error but did not store the trace.
         """
         trace = ""
         try:
             told = json.loads(Path(row["file"]).read_text())
         except (OSError, ValueError) as error:
-            say(f"  exchange {row['id']} has no trace in MLflow: {row['file']}: {error}")
+            say(
+                Message(
+                    "runs.no_trace",
+                    "  Exchange {exchange} gets no trace in MLflow, because {file} cannot be read: {reason}",
+                    exchange=row["id"],
+                    file=row["file"],
+                    reason=error,
+                )
+            )
         else:
             trace = self._trace(row, told)
         with self.ledger.begin() as tx:
@@ -383,7 +419,7 @@ class Tracking:
         experiment, (sent, got) = self._experiment(EXCHANGES), (told["input_tokens"], told["output_tokens"])
         counts = {"input_tokens": sent, "output_tokens": got, "total_tokens": sent + got}
         with mlflow_errors(f"tracing {told['label']}"):
-            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces go there, whatever the client's own address
+            mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces ignore the client's own address
             span = client.start_trace(
                 told["label"],
                 span_type="CHAT_MODEL",
@@ -410,7 +446,7 @@ class Tracking:
             self.client.log_batch(run, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
     def _log_once(self, run: str, values: dict[str, float], at: float, artifacts: dict[str, Any]) -> None:
-        """Log numbers under the moment they were measured, so that sending them again adds no second point."""
+        """Log numbers under the time of their measurement, so that logging them again adds no second point."""
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, int(at * 1000), 0) for key, value in values.items()]
@@ -425,7 +461,7 @@ class Tracking:
 
 
 def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
-    """The tag with the sources of an average; empty for a segment that was trained."""
+    """The tag with the sources of an average; empty for a trained segment."""
     from factory.ledger.status import describe_average
 
     averaged = (result or {}).get("averaged")
@@ -433,11 +469,11 @@ def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
 
 
 def _params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``flatten``, under names that MLflow takes."""
+    """``tree``, flattened, with names that MLflow accepts."""
     return {metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten(tree).items()}
 
 
 def short(reasons: list[str], limit: int = 500) -> str:
-    """Reasons as one tag's worth of text."""
+    """Reasons as text that fits into one tag."""
     text = "; ".join(reasons)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,7 +1,7 @@
-"""The MLflow store of a workspace: how it comes to be, how it is reached, what its failures are called.
+"""The MLflow store of a workspace: making it, opening it, and its errors.
 
-A store on SQLite is built aside, set to WAL and renamed into place under a lock: several processes that initialise one
-at the same time crash, and one killed half way through the migrations would leave a store that nothing can open.
+A store on SQLite is made in another file, set to WAL and then renamed, under a lock. Otherwise several processes that make the store at the same time
+would crash, and a process killed during the migrations would leave a store that nothing can open.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
 Seen = tuple[int, object]  # the inode of a store's file, and the version of its schema
-_engines: dict[str, tuple[Seen, list[sa.Engine]]] = {}  # by address: the file as it was seen, and its engines
+_engines: dict[
+    str, tuple[Seen, list[sa.Engine]]
+] = {}  # by address: inode and schema at the last opening, and the engines
 GC_SECONDS = 600.0
-# Read once, when mlflow is imported: no usage reports, no model-registry chatter, no git executable needed.
+# MLflow reads these once, when it is imported: no usage reports, no progress lines, no git executable needed.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "DO_NOT_TRACK": "true",
@@ -39,15 +41,15 @@ ENVIRONMENT = {
     "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
     "GIT_PYTHON_REFRESH": "quiet",
-    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # a trace is stored when the call returns, or sent again later
-    # A server runs no jobs, which nothing here asks for: its runner and the consumers are processes that import all of MLflow.
+    "MLFLOW_ENABLE_ASYNC_TRACE_LOGGING": "false",  # so a trace is stored when the call returns
+    # The server must not start processes for jobs. The factory uses no jobs, and each process imports all of MLflow.
     "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
 }
 
 
 @contextmanager
 def mlflow_errors(doing: str) -> Iterator[None]:
-    """Whatever MLflow or its database raises becomes a TrackingError that says what was being done."""
+    """Turn any error of MLflow or its database into a TrackingError. ``doing``: the work in the block, such as 'logging metrics'."""
     from mlflow.exceptions import MlflowException
 
     began = time.monotonic()
@@ -56,19 +58,21 @@ def mlflow_errors(doing: str) -> Iterator[None]:
     except (MlflowException, sa.exc.SQLAlchemyError, sqlite3.Error, OSError) as error:
         note_failure(error, time.monotonic() - began)
         why = str(error).splitlines()[0] if str(error) else repr(error)
-        raise TrackingError(f"MLflow: {doing} failed: {why}{advice(error)}") from error
+        raise TrackingError(
+            "store.failed", "MLflow: {doing} failed: {reason}{advice}", doing=doing, reason=why, advice=advice(error)
+        ) from error
 
 
 def open_client(workspace: Workspace) -> MlflowClient:
-    """A client of the workspace's store, which is made when it is not there; quiet, and without any usage report.
+    """A client of the workspace's store, which is made if it is missing. MLflow then prints nothing and sends no usage reports.
 
-    Raises: TrackingError when the store cannot be reached or has the schema of another MLflow.
+    Raises: TrackingError when the store cannot be reached or has the schema of another MLflow version.
     """
     os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
     refuse_resting(workspace.mlflow_uri)
     from mlflow.tracking import MlflowClient
 
-    # MLflow logs a traceback for every refused write and then raises it as well; once is enough.
+    # MLflow logs a traceback for every refused write and also raises the error. The error is enough.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = workspace.mlflow_uri
     _read_migrations_once()
@@ -85,9 +89,9 @@ def open_client(workspace: Workspace) -> MlflowClient:
 
 
 def _read_migrations_once() -> None:
-    """Cache the name of the newest migration. MLflow imports all seventy to find it, for each store that it opens.
+    """Cache the name of the newest migration. To find it, MLflow imports all seventy migrations each time it opens a store.
 
-    The function is private to MLflow: a version without it is slower, and works.
+    The function is private to MLflow. A version without it works, but is slower.
     """
     from mlflow.store.db import utils
 
@@ -97,7 +101,7 @@ def _read_migrations_once() -> None:
 
 
 def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
-    """MLflow keeps whole addresses of artifacts: of a workspace that was moved, copied or restored elsewhere they are written anew."""
+    """Correct the addresses of artifacts if the workspace was moved, copied or restored elsewhere, because MLflow stores absolute ones."""
     made = connection.execute("SELECT artifact_location FROM experiments WHERE experiment_id = 0").fetchone()
     old, new = (made[0] if made else "").removesuffix("/0"), artifacts.as_uri()
     if not old.startswith("file:") or old == new:
@@ -113,7 +117,7 @@ def _relocate(connection: sqlite3.Connection, artifacts: Path) -> None:
 
 
 def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
-    """Find out within ``patience`` seconds that another process holds an SQLite store's write lock; MLflow itself waits 20.
+    """Check that an SQLite store can be written. MLflow itself waits 20 seconds for another process's lock; this waits ``patience`` seconds.
 
     Raises: TrackingError.
     """
@@ -125,36 +129,39 @@ def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
 
 
 def flush(workspace: Workspace) -> None:
-    """Return once all that the workspace's SQLite store was given is on disk: before the ledger says that MLflow has it.
+    """Flush the workspace's SQLite store to disk. Call this before the ledger records that MLflow has something.
 
-    A server does that by itself. Raises: TrackingError.
+    A server flushes by itself. Raises: TrackingError.
     """
     path = _sqlite_path(workspace.mlflow_uri)
     if path is None:
         return
-    files, log = [path, path.parent], path.with_name(f"{path.name}-wal")  # there is none without a connection
+    files, log = (
+        [path, path.parent],
+        path.with_name(f"{path.name}-wal"),
+    )  # the log exists only while a connection is open
     with mlflow_errors(f"flushing {path}"):
         logged = log.exists()
         if logged and sync_elsewhere([*files, log]):
             return
         if (logged and log.exists()) or not sync_elsewhere(
             files
-        ):  # a log that went left all that it held in the database
+        ):  # a log that is gone was first written into the database
             raise OSError(f"{path} could not be written to the disk")
 
 
 def sync_elsewhere(files: Sequence[Path]) -> bool:
-    """Flush files and folders; did that work?
+    """Flush files and folders in another process; returns whether that worked.
 
-    Another process does it: a process that closes any handle of a file loses all its locks of that file (fcntl(2), "Advisory record locking"),
-    SQLite's among them. Whoever then closes the database as the last one, as it seems, removes the log to which this process goes on
-    writing, and the database is malformed (sqlite.org/howtocorrupt.html §2.2).
+    This process must not open and close the files itself: closing any handle of a file drops all locks of the process on it (fcntl(2), "Advisory
+    record locking"), also SQLite's. Another process could then remove the log to which this process still writes, and the database would be
+    malformed (sqlite.org/howtocorrupt.html §2.2).
     """
     return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
 def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
-    """Remove deleted runs from an SQLite store for good, by MLflow's own command; a server does that by itself. Raises: TrackingError."""
+    """Remove deleted runs from an SQLite store for good, by MLflow's own command. A server does this by itself. Raises: TrackingError."""
     uri = workspace.mlflow_uri
     if _sqlite_path(uri) is None or not runs:
         return
@@ -165,9 +172,12 @@ def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
             text=True, timeout=GC_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        raise TrackingError(f"MLflow: removing runs took longer than {GC_SECONDS:.0f} s") from None
+        raise TrackingError(
+            "store.slow_removal", "MLflow did not remove runs within {seconds:.0f} s", seconds=GC_SECONDS
+        ) from None
     if done.returncode:
-        raise TrackingError(f"MLflow: removing runs failed: {(done.stderr.strip().splitlines() or ['no message'])[-1]}")
+        last_line = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise TrackingError("store.not_removed", "MLflow could not remove runs: {reason}", reason=last_line)
 
 
 def ui_command(
@@ -177,9 +187,10 @@ def ui_command(
     login: dict[str, str] | None = None,
     names: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The command that opens the MLflow UI on this workspace, and the environment to add to one's own.
+    """The command that serves the MLflow UI of this workspace, and the environment variables to add.
 
-    ``login``: of ``factory.show.mlflow.login``. ``names``: by which people reach it, as ``factory.show.mlflow.names`` reads them. Raises: InputError.
+    ``login``: variables from ``factory.show.mlflow.login``. ``names``: the names by which people reach the UI, as ``factory.show.mlflow.names``
+    parses them. Raises: InputError.
     """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]
     command += ["--backend-store-uri", workspace.mlflow_uri]
@@ -198,15 +209,15 @@ def _connect(path: Path, patience: float) -> sqlite3.Connection:
 
 
 def _create_store(path: Path, artifacts: Path) -> None:
-    """Make MLflow's tables in a file aside and rename it into place; a store that is there is left alone."""
+    """Make MLflow's tables in another file and rename it. An existing store is not changed."""
     if path.exists():
         return
     from mlflow.store.db.utils import _initialize_tables
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
 
-    aside = path.with_name(f".{path.name}.new")  # one at a time: the caller holds the lock
+    aside = path.with_name(f".{path.name}.new")  # one process at a time, because the caller holds the lock
     for ending in ("", "-wal", "-shm", "-journal"):
-        aside.with_name(aside.name + ending).unlink(missing_ok=True)  # of a process that was killed here
+        aside.with_name(aside.name + ending).unlink(missing_ok=True)  # left by a process that was killed here
     artifacts.mkdir(parents=True, exist_ok=True)
     engine = sa.create_engine(f"sqlite:///{aside}")
     sa.event.listen(engine, "connect", _never_flush)
@@ -217,12 +228,12 @@ def _create_store(path: Path, artifacts: Path) -> None:
     ).engine.dispose()  # the default experiment: its commit flushes the file
     with closing(_connect(aside, PATIENCE)) as connection:
         connection.execute("PRAGMA journal_mode=WAL")
-    os.replace(aside, path)  # its name is flushed with what the ledger says that it holds ('flush')
+    os.replace(aside, path)  # 'flush' later flushes the new name too
 
 
 def _flush_less(uri: str, artifacts: Path, seen: Seen) -> None:
-    """Let SQLite flush at checkpoints and not at each commit: in WAL the store stays whole, and the ledger can fill in what a
-    power cut takes. MLflow has no setting for it, but one engine for each address, which its clients share."""
+    """Let SQLite flush at checkpoints instead of at each commit. In WAL mode the store stays undamaged, and the factory sends again everything
+    that a power cut loses. MLflow has no setting for this, but its clients share one engine for each address, which is changed here."""
     from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry
     from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore as Tracking
 
@@ -230,12 +241,12 @@ def _flush_less(uri: str, artifacts: Path, seen: Seen) -> None:
     if known == seen:
         return
     for engine in engines:
-        engine.dispose()  # connections to a file that another one took the place of; a new store would ask through them
+        engine.dispose()  # closes connections to a file that was replaced
     engines = [Tracking(uri, artifacts.as_uri()).engine, Registry(uri).engine]
     for engine in engines:
         if not sa.event.contains(engine, "connect", _flush_at_checkpoints):
             sa.event.listen(engine, "connect", _flush_at_checkpoints)
-            engine.dispose()  # the connections from before
+            engine.dispose()  # closes connections made before the change
     _engines[uri] = seen, engines
 
 

@@ -1,4 +1,4 @@
-"""What a person reads on a version's page in MLflow: the verdict, the three numbers that decide, what to click, one reason a line. Markdown."""
+"""The description on a version's page in MLflow, as Markdown: the verdict, three deciding numbers, links, and one line per reason."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from urllib.parse import quote
 
 from factory.evals.statistics import interval_of
 from factory.ledger.rows import CandidateRow, SegmentRow, VerdictRow
+from kernels.contract.message import Message
 
 NOT_MEASURED = "not measured"
-LONGEST = 4900  # characters; MLflow takes 5,000
+LONGEST = 4900  # characters; MLflow accepts 5,000
 PICTURES = "comparison"  # the folder among the artifacts
-MODE = "workflowType=machine_learning"  # MLflow's pages for training; without it those for agents, with other names
+MODE = "workflowType=machine_learning"  # opens MLflow's pages for training; the default pages are for agents
 
 
 @dataclass(frozen=True)
 class Place:
-    """A run in MLflow, as its pages are addressed."""
+    """A run in MLflow, and the addresses of its pages."""
 
     run: str
     experiment: str
@@ -28,41 +29,52 @@ class Place:
         return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{MODE}"
 
     def model_page(self, other: Place) -> str:
-        """Both runs, side by side."""
+        """The address of the page that compares this run with another."""
         runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
         return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{MODE}"
 
 
 @dataclass(frozen=True)
 class Places:
+    """Runs, files and facts that the page of a version links to or names."""
+
     candidate: Place
     training: Place | None = None
-    champion: Place | None = None  # what it was compared with
+    champion: Place | None = None  # the champion that the candidate was compared with
     release: int | None = None
     bundle: str | None = None  # its folder
     pictures: Mapping[str, str] = field(default_factory=dict)  # their titles by name
-    overridden: str | None = None  # who released it though it was held, and why
+    overridden: str | None = None  # the person who released it although the gate held it, and the reason
 
 
 def page(
     candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: Places
 ) -> str:
-    """The description of a version. It opens in plain words: a list of versions shows its first ones, as they are."""
-    over = f"over {verdict.against.replace(':', ' ')}" if verdict.against else "by absolute floors (no champion yet)"
+    """The description of a version. Its first line has no markup, because a list of versions shows that line as it is."""
+    floors = Message("version_page.floors", "by absolute floors (there is no champion yet)")
+    over = f"over {verdict.against.replace(':', ' ')}" if verdict.against else floors
     released = f", release {places.release}" if places.release else ""
     share = evidence.get("releasable")
+    deciding = {
+        "gain in bits per byte": _words(evidence.get("target")),
+        "worst guard": _worst(evidence.get("guards")),
+        "releasable tokens": f"{share:.1%}" if isinstance(share, int | float) else NOT_MEASURED,
+    }
+    override = Message(
+        "version_page.overridden",
+        "**Released although the gate held it**, by {person}",
+        person=_plain(places.overridden or ""),
+    )
     lines = [
         f"{verdict.outcome.upper()}: candidate {candidate.id} {over}{released}",
         "",
         "| what decides | |",
         "|:---|:---|",
-        f"| gain of the target, bits per byte &emsp; | {_words(evidence.get('target'))} |",
-        f"| the guard that did worst &emsp; | {_worst(evidence.get('guards'))} |",
-        f"| tokens whose licence allows a release &emsp; | {f'{share:.1%}' if isinstance(share, int | float) else NOT_MEASURED} |",
+        *(f"| {name} &emsp; | {value} |" for name, value in deciding.items()),
         "",
         " · ".join(_links(segment, verdict, places)),
         "",
-        *([f"**Released though it was held**, by {_plain(places.overridden)}", ""] if places.overridden else []),
+        *([override, ""] if places.overridden else []),
         *_to_do(verdict, places),
         "Why:",
         "",
@@ -98,8 +110,11 @@ def _to_do(verdict: VerdictRow, places: Places) -> list[str]:
     if verdict.outcome != "promote" or places.release:
         return []
     return [
-        "To answer, where it waits: set the tag `approval` below to `approved` or `rejected`; `approval_by` and `approval_reason` say who and "
-        "why; the answer stands in `approval_answer` within a minute.",
+        Message(
+            "version_page.how_to_decide",
+            "If this candidate waits for your decision, set the tag `approval` below to `approved` or `rejected`. You can add your name in "
+            "`approval_by` and a reason in `approval_reason`. The factory answers in `approval_answer` within a minute.",
+        ),
         "",
     ]
 
@@ -118,5 +133,5 @@ def _worst(guards: Any) -> str:
 
 
 def _plain(words: str) -> str:
-    """Names come from data: nothing in them is markup."""
+    """Text with all Markdown escaped, because names come from data."""
     return "".join(f"\\{letter}" if letter in "\\`*_[]<>|#!" else letter for letter in " ".join(words.split()))

@@ -1,1 +1,1 @@
-"""Reports for people: the page of a candidate, the page of a proposal, and provenance."""
+"""Reports for people: the pages of candidates, proposals and diagnoses, and provenance."""

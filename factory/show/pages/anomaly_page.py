@@ -1,4 +1,4 @@
-"""The page of a diagnosis, ``anomaly-N.html``: the loss around the window, each arm's curve, the documents' text, the cause, a model's words."""
+"""Writes the page of a diagnosis, ``anomaly-N.html``: loss curves of the window and of each arm, documents, the cause, an LLM's explanation."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def page_of(plant: Plant, detail: Mapping[str, Any]) -> Path:
 
 
 def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
-    """Write the page of a diagnosis, as ``newest_about`` has it; returns its path. A diagnosis from before December 2026 has no curves in the
-    ledger: a page that it left stays as it is."""
+    """Write the page of a diagnosis, as ``newest_about`` returns it; returns the path. A diagnosis from before December 2026 has no curves in the
+    ledger, so its existing page is kept."""
     path, lead = page_of(plant, detail), detail["lead"]
     if "drawn" not in detail and path.is_file():
         path.touch()

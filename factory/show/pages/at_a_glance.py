@@ -1,4 +1,4 @@
-"""What a release manager asks first of a candidate, on one screen: what is better, what is worse, how sure, what it was trained on, what to do."""
+"""The summary of a candidate for a release manager: what is better, what is worse, how sure this is, the training data, and what to do."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from factory.ledger.rows import ReleaseRow, VerdictRow
 from factory.show.pages.provenance import made_of
 from factory.show.pages.release_facts import BETTER, TARGET, WORSE, interval
 from factory.show.pages.release_pictures import AgainstChampion, mapping
+from kernels.contract.message import Message
 
-MOST = 6  # shares that are named
+MOST = 6  # at most this many shares are named
 
 
 def at_a_glance(
     ledger: Ledger, found: AgainstChampion, verdict: VerdictRow | None, release: ReleaseRow | None
 ) -> dict[str, str]:
-    """Question → answer."""
+    """The summary, as ``{question: answer}``."""
     return _compared(found) | {
         "Trained on": _trained_on(ledger, found.candidate.segment),
         "What to do": _to_do(found.candidate.id, verdict, release),
@@ -32,7 +33,12 @@ def _compared(found: AgainstChampion) -> dict[str, str]:
         _change(found, name) for name, gain in gains.items() if gain and wanted(gain["shows"])
     )
     if not any(gains.values()):
-        return {"Compared": "with nothing: there was no champion, or it was not measured on the same documents"}
+        return {
+            "Compared": Message(
+                "at_a_glance.not_compared",
+                "with nothing, because there was no champion, or the champion was not measured on the same documents",
+            )
+        }
     unclear = named(lambda shows: shows not in (BETTER, WORSE))
     return {
         "Better": named(lambda shows: shows == BETTER) or "nothing was shown to be",
@@ -53,9 +59,17 @@ def _change(found: AgainstChampion, name: str) -> str:
 def _how_sure(stored: Any) -> str:
     gain = interval(dict(stored))
     if not gain:
-        return "the target was not measured"
-    words = f"the gain over all is {gain['gain']:+.3f}, 95 % between {gain['low']:+.3f} and {gain['high']:+.3f}"
-    return f"{words}, from {number(stored.get('clusters'))} sources that say as much as {number(stored.get('effective'), 0)} of one size"
+        return Message("at_a_glance.not_measured", "The target was not measured.")
+    return Message(
+        "at_a_glance.gain",
+        "The total gain is {gain:+.3f} (95 % interval: {low:+.3f} to {high:+.3f}). It was measured on {sources} sources, which have the weight of "
+        "{effective} equally large ones.",
+        gain=gain["gain"],
+        low=gain["low"],
+        high=gain["high"],
+        sources=number(stored.get("clusters")),
+        effective=number(stored.get("effective"), 0),
+    )
 
 
 def _trained_on(ledger: Ledger, segment: int) -> str:
@@ -66,14 +80,20 @@ def _trained_on(ledger: Ledger, segment: int) -> str:
             domains[name] = domains.get(name, 0) + mapping(counted).get("supervised_tokens", 0)
     licences = {name or NONE: count for name, count in made["licences"].items()}
     tokens, steps = sum(shard["tokens"] for shard in made["shards"]), made["segments"][-1]["last_step"]
-    shards = f"{number(len(made['shards']))} token shard{'s' if len(made['shards']) != 1 else ''} with {number(tokens)} tokens"
+    drawn = Message(
+        "at_a_glance.trained_on",
+        "{steps} steps on {shards:,|token shard|token shards} with {tokens} tokens",
+        steps=number(steps),
+        shards=len(made["shards"]),
+        tokens=number(tokens),
+    )
     shares = [
         f"by {name}: {found}" for name, found in (("domain", _shares(domains)), ("licence", _shares(licences))) if found
     ]
     whole = max(1, sum(licences.values()))
     synthetic = [f"{one['maker']} {_share(one['supervised_tokens'] / whole)}" for one in made["synthetic"][:MOST]]
     shares += [f"written by models: {', '.join(synthetic)}"] if synthetic else []
-    return "; ".join([f"drawn in {number(steps)} steps from {shards}", *shares])
+    return "; ".join([drawn, *shares])
 
 
 def _shares(tokens: dict[str, float]) -> str:
@@ -89,15 +109,22 @@ def _share(value: Any) -> str:
 
 def _to_do(candidate: int, verdict: VerdictRow | None, release: ReleaseRow | None) -> str:
     if release:
-        n = release.number
-        words = f"'factory release --bundle {n}' hands it on; 'factory provenance --release {n}' names its data; "
-        return words + f"'factory releases rollback {n}' makes it champion again, where another one is"
+        return Message(
+            "at_a_glance.released",
+            "To pass the release on: 'factory release --bundle {release}'. To see its data: 'factory provenance --release {release}'. "
+            "To make the release champion again: 'factory releases rollback {release}'.",
+            release=release.number,
+        )
     if verdict is None:
-        return f"'factory evaluate {candidate}' judges it"
+        return Message(
+            "at_a_glance.judge", "To judge the candidate: 'factory evaluate {candidate}'", candidate=candidate
+        )
     if verdict.outcome == "promote":
-        return (
-            f"where it waits for a person: 'factory releases approve {candidate}' or 'reject {candidate} --why …'; in MLflow the tag approval on "
-            "its version of factory-lm"
+        return Message(
+            "at_a_glance.decide",
+            "If the candidate waits for your decision: 'factory releases approve {candidate}' or 'factory releases reject {candidate} --why …'. "
+            "Or in MLflow, set the tag approval on the candidate's version of factory-lm.",
+            candidate=candidate,
         )
     todo = [reason for reason in verdict.reasons if reason.startswith((TO_DO, OR))]
-    return "nothing is released. " + (" ".join(todo) or "The reasons are below.")
+    return "Nothing is released. " + (" ".join(todo) or "The reasons are below.")

@@ -1,4 +1,4 @@
-"""Pictures of a report as inline SVG: bars, intervals, curves. Names are escaped here; templates mark the result as safe."""
+"""Draws bars, intervals and curves as inline SVG. This module escapes names, so templates may mark the result as safe."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from agents.core.pages import number, text
 
 Points = Sequence[tuple[float, float]]
-BINS = 240  # points of a curve
+BINS = 240  # a curve has at most this many points
 LARGEST = 1e100
 WIDTH, LEGEND = 800, 28  # pixels
 
 
 def _legend(colours: Mapping[str, str], left: float) -> str:
-    """``{name: CSS variable}``, in the ``LEGEND`` pixels above a drawing."""
+    """A legend in the ``LEGEND`` pixels above a drawing. ``colours``: ``{name: CSS variable}``."""
     out, x = [], left
     for name, colour in colours.items():
         out.append(f'<rect x="{x:.0f}" y="2" width="11" height="11" rx="3" fill="var(--{colour})"/>')
@@ -35,9 +35,9 @@ def bars(
     series: Sequence[str],
     between: Mapping[tuple[str, str], tuple[float, float]] | None = None,
 ) -> str:
-    """Horizontal bars from zero, a group a row: ``{"code": {"candidate": 2.1, "byte trigram": 2.9}}``; absent ones are left out.
+    """Horizontal bars from zero, one row for each group: ``{"code": {"candidate": 2.1, "byte trigram": 2.9}}``. Missing values are left out.
 
-    between: (low, high) of those bars that have an interval, by group and series.
+    ``between``: by (group, series), the interval (low, high) of a bar that has one.
     """
     values = [v for group in groups.values() for v in group.values() if v is not None and _finite(v)]
     if not values or max(values) <= 0:
@@ -74,7 +74,7 @@ def bars(
 
 
 def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
-    """Point and interval a row, ``{name: (value, low, high)}``, around a zero line: right of it is better."""
+    """A point with its interval in each row, ``{name: (value, low, high)}``, and a zero line. Values right of zero are better."""
     rows = {name: row for name, row in rows.items() if all(_finite(v) for v in row)}
     if not rows:
         return ""
@@ -98,7 +98,7 @@ def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
 
 
 def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()) -> str:
-    """Lines over steps, each averaged into at most ``BINS`` points; ``marks`` are named steps (a branch, a new generation)."""
+    """Lines over steps, each averaged into at most ``BINS`` points. ``marks``: steps with a name, such as a branch or a new generation."""
     made = {name: _binned([p for p in points if _finite(p[0]) and _finite(p[1])]) for name, points in lines.items()}
     made = {name: points for name, points in made.items() if len(points) > 1}
     if not made:
@@ -129,12 +129,12 @@ def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = 
 
 
 def _finite(value: object) -> bool:
-    """Can it be drawn? Beyond ``LARGEST`` the distance between two values may be infinite."""
+    """Whether a value can be drawn. Beyond ``LARGEST``, the distance between two values may be infinite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= LARGEST
 
 
 def _binned(points: Points) -> list[tuple[float, float]]:
-    """Neighbours averaged so that at most ``BINS`` points are left."""
+    """The points, with neighbours averaged so that at most ``BINS`` are left."""
     size = max(1, math.ceil(len(points) / BINS))
     chunks = [points[i : i + size] for i in range(0, len(points), size)]
     return [(sum(p[0] for p in chunk) / len(chunk), sum(p[1] for p in chunk) / len(chunk)) for chunk in chunks]

@@ -1,4 +1,4 @@
-"""What a person reads of a proposal, ``proposal-N.html`` (from ``proposal.html.jinja``), and for programs ``proposal-N.json``."""
+"""Writes the report of a proposal: ``proposal-N.html`` for people (from ``proposal.html.jinja``) and ``proposal-N.json`` for programs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from factory.ledger.rows import ProposalRow
 from kernels.contract.files import write_atomically
 
 TEMPLATE = Path(__file__).with_name("proposal.html.jinja")
-NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # of a stage: they have columns of their own
+NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # entries of a stage that have their own columns
 
 
 def write(plant: Plant, number: int) -> Path:
-    """Write both files of a proposal that was judged, and note the HTML one; returns its path."""
+    """Write both files of a judged proposal, and record the HTML file in the ledger. Returns the path of the HTML file."""
     row = ProposalRow.get(plant.ledger, number)
     code, reports = plant.workspace.repository, plant.workspace.reports
     facts = row.only("number agent target title hypothesis predicted_gain outcome reasons") | {
@@ -38,7 +38,7 @@ def write(plant: Plant, number: int) -> Path:
 
 
 def page(facts: Mapping[str, Any]) -> str:
-    """The HTML page of what ``proposal-N.json`` holds."""
+    """The HTML page. ``facts``: the content of ``proposal-N.json``."""
     predicted, evidence = facts["predicted_gain"], {"stages": {}} | facts["evidence"]
     return render(
         TEMPLATE,
@@ -57,7 +57,7 @@ def page(facts: Mapping[str, Any]) -> str:
 
 
 def _measurements(stage: Mapping[str, Any]) -> list[tuple[str, list[Any]]]:
-    """(name, values): one value, or two where the stage measured ``again``."""
+    """(name, values) of each measurement of a stage: one value, or two if the stage measured ``again``."""
     again = stage.get("again", {})
     names = [name for name in {**stage, **again} if name not in (*NOT_MEASUREMENTS, "again")]
     empty: tuple[Any, ...] = (None, "", [], {}, "–")

@@ -1,4 +1,4 @@
-"""Provenance, in both directions: what became of a document, step by step, and what a release was made of, down to documents and licences."""
+"""Provenance in both directions: the steps and releases that were trained on a document, and the documents and licences of a release."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from factory.training.planning import plan_of
 
 
 def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
-    """Every document with that id or key: its shard, fate and removal, what it matched, ``segments`` whose plan holds it, ``seen`` (each step
-    that was trained on it), ``releases`` that saw it, with ``times`` (epochs). Where its steps are not known, ``steps_unknown`` says why, and the
-    releases are those that could have.
+    """Every document with this id or key: its shard, fate, removal and match; ``segments`` whose data plan has it; ``seen``, each step that was
+    trained on it; ``releases`` that were trained on it, with ``times`` (epochs). If its steps are unknown, ``steps_unknown`` is the reason, and
+    ``releases`` are those that may have been trained on it.
 
-    Raises: InputError that names near ids when there is none.
+    Raises: InputError with near ids when no document has this id or key.
     """
     keys = keys_of(ledger, name)
     found = ledger.rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
@@ -77,12 +77,12 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
 
 
 def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
-    """What a release was made of: verdict, segments with run, recipe, code and data plan, token shards with documents and supervised tokens by
-    licence, shards, document counts by domain, supervised tokens by licence ('' where documents name none), synthetic ones by their maker;
-    ``licence_conflicts``: how many documents came under other licences too, which no person settled; ``wrote``: how many training documents it
-    wrote itself, and the releases that may have been trained on them; ``marks``: what of it was quarantined or removed since.
+    """What a release was made of: verdict; segments with run, recipe, code and data plan; token shards with documents and supervised tokens by
+    licence; shards; document counts by domain; supervised tokens by licence ('' without a licence); synthetic tokens by maker.
+    ``licence_conflicts``: documents that also came with other licences and that no person settled. ``wrote``: the number of training documents
+    that this release wrote, and the releases that may have been trained on them. ``marks``: its data that was quarantined or removed since.
 
-    Raises: InputError that lists the releases when there is no such one.
+    Raises: InputError with the list of releases when there is no release ``number``.
     """
     release = ReleaseRow.get(ledger, number)
     verdict = VerdictRow.get(ledger, release.verdict)
@@ -99,7 +99,7 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
 
 
 def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
-    """What a segment's model was made of: the segments of its lineage, token shards with their shards, supervised tokens by licence."""
+    """What a segment's model was made of: segments of its lineage, token shards with their shards, supervised tokens by licence."""
     runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
     steps = []
     used: dict[str, int] = {}
@@ -162,7 +162,7 @@ def documents_of_release(ledger: Ledger, number: int) -> Iterator[dict[str, Any]
 
 
 def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:
-    """By token shard."""
+    """By token shard, a row for each licence: documents, supervised tokens, removed documents."""
     sql = f"""SELECT token_shard, license, COUNT(*) AS documents, SUM(supervised_tokens) AS supervised_tokens,
         SUM(CASE WHEN fate = '{FATE}' THEN 1 ELSE 0 END) AS removed
         FROM documents WHERE token_shard IS NOT NULL GROUP BY token_shard, license ORDER BY token_shard, supervised_tokens DESC"""

@@ -1,4 +1,4 @@
-"""The releases and the candidates that wait, as JSON-ready data: the list, one of them, the difference of two. Read from the ledger."""
+"""Facts about releases and candidates from the ledger, as JSON-ready data: the list, one of them, or the difference of two."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ BETTER, WORSE, UNCLEAR = "better", "worse", "no difference shown"
 
 
 def find(ledger: Ledger, name: str) -> tuple[CandidateRow, ReleaseRow | None]:
-    """'2' is release 2, 'c3' candidate 3. Raises: InputError."""
+    """The candidate and the release of a name: '2' is release 2, 'c3' is candidate 3. Raises: InputError."""
     number = name.removeprefix("c")
     if not (number.isascii() and number.isdecimal() and len(number) < 10):
         raise InputError(
-            f"{name!r} is neither a release ('2') nor a candidate ('c3'); 'factory releases list' has both"
+            "release_facts.bad_name",
+            "{name!r} is neither a release, such as '2', nor a candidate, such as 'c3'. To see all of them: 'factory releases list'",
+            name=name,
         )
     if number != name:
         candidate = CandidateRow.get(ledger, int(number))
@@ -35,7 +37,7 @@ def find(ledger: Ledger, name: str) -> tuple[CandidateRow, ReleaseRow | None]:
 
 
 def listed(ledger: Ledger) -> list[Facts]:
-    """Every release, oldest first, then every candidate without one: ``state`` is the release's, or waits for approval, rejected, held …"""
+    """Every release, oldest first, then every other candidate. ``state``: the release's state, or 'waits for approval', 'rejected', 'held' …"""
     best = champion(ledger)
     waiting = {verdict.number for verdict in undecided(ledger)}
     released = {row.candidate: row for row in ReleaseRow.select(ledger)}
@@ -75,7 +77,7 @@ def _state(ledger: Ledger, verdict: VerdictRow | None, waits: bool) -> str:
 
 
 def shown(plant: Plant, name: str) -> Facts:
-    """One release or candidate: what is better, worse, how sure; what it was trained on; who approved; where its report and its model lie.
+    """Facts about one release or candidate: gains with their intervals, training data, approval, and the places of its report and its model.
 
     Raises: InputError.
     """
@@ -112,7 +114,7 @@ def shown(plant: Plant, name: str) -> Facts:
 
 
 def interval(stored: Any) -> Facts | None:
-    """A gain as the evidence has it, with its 95 % interval and what that shows; positive is better. None: it was not measured."""
+    """A gain of the evidence, with its 95 % interval and what the interval shows. A positive gain is better. None: not measured."""
     found = interval_of(stored)
     if found is None:
         return None
@@ -121,7 +123,7 @@ def interval(stored: Any) -> Facts | None:
 
 
 def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None) -> VerdictRow | None:
-    """Of a release the verdict that released it."""
+    """The verdict that led to the release, or the newest verdict on a candidate without a release."""
     if release:
         return VerdictRow.get(ledger, release.verdict)
     return VerdictRow.newest(ledger, "release", Subject("candidate", candidate.id))
@@ -129,7 +131,7 @@ def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None
 
 # -- the difference of two ----------------------------------------------------------------------------------------------
 def difference(plant: Plant, one: str, other: str) -> Facts:
-    """What ``other`` is against ``one``: numbers by domain with intervals, recipe keys, data, commits. Raises: InputError."""
+    """The difference from ``one`` to ``other``: gains by domain with intervals, recipe keys, data, commits. Raises: InputError."""
     (a, _), (b, _) = find(plant.ledger, one), find(plant.ledger, other)
     first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
     before, after = made_of(plant.ledger, first.id), made_of(plant.ledger, second.id)
@@ -155,7 +157,7 @@ def difference(plant: Plant, one: str, other: str) -> Facts:
 
 
 def _compared(ledger: Ledger, one: int, other: int) -> Facts:
-    """Item by item on the newest suite that both were measured on; without one, only what each measured, without an interval."""
+    """Compare item by item on the newest suite on which both were measured. Without such a suite: only the numbers, without intervals."""
     from factory.evals.evaluator import items_of  # which loads torch
 
     ours, theirs = (EvaluationRow.select(ledger, "WHERE candidate = :c ORDER BY id DESC", c=c) for c in (other, one))

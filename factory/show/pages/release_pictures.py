@@ -1,4 +1,4 @@
-"""The pictures of a candidate's report, which are also files among the artifacts of its run: champion against candidate."""
+"""Draws the pictures of a candidate's report, which compare it with the champion. They are also artifacts of its MLflow run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,25 @@ from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
 from factory.show.pages.pictures import bars, curves, intervals
+from kernels.contract.message import Message
 
 CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"
 GAIN, LEVELS, LOSS = "gain.svg", "bits_per_byte.svg", "loss.svg"
 TITLES = {
-    GAIN: "Gain over the champion, paired, with its 95 % interval: right of zero is better",
-    LEVELS: "Bits per byte on held-out documents, each with the interval of it alone: fewer is better",
-    LOSS: "Training loss over steps, nats a supervised token",
+    GAIN: Message(
+        "release_pictures.gain", "Paired gain over the champion with its 95 % interval; right of zero is better"
+    ),
+    LEVELS: Message(
+        "release_pictures.levels",
+        "Bits per byte on held-out documents, each with its own 95 % interval; fewer is better",
+    ),
+    LOSS: Message("release_pictures.loss", "Training loss over steps, in nats per supervised token"),
 }
 
 
 @dataclass(frozen=True)
 class AgainstChampion:
-    """A candidate's evaluation, and that of the champion on the same documents, where there was one."""
+    """A candidate's evaluation, and the champion's evaluation on the same documents, if there was a champion."""
 
     candidate: CandidateRow
     evaluation: EvaluationRow | None
@@ -58,14 +64,14 @@ class AgainstChampion:
 
 
 def files(ledger: Ledger, candidate_id: int) -> dict[str, str]:
-    """By name, those for which something was measured."""
+    """The pictures for which something was measured, as SVG by file name."""
     found = AgainstChampion.of(ledger, candidate_id)
     drawn = {GAIN: gains(found), LEVELS: bits_per_byte(ledger, found), LOSS: loss_beside(ledger, found)}
     return {name: picture(svg) for name, svg in drawn.items() if svg}
 
 
 def bits_per_byte(ledger: Ledger, found: AgainstChampion) -> str:
-    """With the interval of each by itself; that of the difference, which is paired, is narrower."""
+    """Bits per byte by domain. Each bar has its own interval; the interval of the paired difference is narrower."""
     groups: dict[str, dict[str, float | None]] = {}
     theirs = mapping(found.champion_summary.get("bpb"))
     for domain, value in sorted(mapping(found.summary.get("bpb")).items()):
@@ -80,7 +86,7 @@ def bits_per_byte(ledger: Ledger, found: AgainstChampion) -> str:
 
 
 def _levels(ledger: Ledger, row: EvaluationRow) -> dict[str, tuple[float, float]]:
-    """The 95 % interval of each domain's bits per byte: what is lost to a model that needs none."""
+    """The 95 % interval of each domain's bits per byte, computed as the gain of a model that needs zero bits."""
     columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
     chosen = sa.select(*columns).where(eval_items.c.evaluation == row.id, eval_items.c.task == "bpb")
     items = [EvalItem(**item) for item in ledger.rows(chosen)]
@@ -102,7 +108,7 @@ def loss_by_domain(lineage: list[SegmentRow]) -> str:
 
 
 def loss_beside(ledger: Ledger, found: AgainstChampion) -> str:
-    """The training loss of champion and candidate, each with the segments before it; where they are the same, the candidate's is on top."""
+    """The training loss of champion and candidate over all their segments. Where the lines coincide, the candidate's is on top."""
     mine = SegmentRow.lineage(ledger, found.candidate.segment)
     lines = {}
     if found.against:
@@ -124,7 +130,7 @@ def _losses(lineage: list[SegmentRow]) -> dict[str, list[tuple[float, float]]]:
 
 
 def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
-    """(step, losses by domain) of a metrics.jsonl, the last line of each step; lines that cannot be read are left out."""
+    """(step, losses by domain) of a metrics.jsonl, from the last line of each step. Unreadable lines are left out."""
     found: dict[float, dict[str, float]] = {}
     try:
         with open(path, encoding="utf-8", errors="replace") as file:

@@ -1,4 +1,4 @@
-"""The page of a candidate or release: one self-contained file (``release.html.jinja``), every number read from the ledger."""
+"""Writes the page of a candidate or release: one self-contained file (``release.html.jinja``) with numbers from the ledger only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEMPLATE = Path(__file__).with_name("release.html.jinja")
 
 
 def write_report(plant: Plant, candidate_id: int) -> Path:
-    """Write ``reports/candidate-N.html``, and note it with its release; returns the path."""
+    """Write ``reports/candidate-N.html``, and record it at the candidate's release. Returns the path."""
     path = page_of(plant, candidate_id)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, release_report(plant.ledger, candidate_id))
@@ -39,7 +39,7 @@ def page_of(plant: Plant, candidate_id: int) -> Path:
 
 
 def release_report(ledger: Ledger, candidate_id: int) -> str:
-    """The page: verdict, measurements, samples, data, lineage. What was not measured is left out or shown as ``–``."""
+    """The page, with verdict, measurements, samples, data and lineage. A missing measurement is left out or shown as ``–``."""
     candidate = CandidateRow.get(ledger, candidate_id)
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
@@ -56,10 +56,10 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
         verdict=verdict,
         head={
             "Candidate": candidate_id,
-            "Compared with": against.replace(":", " ") if against else "absolute floors (no champion yet)",
+            "Compared with": against.replace(":", " ") if against else "the absolute floors",
             "Judged": _date(verdict.created_at) if verdict else "not yet",
             "Approved by": (release and release.approved_by) or "–",
-            **({"Released though it was held, by": f"{over['by']}: {over['why']}"} if over else {}),
+            **({"Overridden by": f"{over['by']}: {over['why']}"} if over else {}),
             "Export": candidate.export_sha256[:16],
         },
         bits_per_byte=bits_per_byte(ledger, compared),

@@ -1,7 +1,7 @@
-"""Delivers messages: every receiver in the order of the events, each at least once, from a position of its own.
+"""Delivers notifications to each receiver, in the order of the events, each at least once.
 
-The position in ``notified.json`` is moved after a delivery: killed in between, the message is delivered again. A receiver that fails keeps its
-position and is asked again after a while; another one is not held up by it.
+Each receiver has its own position in ``notified.json``, which is moved after a delivery. If the process is killed between the two, the notification
+is delivered again. A receiver that fails keeps its position and is tried again after a while; the other receivers do not wait for it.
 """
 
 from __future__ import annotations
@@ -18,24 +18,23 @@ from factory.show.telling.messages import message_of
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.status.notified import FILE, read_positions
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 EVENTS_AT_ONCE = 200
 
 
 class Notifier:
-    """For one process: ``look`` every few seconds. Waits after failures are kept in memory."""
+    """Delivers new events; call ``look`` every few seconds. The waits after failures are kept in memory only."""
 
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         self._backoff: Backoff | None = None
-        self._looked_at: dict[
-            str, int
-        ] = {}  # by receiver, the newest event behind its position that is nothing to tell it
+        self._looked_at: dict[str, int] = {}  # by receiver, the newest event that it need not be told
 
     def look(self) -> None:
-        """Deliver what is new. A receiver that is new itself is told what happens from now on.
+        """Deliver all new events. A new receiver gets only events from now on.
 
-        Raises: ConfigError, and what a fault of the machine makes of it.
+        Raises: ConfigError; the errors of a fault of the machine.
         """
         policy = NotificationPolicy.load(self.workspace.policy("notifications.yaml"))
         wanted = receivers(policy, self.workspace.root)
@@ -71,21 +70,30 @@ class Notifier:
                     positions[name] |= {"failing": str(error), "failures": rest.failures}
                     self._write(positions)
                     if news:
-                        again = f"it gets event {event['id']} again in {span(rest.seconds)}, and nothing is lost"
-                        self.progress.line(f"  notifying by {name} failed: {error} ({again})")
+                        failed = Message(
+                            "telling.failed",
+                            "  A notification to {receiver} failed: {reason}. The factory sends event {event} again in {wait}.",
+                            receiver=name,
+                            reason=error,
+                            event=event["id"],
+                            wait=span(rest.seconds),
+                        )
+                        self.progress.line(failed)
                     return
                 positions[name] = {"event": event["id"], "at": event["at"]}
                 self._write(positions)
                 since = self._looked_at[name] = event["id"]
                 if self._backoff.succeeded(name):
-                    self.progress.line(f"  notifying by {name} works again")
+                    self.progress.line(
+                        Message("telling.works_again", "  Notifications to {receiver} work again.", receiver=name)
+                    )
 
     def _newest(self) -> dict[str, Any]:
         rows = self.ledger.read("SELECT id, at FROM events ORDER BY id DESC LIMIT 1")
         return {"event": rows[0]["id"], "at": rows[0]["at"]} if rows else {"event": 0, "at": 0.0}
 
     def _since(self, position: dict[str, Any]) -> int:
-        """The newest event that was delivered. In a ledger that was restored the numbers may be others: then by time."""
+        """The number of the newest delivered event. In a restored ledger the numbers may differ, so the event is then found by its time."""
         known = self.ledger.read("SELECT at FROM events WHERE id = :id", id=position["event"])
         if position["event"] == 0 or (known and known[0]["at"] == position["at"]):
             return int(position["event"])
@@ -101,6 +109,8 @@ def _positions(workspace: Workspace) -> dict[str, Any]:
     if found is None:
         path = workspace.root / FILE
         raise ConfigError(
-            f"{path} cannot be read: remove it, and whoever is notified is told what happens from then on"
+            "telling.unread_positions",
+            "{file} cannot be read. Remove the file; receivers then get only events from that moment on.",
+            file=path,
         )
     return found

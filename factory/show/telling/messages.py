@@ -1,4 +1,4 @@
-"""An event of the ledger as a message for people outside; most events are none."""
+"""Turns an event of the ledger into a notification for people outside. Most events are not told."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.release.approvals import how_to_answer, waits
 from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
+from kernels.contract.message import Message
 
-LONGEST = 4000  # characters of a text
+Said = tuple[tuple[str, ...], str, str]  # (kinds, title, text)
+LONGEST = 4000  # characters of a notification's text
 
 
 @dataclass(frozen=True)
-class Message:
-    """``id`` is the event's number: a message that comes twice has the same one."""
+class Notification:
+    """What a receiver gets. ``id``: the event's number; a notification that is sent twice has the same one."""
 
     id: int
     at: str
@@ -39,22 +41,22 @@ class Message:
         return {"workspace": workspace.root.name} | asdict(self)
 
 
-def message_of(plant: Plant, event: dict[str, Any]) -> Message | None:
-    """``event``: a row of the table. None: it is nothing to tell. Raises: ConfigError."""
+def message_of(plant: Plant, event: dict[str, Any]) -> Notification | None:
+    """The notification of an event, a row of the ledger's table; None: the event is not told. Raises: ConfigError."""
     detail = event["detail"] if isinstance(event["detail"], dict) else {}
+    said: Said | None
     try:
         said = _said(plant, event["kind"], event["subject"], detail)
-    except (
-        InputError,
-        ValueError,
-        TypeError,
-        LookupError,
-    ) as error:  # what it is about is not there, or of another form
-        said = ("failure",), f"{event['kind']} about {event['subject']}", f"this event cannot be read: {error}"
+    except (InputError, ValueError, TypeError, LookupError) as error:  # its subject is missing or has another form
+        said = (
+            ("failure",),
+            Message("telling.unknown", "{event}: {subject}", event=event["kind"], subject=event["subject"]),
+            Message("telling.unread_event", "The factory cannot read this event: {reason}", reason=error),
+        )
     if said is None:
         return None
     kinds, title, text = said
-    return Message(
+    return Notification(
         event["id"],
         iso(event["at"]),
         event["kind"],
@@ -66,71 +68,135 @@ def message_of(plant: Plant, event: dict[str, Any]) -> Message | None:
     )
 
 
-def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> tuple[tuple[str, ...], str, str] | None:
-    """(kinds, title, text)"""
+def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> Said | None:
+    """Kinds, title and text of the notification of an event."""
     name = subject.replace(":", " ")
-    why = str(detail.get("why") or detail.get("error") or "")
     if kind == "judged":
         return _verdict(plant, name, detail)
     if kind == "segment_done":
         return _anomalies(plant.ledger, name, subject)
     if kind in (FAILED, STUMBLED):
-        row = SegmentRow.get(plant.ledger, Subject.parse(subject).number)
-        parked = kind == FAILED and row.state == "failed"
-        text = f"{why_parked(plant.ledger, row)}. {ways_on(row)}" if parked else ""
-        title = f"{name} is parked" if parked else f"{name}: its trainer {detail.get('said') or 'died'}"
-        return ("failure",), title, text or f"try {detail.get('tries')}; it is tried again"
-    what = str(detail.get("what", "the daemon"))
-    simple: dict[str, tuple[str, str, str]] = {
-        "promoted": ("release", f"{name}: candidate {detail.get('candidate')} is champion", ""),
-        "rolled_back": ("release", f"{name} is champion again", f"release {detail.get('from')} was taken back"),
-        "withdrawn": ("release", f"{name} is withdrawn", why),
-        REJECTED: ("release", f"{name} was rejected by {detail.get('by')}", why),
-        OVERRIDDEN: ("release", f"{name} is released though it was held, by {detail.get('by')}", why),
-        "proposal_approved": ("verdict", f"{name} is merged", f"approved by {detail.get('by')}"),
-        REFUSED: ("approval", f"{detail.get('word')!r} for {name} was refused", why),
-        DIAGNOSED: ("anomaly", f"{name}: {' or '.join(map(str, detail.get('causes') or []))}", why),
-        DEV_ALONE: ("anomaly", f"{name}: better on the dev half alone", why),
-        ASKED: ("anomaly", f"{name} waits for a person", "factory anomalies list"),
-        REWOUND: ("anomaly", f"{name} is rewound", why),
-        ACTION_FAILED: ("failure", f"{what} failed", why),
-        PASS_FAILED: ("failure", "the daemon waits", why),
-        WORKS_AGAIN: ("failure", f"{what} works again", ""),
-        DISK_LOW: ("failure", "the disk is below its floor: training waits", ""),
-        DISK_WELL: ("failure", "the disk is above its floor again", ""),
-        "serving_failed": ("failure", f"serving {name} failed", why),
-        "not_certified": ("failure", f"the code of {name} is not certified: training waits", "factory certify"),
-    }
-    if kind not in simple:
-        return None
-    one, title, text = simple[kind]
-    return (one,), title, text
+        return _stopped_training(plant.ledger, name, kind, detail, Subject.parse(subject).number)
+    return _of_release(name, kind, detail) or _of_anomaly(name, kind, detail) or _of_failure(name, kind, detail)
 
 
-def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> tuple[tuple[str, ...], str, str] | None:
+def _reason(detail: dict[str, Any]) -> str:
+    return str(detail.get("why") or detail.get("error") or "")
+
+
+def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, Any], segment: int) -> Said:
+    row = SegmentRow.get(ledger, segment)
+    if kind == FAILED and row.state == "failed":
+        title = Message("telling.parked", "{segment} is parked", segment=name)
+        text = Message("telling.ways_on", "{reason}. {ways}", reason=why_parked(ledger, row), ways=ways_on(row))
+        return ("failure",), title, text
+    title = Message(
+        "telling.trainer_ended", "{segment}: its trainer {end}", segment=name, end=detail.get("said") or "died"
+    )
+    text = Message(
+        "telling.tries_again",
+        "Try {tries} failed. The factory tries again.",
+        tries=detail.get("tries"),
+    )
+    return ("failure",), title, text
+
+
+def _of_release(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
+    by, reason = detail.get("by"), _reason(detail)
+    if kind == "promoted":
+        candidate = detail.get("candidate")
+        title = Message(
+            "telling.promoted", "{release}: candidate {candidate} is champion", release=name, candidate=candidate
+        )
+        return ("release",), title, ""
+    if kind == "rolled_back":
+        title = Message("telling.rolled_back", "{release} is champion again", release=name)
+        text = Message("telling.taken_back", "Release {release} is no longer champion.", release=detail.get("from"))
+        return ("release",), title, text
+    if kind == "withdrawn":
+        return ("release",), Message("telling.withdrawn", "{release} is withdrawn", release=name), reason
+    if kind == REJECTED:
+        title = Message("telling.rejected", "{person} rejected {candidate}", person=by, candidate=name)
+        return ("release",), title, reason
+    if kind == OVERRIDDEN:
+        title = Message(
+            "telling.overridden", "{person} released {candidate}, which the gate held", person=by, candidate=name
+        )
+        return ("release",), title, reason
+    if kind == "proposal_approved":
+        title = Message("telling.merged", "{proposal} is merged", proposal=name)
+        return ("verdict",), title, Message("telling.approved_by", "{person} approved the proposal.", person=by)
+    if kind == REFUSED:
+        title = Message(
+            "telling.refused", "{word!r} for {candidate} was refused", word=detail.get("word"), candidate=name
+        )
+        return ("approval",), title, reason
+    return None
+
+
+def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
+    reason = _reason(detail)
+    if kind == DIAGNOSED:
+        causes = " or ".join(map(str, detail.get("causes") or []))
+        title = Message("telling.diagnosed", "{anomaly}: the cause is {causes}", anomaly=name, causes=causes)
+        return ("anomaly",), title, reason
+    if kind == DEV_ALONE:
+        title = Message("telling.dev_alone", "{anomaly}: better on the dev half only", anomaly=name)
+        return ("anomaly",), title, reason
+    if kind == ASKED:
+        title = Message("telling.decide", "{anomaly} waits for your decision", anomaly=name)
+        return ("anomaly",), title, "factory anomalies list"
+    if kind == REWOUND:
+        return ("anomaly",), Message("telling.rewound", "{segment} is rewound", segment=name), reason
+    return None
+
+
+def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
+    what, reason = str(detail.get("what", "the daemon")), _reason(detail)
+    if kind == ACTION_FAILED:
+        return ("failure",), Message("telling.action_failed", "{action} failed", action=what), reason
+    if kind == PASS_FAILED:
+        return ("failure",), Message("telling.daemon_waits", "the daemon waits"), reason
+    if kind == WORKS_AGAIN:
+        return ("failure",), Message("telling.action_works", "{action} works again", action=what), ""
+    if kind == DISK_LOW:
+        return ("failure",), Message("telling.disk_low", "the disk is below its floor, so training waits"), ""
+    if kind == DISK_WELL:
+        return ("failure",), Message("telling.disk_well", "the disk is above its floor again"), ""
+    if kind == "serving_failed":
+        return ("failure",), Message("telling.serving_failed", "serving {release} failed", release=name), reason
+    if kind == "not_certified":
+        title = Message(
+            "telling.not_certified", "the code of {segment} is not certified, so training waits", segment=name
+        )
+        return ("failure",), title, "factory certify"
+    return None
+
+
+def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> Said | None:
     verdict = VerdictRow.first(plant.ledger, "WHERE id = :id", id=detail.get("verdict"))
     if verdict is None:
         return None
-    lines, kinds, title = list(verdict.reasons), ("verdict",), f"{name}: {verdict.outcome}"
+    facts = {"subject": name, "outcome": verdict.outcome}
+    waiting = Message("telling.waits", "{subject}: {outcome}, waits for your approval", **facts)
     open_now = [row.id for row in undecided(plant.ledger)]
     if verdict.gate == "release" and verdict.id in open_now and waits(plant, verdict):
-        return (
-            (*kinds, "approval"),
-            f"{title}, and waits for approval",
-            "\n".join([how_to_answer(verdict.number), *lines]),
-        )
+        text = "\n".join([how_to_answer(verdict.number), *verdict.reasons])
+        return ("verdict", "approval"), waiting, text
     if verdict.gate != "release" and verdict.outcome == "promote" and name.startswith("proposal "):
         approval = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval
         if approval == "manual":
-            text = "\n".join([f"factory proposals approve {verdict.number}", *lines])
-            return (*kinds, "approval"), f"{title}, and waits for approval", text
-    return kinds, title, "\n".join(lines)
+            text = "\n".join([f"factory proposals approve {verdict.number}", *verdict.reasons])
+            return ("verdict", "approval"), waiting, text
+    return ("verdict",), Message("telling.verdict", "{subject}: {outcome}", **facts), "\n".join(verdict.reasons)
 
 
-def _anomalies(ledger: Ledger, name: str, subject: str) -> tuple[tuple[str, ...], str, str] | None:
-    """Of a segment that ended."""
+def _anomalies(ledger: Ledger, name: str, subject: str) -> Said | None:
+    """The anomalies of a segment that ended."""
     found = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=Subject.parse(subject).number)
     if not found:
         return None
-    words = [f"anomaly {row.id}: {row.kind} at step {row.step}" for row in found]
-    return ("anomaly",), f"{name} had {len(found)} {'anomaly' if len(found) == 1 else 'anomalies'}", "\n".join(words)
+    title = Message(
+        "telling.anomalies", "{segment} had {anomalies:,|anomaly|anomalies}", segment=name, anomalies=len(found)
+    )
+    return ("anomaly",), title, "\n".join(f"anomaly {row.id}: {row.kind} at step {row.step}" for row in found)

@@ -1,4 +1,4 @@
-"""``policies/notifications.yaml``: who is told what happens. A receiver is a process that gets a message on standard input, within a time limit."""
+"""The receivers of notifications, from ``policies/notifications.yaml``. Each runs as a process that reads a notification on standard input."""
 
 from __future__ import annotations
 
@@ -25,39 +25,39 @@ from trainer.contract.errors import nearest
 Kind = Literal["verdict", "approval", "release", "anomaly", "failure"]
 Seconds = Annotated[float, Field(gt=0)]
 SENDING = Path(__file__).with_name("sending.py")
-OWN = ("webhook", "command")  # receivers that have keys of their own
+OWN = ("webhook", "command")  # receivers with their own keys in the policy
 VARIABLE = re.compile(r"\$(\w+)")
 SAID_BYTES = 300
-MOST_READ = 1 << 20  # of what a receiver says, before its secrets are taken out
-SHORTEST_SECRET = 4  # shorter parts of an address hide nothing, and occur in any sentence
+MOST_READ = 1 << 20  # bytes of a receiver's error output, before secrets are removed
+SHORTEST_SECRET = 4  # characters; shorter parts of an address are no secrets, and occur in ordinary words
 
 
 class NotDeliveredError(FactoryError):
-    """A receiver did not take a message: it gets it again."""
+    """A receiver did not take a notification. The factory sends it again."""
 
 
 class NotificationPolicy(StrictPolicy):
     """Every key is optional."""
 
     receivers: dict[str, str] = {}
-    """By a name of your own, addresses of apprise (chat, mail, phones, …: its documentation lists over a hundred), such as
-    'slack://$SLACK_A/$SLACK_B/$SLACK_C' or 'mailtos://me:$MAIL_WORD@example.org'. $NAME is that environment variable, of the daemon; a path is a file
-    that holds the address. A secret belongs into one of the two. {}: none."""
+    """Addresses of the library apprise, under names that you choose. apprise knows over a hundred services (chat, mail, phones), such as
+    'slack://$SLACK_A/$SLACK_B/$SLACK_C' or 'mailtos://me:$MAIL_WORD@example.org'. $NAME is an environment variable of the daemon. A path is a file
+    with the address. Keep secrets in one of these two. {}: none."""
     webhook: str = ""
-    """Address that each message is POSTed to as JSON: https, or http to this machine. $FACTORY_WEBHOOK_SECRET, where it is set, signs it:
-    the header X-Factory-Signature is 'sha256=' and the HMAC of the body. '': none."""
+    """Address to which each notification is POSTed as JSON: https, or http to this machine. If $FACTORY_WEBHOOK_SECRET is set, the header
+    X-Factory-Signature is 'sha256=' and the HMAC of the body. '': none."""
     command: list[str] = []
-    """Words of a command that is run for each message, without a shell and in the workspace, with the message as JSON on its standard input; exit
-    0 means delivered. []: none."""
+    """Words of a command that runs for each notification, without a shell, in the workspace. It reads the notification as JSON on standard input;
+    exit code 0 means delivered. []: none."""
     kinds: list[Kind] = ["verdict", "approval", "release", "anomaly", "failure"]
-    """What is told: verdicts of the gates, approvals that wait, releases and rollbacks, anomalies and diagnoses, failures (also a daemon that
-    waits)."""
+    """Kinds to send: verdicts of the gates, approvals that wait, releases and rollbacks, anomalies and diagnoses, failures (also a daemon
+    that waits)."""
     timeout_seconds: Annotated[float, Field(gt=0, le=300)] = 10.0
-    """Of one delivery."""
+    """Time limit of one delivery."""
     first_wait_seconds: Seconds = 10.0
-    """Before what failed is tried again; twice as long after each further failure."""
+    """Wait before a failed delivery is tried again. The wait doubles after each further failure."""
     longest_wait_seconds: Seconds = 600.0
-    """What such a wait grows to."""
+    """Longest such wait."""
 
     @field_validator("receivers")
     @classmethod
@@ -65,7 +65,7 @@ class NotificationPolicy(StrictPolicy):
         for name, address in receivers.items():
             if not re.fullmatch(r"[\w.-]{1,60}", name) or name in OWN:
                 raise ValueError(
-                    f"{name!r} is no name: letters, digits, '_', '.' and '-' are, but not {' or '.join(OWN)}"
+                    f"{name!r} is not a valid name: use letters, digits, '_', '.' and '-', but not {' or '.join(OWN)}"
                 )
             scheme, found, _ = address.partition("://")
             if not found and not VARIABLE.fullmatch(address) and not address.startswith("/"):
@@ -85,9 +85,11 @@ class NotificationPolicy(StrictPolicy):
         if parts.scheme not in ("https", "http") or not parts.hostname:
             raise ValueError("expected an https:// address, or http:// to this machine")
         if parts.username or parts.password:
-            raise ValueError("an address here holds no password: $FACTORY_WEBHOOK_SECRET signs each message")
+            raise ValueError(
+                "a password in this address is not allowed; $FACTORY_WEBHOOK_SECRET signs each notification"
+            )
         if parts.scheme == "http" and not is_loopback(parts.hostname):
-            raise ValueError("http is for this machine alone (127.0.0.1, ::1, localhost): use https")
+            raise ValueError("http is allowed only to this machine (127.0.0.1, ::1, localhost); use https")
         if any(ord(letter) <= 32 or ord(letter) > 126 for letter in webhook) or parts.port == 0:
             raise ValueError("expected a plain address, with other characters as %XX")
         return webhook
@@ -115,7 +117,7 @@ def _check_scheme(name: str, scheme: str) -> None:
 
 @dataclass(frozen=True)
 class Receiver:
-    """``what``: it, in words. ``address``: as the policy has it; '' for a command, which gets the message as it is."""
+    """A receiver. ``what``: its description. ``address``: from the policy; '' for a command, which gets the notification unchanged."""
 
     what: str
     words: tuple[str, ...]
@@ -141,7 +143,9 @@ class Receiver:
                     self.words, stdin=sent, stdout=subprocess.DEVNULL, stderr=said, cwd=self.folder, start_new_session=True
                 )  # fmt: skip
             except OSError as error:
-                raise NotDeliveredError(f"{self.what} cannot be run: {error.strerror}") from error
+                raise NotDeliveredError(
+                    "telling.not_run", "{receiver} cannot be run: {reason}", receiver=self.what, reason=error.strerror
+                ) from error
             try:
                 code = process.wait(self.seconds)
             except BaseException as error:
@@ -150,17 +154,27 @@ class Receiver:
                 process.wait()
                 if not isinstance(error, subprocess.TimeoutExpired):
                     raise
-                raise NotDeliveredError(f"{self.what} did not end within {self.seconds:g} s") from None
+                raise NotDeliveredError(
+                    "telling.slow",
+                    "{receiver} did not end within {seconds:g} s",
+                    receiver=self.what,
+                    seconds=self.seconds,
+                ) from None
             if code:
                 said.seek(max(0, said.seek(0, os.SEEK_END) - MOST_READ))
                 words = said.read().decode(errors="replace").strip()
                 for secret in secrets:
                     words = words.replace(secret, "***")
-                raise NotDeliveredError(f"{self.what} failed: {words[-SAID_BYTES:] or f'exit {code}'}")
+                raise NotDeliveredError(
+                    "telling.receiver_failed",
+                    "{receiver} failed: {reason}",
+                    receiver=self.what,
+                    reason=words[-SAID_BYTES:] or f"exit {code}",
+                )
 
 
 def receivers(policy: NotificationPolicy, folder: Path) -> dict[str, Receiver]:
-    """By name, those that the policy has."""
+    """The policy's receivers, by name."""
     send = (sys.executable, "-I", str(SENDING))
     seconds = policy.timeout_seconds
     found = {name: Receiver(name, send, seconds, folder, url) for name, url in policy.receivers.items()}
@@ -173,23 +187,32 @@ def receivers(policy: NotificationPolicy, folder: Path) -> dict[str, Receiver]:
 
 
 def _filled_in(address: str) -> str:
-    """The address with its secrets: a file's, or environment variables', each escaped unless it is all of it. Raises: NotDeliveredError."""
+    """The address with its secrets, from a file or from environment variables. A variable that is only a part of the address is escaped.
+
+    Raises: NotDeliveredError.
+    """
     if address.startswith("/"):
         try:
             return Path(address).read_text(encoding="utf-8").strip()
         except (OSError, ValueError) as error:
-            raise NotDeliveredError(f"{address} cannot be read: {error}") from None
+            raise NotDeliveredError(
+                "telling.unread_address", "{file} cannot be read: {reason}", file=address, reason=error
+            ) from None
 
     def value(found: re.Match[str]) -> str:
         if not (word := os.environ.get(found[1], "")):
-            raise NotDeliveredError(f"the environment variable {found[1]} is not set where the daemon was started")
+            raise NotDeliveredError(
+                "telling.no_variable",
+                "The environment variable {variable} is not set for the daemon.",
+                variable=found[1],
+            )
         return word if found[0] == address else quote(word, safe="")
 
     return VARIABLE.sub(value, address)
 
 
 def _secrets(url: str, shown: str) -> tuple[str, ...]:
-    """The parts of an address that the policy does not show, longest first."""
+    """The parts of an address that are not in the policy, longest first."""
     parts = {unquote(part) for part in re.split(r"[/:@?&=#]+", url)} | set(re.split(r"[/:@?&=#]+", url))
     hidden = [part for part in parts if len(part) >= SHORTEST_SECRET and part not in shown]
     return tuple(sorted(hidden, key=len, reverse=True))

@@ -1,7 +1,7 @@
-"""Sends one message over the network, in a process of its own, which a time limit can end whatever a server does.
+"""Sends one notification over the network. It is a process of its own, so that a time limit can end it whatever a server does.
 
-A script that imports nothing of this project: standard input has ``{"url", "message"}``, and ``"webhook": true`` where the message is POSTed as it
-is; every other address is one of apprise's. Exit 0 means delivered; otherwise the last line on standard error says why.
+The script imports nothing of this project. Standard input has ``{"url", "message"}``, and ``"webhook": true`` for an address to which the message is
+POSTed unchanged. Every other address is one of apprise's. Exit code 0 means delivered; otherwise the last line on standard error gives the reason.
 """
 
 from __future__ import annotations
@@ -17,11 +17,15 @@ from typing import Any
 from urllib.parse import urlsplit
 
 SECRET = "FACTORY_WEBHOOK_SECRET"
-LOOK = {"failure": "failure", "anomaly": "warning", "release": "success"}  # what apprise calls it; else 'info'
+LOOK = {
+    "failure": "failure",
+    "anomaly": "warning",
+    "release": "success",
+}  # apprise's types of notifications; else 'info'
 
 
 def post(url: str, message: dict[str, Any]) -> str:
-    """POST JSON; any answer of 2xx means delivered, and no redirect is followed. Returns why it was not, or ''."""
+    """POST JSON. A status of 2xx means delivered; redirects are not followed. Returns why the message was not delivered, or ''."""
     body = json.dumps(message).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "factory", "X-Factory-Event": str(message["id"])}
     if secret := os.environ.get(SECRET, ""):
@@ -34,32 +38,34 @@ def post(url: str, message: dict[str, Any]) -> str:
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as error:
         return f"{type(error).__name__}: {error}"
-    return "" if 200 <= status < 300 else f"it answered {status}"
+    return "" if 200 <= status < 300 else f"the server answered {status}"
 
 
 def tell(url: str, message: dict[str, Any]) -> str:
-    """Send by apprise. Returns why it was not delivered, or ''."""
+    """Send by apprise. Returns why the message was not delivered, or ''."""
     from apprise import Apprise, AppriseAsset, LogCapture
 
-    # a redirect would turn a POST into a GET, and look delivered
+    # a redirect would turn the POST into a GET, and the message would seem delivered
     asset = AppriseAsset(app_id="factory", app_desc="", app_url="", http_redirects=False)
     with LogCapture(level=30, fmt="%(message)s") as log:
         receiver = Apprise.instantiate(url, asset=asset)
         if receiver is None:
-            return f"apprise does not take the address: {_last(log.getvalue()) or 'it is none of its forms'}"
+            return f"apprise refuses the address: {_last(log.getvalue()) or 'it has none of the known forms'}"
         if open_to_read(receiver):
-            return "this address sends without encryption, which is for this machine alone: use its encrypted form"
+            return (
+                "this address sends without encryption, which is allowed only to this machine; use its encrypted form"
+            )
         kinds = message["kinds"]
         done = receiver.notify(
             title=f"{message['workspace']}: {message['title']}",
             body=f"{message['text']}\n(event {message['id']})".lstrip(),
             notify_type=next((LOOK[kind] for kind in LOOK if kind in kinds), "info"),
         )
-        return "" if done else _last(log.getvalue()) or "apprise says no more"
+        return "" if done else _last(log.getvalue()) or "apprise gives no reason"
 
 
 def open_to_read(receiver: Any) -> bool:
-    """Could others on the way read what it sends?"""
+    """Whether a receiver sends without encryption to another machine, so that others could read the message."""
     words = lambda known: (known,) if isinstance(known, str) else known or ()
     plain = receiver.schema in words(receiver.protocol) and receiver.schema not in words(receiver.secure_protocol)
     host = getattr(receiver, "smtp_host", None) or getattr(receiver, "host", None)
@@ -72,7 +78,7 @@ def open_to_read(receiver: Any) -> bool:
 
 
 def _last(text: str) -> str:
-    """Of what apprise logged, the last line that shows no address."""
+    """The last line of apprise's log that shows no address."""
     return next((line for line in reversed(text.splitlines()) if line.strip() and "://" not in line), "")
 
 

@@ -15,7 +15,7 @@ from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import restore
 from tests.support.factory.command import command_here
 
-LEFT_OUT = "the key that signs bundles is not in it: 'factory backup --keys FOLDER' copies it too"
+LEFT_OUT = "does not have the key"
 
 
 def mode(path: Path) -> int:

@@ -225,8 +225,8 @@ def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path:
     described = json.loads((folder / layout.CROISSANT).read_text())
     assert "synthetic_tokens" in json.dumps(described) and "synthetic_by" in json.dumps(described)
     assert {row["maker"]: row["release"] for row in found["synthetic"]} == {ours: 1, "judge-1 at https://x/v1": None}
-    assert f"  synthetic, by {ours}: 1 supervised tokens, {share}, in 1 documents" in said
-    assert f"RELEASES' WORDS: {share}" in said
+    assert f"synthetic, by {ours} (our release 1): 1 supervised" in said and f", {share}, in 1 document" in said
+    assert f"OUR OWN RELEASES WROTE {share} of" in said
     assert {row["key"]: row["synthetic_by"] for row in listed if row["synthetic_by"]} == {
         first: ours,
         second: made[second],
@@ -263,7 +263,7 @@ def test_a_first_release_by_command(released: FilledPlant, made: Written, tmp_pa
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
     done = factory("release", *words, "--workspace", str(released.workspace.root))
-    assert done.returncode == 0 and f"release 1 is bundled in {out}" in done.stdout, done.stderr
+    assert done.returncode == 0 and f"Release 1 is bundled in {out}" in done.stdout, done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out"]
     assert "There is no champion yet" in (out / layout.CARD).read_text() and not (out / layout.DOCUMENTS).exists()
     assert "license: apache-2.0" in (out / layout.CARD).read_text()

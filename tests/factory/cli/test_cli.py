@@ -1,4 +1,4 @@
-"""The command line as a person meets it: real processes, real exit codes, one clear line for every mistake."""
+"""The command line in real processes: exit codes, and one clear line for every mistake."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def test_init_prints_the_next_step_and_is_safe_to_repeat(home: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["ingest", "missing.jsonl", "-w", "HOME"], 2, "missing.jsonl: no such file"),
-        (["release", "-w", "HOME"], 2, "there is no candidate yet"),
+        (["ingest", "missing.jsonl", "-w", "HOME"], 2, "missing.jsonl"),
+        (["release", "-w", "HOME"], 2, "error[model_loop.no_candidate]"),
         (["anneal", "-w", "HOME"], 2, "error[training.no_trunk]"),
         (["train", "-w", "HOME"], 2, "error[training.no_shards]"),
-        (["provenance", "-w", "HOME"], 2, "name one: --document ID or --release N"),
-        (["init", "-w", "HOME/../other", "--recipe", "dmeo"], 2, "no recipe 'dmeo'; did you mean 'demo'?"),
+        (["provenance", "-w", "HOME"], 2, "error[provenance.no_subject]"),
+        (["init", "-w", "HOME/../other", "--recipe", "dmeo"], 2, "did you mean 'demo'?"),
         (["stauts"], 2, "Did you mean 'status'"),
     ],
 )

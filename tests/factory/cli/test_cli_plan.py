@@ -1,9 +1,10 @@
-"""``factory plan`` as a person meets it: a table, JSON, and one line for every mistake."""
+"""``factory plan`` prints a table or JSON, and one line for every mistake."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -11,15 +12,17 @@ from typer.testing import CliRunner
 from factory.cli.app import app
 from factory.core.errors import FactoryError
 from tests.support.factory.command import factory
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.trainer.published_runs import QWEN3_30B
 from trainer.contract.plan.run_plan import FP8
 
+SIZED = ["--params", "8B", "--tokens", "300B"]
 EXAMPLE = ["plan", "--params", "8e9", "--tokens", "300e9", "--gpus", "32", "--memory", "80"]
 
 
 def said_here(*words: str) -> str:
-    """What it prints, within this process."""
+    """The output of a command that runs in this process."""
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.exception
     return done.stdout
@@ -68,12 +71,10 @@ def test_a_public_models_config_is_planned_and_the_missing_expert_parallelism_is
     ours, others = (json.loads(said_here(*asked, *more, "--json")) for more in ([], ["--expert-parallel", "16"]))
     assert ours["effort"]["bound"] == "network" and ours["effort"]["days"] > 1.5 * others["effort"]["days"]
     said = said_here(*asked)
-    assert "The network bounds this plan." in said and f"would take {others['effort']['days']:,.1f} days" in said
-    refused = factory(*asked, "--expert-parallel", "5")
-    assert (
-        refused.returncode == 2
-        and "--expert-parallel 5: it must divide the 16 GPUs and the 128 experts" in refused.stderr
-    )
+    assert "the network bounds this plan" in said and f"would take {others['effort']['days']:,.1f} days" in said
+    wrong = factory(*asked, "--expert-parallel", "5")
+    assert wrong.returncode == 2 and "error[plan.experts_not_divided]: --expert-parallel 5 " in wrong.stderr
+    assert "16 GPUs" in wrong.stderr and "128 experts" in wrong.stderr
 
 
 def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
@@ -95,38 +96,47 @@ def test_a_recipe_is_planned_with_its_own_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "data"),
     [
-        (["--tokens", "300B"], "name one: --params 8e9, --recipe NAME or --config FILE"),
-        (
-            ["--params", "8B", "--recipe", "demo", "--tokens", "1B"],
-            "name one: --params 8e9, --recipe NAME or --config FILE",
-        ),
-        (["--params", "8B"], "--tokens: is missing"),
-        (["--params", "eight", "--tokens", "1B"], "--params: 'eight' is not a number; write it as 8e9 or 8B"),
-        (["--params", "-8B", "--tokens", "1B"], "--params: -8B is not above zero"),
-        (["--params", "nan", "--tokens", "1B"], "--params: 'nan' is not a number"),
-        (["--params", "8B", "--tokens", "inf"], "--tokens: inf is outside the range of the scaling rules"),
-        (["--params", "8B", "--tokens", "300B", "--gpus", "0"], "--gpus: 0 is not above zero"),
-        (["--params", "8B", "--tokens", "300B", "--memory", "-1"], "--memory: -1 is not above zero"),
-        (["--params", "8B", "--tokens", "300B", "--price", "-1"], "--price: -1 is not above zero"),
-        (["--params", "8B", "--tokens", "300B", "--mfu", "40"], "--mfu: 40 is above 1, the whole peak"),
-        (["--params", "8B", "--tokens", "300B", "--context", "4"], "--context: 4 is less than 8"),
-        (["--params", "8B", "--tokens", "1B"], "--tokens: 1,000,000,000 is less than one token per parameter"),
-        (["--params", "1M", "--tokens", "1B"], "--params: 1,000,000 parameters are too few"),
-        (
-            ["--params", "8B", "--tokens", "300B", "--gpu", "h1000"],
-            "--gpu: no 'h1000' in the table; did you mean 'h100'?",
-        ),
-        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "--gpus 8: Nothing fits"),
-        (["--recipe", "dmeo", "--tokens", "1B"], "--recipe: no recipe 'dmeo'; did you mean 'demo'?"),
-        (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "--recipe: batch.sequences (16)"),
-        (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "--vocab: the recipe already has it"),
-        (["--recipe", "missing.yaml", "--tokens", "1B"], "--recipe: missing.yaml: cannot be read"),
+        (["--tokens", "300B"], "no_model", {}),
+        (["--params", "8B", "--recipe", "demo", "--tokens", "1B"], "no_model", {}),
+        (["--params", "8B"], "no_number", {"flag": "--tokens"}),
+        (["--params", "eight", "--tokens", "1B"], "not_a_number", {"flag": "--params", "text": "eight"}),
+        (["--params", "-8B", "--tokens", "1B"], "not_above_zero", {"flag": "--params", "text": "-8B"}),
+        (["--params", "nan", "--tokens", "1B"], "not_a_number", {"flag": "--params", "text": "nan"}),
+        (["--params", "8B", "--tokens", "inf"], "out_of_range", {"flag": "--tokens", "text": "inf"}),
+        ([*SIZED, "--gpus", "0"], "not_above_zero", {"flag": "--gpus", "text": "0"}),
+        ([*SIZED, "--memory", "-1"], "not_above_zero", {"flag": "--memory", "text": "-1"}),
+        ([*SIZED, "--price", "-1"], "not_above_zero", {"flag": "--price", "text": "-1"}),
+        ([*SIZED, "--mfu", "40"], "mfu_above_one", {"mfu": 40.0}),
+        ([*SIZED, "--context", "4"], "short_context", {"context": 4}),
+        (["--params", "8B", "--tokens", "1B"], "few_tokens", {"tokens": 1e9}),
+        (["--params", "1M", "--tokens", "1B"], "bad_model", {"flag": "--params"}),
+        ([*SIZED, "--gpu", "h1000"], "no_gpu", {"gpu": "h1000", "nearest": "; did you mean 'h100'?"}),
+        (["--params", "70B", "--tokens", "2T", "--gpus", "8"], "nothing_fits", {"gpus": 8}),
+        ([*SIZED, "--expert-parallel", "2"], "no_experts", {"ways": 2}),
+        (["--recipe", "dmeo", "--tokens", "1B"], "no_recipe", {"name": "dmeo", "nearest": "; did you mean 'demo'?"}),
+        (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "bad_model", {"flag": "--recipe"}),
+        (["--recipe", "demo", "--tokens", "1B", "--vocab", "9"], "known_already", {"flag": "--vocab"}),
+        (["--recipe", "missing.yaml", "--tokens", "1B"], "bad_model", {"flag": "--recipe"}),
     ],
 )
-def test_mistakes_get_one_line_that_names_the_flag(words: list[str], said: str) -> None:
-    """Asked within this process; that an error is printed, and its exit code, is the same of every command (``test_cli``)."""
+def test_a_mistake_gets_one_line_that_names_the_option(words: list[str], code: str, data: dict[str, Any]) -> None:
+    """Runs in this process. ``test_cli`` checks how a command prints an error."""
     error = CliRunner().invoke(app, ["plan", *words]).exception
     assert isinstance(error, FactoryError) and error.exit_code == 2, error
-    assert said in str(error) and "\n" not in str(error)
+    with refused(f"plan.{code}", **data):
+        raise error
+    assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--params", "1M", "--tokens", "1B"], "1,000,000"),
+        (["--recipe", "demo", "--tokens", "1B", "--gpus", "3"], "batch.sequences (16)"),
+        (["--recipe", "missing.yaml", "--tokens", "1B"], "missing.yaml"),
+    ],
+)
+def test_the_reason_names_the_number_or_the_file(words: list[str], said: str) -> None:
+    assert said in str(CliRunner().invoke(app, ["plan", *words]).exception)

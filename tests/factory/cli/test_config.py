@@ -1,4 +1,4 @@
-"""``factory config show`` says what is in force and where it comes from; a policy file may leave out what it does not change."""
+"""``factory config show`` prints every value in force with its source; ``set`` changes one; a policy file may leave out keys."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from typer.testing import CliRunner
 from factory.cli.app import app
 from factory.cli.config import NAMES, _schemas
 from factory.cli.policy_sources import documentation, values
+from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.workspace import Config, Workspace, code_root
 from factory.ingest.rules.policy import DataPolicy
 from tests.support.factory.command import command_here, factory
+from tests.support.messages import refused
 from trainer.contract.recipe import Recipe
 
 LOADERS = {name: load for name, load in _schemas().items() if name not in ("anomalies", "recipe")}
@@ -90,7 +92,7 @@ def test_the_recipe_of_another_repository_is_named_so(tmp_path: Path) -> None:
     assert shown("kernels", "-w", str(workspace.root))["kernels"]["cpu.swiglu"]["source"] == "repository"
 
 
-def test_what_ships_is_shown_without_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_values_are_shown_without_a_workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FACTORY_HOME", raising=False)
     assert shown("evals")["evals"]["documents_per_domain"]["source"] == "shipped"
@@ -130,21 +132,24 @@ def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "code", "said"),
     [
-        (("data", "held_out.shares", "0.1"), "unknown key 'held_out.shares'; did you mean 'share'?"),
-        (("data", "held_out.share", "much"), "held_out.share"),
-        (("data", "held_out", "{"), "held_out: "),
-        (("data", "held_out", "{}"), "an empty mapping sets nothing"),
-        (("data", "", "1"), "no key"),
-        (("recipe", "seed", "010"), "read 010 as different numbers"),
-        (("data", "domains.code.pii", "[email]"), "a list is not set here: change it in the file"),
-        (("date", "held_out.share", "0.1"), "no policy 'date'; did you mean 'data'?"),
+        (("data", "held_out.shares", "0.1"), "config.refused", "did you mean 'share'?"),
+        (("data", "held_out.share", "much"), "config.refused", "held_out.share"),
+        (("data", "held_out", "{"), "config.not_set", "held_out"),
+        (("data", "held_out", "{}"), "config.not_set", "empty mapping"),
+        (("data", "", "1"), "config.not_set", "key is empty"),
+        (("recipe", "seed", "010"), "config.not_set", "write 10"),
+        (("data", "domains.code.pii", "[email]"), "config.not_set", "cannot set a list"),
+        (("date", "held_out.share", "0.1"), "config.no_policy", "did you mean 'data'?"),
     ],
 )
-def test_what_the_schema_refuses_is_not_written(words: tuple[str, ...], said: str, workspace: Workspace) -> None:
+def test_an_invalid_value_is_not_written(words: tuple[str, ...], code: str, said: str, workspace: Workspace) -> None:
     done = command_here("config", "set", *words, home=workspace)
-    assert done.exit_code and said in str(done.exception), done.exception
+    assert done.exit_code and isinstance(done.exception, FactoryError)
+    with refused(code):
+        raise done.exception
+    assert said in str(done.exception)
     assert not (workspace.root / "policies" / "data.yaml").exists()
     assert not workspace.own_recipe().exists()
 

@@ -1,4 +1,4 @@
-"""``factory releases`` as a release manager meets it, on a real ledger and a real MLflow store."""
+"""``factory releases`` on a real ledger and a real MLflow store."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from factory.show.mlflow.store import open_client
 from factory.show.pages.release_facts import difference, listed, shown
 from tests.support.factory.command import factory
 from tests.support.factory.shown import release
+from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 SOURCES = 12
@@ -49,7 +50,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tx.execute(
             verdicts.update().where(verdicts.c.id == verdict).values(evidence={"target": measured, "guards": guards})
         )
-        recipe = {"name": "demo", "model": {"d_model": 96, "layers": 2}, "phases": [0.5, 0.5]}
+        recipe = {"name": "demo", "precision": "fp32", "model": {"d_model": 96, "layers": 2}, "phases": [0.5, 0.5]}
         tx.execute(segments.update().where(segments.c.id == 2).values(recipe_json=recipe, last_step=180))
         for evaluation, change in ((1, 0.0), (2, -0.2)):
             tx.execute(eval_items.delete().where(eval_items.c.evaluation == evaluation))
@@ -84,21 +85,22 @@ def read(workspace: Workspace, *words: str) -> Any:
 
 
 def test_a_forgotten_bundle_releases_nothing(workspace: Workspace, scene: Ledger) -> None:
-    """Candidate 2 waits for a person's word, which ``factory release`` is."""
-    bundles = "--out, --data, --traces, --key and --licence are of a bundle: --bundle N says of which release"
-    for words, said in (
-        (["--data", "--traces"], bundles),
-        (["--licence", "MIT"], bundles),
-        (["2", "--rollback", "1"], "one at a time: CANDIDATE and --rollback were given; nothing was released"),
-        (["--rollback", "1", "--bundle", "1"], "one at a time: --rollback and --bundle were given"),
+    """Candidate 2 waits for an approval, and ``factory release`` would give it."""
+    for words, code, data in (
+        (["--data", "--traces"], "no_bundle_number", {}),
+        (["--licence", "MIT"], "no_bundle_number", {}),
+        (["2", "--rollback", "1"], "several_asked", {"options": "CANDIDATE and --rollback"}),
+        (["--rollback", "1", "--bundle", "1"], "several_asked", {"options": "--rollback and --bundle"}),
     ):
         done = CliRunner().invoke(app, ["release", *words, "-w", str(workspace.root)])
-        assert isinstance(done.exception, InputError) and said in str(done.exception)
+        assert isinstance(done.exception, InputError)
+        with refused(f"model_loop.{code}", **data):
+            raise done.exception
     best = champion(scene)
     assert best is not None and best.number == 1 and len(listed(scene)) == 3
 
 
-def test_list_has_releases_and_what_waits(workspace: Workspace, scene: Ledger) -> None:
+def test_the_list_has_releases_and_waiting_candidates(workspace: Workspace, scene: Ledger) -> None:
     rows = listed(scene)
     assert [(row["release"], row["candidate"], row["state"], row["champion"]) for row in rows] == [
         (1, 1, "published", True), (None, 2, "waits for approval", False), (None, 3, "held", False),
@@ -107,11 +109,12 @@ def test_list_has_releases_and_what_waits(workspace: Workspace, scene: Ledger) -
     assert gain["shows"] == "better" and 0.17 < gain["low"] < gain["gain"] == 0.2 < gain["high"] < 0.23
     assert rows[0]["approved_by"] == "ada" and rows[2]["verdict"] == "hold"
     done = factory("releases", "list", "-w", str(workspace.root))
-    assert done.returncode == 0 and "candidate 2 waits: factory releases show c2, approve 2" in done.stdout
+    assert done.returncode == 0 and "'factory releases show c2'" in done.stdout
+    assert "'factory releases approve 2'" in done.stdout and "approve 3" not in done.stdout
     assert done.stdout.splitlines()[0].rstrip().endswith("champion")
 
 
-def test_show_says_what_is_better_and_worse_and_of_what_it_is_made(workspace: Workspace, scene: Ledger) -> None:
+def test_show_has_gains_losses_and_the_training_data(workspace: Workspace, scene: Ledger) -> None:
     found = shown(Plant(workspace, scene), "c2")
     assert {name: gain["shows"] for name, gain in found["measured"].items()} == {
         "target": "better", "code": "better", "docs": "worse", "chat": "no difference shown",
@@ -128,7 +131,7 @@ def test_show_says_what_is_better_and_worse_and_of_what_it_is_made(workspace: Wo
         assert words in said
 
 
-def test_diff_compares_on_the_same_items_and_says_when_it_cannot(workspace: Workspace, scene: Ledger) -> None:
+def test_diff_compares_on_the_same_items_or_warns(workspace: Workspace, scene: Ledger) -> None:
     with scene.begin() as tx:
         plan = {
             "token_shards": [
@@ -154,7 +157,7 @@ def test_diff_compares_on_the_same_items_and_says_when_it_cannot(workspace: Work
     with scene.begin() as tx:
         tx.execute(evaluations.update().where(evaluations.c.id == 2).values(suite_sha256="f" * 64))
     assert not difference(Plant(workspace, scene), "1", "c2")["measured"]["gains"]
-    assert "not measured on the same held-out items" in run(workspace, "diff", "1", "c2")
+    assert "different held-out items" in run(workspace, "diff", "1", "c2")
 
 
 def add_shard_of(ledger: Ledger, sha256: str, token_shard: str, name: str) -> None:
@@ -195,12 +198,12 @@ def test_mistakes_get_one_clear_line(workspace: Workspace, scene: Ledger) -> Non
     for words, said in (
         (["show", "9"], "no release 9; there are: 1"),
         (["show", "c9"], "no candidate 9; there are: 1, 2, 3"),
-        (["show", "x;y"], "is neither a release ('2') nor a candidate ('c3')"),
-        (["diff", "1", "²"], "is neither a release"),
+        (["show", "x;y"], "'x;y' is neither a release"),
+        (["diff", "1", "²"], "'²' is neither a release"),
         (["approve", "3"], "'hold', not 'promote'"),
         (["reject", "3"], "'hold', not 'promote'"),
         (["rollback", "4"], "no release 4"),
     ):
-        with pytest.raises(InputError) as refused:
+        with pytest.raises(InputError) as wrong:
             run(workspace, *words)
-        assert said in str(refused.value)
+        assert said in str(wrong.value)

@@ -1,4 +1,4 @@
-"""Two curves: where they part, on whose grid, what is missing; and files that are wrong are named with their line."""
+"""Comparing two curves: where they diverge, which grid is used, missing values; and errors of bad files, with their line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import random
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from tests.support.factory.command import command_here
+from tests.support.messages import refused, the
 from tests.support.plants.release_scene import add_segment, write_metrics
 
 
@@ -36,7 +38,7 @@ def test_noise_of_another_seed_is_no_divergence() -> None:
 
 
 @pytest.mark.parametrize("by", ["step", "drift", "offset", "spike"])
-def test_the_first_place_is_named(by: str) -> None:
+def test_the_first_divergence_is_found(by: str) -> None:
     for seed in range(20):
         change = {
             "step": lambda x: 0.4 * (x >= 200),
@@ -49,7 +51,7 @@ def test_the_first_place_is_named(by: str) -> None:
         assert at is not None and low <= at <= high
 
 
-def test_a_reproduction_parts_where_the_last_bit_does() -> None:
+def test_a_tiny_difference_of_an_exact_copy_is_found_unless_it_is_rounding() -> None:
     ours = noisy(1)
     theirs = [(x, y + (1e-4 if x >= 137 else 0.0)) for x, y in ours]
     assert first_at(ours, theirs) == 137 and first_at(ours, theirs, floor=0.5e-4) is None
@@ -75,7 +77,7 @@ def test_the_coarser_curve_gives_the_grid() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.floats(allow_nan=True)), min_size=1), st.integers(0, 10**6))
 @settings(max_examples=100, deadline=None)
-def test_a_curve_never_parts_from_itself(points: list[tuple[int, float]], shift: int) -> None:
+def test_a_curve_never_diverges_from_itself(points: list[tuple[int, float]], shift: int) -> None:
     curve = sorted({float(x + shift): y for x, y in points}.items())
     found = compare("loss", curve, curve)
     assert found.first is None and len(found.grid) == len(curve)
@@ -114,55 +116,62 @@ def test_a_step_column_of_another_name_is_named(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text("Update,loss\n1,2.5\n")
     assert read_file(path, "steps", ["loss"], "update").points == {"loss": [(1.0, 2.5)]}
-    for named, words in (
-        (None, "name it with --step-column"),
-        ("updates", "no column 'updates' among 'Update', 'loss'"),
-    ):
-        with pytest.raises(InputError, match=words):
+    for named in (None, "updates"):
+        with refused("reading.no_x_column", file=path, line=2, columns=["'Update'", "'loss'"]) as found:
             read_file(path, "steps", ["loss"], named)
+        assert ("'updates'" if named else "of steps") in found.value.data["wanted"]
+        assert found.value.data["hint"].code == "reading.name_column"
 
 
-def test_of_two_runs_in_one_export_none_is_guessed(tmp_path: Path) -> None:
+def test_two_runs_in_one_export_are_ambiguous(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text('"Step","a - train/loss","b - train/loss"\n1,2.5,3.5\n')
-    with pytest.raises(
-        InputError, match="several columns could be 'loss': 'a - train/loss', 'b - train/loss'; name one"
-    ):
+    with refused("reading.several_columns", metric="loss", columns="'a - train/loss', 'b - train/loss'"):
         read_file(path, "steps", ["loss"])
     assert read_file(path, "steps", ["b - train/loss"]).points == {"b - train/loss": [(1.0, 3.5)]}
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "code", "data"),
     [
-        ("step,loss\n1,2.5\n2,abc\n", "line 3: loss: 'abc' is no number"),
-        ("step,loss\n1,2.5\nx,2.4\n", "line 3: step: 'x' is no number"),
-        ("step,loss\n1,2.5,7\n", "line 2: 3 values, and not 2 as in line 1"),
-        ("step,loss,loss\n1,2.5,7\n", "line 1: a column is there twice: 'loss'"),
-        ("time,loss\n1,2.5\n", "line 2: no column of steps (step, steps, _step, global_step …) among 'time', 'loss'"),
-        ("tokens,loss\n1,2.5\n", "it has 'tokens': compare by --x tokens"),
-        ("step,lose\n1,2.5\n", "no column 'loss'; did you mean 'lose'?"),
-        ('{"step": 1, "loss": 2}\n{"step": 2, "lo', "line 2: not JSON"),
-        ('{"step": 1, "loss": 2}\n[1]\n', "line 2: expected an object, got list"),
-        ('{"step": 1, "loss": [2]}\n', "line 1: loss: '[2]' is no number"),
-        ('{"step": null, "loss": 2}\n', "line 1: step: 'None' is no number"),
-        ("", "holds no rows"),
-        ("step,loss\n", "holds no rows"),
-        (b"\xff\xfe\x00", "not UTF-8 at byte 0"),
-        ('step,loss\n1,"2\n', "line 2: unexpected end of data"),
+        ("step,loss\n1,2.5\n2,abc\n", "reading.not_a_number", {"line": 3, "column": "loss", "value": "abc"}),
+        ("step,loss\n1,2.5\nx,2.4\n", "reading.not_a_number", {"line": 3, "column": "step", "value": "x"}),
+        ("step,loss\n1,2.5,7\n", "reading.other_width", {"line": 2, "values": 3, "columns": 2}),
+        ("step,loss,loss\n1,2.5,7\n", "reading.column_twice", {"column": "loss"}),
+        ("time,loss\n1,2.5\n", "reading.no_x_column", {"line": 2, "columns": ["'time'", "'loss'"]}),
+        ("tokens,loss\n1,2.5\n", "reading.no_x_column", {"line": 2, "columns": ["'tokens'", "'loss'"]}),
+        ("step,lose\n1,2.5\n", "reading.no_column", {"column": "loss", "nearest": "; did you mean 'lose'?"}),
+        ('{"step": 1, "loss": 2}\n{"step": 2, "lo', "reading.line_not_json", {"line": 2}),
+        ('{"step": 1, "loss": 2}\n[1]\n', "reading.line_not_object", {"line": 2, "type": "list"}),
+        ('{"step": 1, "loss": [2]}\n', "reading.not_a_number", {"line": 1, "column": "loss", "value": "[2]"}),
+        ('{"step": null, "loss": 2}\n', "reading.not_a_number", {"line": 1, "column": "step", "value": "None"}),
+        ("[1]", "reading.no_list", {}),
+        ("[", "reading.not_json", {}),
+        ("", "reading.no_rows", {}),
+        ("step,loss\n", "reading.no_rows", {}),
+        (b"\xff\xfe\x00", "reading.not_utf8", {"byte": 0}),
+        ('step,loss\n1,"2\n', "reading.bad_csv", {"line": 2}),
     ],
 )
-def test_bad_files_are_named_with_their_line(tmp_path: Path, content: str | bytes, says: str) -> None:
+def test_an_error_in_a_file_has_the_line(tmp_path: Path, content: str | bytes, code: str, data: dict[str, Any]) -> None:
     path = tmp_path / "reference.csv"
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(InputError) as error:
+    with refused(code, InputError, file=path, **data):
         read_file(path, "steps", ["loss"])
-    assert says in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_file_with_tokens_alone_is_compared_by_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "reference.csv"
+    path.write_text("tokens,loss\n1,2.5\n")
+    with refused("reading.no_x_column") as found:
+        read_file(path, "steps", ["loss"])
+    hint = found.value.data["hint"]
+    assert (hint.code, hint.data) == ("reading.other_unit", {"column": "tokens", "unit": "tokens"})
 
 
 @given(st.binary(max_size=300))
 @settings(max_examples=100, deadline=None)
-def test_whatever_a_file_holds_there_is_no_traceback(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+def test_no_file_causes_a_traceback(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     path = tmp_path_factory.getbasetemp() / "any.csv"
     path.write_bytes(b"step,loss\n" * (len(content) % 2) + content)
     with suppress(InputError):
@@ -173,7 +182,9 @@ def test_a_resumed_run_and_a_spreadsheet(tmp_path: Path) -> None:
     path = tmp_path / "reference.csv"
     path.write_bytes("\ufeffglobal_step;train/loss;note\n1;3.0;a\n2;2.5;\n3;2.0;\n2;2.25;again\n3;;\n".encode())
     found = read_file(path, "steps", ["train/loss"])
-    assert found.points["train/loss"] == [(1, 3.0), (2, 2.25), (3, 2.0)] and "steps go back 1 times" in found.notes[0]
+    assert found.points["train/loss"] == [(1, 3.0), (2, 2.25), (3, 2.0)]
+    note = the(found.notes, "reading.goes_back")
+    assert (note.data["x"], note.data["times"]) == ("steps", 1)
 
 
 @pytest.fixture
@@ -194,13 +205,15 @@ def test_the_command(trained: Workspace, tmp_path: Path) -> None:
     path.write_text("step,tokens,train/loss\n" + "\n".join(rows) + "\n")
     done = command_here("compare", str(path), "--metric", "loss=train/loss", home=trained)
     assert done.exit_code == 1
-    assert "first divergence: step 40, loss: ours 2.66667, theirs 2.9667, difference -0.3, tolerance " in done.stdout
+    assert "step 40, loss: ours 2.66667," in done.stdout and "theirs 2.9667, difference −0.3," in done.stdout
     page = (trained.reports / "comparison.html").read_text()
-    assert "they part" in page and "&lt;b&gt;published" in page and "<b>published" not in page
+    assert "they diverge" in page and "&lt;b&gt;published" in page and "<b>published" not in page
     by_tokens = command_here(
         "compare", str(path), "--metric", "loss=train/loss", "--x", "tokens", "--json", home=trained
     )
     found = json.loads(by_tokens.stdout)
+    first = the(found["says"], "comparing.first_divergence")["data"]
+    assert (first["x"], first["unit"], first["metric"]) == (40 * 512, "token", "loss")
     assert found["first"]["x"] == 40 * 512 and found["metrics"][0]["coarser"] == "both"
     wide = command_here("compare", str(path), "--metric", "loss=train/loss", "--tolerance", "0.5", home=trained)
     assert wide.exit_code == 0 and "no divergence in loss" in wide.stdout
@@ -208,29 +221,38 @@ def test_the_command(trained: Workspace, tmp_path: Path) -> None:
     assert itself.exit_code == 0 and "no divergence in loss, loss/code" in itself.stdout
     half = "step,tokens,loss\n" + "\n".join(f"{step},{step * 256},2.0" for step in range(9))
     path.write_text(half)
-    assert (
-        "WARNING: at step 8 ours has seen 4,096 tokens and theirs 2,048"
-        in command_here("compare", str(path), home=trained).stdout
+    warned = the(
+        json.loads(command_here("compare", str(path), "--json", home=trained).stdout)["says"], "comparing.other_tokens"
     )
+    assert warned["data"] == {"step": 8, "ours": 4096, "theirs": 2048}
 
 
 @pytest.mark.parametrize(
-    ("words", "says"),
+    ("words", "code", "data"),
     [
-        (["nowhere.csv"], "nowhere.csv cannot be read: No such file"),
-        (["7"], "no segment 7; there are: 1"),
-        (["1", "--segment", "9"], "no segment 9"),
-        (["1", "--run", "abc"], "no run 'abc' is known"),
-        (["1", "--metric", "lose"], "no column 'lose'; did you mean 'loss'?"),
+        (["nowhere.csv"], "reading.unreadable", {"reason": "No such file or directory"}),
+        (["1", "--run", "abc"], "compare.no_run", {"run": "abc"}),
+        (["1", "--run", "abc", "--segment", "1"], "compare.two_runs", {}),
+        (["1", "--metric", "lose"], "reading.no_column", {"column": "lose", "nearest": "; did you mean 'loss'?"}),
     ],
 )
-def test_mistakes(trained: Workspace, words: list[str], says: str) -> None:
+def test_mistakes(trained: Workspace, words: list[str], code: str, data: dict[str, Any]) -> None:
     done = command_here("compare", *words, home=trained)
-    assert isinstance(done.exception, InputError) and says in str(done.exception)
+    assert isinstance(done.exception, InputError)
+    with refused(code, **data):
+        raise done.exception
 
 
-def test_runs_that_never_meet(trained: Workspace, tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["7"], ["1", "--segment", "9"]])
+def test_a_missing_segment_is_an_error(trained: Workspace, words: list[str]) -> None:
+    done = command_here("compare", *words, home=trained)
+    assert isinstance(done.exception, InputError) and words[-1] in str(done.exception)
+
+
+def test_runs_without_common_steps_are_not_compared(trained: Workspace, tmp_path: Path) -> None:
     path = tmp_path / "late.csv"
     path.write_text("step,loss\n500,1.0\n501,1.0\n")
     done = command_here("compare", str(path), home=trained)
-    assert "the runs have no steps in common: ours 0–99" in str(done.exception)
+    assert isinstance(done.exception, InputError)
+    with refused("compare.no_overlap", unit="steps", first=0.0, last=99.0, other_first=500.0):
+        raise done.exception

@@ -264,10 +264,10 @@ def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:
 def test_the_commands_show_anomalies_and_diagnoses(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     run = lambda *words: CliRunner().invoke(app, [*words, "--workspace", str(workspace.root)])
-    assert "no anomaly was reported yet" in run("anomalies", "list").output
-    assert "no anomaly waits" in run("diagnose").output
+    assert "No anomaly was reported yet" in run("anomalies", "list").output
+    assert "No anomaly waits" in run("diagnose").output
     number = note(ledger, 1, 12)
-    assert "not diagnosed yet" in run("anomalies", "show", str(number)).output
+    assert "has no diagnosis yet" in run("anomalies", "show", str(number)).output
     diagnosed(ledger, number, 1, ["data × state"], [])
     assert "data × state" in run("anomalies", "list").output
     assert json.loads(run("anomalies", "show", str(number), "--json").output)["diagnosis"]["why"] == "so it was"

@@ -159,13 +159,13 @@ def test_a_settled_licence_counts_until_another_claim_comes(
         (["GPL", "--document", "a"], "nobody claims 'GPL' for it"),
         (["MIT", "--document", "nothing"], "no document 'nothing' was ever ingested"),
         (["MIT", "--shard", "z.jsonl"], "no licence of z.jsonl is in conflict"),
-        (["MIT"], "name what is settled"),
+        (["MIT"], "--document ID or --shard NAME"),
     ):
         done = command_here("data", "settle", *words, home=workspace)
         assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
     assert not conflicts(ledger)[0].settled
     done = command_here("data", "settle", "MIT", "--shard", "b.jsonl", "--why", "b mislabels all", home=workspace)
-    assert "1 documents are MIT from now on" in done.stdout
+    assert "1 document has the licence MIT" in done.stdout
     (one,) = conflicts(ledger)
     assert one.settled and one.counts_as(rules) == "MIT" and [claim.aside for claim in one.claims] == [False, True]
     assert "settled as MIT: may be released" in command_here("data", "claims", home=workspace).stdout

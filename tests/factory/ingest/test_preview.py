@@ -85,8 +85,8 @@ def test_only_the_first_rows_are_read_of_a_long_file(workspace: Workspace, tmp_p
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (["--again", "a.csv"], "needs the files to look at"),
-        ([], "needs the files to look at"),
+        (["--again", "a.csv"], "needs the names of files"),
+        ([], "needs the names of files"),
         (["b.csv"], "names the column 'heading', which no row has"),
         (["a.pdf"], "extract its text first"),
     ],

@@ -1,4 +1,4 @@
-"""Tokenizers that somebody brings: this factory makes their own ids of a text, or refuses them."""
+"""A tokenizer that a person brings is used with its own ids, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The presets' recipes: their sizes, the product's own plan of them, and the machines that they fit."""
+"""The presets' recipes: their sizes, the plans that ``factory plan`` makes of them, and the machines that they fit."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from factory.presets.presets import PRESETS, Hardware, fitting, memory_needed, too_large
+from kernels.contract.message import Message
 from kernels.contract.registry import bind
 from tests.support.paths import ROOT
 from trainer.contract.plan.gpus import GPUS
@@ -52,10 +53,10 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
         (Hardware((), 5e8, 1), ""),
         (machine(1, 16), "one-gpu"),
         (machine(1, 12), "laptop"),
-        (machine(1, 80), "eight-gpus"),  # slowly
+        (machine(1, 80), "eight-gpus"),  # it fits, but is slow
         (machine(8, 40), "eight-gpus"),
         (machine(8, 16), "one-gpu"),
-        (machine(3, 80), ""),  # three do not share a step of 256, 128 or 16 rows
+        (machine(3, 80), ""),  # three GPUs cannot share a step of 256, 128 or 16 rows
     ],
 )
 def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> None:
@@ -63,19 +64,27 @@ def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "here", "said"),
+    ("name", "here", "code", "size", "machine"),
     [
-        ("one-gpu", LAPTOP, r"needs one GPU with 11\.8 GB; this machine has no GPU and 8 GB of memory"),
-        ("eight-gpus", LAPTOP, r"needs 8 GPUs, each with 21\.3 GB; this machine has no GPU"),
-        ("one-gpu", machine(1, 8), r"needs 12\.6 GB on each GPU; this machine has 1 GPU of 8 GB"),
-        ("eight-gpus", machine(2, 24), r"needs 29\.9 GB on each GPU; this machine has 2 GPUs of 24 GB"),
-        ("one-gpu", machine(3, 80), r"cannot be shared: batch\.sequences \(128\) is not a multiple of .* ranks \(3\); .*3 GPUs"),
+        ("one-gpu", LAPTOP, "presets.needs_gpus", 11.8, "no GPU and 8 GB RAM"),
+        ("eight-gpus", LAPTOP, "presets.needs_gpus", 21.3, "no GPU and 8 GB RAM"),
+        ("one-gpu", machine(1, 8), "presets.needs_memory", 12.6, "1 GPU of 8 GB"),
+        ("eight-gpus", machine(2, 24), "presets.needs_memory", 29.9, "2 GPUs of 24 GB"),
+        ("one-gpu", machine(3, 80), "presets.not_shareable", None, "3 GPUs of 80 GB"),
     ],
-)  # fmt: skip
-def test_what_does_not_fit_is_said_with_the_number(name: str, here: Hardware, said: str) -> None:
-    assert re.match(said, too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus))
+)
+def test_a_model_that_is_too_large_is_refused_with_the_memory_that_it_needs(
+    name: str, here: Hardware, code: str, size: float | None, machine: str
+) -> None:
+    said = too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
+    assert isinstance(said, Message) and (said.code, said.data["machine"]) == (code, machine)
+    assert said.data.get("gpus", PRESETS[name].gpus) == PRESETS[name].gpus
+    if size is None:
+        assert re.search(r"\(128\) .*\(3\)", said)
+    else:
+        assert said.data["size"] == pytest.approx(size, abs=0.05)
 
 
-def test_this_machine_is_seen() -> None:
+def test_the_hardware_of_this_machine_is_found() -> None:
     found = Hardware.here()
     assert found.memory > 5e8 and found.ranks == max(1, len(found.gpus))

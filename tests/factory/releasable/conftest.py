@@ -1,4 +1,4 @@
-"""Rows to ingest as a shard, in a workspace whose tokenizer trains in no time."""
+"""A fixture that ingests rows as a shard, with a small tokenizer that trains quickly."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from factory.show.mlflow.store import open_client
 from factory.status.waiting import waiting
 from tests.support.factory.errands import due_of
 from tests.support.factory.shown import reconcile, release
+from tests.support.messages import codes
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
@@ -93,7 +94,7 @@ def test_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledg
     assert release(Plant(workspace, ledger), verdict) == 1
     row = champion(ledger)
     assert row and row.approved_by == "ada"
-    assert (person.reads("1", "approval"), person.reads("1")) == ("approved", "released as 1, approved by ada")
+    assert (person.reads("1", "approval"), person.reads("1")) == ("approved", "released as release 1, approved by ada")
 
     second = add_candidate(workspace, ledger)
     later = add_verdict(ledger, second, against=1)
@@ -117,7 +118,7 @@ def test_any_candidate_that_waits_is_approved_or_rejected_in_mlflow(
     assert [row.id for row in undecided(ledger)] == verdicts[:2]
 
     assert person.says(versions[1], approval=" Approved ", approval_by="ada") == [
-        f"version 2 of {MODEL}: released as 1, approved by ada (mlflow)"
+        f"version 2 of {MODEL}: released as release 1, approved by ada (mlflow)"
     ]
     assert person.answers.look() == [] and reconcile(Plant(workspace, ledger)) == []
     row = champion(ledger)
@@ -155,7 +156,9 @@ def test_what_was_rejected_is_not_released_by_an_approval_of_that_verdict(
         release(Plant(workspace, ledger), again)
     register_candidate(Plant(workspace, ledger), 1)
     assert person.reads(version, "approval") == "pending"
-    assert person.says(version, approval="approved") == [f"version 1 of {MODEL}: released as 1, approved by mlflow"]
+    assert person.says(version, approval="approved") == [
+        f"version 1 of {MODEL}: released as release 1, approved by mlflow"
+    ]
     with pytest.raises(InputError, match="candidate 1 is release 1 already: 'factory releases rollback N'"):
         reject(Plant(workspace, ledger), again, "bob", "")
     assert "is release 1 already" in person.says(version, approval="rejected")[0]
@@ -176,24 +179,23 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
 
     expected = {
         "1": "is 'hold', not 'promote'",
-        forged(export_sha256="0" * 64): "is of another export than that of candidate 2",
-        forged(): "candidate 2 is version 2, not version 4",
+        forged(export_sha256="0" * 64): "does not have the export of candidate 2",
+        forged(): "Candidate 2 is version 2, not version 4",
         forged(candidate="77"): "no candidate 77",
         forged(candidate="2; DROP TABLE releases"): "no candidate 0",
-        forged(candidate="1"): "is of another export than that of candidate 1",
+        forged(candidate="1"): "does not have the export of candidate 1",
     }
     person.says("1", approval="approved")
     for version, why in expected.items():
         assert why in person.reads(version) and person.reads(version, "approval") == "refused", version
-    assert "'yes, please' is no answer" in person.says("2", approval="Yes, please")[0]
+    assert "'yes, please' of the tag" in person.says("2", approval="Yes, please")[0]
     assert ReleaseRow.select(ledger) == [] and said_in(ledger, "approved") == []
     assert len(said_in(ledger, "approval_refused")) == len(expected) + 1
 
     # Judged again since its reader looked: MLflow still shows the older verdict.
     add_verdict(ledger, waits)
-    assert (
-        "verdict 2 on candidate:2 is out of date: verdict 3 says 'promote'" in person.says("2", approval="approved")[0]
-    )
+    answer = person.says("2", approval="approved")[0]
+    assert "Verdict 2 on candidate:2" in answer and "verdict 3 is 'promote'" in answer
     register_candidate(Plant(workspace, ledger), waits)
     assert person.reads("2", "approval") == "pending"
     # A word that came before MLflow showed the new verdict is about the older one.
@@ -206,7 +208,7 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
     assert "is not what was recorded" in person.says("2", approval="approved")[0]
     with ledger.begin() as tx:
         tx.execute(candidates.update().where(candidates.c.id == waits).values(export_sha256="1" * 64))
-    assert "is of another export" in person.says("2", approval="approved")[0]
+    assert "does not have the export" in person.says("2", approval="approved")[0]
     assert ReleaseRow.select(ledger) == []
 
 
@@ -220,11 +222,11 @@ def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
     with in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
-        until(lambda: said.about("Training and releases go on") and said.about("candidate 1 waits for approval"))
+        until(lambda: said.about("Training and releases continue") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
         until(
-            lambda: person.reads(version).startswith("released as 1") and champion(ledger)
+            lambda: person.reads(version).startswith("released as release 1") and champion(ledger)
         )  # the answer stands once it is decided
     assert said.about("answers again")
     row = champion(ledger)
@@ -242,5 +244,6 @@ def test_status_says_what_waits_and_how_to_answer(workspace: Workspace, ledger: 
     for _ in range(2):
         add_verdict(ledger, add_candidate(workspace, ledger))
     found = waiting(workspace, Reader(workspace))
-    assert [one["what"] for one in found] == [f"candidate {n}, promoted, to be released" for n in (1, 2)]
-    assert found[0]["command"] == "factory releases approve 1, or factory releases reject 1 --why …"
+    assert codes(one["what"] for one in found) == ["waiting.candidate"] * 2
+    assert [one["what"].data["candidate"] for one in found] == [1, 2]
+    assert found[0]["command"].startswith("factory releases approve 1,") and "reject 1 --why" in found[0]["command"]

@@ -223,9 +223,9 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     kinds_by_name = {one.name: one.tags for one in client.search_experiments() if one.name != "Default"}
     shown_as = {name: tags["mlflow.experimentKind"] for name, tags in kinds_by_name.items()}
     assert shown_as == dict.fromkeys(("candidates", "training"), "custom_model_development")
-    assert "Model registry, factory-lm" in kinds_by_name["candidates"]["mlflow.note.content"]
+    assert "factory-lm in the model registry" in kinds_by_name["candidates"]["mlflow.note.content"]
     version = client.get_model_version(MODEL, "2")
-    assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, of segment 2")
+    assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, from segment 2")
     text = version.description
     assert text.startswith("HOLD: candidate 2 over candidate 1\n"), "the list of versions shows it as it is"
     assert "| gain of the target, bits per byte &emsp; | +0.200 (95 %: +0.178 … +0.222) |" in text

@@ -288,7 +288,7 @@ def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> N
     assert sorted(p for p in workspace.root.rglob("*") if p.suffix != ".lock") == [
         p for p in before if p.suffix != ".lock"
     ]
-    assert "would go  " in said.stdout and " MB would be freed" in said.stdout and "segment 16 is failed" in said.stdout
+    assert "to remove  " in said.stdout and "This would free " in said.stdout and "segment 16 is failed" in said.stdout
     listed = json.loads(factory("clean", "--dry-run", "--json", *home).stdout)
     goes = {row["path"] for row in listed if row["goes"]}
     assert goes and {str(one.what.path) for one in examine(Plant(workspace, ledger)) if one.goes} == goes

@@ -47,7 +47,7 @@ def error_of(plant: FilledPlant, *words: str) -> BaseException:
 
 
 def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) -> None:
-    assert "no task file in" in ran(plant, "list")
+    assert "has no task file" in ran(plant, "list")
     asked = write_task(plant.workspace, "asked", choice_items(), format="letter")
     write_task(plant.workspace, "broken", choice_items()[:2])
     write_policy(plant.workspace, tasks={"asked": {"tier": "every", "every": 3}})
@@ -83,14 +83,18 @@ def test_published_files_are_listed_and_proven_and_others_named(plant: FilledPla
     [other] = [row for row in rows if row.get("file") == "unknown.jsonl"]
     assert "(prompt)" in str(other["problem"]) and "unknown.jsonl: This file" in ran(plant, "list")
     said = " ".join(ran(plant, "check", str(asked)).split())
-    assert "9 items of 9 sources: sound" in said and "unknown.jsonl: This file" in said
+    assert (
+        "HumanEval is sound" in said
+        and "9 items of 9 sources" in said
+        and "unknown.jsonl: kept out of training data" in said
+    )
 
 
 def test_what_lm_eval_itself_says_is_shown(plant: FilledPlant, candidate: int) -> None:
     pytest.importorskip("lm_eval")
     write_lm_eval_task(plant.workspace, "theirs", choice_items())
     totals = as_json(plant, "run", "theirs", "--candidate", str(candidate))["totals"]
-    shown = f"lm-eval's own totals: sample_len 12.0000, acc,none {totals['acc,none']:.4f}, acc_stderr,none {totals['acc_stderr,none']:.4f}"
+    shown = f"Totals that lm-eval computed: sample_len 12.0000, acc,none {totals['acc,none']:.4f}, acc_stderr,none {totals['acc_stderr,none']:.4f}"
     assert shown in " ".join(ran(plant, "run", "theirs", "--candidate", str(candidate)).split())
 
 

@@ -44,7 +44,7 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     for _ in range(3):
         catch_up(plant)
     assert registry.aliases(client)["champion"] == "3"
-    assert len([line for line in said.lines if "candidate 1 cannot be shown" in line]) == 1
+    assert len([line for line in said.lines if "Candidate 1 cannot be shown" in line]) == 1
 
 
 def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledger: Ledger) -> None:

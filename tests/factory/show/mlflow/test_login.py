@@ -1,4 +1,4 @@
-"""MLflow's pages for others: refused without a login, and with one a real server lets nobody else in."""
+"""MLflow's pages for other machines need a login, and a real server lets only that user in."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from factory.core.workspace import Workspace
 from factory.show.mlflow.login import login
 from factory.show.mlflow.store import ui_command
 from tests.support.factory.command import factory
+from tests.support.messages import refused
 from tests.support.mlflow_server import EXPERIMENTS, answering, free_port
 from tests.support.plants.release_scene import with_store
 
 
 def test_other_machines_need_a_login(workspace: Workspace) -> None:
-    refused = factory("ui", "--host", "0.0.0.0", "-w", str(workspace.root), "--print")
-    assert refused.returncode == 2 and "give --user NAME" in refused.stderr
+    done = factory("ui", "--host", "0.0.0.0", "-w", str(workspace.root), "--print")
+    assert done.returncode == 2 and "error[look.login_needed]" in done.stderr
     assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "::", "example.org")] == [
         True, True, True, False, False, False,
     ]  # fmt: skip
     for name in ("../x", "a b", "a\nb", "x" * 61):
-        with pytest.raises(InputError, match="--user"):
+        with refused("login.bad_user", InputError):
             login(workspace, name)
 
 

@@ -15,6 +15,7 @@ from factory.show.mlflow.names import Name, own_names, reached_as, server_option
 from factory.show.mlflow.runs import CANDIDATES
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
+from tests.support.messages import refused
 from tests.support.plants.release_scene import with_store
 
 PORT = 5000
@@ -61,8 +62,8 @@ def test_a_name_lets_in_who_uses_it(name: str, host: str, origin: str, address: 
     "name",
     ["", "*", "*.example.org", "a,b", "http://a/b", "ada@a", "ftp://a", "a:0", "a:99999", "a:", "a b", "[::zz]", "fe80::1%eth0", "a?", "-a"],
 )  # fmt: skip
-def test_what_is_no_name_is_refused(name: str) -> None:
-    with pytest.raises(InputError, match="--name .* a host is expected"):
+def test_an_invalid_name_is_refused(name: str) -> None:
+    with refused("names.no_host", InputError):
         Name.parse(name)
 
 
@@ -78,8 +79,8 @@ def test_without_a_name_it_is_this_machine_unless_it_listens_on_loopback() -> No
 
 def test_a_name_that_others_can_reach_needs_a_login_too(workspace: Workspace) -> None:
     where = ("-w", str(workspace.root), "--print")
-    refused = factory("ui", "--name", "https://mlflow.example.org", *where)
-    assert refused.returncode == 2 and "give --user NAME" in refused.stderr
+    done = factory("ui", "--name", "https://mlflow.example.org", *where)
+    assert done.returncode == 2 and "error[look.login_needed]" in done.stderr
     with_store(workspace)
     taken = factory("ui", "--name", "https://mlflow.example.org", "--name", "gpu-box", "--user", "ada", *where)
     assert taken.returncode == 0, taken.stderr
@@ -109,4 +110,4 @@ def test_the_links_have_a_name_that_people_can_open(
     monkeypatch.setattr(look.os, "execvpe", lambda *words: None)
     look.ui(workspace.root, port=PORT, host=host, name=names, user="ada")
     said = capsys.readouterr().out
-    assert f"MLflow UI on {server} (Ctrl-C" in said and f" {server}/#/experiments/{page}?" in said
+    assert f"MLflow UI is at {server}. Ctrl-C" in said and f" {server}/#/experiments/{page}?" in said

@@ -1,4 +1,4 @@
-"""MLflow damaged, hanging or gone: nothing waits for it, it is said once, and it gets later what it missed."""
+"""If MLflow is damaged, hangs or is away: nothing waits for it, the outage is printed once, and missing data is sent later."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from factory.show.mlflow.registry import CHAMPION, MODEL
 from factory.show.mlflow.runs import Tracking
 from factory.show.mlflow.store import open_client
 from tests.support.factory.shown import reconcile, release
+from tests.support.messages import codes, refused
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
 
@@ -67,9 +68,9 @@ def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
     tracking, said = Tracking.open(Plant(workspace, ledger)), Said()
     for _ in range(20):
         assert shown(said.line, lambda: tracking.candidate_run(number)) is None
-    assert len(taken) == 1, "asked once; then it rests"
-    assert len(said.lines) == 1 and "Training and releases go on" in said.lines[0]
-    with pytest.raises(TrackingError, match=r"does not answer \(for \d s\); it is asked again in \d+ s"):
+    assert len(taken) == 1, "it is asked once and then left alone"
+    assert codes(said.lines) == ["outages.away"]
+    with refused("outages.no_answer", TrackingError):
         tracking.candidate_run(number)
     server = outages._servers[uri]
     assert server.limit == 1.0 and server.rests_until > time.monotonic()
@@ -93,14 +94,10 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert (row.state, row.mlflow_version) == ("published", None)
     best = champion(ledger)
     assert best and best.number == number and (served(workspace) or {})["release"] == number
-    outage = [line for line in said.lines if "Training and releases go on" in line]
-    assert (
-        len(outage) == 1
-        and "its database is damaged: 'factory check --repair' (stop 'factory run' first) puts its backup back"
-        in outage[0]
-    )
+    outage = [line for line in said.lines if codes([line]) == ["outages.away"]]
+    assert len(outage) == 1 and outage[0].data["reason"].data["advice"].code == "outages.damaged"
     assert reconcile(Plant(workspace, ledger, said)) == []
-    assert len([line for line in said.lines if "Training and releases go on" in line]) == 1
+    assert len([line for line in said.lines if codes([line]) == ["outages.away"]]) == 1
     done = repair_all(workspace, False, said)
     catch_up(plant)
     assert any(line.startswith("mlflow: mended") for line in done), done
@@ -109,7 +106,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     version = client.get_model_version_by_alias(MODEL, CHAMPION)
     assert version.tags["candidate"] == str(first)
     assert ReleaseRow.get(ledger, number).mlflow_version == str(version.version)
-    assert any("answers again" in line for line in said.lines)
+    assert "outages.back" in codes(said.lines)
 
 
 def test_a_version_that_does_not_say_its_release_is_told_later(workspace: Workspace, ledger: Ledger) -> None:
