@@ -196,7 +196,7 @@ def test_planning_refuses_ranks_that_cannot_train(plant: Opened) -> None:
     cases: dict[str, tuple[str, dict[str, object]]] = {
         "ranks: 3": ("launching.ranks_do_not_fit", {"ranks": 3, "file": file}),
         "ranks: -1": ("workspace.bad_ranks", {"value": -1, "file": file}),
-        "ranks: yes": ("workspace.bad_ranks", {"value": True}),
+        "ranks: yes": ("workspace.wrong_type", {"key": "ranks", "value": "yes"}),
         "ranks: two": ("workspace.wrong_type", {"key": "ranks", "expected": "int", "value": "two"}),
     }
     for line, (code, data) in cases.items():
