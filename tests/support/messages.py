@@ -35,7 +35,7 @@ NOT_MESSAGES = {
     "factory/sandbox/launch.py": "it runs inside the sandbox: standard library only",
 }
 SQL = re.compile(
-    r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP)\b|\(SELECT"
+    r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP|SET TRANSACTION)\b|\(SELECT"
 )
 HELP = frozenset({"help", "description", "epilog", "metavar", "short_help", "prompt"})
 BUILTIN_ERRORS = frozenset(

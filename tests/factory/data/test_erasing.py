@@ -236,7 +236,7 @@ def test_a_planned_segment_is_waited_for(copied: Copy) -> None:
     done = run("data", "remove", "--document", chosen(ledger)[0], "--erase", "--yes")
     assert "no longer reproducible: segments 1, 2, 3, 4" in done.stdout, done.output
     assert f"its text is erased once segment {number}, which reads it, is done" in done.stdout
-    assert raw_lines(workspace) == before and "text of 1 is still to be erased" in run("status").stdout
+    assert raw_lines(workspace) == before and "text of 1 removal is still to be erased" in run("status").stdout
     run_segment(Plant(workspace, ledger), number)
     assert finish_removals(Plant(workspace, ledger)) == ["removal 1: the text of 1 rows is erased"]
 

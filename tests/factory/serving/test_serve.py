@@ -88,7 +88,9 @@ def test_what_cannot_work_is_refused_at_once(workspace: Workspace, ledger: Ledge
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = factory(*words, "--port", port)
-        assert done.returncode == 2 and "error[listening.no_address]" in done.stderr and f"127.0.0.1:{port}" in done.stderr
+        assert (
+            done.returncode == 2 and "error[listening.no_address]" in done.stderr and f"127.0.0.1:{port}" in done.stderr
+        )
     open_to_all = factory(*words, "--host", "0.0.0.0", "--port", "0")
     assert open_to_all.returncode == 2 and "a key is required" in open_to_all.stderr
     unknown = factory(*words, "--engine", "vlm")
