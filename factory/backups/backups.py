@@ -233,7 +233,7 @@ def about(backup: Path) -> dict[str, Any]:
 
 def _fill(plant: Plant, aside: Path) -> list[str]:
     assert plant.ledger.file is not None
-    said = []
+    said: list[str] = []
     copy_database(plant.ledger.file, aside / LEDGER)
     (aside / journal.NAME).touch()  # ``put_in_place`` flushes the name; ``journal.append`` flushes the content
     if (mlflow := sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():

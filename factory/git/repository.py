@@ -22,7 +22,6 @@ from factory.git.git_store import ENVIRONMENT, REGULAR, commit_of, encoded, entr
 from factory.git.git_store import RepositoryError as RepositoryError
 from factory.git.scope import AgentsPolicy, Change, no_change, problems
 from kernels.contract.files import sync_folder
-from kernels.contract.message import Message
 
 NO_COMMIT = "0" * 40
 LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
@@ -31,7 +30,7 @@ LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
 class ScopeError(InputError):
     """A patch changes files that agents may not change. ``problems`` has a message for each reason."""
 
-    def __init__(self, found: list[Message]) -> None:
+    def __init__(self, found: list[str]) -> None:
         super().__init__("git.out_of_scope", "The patch is out of scope: {problems}", problems="; ".join(found))
         self.problems = found
 

@@ -182,10 +182,10 @@ def _of_file(path: str, problem: Message) -> Message:
     return Message("scope.file_problem", "{path}: {problem}", path=_shown(path), problem=problem)
 
 
-def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[str, str]) -> list[Message]:
+def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[str, str]) -> list[str]:
     """Return the problems of a patch, each a message; [] if the patch is in scope. ``existing``: path → mode at its base."""
     changes = list(changes)
-    found = [_of_file(change.path, problem) for change in changes for problem in _one(policy, change)]
+    found: list[str] = [_of_file(change.path, problem) for change in changes for problem in _one(policy, change)]
     places = {above for path in existing for above in _above(path)}
     folded = {above.casefold(): above for above in places}
     plain = [change for change in changes if len(change.path) <= LONGEST_PATH]  # longer paths already have a problem

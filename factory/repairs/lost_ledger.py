@@ -294,7 +294,7 @@ def _unknown_shards(plant: Plant) -> list[str]:
     """Ingest filed shards without a row, in the order in which they were filed. Returns lines for a person."""
     known = {row["sha256"][:16] for row in plant.ledger.read("SELECT sha256 FROM shards")}
     filed = [path for folder in _raw(plant.workspace) if folder.is_dir() for path in folder.iterdir() if path.is_file()]
-    said = []
+    said: list[str] = []
     for path in sorted(filed, key=lambda one: (one.stat().st_ctime_ns, one.name)):
         prefix, _, name = path.name.partition("-")
         if len(prefix) == 16 and name and prefix not in known and not path.name.startswith("."):
@@ -322,7 +322,7 @@ def _take_up(plant: Plant) -> list[str]:
 
     Returns lines for a person.
     """
-    said = []
+    said: list[str] = []
     known = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     for folder in sorted(
         path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in known

@@ -66,9 +66,9 @@ INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "rele
 SHARD = "trainer/contract/data/token_shard.py"
 FORMAT = "trainer/contract/checkpoint/format.py"
 FILES = "kernels/contract/files.py"
-PLACED = "tests/chaos/test_flushes.py::test_what_is_put_in_place_is_there_after_a_power_cut"
+PLACED = "tests/chaos/test_flushes.py::test_a_file_put_in_place_survives_a_power_cut"
 DAILY = "tests/chaos/test_flushes.py::test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut"
-SPLIT = "tests/chaos/test_flushes.py::test_what_was_appended_to_a_filed_shard_survives_a_power_cut"
+SPLIT = "tests/chaos/test_flushes.py::test_rows_appended_to_a_filed_shard_survive_a_power_cut"
 TOGETHER = "tests/chaos/test_flushes.py::test_small_files_that_became_one_shard_survive_a_power_cut"
 DEMO = "tests/factory/demo/test_demo.py::test_the_corpus_is_written_once_and_arrives_whole"
 
@@ -156,7 +156,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         'shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")',
-        "tests/chaos/test_flushes.py::test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox",
+        "tests/chaos/test_flushes.py::test_a_file_with_the_name_of_an_ingested_one_returns_to_the_inbox",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -184,7 +184,7 @@ MUTANTS = (
     Mutant(
         "factory/retention/cleaning.py",
         "os.rename(choice.what.path, aside)",
-        "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
+        "tests/factory/retention/test_cleaning.py::test_cleaning_keeps_what_the_policy_names",
     ),
     Mutant(
         "factory/audit/keeping.py",
@@ -194,7 +194,7 @@ MUTANTS = (
     Mutant(
         "factory/backups/backups.py",
         "os.rename(old, hidden)  # so that half a backup never has the name of a backup",
-        "tests/factory/repairs/test_lost_ledger.py::test_the_newest_backups_stay_and_a_damaged_one_is_passed_over",
+        "tests/factory/repairs/test_lost_ledger.py::test_the_newest_backups_stay_and_a_damaged_one_is_skipped",
     ),
     Mutant(
         "factory/core/removal.py",

@@ -426,7 +426,7 @@ def test_run_refuses_where_no_namespace_can_be_made(tmp_path: Path) -> None:
         except IsolationError as error:
             print(error)
     """
-    result = inside(tmp_path, code, str(ROOT), readonly=(ROOT / "factory", ROOT / "agents"))
+    result = inside(tmp_path, code, str(ROOT), readonly=(ROOT / "factory", ROOT / "agents", ROOT / "kernels"))
     assert result.ok and "no sandbox" in result.stdout and "user namespaces" in result.stdout, result
     assert not list((tmp_path / "out").glob("inner/*"))
 
