@@ -223,7 +223,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
     (workspace.root / "ledger.db").write_bytes((workspace.root / "ledger.db").read_bytes()[:20_000])
     words = ("check", "--deep", "--json", "-w", str(workspace.root))
     found = {row["check"]: row for row in json.loads(factory(*words).stdout)}
-    assert not found["ledger"]["ok"] and "'factory check --repair' makes the ledger" in found["ledger"]["detail"]
+    assert not found["ledger"]["ok"] and "check --repair' makes" in found["ledger"]["detail"]
     done = factory(*words, "--repair")
     repaired = "\n".join(one["text"] if isinstance(one, dict) else one for one in json.loads(done.stdout)["repaired"])
     assert "restored from backup" in repaired
