@@ -1,11 +1,10 @@
-"""Backups of a workspace: the ledger, MLflow's database, ``factory.yaml``, policies, tokenizer and what later documents are compared with, in a
-folder below ``backups/``.
+"""Backups of a workspace, each a folder below ``backups/``:
 
-    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  shards/hashes/  backup.json  journal.jsonl  keys/ (if asked for)
+    2026-01-31T12-00-00/ledger.db  mlflow.db  factory.yaml  policies/  tokenizer/  shards/hashes/  backup.json  journal.jsonl  keys/ (optional)
 
-SQLite's own online backup copies a database while others write to it. What is committed after a backup is appended to its journal
-(``factory.ledger.journal``), so that a lost ledger is made again as it was at the last commit. Data, checkpoints and exports are not
-copied: they lie in the workspace. The daemon makes a backup each day, and the newest ``KEPT`` stay.
+SQLite's online backup copies a database while other processes write to it. Later commits are appended to the backup's journal
+(``factory.ledger.journal``): a restored ledger is as it was at the last commit. Data, checkpoints and exports are not copied: they stay in
+the workspace. The daemon makes a backup each day and keeps the newest ``KEPT``.
 """
 
 from __future__ import annotations
@@ -33,32 +32,35 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.version import GONE, SCHEMA, refuse_other_version
 from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.message import Message
 
 KEPT = 7
-OTHERS_SECONDS = 60.0  # that another backup may take
+OTHERS_SECONDS = 60.0  # to wait for the end of another backup
 DAY_SECONDS = 86_400.0
 LEDGER, MLFLOW = "ledger.db", "mlflow.db"
 MLFLOW_TABLE = "alembic_version"
-PG_DUMP = "the ledger is in PostgreSQL, which this factory does not copy: make a backup with 'pg_dump', and put it back with 'pg_restore'"
+PG_DUMP = Message(
+    "backups.postgresql",
+    "The ledger is in PostgreSQL, and the factory does not copy it. Make a backup with 'pg_dump', and restore it with 'pg_restore'",
+)
 
 
 class NotWhole(WorkspaceError):
-    """A database that SQLite itself calls damaged."""
+    """SQLite reports that a database is damaged."""
 
 
 def stamp() -> str:
-    """The time as it stands in the names of what is kept below ``backups/``: '2026-01-31T12-00-00'."""
+    """Return the present time as in the names of backups: '2026-01-31T12-00-00'."""
     return datetime.now(UTC).strftime(journal.TIME)
 
 
 def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) -> tuple[Path, list[str]]:
-    """Make a backup, in ``folder`` or below the workspace's ``backups/``; returns its folder and what a person should know, a line each.
+    """Make a backup in ``folder``, by default a new one below the workspace's ``backups/``. Returns its folder and lines for a person.
 
-    ``keys``: with the key that signs bundles.
+    With ``keys``, the backup has the key that signs bundles. After a kill at any moment the new backup is whole or absent, and so is the
+    oldest backup, which this function removes.
 
-    Killed at any moment, it is whole or absent, and so is the oldest, whose place it takes.
-
-    Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another backup is being made; InputError.
+    Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another process makes a backup; InputError.
     """
     if plant.ledger.file is None:
         raise WorkspaceError(PG_DUMP)
@@ -75,11 +77,13 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         else folder.expanduser().resolve()
     )
     if target.exists() and any(target.iterdir() if target.is_dir() else [target]):
-        raise InputError(f"{target} is not empty: name another folder for the backup")
+        raise InputError(
+            "backups.not_empty", "{folder} is not empty: name another folder for the backup", folder=target
+        )
     aside = target.with_name(f".backup-{target.name}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        for left in (aside, *(target.parent.glob(".backup-*") if own else ())):  # of one that was killed
+        for left in (aside, *(target.parent.glob(".backup-*") if own else ())):  # from a backup that was killed
             remove(left)
         aside.mkdir()
         said = _fill(plant, aside)
@@ -88,14 +92,19 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         if own:
             with journal.journal_lock(plant.workspace.root):
                 if plant.ledger.journaled and (backups := backups_of(plant.workspace.root)):
-                    journal.append(plant.ledger.file, backups[-1])  # up to this backup, at least
+                    journal.append(plant.ledger.file, backups[-1])  # at least up to this backup
                 put_in_place(aside, target)
         else:
             if target.exists():
                 target.rmdir()
             put_in_place(aside, target)
     except OSError as error:
-        raise FactoryError(f"no backup was made: {error.strerror} ({error.filename})") from error
+        raise FactoryError(
+            "backups.not_made",
+            "no backup was made: {why} ({file})",
+            why=error.strerror,
+            file=str(error.filename),
+        ) from error
     finally:
         with suppress(OSError):
             remove(aside)
@@ -104,25 +113,29 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         with plant.ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
         for old in backups_of(plant.workspace.root)[:-KEPT]:
-            with suppress(OSError):  # it stays whole, and is the oldest again next time
+            with suppress(OSError):  # the old backup stays whole, and the next call removes it
                 hidden = old.with_name(f".backup-{old.name}")
-                os.rename(old, hidden)  # half a backup has no name of one
+                os.rename(old, hidden)  # so that half a backup never has the name of a backup
                 remove(hidden)
     return target, said
 
 
 def make_ledger(workspace: Workspace) -> Ledger:
-    """The ledger of a new workspace, and its first backup; one that is there is opened.
+    """Make the ledger of a new workspace and its first backup. An existing ledger is opened.
 
-    Raises: WorkspaceError when it is damaged, or is gone and the workspace holds its work: a new one would not know it.
+    Raises: WorkspaceError when the ledger is damaged, or is missing in a workspace that has work: a new ledger would not know that work.
     """
     file = sqlite_file(workspace.ledger_url)
     empty = file is not None and not (file.exists() and file.stat().st_size)
     left = [name for name in work_in(workspace.root) if name not in (LEDGER, MLFLOW)]
     if empty and left:
         raise WorkspaceError(
-            f"{workspace.root} holds a factory's {', '.join(left)}, and its ledger is {'empty' if file and file.exists() else 'gone'}: "
-            f"{GONE}"
+            "backups.lost_ledger",
+            "{folder} has the {found} of a factory, but its ledger is {state}. {advice}",
+            folder=workspace.root,
+            found=left,
+            state="empty" if file and file.exists() else "missing",
+            advice=GONE,
         )
     ledger = Ledger.create(workspace.ledger_url, workspace.root)
     refuse_other_version(ledger.version(), f"the ledger of {workspace.root}")
@@ -130,10 +143,10 @@ def make_ledger(workspace: Workspace) -> Ledger:
     return ledger
 
 
-def back_up_daily(plant: Plant) -> str:
-    """Make a backup when the newest is older than a day or of another schema, or there is none; returns a line, empty when there was nothing to do.
+def back_up_daily(plant: Plant) -> Message | str:
+    """Make a backup unless the newest is less than a day old and of this schema. Returns a line for a person; '' if it made no backup.
 
-    Raises: as ``make_backup``, but not for a ledger in PostgreSQL.
+    Raises: as ``make_backup``. A ledger in PostgreSQL is not an error here.
     """
     if plant.ledger.file is None:
         return ""
@@ -141,11 +154,16 @@ def back_up_daily(plant: Plant) -> str:
     if newest.get("schema") == SCHEMA and abs(time.time() - newest["made_at"]) < DAY_SECONDS:
         return ""
     path, said = make_backup(plant)
-    return "; ".join((f"backup made: {path}", *said))
+    if said:
+        return Message("backups.made_with_notes", "backup made: {folder}. {notes}", folder=path, notes="; ".join(said))
+    return Message("backups.made", "backup made: {folder}", folder=path)
 
 
 def copy_database(source: Path, target: Path, table: str = "meta") -> None:
-    """A copy of an SQLite database that must have a table, also while others write to it. Raises: NotWhole when it is damaged."""
+    """Copy an SQLite database while other processes may write to it.
+
+    Raises: NotWhole when the database is damaged or lacks ``table``; FactoryError when it cannot be copied now.
+    """
     try:
         with (
             closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True, timeout=60)) as old,
@@ -153,29 +171,39 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         ):
             old.backup(new)
             new.execute("PRAGMA journal_mode=DELETE")  # one file, no -wal
-    # The disk is full, a lock is held for long: nothing is known of the database.
+    # A full disk or a long lock says nothing about the database.
     except sqlite3.OperationalError as error:
-        raise FactoryError(f"{source} could not be copied to {target.parent}: {error}") from error
+        raise FactoryError(
+            "backups.not_copied",
+            "{database} could not be copied to {folder}: {why}",
+            database=source,
+            folder=target.parent,
+            why=str(error),
+        ) from error
     except sqlite3.DatabaseError as error:
-        raise NotWhole(f"{source} is damaged: {error}") from error
+        raise _damaged(source, str(error)) from error
     if fault := database_damage(target, table):
-        raise NotWhole(f"{source} is damaged: {fault}")
+        raise _damaged(source, fault)
+
+
+def _damaged(database: Path, why: str) -> NotWhole:
+    return NotWhole("backups.damaged_database", "{database} is damaged: {why}", database=database, why=why)
 
 
 def database_damage(database: Path, table: str = "meta") -> str:
-    """What SQLite finds wrong with the file of a database that must have a table; empty: nothing.
+    """Return SQLite's report of the damage of a database that must have ``table``; '' without damage.
 
-    Raises: sqlite3.OperationalError when nothing can be known of it now: it is locked, may not be opened, no handle is left.
+    Raises: sqlite3.OperationalError when the database cannot be checked now: it is locked, may not be opened, or no handle is left.
     """
     if not database.is_file():
-        return f"there is no {database}"
+        return Message("backups.no_database", "{database} does not exist", database=database)
     try:
         try:
             found, has = _checked(database, table, "ro")
         except sqlite3.OperationalError as error:
             if fault_of(error) != READ_ONLY:
                 raise
-            found, has = _checked(database, table, "rw")  # a transaction that was cut off is rolled back first
+            found, has = _checked(database, table, "rw")  # rolls back an interrupted transaction first
     except sqlite3.OperationalError as error:
         if fault_of(error) not in (None, BROKEN):
             raise
@@ -184,42 +212,49 @@ def database_damage(database: Path, table: str = "meta") -> str:
         return str(error)
     if found != "ok":
         return found[:300]
-    return "" if has else f"it has no table {table}"
+    return "" if has else Message("backups.no_table", "the database has no table {table}", table=table)
 
 
 def _checked(database: Path, table: str, mode: str) -> tuple[str, bool]:
-    """(what ``quick_check`` says, is the table there)."""
+    """Return the result of ``quick_check``, and whether the table exists."""
     with closing(sqlite3.connect(f"{database.as_uri()}?mode={mode}", uri=True, timeout=60)) as opened:
         found = " ".join(row[0] for row in opened.execute("PRAGMA quick_check(1)"))
         return found, bool(opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone())
 
 
 def about(backup: Path) -> dict[str, Any]:
-    """``journal.about``. Raises: InputError."""
+    """Return ``journal.about``. Raises: InputError when the folder is not a backup."""
     if found := journal.about(backup):
         return found
-    raise InputError(f"{backup} is not a backup: it has no {ABOUT}, or none that can be read")
+    raise InputError(
+        "backups.not_a_backup", "{folder} is not a backup: it has no readable {file}", folder=backup, file=ABOUT
+    )
 
 
 def _fill(plant: Plant, aside: Path) -> list[str]:
     assert plant.ledger.file is not None
-    said = []
+    said: list[str] = []
     copy_database(plant.ledger.file, aside / LEDGER)
-    (aside / journal.NAME).touch()  # its name is flushed with the folder; what is appended flushes its content
+    (aside / journal.NAME).touch()  # ``put_in_place`` flushes the name; ``journal.append`` flushes the content
     if (mlflow := sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():
         try:
             copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
         except NotWhole as error:
             (aside / MLFLOW).unlink(missing_ok=True)
             said.append(
-                f"MLflow's database is not in it: {error}; 'factory check --repair' (stop 'factory run' first) makes it again"
+                Message(
+                    "backups.without_mlflow",
+                    "The backup lacks MLflow's database: {why}. To make the database again, stop 'factory run', "
+                    "then run 'factory check --repair'",
+                    why=error.message,
+                )
             )
     shutil.copyfile(plant.workspace.root / "factory.yaml", aside / "factory.yaml")
     if (policies := plant.workspace.root / "policies").is_dir():
         shutil.copytree(policies, aside / "policies")
     if plant.workspace.tokenizer.is_dir():
         shutil.copytree(plant.workspace.tokenizer, aside / "tokenizer")
-    _copy_hashes(plant.workspace.root, aside)  # after the ledger: those that it names are there by then
+    _copy_hashes(plant.workspace.root, aside)  # after the ledger, so that all files that it names exist
     with closing(sqlite3.connect(aside / LEDGER)) as copy:
         sequence = copy.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
         meta = dict(copy.execute("SELECT key, value FROM meta").fetchall())
@@ -229,7 +264,7 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
 
 
 def _copy_hashes(root: Path, aside: Path) -> None:
-    """They never change: a link takes no room, and there is a copy where the file system makes none."""
+    """Link the files with hashes of documents, which never change; copy them on a file system without hard links."""
     folder = aside / "shards" / FOLDER
     folder.mkdir(parents=True)
     for path in (root / "shards" / FOLDER).glob("[!.]*.parquet"):
@@ -240,7 +275,7 @@ def _copy_hashes(root: Path, aside: Path) -> None:
 
 
 def put_back_hashes(root: Path, backup: Path) -> int:
-    """Copy into the workspace ``root`` those that it lacks; returns how many. A backup of before has none. Raises: OSError."""
+    """Copy the files with hashes of documents that the workspace ``root`` lacks. Returns how many. Old backups have none. Raises: OSError."""
     folder = root / "shards" / FOLDER
     lacking = [path for path in (backup / "shards" / FOLDER).glob("*.parquet") if not (folder / path.name).exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -250,9 +285,14 @@ def put_back_hashes(root: Path, backup: Path) -> int:
 
 
 def find_backup(workspace: Workspace, name: str) -> Path:
-    """A backup by its folder, or its name below ``backups/``. Raises: InputError that lists those there are."""
+    """Return the folder of a backup, by its path or its name below ``backups/``. Raises: InputError that lists the known backups."""
     for path in (workspace.root / BACKUPS / name, Path(name).expanduser().resolve()):
         if (path / ABOUT).is_file():
             return path
-    known = ", ".join(path.name for path in backups_of(workspace.root)) or "none"
-    raise InputError(f"no backup {name!r}; {workspace.root / BACKUPS} holds: {known}")
+    raise InputError(
+        "backups.unknown_backup",
+        "no backup {backup!r}. {folder} has: {known}",
+        backup=name,
+        folder=workspace.root / BACKUPS,
+        known=[path.name for path in backups_of(workspace.root)] or "no backup",
+    )

@@ -1,6 +1,6 @@
-"""The key that signs bundles, in a backup that a person asks for with ``--keys``, and back from one.
+"""Copies the key that signs bundles into a backup made with ``--keys``, and restores the key from one.
 
-The daily backup leaves it out: it lies on the same disk, and a private key is copied only where a person says.
+The daily backup leaves the key out: the backup is on the same disk, and only a person decides where a private key is copied.
 """
 
 from __future__ import annotations
@@ -11,16 +11,18 @@ from pathlib import Path
 
 from factory.core.removal import remove
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 
 KEYS, KEY, PUBLIC = "keys", "bundle-signing.pem", "bundle-signing.pub.pem"
 
 
 def has_key(root: Path) -> bool:
+    """Return whether the folder of a workspace or a backup has the private key."""
     return (root / KEYS / KEY).is_file()
 
 
 def copy_keys(root: Path, target: Path) -> None:
-    """Copy the workspace's key, and its public half, into the folder ``target``, which nobody else may read. Raises: OSError."""
+    """Copy the workspace's key pair into the new folder ``target``, which only this user may read. Raises: OSError."""
     target.mkdir(mode=0o700)
     for name, mode in ((KEY, 0o600), (PUBLIC, 0o644)):
         if (source := root / KEYS / name).is_file():
@@ -29,13 +31,13 @@ def copy_keys(root: Path, target: Path) -> None:
 
 
 def put_back(root: Path, backups: Iterable[Path]) -> list[str]:
-    """Where the workspace has no key and one of the backups has, it comes back; returns what was done."""
+    """Restore the key from a backup, if the workspace has no key. Returns a line for a person, or nothing."""
     kept = next((path for path in backups if has_key(path)), None)
     if has_key(root) or kept is None:
         return []
     aside = root / f".{KEYS}.part"
     remove(aside)
     copy_keys(kept, aside)
-    remove(root / KEYS)  # without a key: a public half at most
+    remove(root / KEYS)  # it has no private key, at most a public one
     put_in_place(aside, root / KEYS)
-    return [f"the key that signs bundles is back, from {kept}"]
+    return [Message("keys.restored", "the key that signs bundles is restored from {backup}", backup=kept)]

@@ -1,4 +1,4 @@
-"""``factory upgrade``: a workspace of an older factory is brought up to this one, after a backup below ``backups/``."""
+"""``factory upgrade``: upgrades the workspace of an older factory, after a backup below ``backups/``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA, refuse_other_version
 from factory.training.segment_folder import mark_owner
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 
-# Brings an older ledger to this factory's schema: a backup, then alembic's revisions, in one transaction.
+# alembic's revisions, which upgrade an older ledger in one transaction
 MIGRATIONS = Path(__file__).parent / "migrations"
 
 
 def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
-    """Upgrade the workspace's ledger; returns what was done, a line each; empty when it is up to date.
+    """Upgrade the workspace's ledger. Returns a line for a person; nothing if the ledger is up to date.
 
-    Killed at any moment, the ledger is as before or upgraded. ``has_backup``: a person has one; SQLite gets one here.
-
-    Raises: WorkspaceError for a newer ledger, and for a PostgreSQL ledger without a backup.
+    After a kill at any moment the ledger is unchanged or upgraded. An SQLite ledger is backed up first. ``has_backup``: a person has a
+    backup of a PostgreSQL ledger. Raises: WorkspaceError for a newer ledger, and for a PostgreSQL ledger without a backup.
     """
     ledger = Ledger(workspace.ledger_url, workspace.root)
     found = ledger.version()
@@ -42,11 +42,15 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
         where = str(_backup(workspace, found or ""))
     elif not has_backup:
         raise WorkspaceError(
-            f"the ledger at {ledger.engine.url!r} is upgraded from schema {found} to {SCHEMA} in place: make a backup with "
-            "pg_dump, then run 'factory upgrade --i-have-a-backup'"
+            "upgrade.no_backup",
+            "The upgrade changes the ledger at {ledger} in place, from schema {schema} to {known}. "
+            "Make a backup with 'pg_dump', then run 'factory upgrade --i-have-a-backup'",
+            ledger=repr(ledger.engine.url),
+            schema=found,
+            known=SCHEMA,
         )
     script = ScriptDirectory(str(MIGRATIONS), version_locations=[str(MIGRATIONS)])
-    made = workspace.root / "root"  # where an older factory made the workspace: its ledger names files there
+    made = workspace.root / "root"  # an older factory wrote the workspace's first path, which its ledger contains
     roots = [str(workspace.root), *([made.read_text().strip()] if made.exists() else [])]
     with ledger.begin() as tx:
         # Another process may have upgraded it.
@@ -57,18 +61,27 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
                     step.module.upgrade()
         watch(tx, metadata)
         tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA))
-    return [f"the ledger is of schema {SCHEMA} now (it was {found}; as it was: {where})"]
+    return [
+        Message(
+            "upgrade.done",
+            "The ledger is upgraded from schema {before} to {schema}. The former ledger is kept: {backup}",
+            before=found,
+            schema=SCHEMA,
+            backup=where,
+        )
+    ]
 
 
 def backup_folder(workspace: Workspace) -> Path:
+    """Return the workspace's folder of backups; make it if it does not exist."""
     folder = workspace.root / BACKUPS
     folder.mkdir(exist_ok=True)
     return folder
 
 
 def _backup(workspace: Workspace, version: str) -> Path:
-    """A copy of the SQLite ledger, whole or absent, also while others write to it."""
-    # By an upgrade that was killed, SQLite's logs of it too.
+    """Copy the SQLite ledger while other processes may write to it. After a kill the copy is whole or absent."""
+    # Remove the files of an upgrade that was killed, SQLite's logs too.
     for left in backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
     path = backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
@@ -81,14 +94,14 @@ def _backup(workspace: Workspace, version: str) -> Path:
 
 
 def upgrade(workspace: Workspace, has_backup: bool = False) -> list[str]:
-    """Bring a workspace up to this factory; returns what was done, a line each. Safe to repeat, and to kill.
+    """Upgrade a workspace to this factory's version. Returns lines for a person. It can be repeated, and killed at any moment.
 
-    ``has_backup``: a person has one of a PostgreSQL ledger. Raises: WorkspaceError; nothing was changed then.
+    ``has_backup``: a person has a backup of a PostgreSQL ledger. Raises: WorkspaceError; then nothing has changed.
     """
     with workspace.lock("model-loop"), workspace.lock("code-loop"), workspace.lock("release"):
         done = upgrade_ledger(workspace, has_backup)
         ledger, made = Ledger.open(workspace.ledger_url, workspace.root), workspace.root / "root"
-        if done or made.exists():  # older factories wrote that file, and no owner into the folders of segments
+        if done or made.exists():  # older factories wrote the file 'root', and no owner into the folders of segments
             for row in SegmentRow.select(ledger):
                 if Path(row.folder).is_dir():
                     mark_owner(ledger, row)

@@ -1,1 +1,1 @@
-"""What every part stands on: the workspace, errors, policy files, devices, how processes are started, shown and stopped."""
+"""The base of all other packages: workspace, errors, policy files, devices; how processes are started, shown and stopped."""

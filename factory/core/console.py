@@ -1,4 +1,4 @@
-"""The terminal: progress bars where a person looks, plain lines where a log does."""
+"""Shows progress: as bars on a terminal, as plain lines in a log."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from agents.core.untrusted import visible
 from factory.core.progress import Task
 
 LONGEST_LINE = 20_000  # characters
-WIDTH = 150  # of tables, where there is no terminal
+WIDTH = 150  # of tables without a terminal
 
 
 def for_tables() -> Console:
-    """A terminal, or lines of ``WIDTH`` where there is none."""
+    """Return a console for tables, ``WIDTH`` characters wide if the output is not a terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=WIDTH)
 
@@ -44,7 +44,7 @@ class _Bar:
 
 
 class _PlainTask:
-    """Without a terminal: a line at the start of long work, one at least every eight seconds, one at the end."""
+    """A task without a terminal: it prints a line at least every eight seconds, and one when long work ends."""
 
     EVERY = 8.0
 
@@ -61,7 +61,7 @@ class _PlainTask:
         self.note = note or self.note
 
     def _repeat(self) -> None:
-        """A line every few seconds, also while the work itself reports nothing (a compiler)."""
+        """Print a line every few seconds, also while the work itself reports nothing (a compiler)."""
         while not self.over.wait(0.5):
             if time.monotonic() - self.terminal.last_line_at >= self.EVERY:
                 self.say()
@@ -81,18 +81,18 @@ class _PlainTask:
 
 
 class Terminal:
-    """``factory.core.progress.Progress`` on standard error's terminal, or as lines where there is none."""
+    """``factory.core.progress.Progress`` on a terminal, or as plain lines without one."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, stderr=False)
         self.bars: Progress | None = None
         self._tasks, self._lock = 0, threading.Lock()
         self.last_line_at = time.monotonic()  # when the last line was printed
-        # A line that cannot be printed (a full disk, a reader that is gone) is dropped, and is no error.
+        # If true, a line that cannot be printed (a full disk, a closed pipe) is dropped without an error.
         self.keeps_on = False
 
     def line(self, text: str) -> None:
-        """Print a line; control characters (an agent may have written the text) are shown as �."""
+        """Print a line. Control characters are shown as �, since an agent may have written the text."""
         self.last_line_at = time.monotonic()
         with contextlib.suppress(*((OSError,) if self.keeps_on else ())):
             self.console.print(visible(text, LONGEST_LINE), markup=False, emoji=False, soft_wrap=True)
@@ -122,7 +122,7 @@ class Terminal:
                     self.bars = None
 
     def _begun(self) -> Progress:
-        """The bars of all tasks that go on, on whatever thread."""
+        """Return the progress bars that the tasks of all threads share."""
         with self._lock:
             if self.bars is None:
                 columns = (

@@ -1,6 +1,6 @@
-"""The machine's devices, one holder each: what is timed has its device alone, whatever else this process does meanwhile.
+"""Gives each device of the machine to one thread at a time, so that a measurement of time has its device alone.
 
-Agents that run in parallel wait here for a device: one of the GPUs, or the CPU as one device.
+Agents that run in parallel wait here for a device: one of the GPUs, or the whole CPU as one device.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TypeVar
 
 GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AMD, WSL
-# torch.compile precompiles a header of 160 MB into /tmp, which every sandbox has empty: 4 to 8 s of each of its processes, for 1 s less
-# of a kernel's compilation. With an empty cache it also compiles a program for each vector extension of the processor, to test the compiler:
-# 6 to 9 s of a core. Every x86 compiler that builds the rest builds AVX2 and AVX-512, so that test is skipped on x86 (newer extensions are
-# still tested); an ARM compiler may lack SVE2. Both are set outside sandboxes too: names in the cache contain the flags.
+# torch.compile precompiles a header of 160 MB into /tmp. Each sandbox starts with an empty /tmp: the header costs each process 4 to 8 s and
+# saves 1 s of a kernel's compilation. With an empty cache torch.compile also tests the compiler with a program for each vector extension
+# of the processor: 6 to 9 s of a core. On x86 that test is skipped, since compilers there have AVX2 and AVX-512 (newer extensions are still
+# tested). An ARM compiler may lack SVE2. Both variables are set outside sandboxes too: names in the cache contain the flags.
 PRECOMPILED = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
 COMPILER = {PRECOMPILED: "0"} | ({"TORCHINDUCTOR_VEC_ISA_OK": "1"} if platform.machine() == "x86_64" else {})
 Found = TypeVar("Found")
@@ -30,7 +30,7 @@ _held: ContextVar[str | None] = ContextVar("device", default=None)
 
 @contextmanager
 def one() -> Iterator[None]:
-    """Hold a device until the block ends; waits for a free one. A caller that holds one already keeps it."""
+    """Wait for a free device and hold it until the block ends. A caller that already holds a device keeps it."""
     if _held.get() is not None:
         yield
         return
@@ -46,18 +46,17 @@ def one() -> Iterator[None]:
 
 
 def kind() -> str:
-    """Where training runs on this machine, as kernels.yaml names it: 'cuda' or 'cpu'."""
+    """Return the kind of device that trains on this machine, as kernels.yaml names it: 'cuda' or 'cpu'."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def compiled(root: Path, commit: str) -> Path:
-    """Where the approved code of ``commit`` in the workspace ``root`` keeps what compilers made: ``inductor/`` and ``triton/``
-    (``factory.sandbox.view.cache_variables``).
+    """Return the folder of compiled kernels for the approved code of ``commit`` in the workspace ``root``: ``inductor/`` and ``triton/``.
 
-    By class of machine, as a compiler of one may use instructions that another does not have; and by commit, as code that reads what other
-    code compiled runs it.
+    Each class of machine has its own folder, since compilers use instructions that other machines lack. Each commit has its own, since code
+    that reads another commit's compiled kernels would run them. See ``factory.sandbox.view.cache_variables``.
     """
     from kernels.contract.machine import here
 
@@ -65,29 +64,29 @@ def compiled(root: Path, commit: str) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """The environment that restricts a process to the held device; empty on a CPU, or while none is held."""
+    """Return the environment variables that restrict a process to the held device; none on a CPU, or while no device is held."""
     name = _held.get()
     return {"CUDA_VISIBLE_DEVICES": name} if name else {}
 
 
 def label() -> str:
-    """A suffix for folders that holders of another device may not share; empty for the CPU."""
+    """Return a suffix for folders that belong to the held device alone; '' for the CPU."""
     return f"-{_held.get()}" if _held.get() else ""
 
 
 def nodes(every: bool = False) -> list[str]:
-    """The files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while none is held (``every``: also then).
+    """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``every``).
 
-    ``environment`` selects one of several GPUs: NVIDIA's driver numbers all that it sees.
+    They are the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``environment`` selects one of them.
     """
     found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if every or _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
 
 
 def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
-    """Run ``jobs`` at once, a thread each, and wait for all; their results in order.
+    """Run ``jobs`` at once, each in a thread, and wait for all. Returns their results in order.
 
-    The first error among them is raised after all have ended. An interrupt is raised at once: the threads end with the process.
+    After all jobs ended, raises the error of the first job that failed. An interrupt is raised at once: the threads end with the process.
     """
     if len(jobs) == 1:
         return [jobs[0]()]
@@ -112,7 +111,7 @@ def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
 
 @functools.cache
 def names() -> list[str]:
-    """Of the devices that this process may use, a GPU each; the CPU's is empty."""
+    """Return the names of the devices that this process may use: one for each GPU, or '' for the CPU."""
     import torch
 
     count = torch.cuda.device_count()
@@ -122,7 +121,7 @@ def names() -> list[str]:
 
 @functools.cache
 def _free() -> queue.SimpleQueue[str]:
-    """The names of the devices that are free."""
+    """Return the queue of the names of free devices."""
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for name in names():
         free.put(name)

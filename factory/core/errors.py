@@ -1,7 +1,7 @@
-"""What a user can cause. Each message has what was wrong, where, and what to do; nothing already stored is lost.
+"""Errors that a user can cause. Each message says what is wrong, where, and what to do. Data already stored stays.
 
-What only a bug can cause is an ``assert``. The command line prints a ``FactoryError`` as one clear message and exits with
-its ``exit_code``; anything else is a bug and keeps its traceback.
+An ``assert`` guards against bugs. The command line prints a ``FactoryError`` as one message and exits with its ``exit_code``.
+Any other exception is a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-from kernels.contract.message import CodedError
+from kernels.contract.message import CodedError, Message
 
 
 class FactoryError(CodedError):
-    """The root of everything a user can cause."""
+    """The base class of all errors that a user can cause."""
 
     exit_code = 1
 
 
 class ConfigError(FactoryError):
-    """A policy, recipe or factory.yaml is wrong: names the file and the key."""
+    """A policy, a recipe or factory.yaml is wrong. The message names the file and the key."""
 
     exit_code = 2
 
 
 class InputError(FactoryError):
-    """A shard, path or argument is wrong: names the file, and the line where there is one."""
+    """A shard, path or argument is wrong. The message names the file, and the line if one is known."""
 
     exit_code = 2
 
@@ -37,50 +37,55 @@ class WorkspaceError(FactoryError):
 
 
 class IsolationError(FactoryError):
-    """No sandbox that can isolate untrusted code is available; nothing was run."""
+    """No sandbox can isolate untrusted code here. Nothing was run."""
 
     exit_code = 4
 
 
 class SegmentError(FactoryError):
-    """A training segment did not end well; its folder and log are named."""
+    """A training segment failed. The message names its folder and its log."""
 
     exit_code = 5
 
 
 class DamagedExportError(FactoryError):
-    """The export of a candidate is gone, or no longer what it was when it was made: nothing was measured, so nothing is said of the model."""
+    """A candidate's export is missing or has changed since the factory made it. Nothing was measured: the model itself may be good."""
 
     def __init__(self, candidate: int, why: str) -> None:
         super().__init__(
-            f"the export of candidate {candidate} cannot be measured: {why}. The daemon makes it again from its checkpoint; "
-            "'factory check --repair' does so where none runs"
+            "core.damaged_export",
+            "The export of candidate {candidate} cannot be measured: {why}. The daemon makes the export again from its checkpoint. "
+            "If no daemon runs, do so with 'factory check --repair'",
+            candidate=candidate,
+            why=why,
         )
         self.candidate, self.why = candidate, why
 
 
 class DamagedTokenizerError(FactoryError):
-    """The workspace's tokenizer is gone, or not the recorded one: nothing is tokenised until it is back."""
+    """The workspace's tokenizer is missing or differs from the recorded one. The factory tokenises nothing until a person restores it."""
 
 
 class NoMemoryError(FactoryError, MemoryError):
-    """Something needs more memory than is free now: a fault of the machine, which passes."""
+    """A task needs more memory than is free now. This fault of the machine is temporary."""
 
     exit_code = 71
 
 
 class WaitingError(FactoryError):
-    """Nothing failed: what was asked for waits for a person."""
+    """Nothing failed: the requested action waits for a person."""
 
 
 class DiskFullError(SegmentError):
-    """A trainer ended because the disk is full: no failure of its own, and its last checkpoint is whole."""
+    """A trainer ended because the disk is full. The trainer itself did not fail, and its last checkpoint is whole."""
 
     exit_code = 74
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> Message:
     """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words when none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(names)}"
+    if close:
+        return Message("core.nearest", "; did you mean {nearest!r}?", nearest=close[0])
+    return Message("core.known", "; known: {known}", known=names)

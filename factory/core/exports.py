@@ -1,4 +1,4 @@
-"""The identity of an export: one hash over everything in its folder. It is what is judged, approved, released and served."""
+"""The identity of an export: one hash over all files in its folder. Verdicts, approvals, releases and the server refer to this hash."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from factory.core.errors import InputError
 
 
 def folder_sha256(folder: Path) -> str:
-    """One hash of every file of an export, names and contents: what ``candidates.export_sha256`` holds.
+    """Return one hash over the names and contents of all files of an export, as the ledger's ``candidates.export_sha256`` has it.
 
-    Raises: InputError when there is no such folder, or something in it is not a plain file (a link could lead anywhere).
+    Raises: InputError when the folder does not exist, or has an entry that is not a plain file (a link could lead anywhere).
     """
     if folder.is_symlink() or not folder.is_dir():
-        raise InputError(f"{folder}: no exported model there; it was moved or deleted")
+        raise InputError(
+            "exports.no_folder",
+            "{folder} has no exported model: the folder was moved or deleted",
+            folder=folder,
+        )
     digests: dict[Path, str] = {}
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise InputError(f"{path}: an export holds plain files only")
+            raise InputError("exports.not_a_file", "{path} is not a plain file: remove it from the export", path=path)
         if path.is_file():
             with open(path, "rb") as file:
                 digests[path.relative_to(folder)] = hashlib.file_digest(file, "sha256").hexdigest()
@@ -27,7 +31,7 @@ def folder_sha256(folder: Path) -> str:
 
 
 def files_sha256(digests: Mapping[Path, str]) -> str:
-    """``folder_sha256`` of files whose own hashes are known, by path within the folder."""
+    """Return what ``folder_sha256`` returns, from the known hash of each file, by its path within the folder."""
     total = hashlib.sha256()
     for path in sorted(digests):
         total.update(f"{path}\0{digests[path]}\n".encode())

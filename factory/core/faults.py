@@ -1,6 +1,6 @@
-"""Faults of the machine, as a person meets them: a full disk, a locked ledger, a read-only folder, no file handles, no memory.
+"""Faults of the machine: a full disk, a locked ledger, a read-only folder, no file handles, no memory.
 
-They pass by themselves, or once a person did something about the machine: whatever was tried is tried again.
+A fault ends by itself, or after a person repaired the machine. The factory then repeats the failed action.
 """
 
 from __future__ import annotations
@@ -14,34 +14,71 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from factory.core.errors import DiskFullError
+from kernels.contract.message import Message
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``what`` is wrong; ``do`` is what helps; ``exit_code`` is that of a command which ends because of it (as in sysexits.h); ``where`` is the
-    path that it was met at. Two are equal when the same is wrong, wherever.
+    """A fault: ``what`` is wrong, the remedy (``do``), the exit code of a command that ends because of it (as in sysexits.h), and the path.
+
+    Two faults are equal if their ``what`` is.
     """
 
-    what: str
-    do: str = field(compare=False)
+    what: Message
+    do: Message = field(compare=False)
     exit_code: int = field(compare=False)
     where: str = field(default="", compare=False)
 
     @property
-    def says(self) -> str:
-        return f"{self.what} ({self.where})" if self.where else self.what
+    def says(self) -> Message:
+        """``what`` is wrong, with the path if one is known."""
+        return Message("faults.at", "{what} ({path})", what=self.what, path=self.where) if self.where else self.what
 
 
-FULL = Fault("the disk is full", "free some space", 74)
-READ_ONLY = Fault("there is no permission to write", "make it writable for this user", 73)
-HANDLES = Fault("too few file handles are left", "raise 'ulimit -n', or end other programs", 71)
-MEMORY = Fault("no memory or process is left", "end other programs", 71)
-BROKEN = Fault("the disk reports an error", "free some space, look at the machine's log (dmesg),", 74)
-MISPLACED = Fault("a folder is where a file belongs, or a file where a folder does", "move it away", 74)
-AWAY = Fault("the file system does not answer", "look at its server", 74)
-LOCKED = Fault("the ledger is locked by another process", "end that process", 75)
-UNOPENED = Fault("the ledger cannot be opened", "look at its folder's permissions, its disk and 'ulimit -n'", 74)
-UNREACHED = Fault("the ledger's server does not answer", "look at the server", 75)
+FREE_SPACE = Message("faults.free_space", "free some space")
+END_PROGRAMS = Message("faults.end_programs", "end other programs")
+FULL = Fault(Message("faults.disk_full", "the disk is full"), FREE_SPACE, 74)
+READ_ONLY = Fault(
+    Message("faults.read_only", "there is no permission to write"),
+    Message("faults.make_writable", "make the file and its folder writable for this user"),
+    73,
+)
+HANDLES = Fault(
+    Message("faults.no_handles", "too few file handles are left"),
+    Message("faults.more_handles", "raise 'ulimit -n' or end other programs"),
+    71,
+)
+MEMORY = Fault(Message("faults.no_memory", "no memory or process is left"), END_PROGRAMS, 71)
+BROKEN = Fault(
+    Message("faults.disk_error", "the disk reports an error"),
+    Message("faults.check_disk", "free some space, read the machine's log (dmesg)"),
+    74,
+)
+MISPLACED = Fault(
+    Message("faults.misplaced", "a folder is in the place of a file, or a file in the place of a folder"),
+    Message("faults.move_away", "move it to another place"),
+    74,
+)
+AWAY = Fault(
+    Message("faults.no_file_server", "the file system does not answer"),
+    Message("faults.check_file_server", "check its file server"),
+    74,
+)
+LOCKED = Fault(
+    Message("faults.ledger_locked", "the ledger is locked by another process"),
+    Message("faults.end_locker", "end that process"),
+    75,
+)
+UNOPENED = Fault(
+    Message("faults.ledger_unopened", "the ledger cannot be opened"),
+    Message("faults.check_ledger_folder", "check its folder's permissions, its disk and 'ulimit -n'"),
+    74,
+)
+UNREACHED = Fault(
+    Message("faults.no_ledger_server", "the ledger's server does not answer"),
+    Message("faults.check_ledger_server", "check the ledger's server"),
+    75,
+)
 
 BY_NUMBER = {
     errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EROFS: READ_ONLY, errno.EACCES: READ_ONLY, errno.EPERM: READ_ONLY,
@@ -50,16 +87,17 @@ BY_NUMBER = {
 }  # fmt: skip
 OF_A_FILE = (READ_ONLY, MISPLACED)
 BY_WORDS = {
-    "database or disk is full": FULL, "database is locked": LOCKED, "database table is locked": LOCKED,
-    "attempt to write a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database file": UNOPENED,
+    "or disk is full": FULL, "database is locked": LOCKED, "table is locked": LOCKED,
+    "a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database": UNOPENED,
     "Too many open files": HANDLES, "No space left on device": FULL, "Read-only file system": READ_ONLY,
-}  # fmt: skip  # of SQLite
-TAKEN_BYTES = 16 << 20  # free bytes show neither a quota nor that no file may be added
-QUOTE_SQLITE = ("sqlalchemy", "mlflow")  # packages whose exceptions do; any other may quote what untrusted code left
+}  # fmt: skip  # parts of SQLite's messages
+TAKEN_BYTES = 16 << 20  # written as a test: the count of free bytes shows neither a quota nor a lack of inodes
+# Packages whose exceptions quote SQLite's. Exceptions of other packages may quote untrusted text.
+QUOTE_SQLITE = ("sqlalchemy", "mlflow")
 
 
 def fault_of(error: BaseException) -> Fault | None:
-    """The fault of the machine that an exception, or what it came from, tells of; None: it is none."""
+    """Return the fault of the machine that caused an exception, directly or through its causes; None if no fault did."""
     for one in _with_causes(error):
         if isinstance(one, DiskFullError):
             return FULL
@@ -79,23 +117,28 @@ def fault_of(error: BaseException) -> Fault | None:
 
 
 def is_of_the_machine(error: BaseException) -> bool:
-    """Is the machine to blame, so that the same is tried again?"""
+    """Return whether a fault of the machine caused the exception, so that the action is worth repeating."""
     return fault_of(error) is not None
 
 
 def is_of_no_file(error: BaseException) -> bool:
-    """As ``is_of_the_machine``, and nothing that a folder's owner put there can be the cause: a disk, memory, handles, a lock, a server. What
-    untrusted code leaves behind, a folder for a file or one that may not be read, is an answer about that code."""
+    """Return whether a fault of the machine caused the exception, and no file can be its cause: a disk, memory, handles, a lock, a server.
+
+    Untrusted code can leave a folder in the place of a file, or a file without permissions. Such an error counts against that code.
+    """
     return fault_of(error) not in (None, *OF_A_FILE)
 
 
 def is_full(error: BaseException) -> bool:
-    """Does it tell of a full disk?"""
+    """Return whether a full disk caused the exception."""
     return fault_of(error) == FULL
 
 
 def fits(folder: Path, size: int) -> bool:
-    """Can so many bytes be written in a folder? Seen by taking some of them for a moment. Raises: OSError for what is not about room."""
+    """Return whether ``size`` bytes can be written in a folder. It allocates some of them for a moment.
+
+    Raises: OSError for an error other than a full disk.
+    """
     status = os.statvfs(folder)
     if status.f_bavail * status.f_frsize < size:
         return False
@@ -110,7 +153,7 @@ def fits(folder: Path, size: int) -> bool:
 
 
 def printed(words: str) -> OSError | None:
-    """The fault of the machine, of no file, that a program such as git named at the end of a line, as the system words it; None: it named none.
+    """Return the fault of the machine that a program such as git printed at the end of a line, as an error; None if it printed none.
 
     >>> printed("fatal: unable to create temporary file: No space left on device")
     OSError(28, 'No space left on device')
@@ -125,8 +168,10 @@ def printed(words: str) -> OSError | None:
 
 
 def cannot_be_read_now(error: BaseException) -> bool:
-    """Does a failed read say nothing about the file: no handle, no memory, a file server that does not answer? A disk's error says that the file
-    is damaged, or may be."""
+    """Return whether a failed read says nothing about the file: no handle, no memory, or no answer from the file server.
+
+    An error of the disk is another matter: then the file may be damaged.
+    """
     return fault_of(error) in (HANDLES, MEMORY, AWAY)
 
 

@@ -1,4 +1,4 @@
-"""A lock on a file, between processes: the kernel holds it, so it ends with its process, however that ends."""
+"""A lock on a file, between processes. The kernel releases the lock when its process ends, also when the process is killed."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ POLL_SECONDS = 0.05
 
 
 class LockedError(Exception):
-    """Another process holds the lock; the text is its process number."""
+    """Another process has the lock. The text of the error is that process's number."""
 
 
 @contextmanager
 def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
-    """Hold the lock on ``path``; yields its descriptor.
+    """Hold the lock on ``path`` during the block. Yields the file's descriptor.
 
-    Children do not inherit the lock. A child that is given the descriptor (``pass_fds``) holds it too, until both ended.
+    Children do not inherit the lock. A child that gets the descriptor (``pass_fds``) holds the lock too, until both processes ended.
 
-    Raises: LockedError when another holds it and does not release it within ``patience`` seconds.
+    Raises: LockedError when another process does not release the lock within ``patience`` seconds.
     """
     from filelock import lock_descriptor
 
@@ -33,7 +33,7 @@ def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
             if time.monotonic() >= deadline:
                 raise LockedError(os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown")
             time.sleep(POLL_SECONDS)
-        with contextlib.suppress(OSError):  # a full disk: the kernel holds the lock, the number is for people
+        with contextlib.suppress(OSError):  # a full disk: the lock holds all the same; only people read the number
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield descriptor
@@ -42,10 +42,10 @@ def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
 
 
 def holders(path: Path) -> list[int]:
-    """The other processes that have a lock's file open, as far as this user may see them: its holder, and those that wait for it."""
+    """Return the other processes that hold the lock or wait for it: those that have its file open, as far as this user may see them."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it ended, or is another user's
+        with contextlib.suppress(OSError):  # the process ended, or belongs to another user
             for descriptor in os.scandir(f"/proc/{process}/fd"):
                 if int(process) != os.getpid() and os.readlink(descriptor.path) == os.path.abspath(path):
                     found.append(int(process))

@@ -1,7 +1,7 @@
-"""How the trainer is started: one process, or as many ranks as ``factory.yaml`` has, through torchrun (torch elastic); and how it ended.
+"""Builds the command line of a trainer (one process, or several ranks through torchrun), and reads how the trainer ended.
 
-That is known by the trainer's own exit code: torchrun reports only that a rank failed, so ranks leave theirs in the segment's folder.
-``factory.runs.live_code`` starts it.
+torchrun reports only that a rank failed. Each rank therefore writes its exit code into the segment's folder. ``factory.runs.live_code``
+starts the trainer.
 """
 
 from __future__ import annotations
@@ -27,72 +27,89 @@ from trainer.contract.errors import TrainerError
 if TYPE_CHECKING:
     from trainer.contract.recipe import Recipe
 
-EXIT_STOPPED = 75  # the trainer was stopped, and goes on from its newest checkpoint
+EXIT_STOPPED = 75  # the trainer was stopped; its next start continues from the newest checkpoint
 EXIT_DISK_FULL = 74
-GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # what Linux has where torch could find several: NVIDIA, AMD, WSL
+GPU_DEVICES = ("nvidia[0-9]*", "kfd", "dxg")  # files in /dev of a machine with GPUs: NVIDIA, AMD, WSL
 TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--max-restarts=0")
-LOG_BYTES = 256 * 1024  # of a log's end that are read
+LOG_BYTES = 256 * 1024  # so much of the end of a log is read
 
 
 def ranks(workspace: Workspace) -> int:
-    """How many ranks train: ``ranks`` of ``factory.yaml``; by default one for each GPU of this machine, one without any."""
+    """Return how many ranks train: ``ranks`` of ``factory.yaml``. The default is one for each GPU of this machine, or one without a GPU."""
     if workspace.config.ranks:
         return workspace.config.ranks
     if not any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):
-        return 1  # found without torch, which takes a second to import
+        return 1  # no import of torch, which takes a second
     import torch
 
     return max(1, torch.cuda.device_count())
 
 
 def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
-    """Raises: ConfigError when as many ranks as would be started now cannot share the recipe's work."""
+    """Raises: ConfigError when the ranks of this machine cannot share the recipe's batch evenly."""
     count = ranks(workspace)
     try:
         recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
     except TrainerError as error:
-        hint = f"{count} ranks train ('ranks' in {workspace.root / 'factory.yaml'}, by default one for each GPU)"
-        raise ConfigError(f"recipe {recipe.name}: {error}; {hint}") from error
+        raise ConfigError(
+            "launching.ranks_do_not_fit",
+            "Recipe {recipe}: {why}. Training has {ranks:,|rank|ranks} here ('ranks' in {file}; the default is one for each GPU)",
+            recipe=recipe.name,
+            why=getattr(error, "message", str(error)),
+            ranks=count,
+            file=workspace.root / "factory.yaml",
+        ) from error
 
 
 def launcher(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
-    """The words before ``-m trainer``; torchrun makes a folder in ``logs``. ``count``: so many ranks, on this machine.
+    """Return the words of the command before ``-m trainer``. torchrun makes a folder in ``logs``.
 
-    Raises: ConfigError for a ``launcher`` that is no shell line, or without ``ranks``.
+    With ``count``, so many ranks start on this machine, whatever factory.yaml has.
+    Raises: ConfigError for a ``launcher`` that is not a shell command, or that comes without ``ranks``.
     """
     where = workspace.root / "factory.yaml"
     if workspace.config.launcher and count is None:
         if not workspace.config.ranks:
-            raise ConfigError(f"{where}: launcher: set 'ranks' to the number of ranks that it starts")
+            raise ConfigError(
+                "launching.no_ranks",
+                "{file}: 'launcher' needs 'ranks': set 'ranks' to the number of ranks that the launcher starts",
+                file=where,
+            )
         try:
             if words := shlex.split(workspace.config.launcher):
                 return words
             raise ValueError("it is empty")
         except ValueError as error:
-            raise ConfigError(f"{where}: launcher: {error}: {workspace.config.launcher!r}") from error
+            raise ConfigError(
+                "launching.bad_launcher",
+                "{file}: 'launcher' is not a shell command: {why}: {launcher!r}",
+                file=where,
+                why=str(error),
+                launcher=workspace.config.launcher,
+            ) from error
     count = count or ranks(workspace)
     torchrun = (*TORCHRUN, f"--nproc-per-node={count}", f"--log-dir={logs}")
     return [sys.executable, *(torchrun if count > 1 else ())]
 
 
 def forget_exit(folder: Path) -> None:
-    """Remove the exit codes of earlier processes, before a start."""
+    """Remove the files with the exit codes of an earlier start."""
     for path in folder.glob("exit-*"):
         if not path.is_dir():
             path.unlink(missing_ok=True)
 
 
 def exit_code(returncode: int, folders: Iterable[Path]) -> int:
-    """How the trainer ended: as a rank left it in one of the folders, else as its process ended."""
+    """Return the trainer's exit code: the one that a rank wrote into a folder, else that of the process."""
     left_files = (path for folder in folders for path in folder.glob("exit-*") if not path.is_dir())
     names = [path.name.removeprefix("exit-") for path in left_files]
     left = [int(name) for name in names if name.isdecimal() and len(name) <= 3]
-    # a rank that failed before one that was stopped because of it: the lower number is the cause
+    # A rank that fails makes torchrun stop the others. Codes of failures are lower than that of a stop (75).
     return min(left) if returncode and left else returncode
 
 
 def failure_line(log: Path) -> str:
-    """The line of a log that best explains why it ended: the trainer's own, one of a rank's, else the last."""
+    """Return the line of a log that best explains why the trainer ended: its own message, else a rank's, else the last line."""
     lines = [line for line in read_tail(log, LOG_BYTES).decode(errors="replace").splitlines() if line.strip()]
     for start in ("trainer: ", "[rank"):
         if found := [line for line in lines[-200:] if line.startswith(start)]:
@@ -103,7 +120,7 @@ def failure_line(log: Path) -> str:
 def run_python(
     code: Path, *words: str, on_line: Callable[[str], object] = lambda _: None, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run ``python words`` on a checkout's code to its end; it dies with the factory. ``on_line`` gets its standard error line by line."""
+    """Run ``python words`` with a checkout's code and wait for its end. It ends if the factory dies. ``on_line`` gets each line of stderr."""
     with tempfile.TemporaryFile("w+") as out:
         process = subprocess.Popen(
             [sys.executable, *words],
@@ -133,7 +150,10 @@ def run_python(
 def background_process(
     command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that works in ``folder`` and writes to ``log``. It ends with the block, or the factory; what it started, with the block."""
+    """Start a process that works in ``folder`` and writes to ``log``. The end of the block kills it and its children.
+
+    If the factory dies, the process ends.
+    """
     with open(log, "wb") as out:
         process = subprocess.Popen(
             command,
@@ -154,12 +174,12 @@ def background_process(
 
 
 def die_with(parent: int) -> Callable[[], None]:
-    """To be run in the child: it gets a SIGTERM when the factory dies, however it dies."""
+    """Return a function for the child to run first. The child then gets a SIGTERM when the factory dies, even when it is killed."""
 
     def request() -> None:
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGTERM)
-        if os.getppid() != parent:  # it died before the request
+        if os.getppid() != parent:  # the factory died before the request
             os._exit(1)
 
     return request

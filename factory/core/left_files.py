@@ -1,8 +1,7 @@
-"""Reads what a trainer leaves in its folder, without trusting that it is a file, its size, or where it leads.
+"""Reads files that a trainer wrote. A trainer runs code that an agent may have written: its files are not trusted.
 
-A trainer runs code that an agent may have written. While it runs, its files are opened one by one: no link is followed, a pipe does not
-block, and what is read is bounded. Once it has ended, ``sweep`` removes whatever is neither file nor folder, and who reads then may trust
-names again.
+While a trainer runs, these functions open its files: they follow no link, do not block on a pipe, and read a bounded number of bytes.
+After the trainer ended, ``sweep`` removes all entries that are neither files nor folders. From then on names can be trusted.
 """
 
 from __future__ import annotations
@@ -17,27 +16,32 @@ from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
 from factory.core.faults import is_of_no_file
+from kernels.contract.message import Message
 
-DEPTH = 8  # of folders in folders; checkpoints lie two deep, those of a certificate's runs five
-JSON_BYTES = 64 << 20  # most of one JSON file
-DIGITS = 18  # of an integer: SQLite's and float's
+DEPTH = 8  # at most so many nested folders; checkpoints are two deep, those of a certificate's runs five
+JSON_BYTES = 64 << 20  # at most, of one JSON file
+DIGITS = 18  # at most, of an integer: SQLite stores no more
 HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
 def open_file(path: Path) -> BinaryIO:
-    """A regular file, for reading. Raises: FileNotFoundError, also for what is no regular file, or is kept from being opened; OSError."""
+    """Open a regular file for reading.
+
+    Raises: FileNotFoundError, also for an entry that is not a regular file and for a file with a lease; OSError.
+    """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except BlockingIOError:
-        raise FileNotFoundError(f"{path} is held by a lease (F_SETLEASE)") from None
+        why = Message("left_files.lease", "A process has a lease on {path} (F_SETLEASE)", path=path)
+        raise FileNotFoundError(why) from None
     if not stat.S_ISREG(os.fstat(handle).st_mode):
         os.close(handle)
-        raise FileNotFoundError(f"{path} is not a regular file")
+        raise FileNotFoundError(Message("left_files.not_regular", "{path} is not a regular file", path=path))
     return os.fdopen(handle, "rb")
 
 
 def read_tail(path: Path, limit: int) -> bytes:
-    """The last ``limit`` bytes of a file; empty when there is none."""
+    """Return the last ``limit`` bytes of a file; no bytes if the file does not exist."""
     try:
         with open_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
@@ -47,7 +51,7 @@ def read_tail(path: Path, limit: int) -> bytes:
 
 
 def count_lines(path: Path) -> int:
-    """Of a file; 0 when there is none. Memory does not grow with the file."""
+    """Return the number of lines of a file; 0 if the file does not exist. Memory does not grow with the file."""
     try:
         with open_file(path) as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
@@ -56,37 +60,44 @@ def count_lines(path: Path) -> int:
 
 
 def read_text(path: Path) -> str:
-    """Raises: SegmentError for what is no file of at most ``JSON_BYTES`` of UTF-8; OSError for a fault that no file can cause."""
+    """Return the text of a file of at most ``JSON_BYTES`` of UTF-8.
+
+    Raises: SegmentError when the file is missing, is too long or is not UTF-8; OSError for a fault that no file can cause.
+    """
     try:
         with open_file(path) as file:
             found = file.read(JSON_BYTES + 1)
         if len(found) <= JSON_BYTES:
             return found.decode()
-        why = f"it has more than {JSON_BYTES} bytes"
+        why = Message("left_files.too_long", "the file has more than {limit} bytes", limit=JSON_BYTES)
     except (OSError, UnicodeDecodeError) as error:
         if is_of_no_file(error):
             raise
-        why = str(error)
-    raise SegmentError(f"{path} cannot be read: {why}")
+        why = Message.from_json(error.args[0] if error.args and isinstance(error.args[0], Message) else str(error))
+    raise _unreadable(path, why)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """Raises: SegmentError for what is no file with one JSON object."""
+    """Return the JSON object of a file. Raises: SegmentError when the file is unreadable or is not one JSON object."""
     return parse_object(read_text(path), path)
 
 
 def parse_object(text: str, path: Path) -> dict[str, Any]:
-    """``text`` of the file ``path``. Raises: SegmentError for what is no JSON object."""
+    """Return the JSON object in ``text``, which was read from the file ``path``. Raises: SegmentError."""
     try:
         return parse_json_object(text)
     except ValueError as error:
-        raise SegmentError(f"{path} cannot be read: {str(error)[:300]}") from None
+        raise _unreadable(path, str(error)[:300]) from None
+
+
+def _unreadable(path: Path, why: str) -> SegmentError:
+    return SegmentError("left_files.unreadable", "{path} cannot be read: {why}", path=path, why=why)
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove whatever below ``folder`` is neither a regular file nor a folder, and return its names. No process may still write there.
+    """Remove each entry below ``folder`` that is neither a regular file nor a folder. Returns their names.
 
-    Raises: SegmentError for folders nested deeper than any trainer leaves them.
+    No process may still write there. Raises: SegmentError for folders nested deeper than any trainer makes them.
     """
     removed: list[str] = []
     pending = [(os.fspath(folder), 0)]
@@ -94,7 +105,10 @@ def sweep(folder: Path) -> list[str]:
         path, depth = pending.pop()
         if depth > DEPTH:
             raise SegmentError(
-                f"{path[:300]} lies deeper than {DEPTH} folders: no trainer leaves that; remove it, then try again"
+                "left_files.too_deep",
+                "{path} is nested deeper than {limit} folders. No trainer makes such a folder: remove it, then try again",
+                path=path[:300],
+                limit=DEPTH,
             )
         with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
             for entry in entries:
@@ -107,15 +121,17 @@ def sweep(folder: Path) -> list[str]:
 
 
 def parse_json_object(text: str | bytes) -> dict[str, Any]:
-    """Raises: ValueError as ``parse_json``, and for anything but an object."""
+    """Return the JSON object in ``text``. Raises: ValueError as ``parse_json`` does, and for any other JSON value."""
     found = parse_json(text)
     if not isinstance(found, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     return found
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Raises: ValueError, also for integers of more than 18 digits, for halves of surrogate pairs and for deep nesting.
+    """Return the JSON value in ``text``.
+
+    Raises: ValueError, also for integers of more than 18 digits, halves of surrogate pairs and deep nesting.
 
     >>> parse_json('{"loss": 2.5}')
     {'loss': 2.5}

@@ -1,4 +1,4 @@
-"""Moments and spans of time, as a person reads them and as a program does."""
+"""Formats moments and durations, for people and for programs."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import time
 from datetime import datetime
 from typing import Any
 
-# Keys whose values are moments.
+# The keys of JSON output whose values are moments.
 MOMENTS = frozenset({"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"})
 
 
 def local(at: float) -> str:
-    """A moment (seconds since 1970) in this machine's time zone, for a person."""
+    """Format a moment (seconds since 1970) in this machine's time zone, for a person."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def iso(at: float) -> str:
-    """The same for a program: ISO 8601 with the offset from UTC.
+    """Format a moment (seconds since 1970) for a program: ISO 8601 with the offset from UTC.
 
     >>> datetime.fromisoformat(iso(1700000000.0)).timestamp()
     1700000000.0
@@ -25,7 +25,8 @@ def iso(at: float) -> str:
 
 
 def span(seconds: float) -> str:
-    """
+    """Format a duration for a person.
+
     >>> span(4.2), span(250), span(7300), span(400000)
     ('4 s', '4 min', '2.0 h', '4.6 days')
     """
@@ -37,7 +38,7 @@ def span(seconds: float) -> str:
 
 
 def with_iso(value: Any, key: str = "") -> Any:
-    """JSON-ready data with every moment as ISO 8601.
+    """Return JSON-ready data in which each moment (a value under one of ``MOMENTS``) is in ISO 8601.
 
     >>> with_iso({"n": 1.5, "at": None, "rows": [{"at": 0.0}]})["rows"][0]["at"][:3]
     '197'

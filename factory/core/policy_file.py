@@ -1,4 +1,4 @@
-"""How every policy file is read: strict YAML, unknown keys are errors, values are never converted."""
+"""Reads policy files: strict YAML. Unknown keys are errors, and values are never converted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Share = Annotated[float, Field(ge=0, le=1)]
 
 
 class StrictPolicy(trainer.contract.strict.Strict):
-    """Unknown keys, values of another type and infinities are errors; a loaded policy does not change."""
+    """A base class. Unknown keys, values of another type and infinities are errors; a loaded policy is immutable."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -27,11 +27,11 @@ Policy = TypeVar("Policy", bound=StrictPolicy)
 
 
 def load_policy(schema: type[Policy], path: Path) -> Policy:
-    """Read a YAML policy. Raises: ConfigError naming the file, the key, and the nearest key for an unknown one."""
+    """Read a YAML policy. Raises: ConfigError that names the file and the key and, for an unknown key, the nearest known key."""
     data = load_yaml(path)
     return parse(schema, {} if data is None else data, str(path), ConfigError)
 
 
 def policy_sha256(policy: BaseModel) -> str:
-    """A hash of a policy's values: comments, spacing and spelled-out defaults of its file do not change it."""
+    """Return a hash of a policy's values. Comments, spacing and defaults written out in its file do not change the hash."""
     return hashlib.sha256(policy.model_dump_json().encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""Progress of long work, as one small protocol, so that no module below the command line draws anything itself."""
+"""The protocol by which long work reports its progress. Only the command line draws bars and prints lines."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Protocol
 
 
 class Task(Protocol):
-    """One bar: ``advance`` moves it, ``note`` sets the words behind it."""
+    """One progress bar: ``advance`` moves the bar, ``note`` sets the text behind it."""
 
     def advance(self, amount: float = 1, note: str = "") -> None: ...
 
 
 class Progress(Protocol):
-    """Where long work reports to: a bar a task, and single lines."""
+    """Receives the progress of long work: a bar for each task, and single lines."""
 
     def task(self, title: str, total: float | None = None) -> AbstractContextManager[Task]: ...
 
@@ -27,7 +27,7 @@ class SilentTask:
 
 
 class Silent:
-    """Progress that shows nothing: tests, ``--json``."""
+    """Progress that shows nothing, for tests and ``--json``."""
 
     @contextmanager
     def task(self, title: str, total: float | None = None) -> Iterator[Task]:

@@ -1,7 +1,7 @@
-"""Removes a folder that code which is not trusted wrote in: however deep, however it is named, whatever its modes.
+"""Removes a folder in which untrusted code wrote, whatever its depth, names and modes.
 
-``shutil.rmtree`` calls itself for each level, and Python ends that after a thousand; it also leaves what its owner made unreadable. Here
-each folder's own folders are moved up to the top, emptied there, and removed: two open folders and no path are needed at any depth.
+``shutil.rmtree`` recurses once for each level, fails after a thousand levels, and leaves folders that their owner made unreadable. This
+module moves inner folders up to the top and empties them there. It needs two open folders at any depth, and no path.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (never what it points to), or a folder with all that is in it.
+    """Remove a file, a link (never its target), or a folder with its contents.
 
-    What is not there is no error. What a disk refuses once is tried again. What cannot be removed (a mount, another user's file) stays; who
-    needs the place empty makes it anew, and finds out.
+    A missing path is not an error. After a failure it tries once more. A path that cannot be removed (a mount, another user's file) stays:
+    a caller that needs the path free gets an error when it creates the path.
     """
     for _ in range(TRIES):
         with contextlib.suppress(OSError):
@@ -46,14 +46,14 @@ def _empty(top: int) -> None:
                 for inner in _without_files(folder):
                     moved = _free_name(top, numbers)
                     with contextlib.suppress(OSError):
-                        with _opened(inner, folder):  # a folder can be moved only by who may write to it
+                        with _opened(inner, folder):  # only a user who may write to a folder can move it
                             os.rename(inner, moved, src_dir_fd=folder, dst_dir_fd=top)
                         pending.append(moved)
             os.rmdir(name, dir_fd=top)
 
 
 def _without_files(folder: int) -> list[str]:
-    """Remove what is no folder; return the names of the folders."""
+    """Remove all entries that are not folders. Return the names of the folders."""
     folders = []
     with os.scandir(folder) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
@@ -67,7 +67,7 @@ def _without_files(folder: int) -> list[str]:
 
 
 def _free_name(top: int, numbers: Iterator[int]) -> str:
-    """A name that nothing in the folder has."""
+    """Return a name that no entry of the folder has."""
     while True:
         name = f".removed-{next(numbers)}"
         try:
@@ -78,7 +78,7 @@ def _free_name(top: int, numbers: Iterator[int]) -> str:
 
 @contextlib.contextmanager
 def _opened(name: str, within: int | None = None) -> Iterator[int]:
-    """A folder as a descriptor, readable and writable for its owner from then on. A link is not followed. Raises: OSError."""
+    """Open a folder as a descriptor, after making it readable and writable for its owner. Links are not followed. Raises: OSError."""
     named = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
     try:
         if os.fstat(named).st_mode & 0o700 != 0o700:

@@ -1,9 +1,7 @@
-"""How a command of the factory ends at SIGTERM, Ctrl-C or a terminal that is closed (SIGHUP).
+"""How a command of the factory ends at SIGTERM, Ctrl-C or a closed terminal (SIGHUP): within ten seconds, at a second signal at once.
 
-Within ten seconds, at a second signal at once, and nothing outlives it.
-
-The main thread unwinds: ``finally`` blocks stop what they started, and a trainer gets the time to write a checkpoint. What
-takes longer, and what other threads started, is killed. That loses nothing: a factory killed at any instruction goes on.
+The main thread unwinds. ``finally`` blocks stop the processes that they started, and a trainer gets time to write a checkpoint.
+Processes that take longer, and those of other threads, are killed. No work is lost: the factory continues from its ledger.
 """
 
 from __future__ import annotations
@@ -19,20 +17,20 @@ from typing import NoReturn
 from trainer.contract import stopping
 from trainer.contract.stopping import GRACE_SECONDS
 
-TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer that got a SIGTERM has ended
-UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which all has; then what is left is killed
+TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer ends after a SIGTERM
+UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which the command ends; processes that still run are then killed
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 
 class StopRequested(BaseException):
-    """SIGINT, SIGTERM or SIGHUP came. No ``KeyboardInterrupt``: typer exits on that without a message."""
+    """SIGINT, SIGTERM or SIGHUP arrived. It is not a ``KeyboardInterrupt``: typer exits on that without a message."""
 
 
 def handle_signals() -> Callable[[], None]:
-    """From now on SIGINT, SIGTERM and SIGHUP raise ``StopRequested`` in the main thread, which calls this. A signal that is ignored already
-    (nohup, a shell's background) stays ignored.
+    """Make SIGINT, SIGTERM and SIGHUP raise ``StopRequested`` in the main thread, which calls this function.
 
-    Returns what the main thread calls once it has unwound: it ends the process if a signal came.
+    A signal that is already ignored (nohup, a shell's background) stays ignored. Returns a function that the main thread calls after it
+    has unwound. That function ends the process if a signal arrived.
     """
     received: list[int] = []
     lost: list[bool] = []
@@ -42,18 +40,20 @@ def handle_signals() -> Callable[[], None]:
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
-        if len(received) == 1 or lost:  # the second must not interrupt the unwinding: ``end`` is called for it
+        if (
+            len(received) == 1 or lost
+        ):  # a second signal must not interrupt the unwinding: ``watch`` calls ``end`` for it
             lost.clear()
             raise StopRequested
 
     def swallowed(found: sys.UnraisableHookArgs) -> None:
-        """The interpreter drops what is raised in a ``__del__`` or a weak reference's callback, and would print it. Once a signal came,
-        nothing is printed: what else fails there does so because it was cut short."""
+        """The interpreter drops an exception raised in ``__del__`` or in a weak reference's callback, and prints it. After a signal this
+        prints nothing: other errors at such places come from the interruption."""
         if not received:
             unraisable(found)
         elif isinstance(found.exc_value, StopRequested):
             lost.append(True)
-            send_again()  # raised here it would be lost again
+            send_again()  # an exception raised here would be lost as well
 
     sys.unraisablehook = swallowed
 
@@ -67,10 +67,10 @@ def handle_signals() -> Callable[[], None]:
 
 
 def end(number: int) -> NoReturn:
-    """Kill all that this process started, say how to go on, and end with the code that a shell expects."""
+    """Kill all processes that this process started, print how to continue, and exit with the code that a shell expects."""
     try:
         stopping.kill(stopping.children(os.getpid()))
-        with contextlib.suppress(OSError):  # a terminal that is gone
+        with contextlib.suppress(OSError):  # the terminal is closed
             if os.isatty(1):
                 os.write(1, SHOW_CURSOR)
             os.write(2, b"factory: stopped; run the same command again to go on\n")

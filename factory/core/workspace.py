@@ -1,6 +1,6 @@
-"""One factory's folder: where each thing lies, and the files that say what it is (DESIGN §3).
+"""A factory's folder: its layout, its configuration and its locks (DESIGN §3).
 
-``Workspace.create`` makes one, ``Workspace.open`` finds one. Nothing here reads the ledger.
+``Workspace.create`` makes a workspace, ``Workspace.open`` opens one. This module does not read the ledger.
 """
 
 from __future__ import annotations
@@ -14,13 +14,18 @@ from pathlib import Path
 from factory.core.errors import ConfigError, WorkspaceError, nearest
 from factory.core.file_lock import LockedError, file_lock
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 
 VERSION = 1
-MODEL_LOOP = "model-loop"  # the lock that 'factory run' holds as long as it runs
-PATIENCE = 180.0  # seconds for which a lock is waited for that another process holds for a moment; a minute on a crowded machine
+MODEL_LOOP = "model-loop"  # the lock that 'factory run' holds while it runs
+PATIENCE = 180.0  # seconds to wait for a lock that other processes hold briefly: up to a minute on a busy machine
 TRAINING_SANDBOX = ("auto", "required", "off")
-GIVEN = ("inbox", "policies", "logs")  # a person may put something there before there is a factory
+GIVEN = ("inbox", "policies", "logs")  # a person may put files there before the factory exists
+CONFIG_HEADING = Message(
+    "workspace.config_heading",
+    "# This factory's configuration. Every key is optional. An unknown key is an error.",
+)
 FOLDERS = (
     "inbox",
     "shards",
@@ -44,30 +49,30 @@ class Config:
     recipe: str = "demo"
     """Name of a file in ``policies/recipes/``."""
     repository: str = ""
-    """The git repository whose code is trained with and patched, relative to the workspace; the factory's own by default."""
+    """The git repository with the training code that agents patch, relative to the workspace; by default the factory's own."""
     ledger_url: str = ""
-    """SQLAlchemy address; an SQLite file of the workspace by default."""
+    """SQLAlchemy address; by default an SQLite file of the workspace."""
     mlflow_uri: str = ""
-    """MLflow's address; an SQLite file of the workspace by default."""
+    """MLflow's address; by default an SQLite file of the workspace."""
     ranks: int = 0
-    """How many ranks train; 0: one for each GPU of this machine, one without any."""
+    """How many ranks train; 0: one for each GPU of this machine, or one without a GPU."""
     launcher: str = ""
-    """What starts the ranks in place of torchrun on this machine, for several machines that share the workspace:
+    """The command that starts the ranks instead of torchrun on this machine, for several machines that share the workspace:
     ``srun --ntasks-per-node=1 torchrun --nnodes=4 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500``."""
     metrics_port: int = 0
-    """Where the daemon shows its numbers to Prometheus, on 127.0.0.1; 0: nowhere."""
+    """The port on 127.0.0.1 where the daemon offers its numbers to Prometheus; 0: none."""
     training_sandbox: str = "auto"
-    """Whether training runs in the sandbox. auto: where one can be made; elsewhere, or by a launcher, only until a patch that an agent wrote
-    is merged. required: or not at all. off: never, with a warning."""
+    """Whether training runs in the sandbox. auto: yes, if one is available; without one, or with a launcher, training runs outside until an
+    agent's patch is merged. required: always. off: never, with a warning."""
 
 
 def code_root() -> Path:
-    """The checkout this package is imported from."""
+    """Return the checkout from which this package is imported."""
     return Path(__file__).resolve().parents[2]
 
 
 class Folder:
-    """A folder of a workspace, of the attribute's name."""
+    """A descriptor: the workspace's folder that has the attribute's name."""
 
     def __set_name__(self, owner: type[Workspace], name: str) -> None:
         self.name = name
@@ -108,22 +113,28 @@ class Workspace:
         return self.root / "mlartifacts"
 
     def policy(self, name: str) -> Path:
-        """A policy file: the workspace's own copy when there is one, else the checkout's (``name`` like ``data.yaml``)."""
+        """Return the path of a policy file (``name`` like ``data.yaml``): the workspace's own copy if it exists, else the checkout's."""
         own = self.root / "policies" / name
         path = own if own.exists() else code_root() / "policies" / name
         if not path.exists():
-            raise ConfigError(f"no policy {name!r}: looked for {own} and {path}")
+            raise ConfigError(
+                "workspace.no_policy",
+                "Policy {policy!r} does not exist: neither {own} nor {shipped} is a file",
+                policy=name,
+                own=own,
+                shipped=path,
+            )
         return path
 
     def own_recipe(self) -> Path:
-        """Where the workspace's own copy of the recipe lies, if it has one: no proposal changes that."""
+        """Return the path of the workspace's own copy of the recipe, which may not exist. Proposals do not change this copy."""
         return self.root / "policies" / "recipes" / f"{self.config.recipe}.yaml"
 
     def recipe_path(self) -> Path:
-        """The recipe that ``factory.yaml`` names: the workspace's own copy, else the trained code's, which approved proposals
-        change, else the checkout's.
+        """Return the path of the recipe that ``factory.yaml`` names.
 
-        Raises: ConfigError that names the nearest recipe when there is none of that name.
+        The workspace's own copy comes first, then the trained repository's (approved proposals change it), then the checkout's.
+        Raises: ConfigError that names the nearest recipe when no recipe has that name.
         """
         name = f"recipes/{self.config.recipe}.yaml"
         live = self.repository / "policies" / name
@@ -135,27 +146,38 @@ class Workspace:
             known = {p.stem for d in (self.root, code_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
             where = self.root / "factory.yaml"
             raise ConfigError(
-                f"{where}: recipe: no recipe {self.config.recipe!r}{nearest(self.config.recipe, known)}"
+                "workspace.no_recipe",
+                "{file}: no recipe {recipe!r}{hint}",
+                file=where,
+                recipe=self.config.recipe,
+                hint=nearest(self.config.recipe, known),
             ) from None
 
     # -- making and finding -----------------------------------------------------------------------------------------
     @classmethod
     def create(cls, root: Path, config: Config | None = None, policies: Mapping[str, str] | None = None) -> Workspace:
-        """Make the folders, its own copies of policies (place in ``policies/`` → text) and, last, ``factory.yaml``; a workspace that is already
-        there is opened, never overwritten."""
+        """Make a workspace: its folders, its own copies of ``policies`` (path in ``policies/`` → text) and, last, ``factory.yaml``.
+
+        An existing workspace is opened, never overwritten. Raises: WorkspaceError for a folder with other contents.
+        """
         root = root.expanduser().resolve()
         _refuse_odd_name(root)
         if (root / "factory.yaml").exists():
             return cls.open(root)
         if root.exists() and not root.is_dir():
-            raise WorkspaceError(f"{root} is a file: name a folder")
+            raise WorkspaceError("workspace.is_a_file", "{folder} is a file: name a folder", folder=root)
         if left := work_in(root):
             raise WorkspaceError(
-                f"{root} has no factory.yaml, but holds a factory's {', '.join(left)}: 'factory restore --workspace {root}' puts it "
-                "back; for a new factory name an empty folder"
+                "workspace.left_work",
+                "{folder} has the {found} of a factory, but no factory.yaml. Name an empty folder for a new factory, "
+                "or restore that factory with 'factory restore --workspace {folder}'",
+                folder=root,
+                found=left,
             )
         if root.exists() and any(path.name not in (".demo", *FOLDERS) for path in root.iterdir()):
-            raise WorkspaceError(f"{root} is not empty and is not a workspace: name an empty folder")
+            raise WorkspaceError(
+                "workspace.not_empty", "{folder} is not empty and is not a workspace: name an empty folder", folder=root
+            )
         config = config or Config()
         try:
             for folder in FOLDERS:
@@ -165,96 +187,152 @@ class Workspace:
                 write_atomically(root / "policies" / name, text)
             _write_config(root / "factory.yaml", config)
         except OSError as error:
-            raise WorkspaceError(f"{root} cannot be made: {error.strerror}") from error
+            raise WorkspaceError(
+                "workspace.not_made", "The workspace {folder} cannot be made: {why}", folder=root, why=error.strerror
+            ) from error
         return cls(root, config)
 
     @classmethod
     def open(cls, root: Path) -> Workspace:
-        """Raises: WorkspaceError when there is none, or of another version; ConfigError for a bad factory.yaml."""
+        """Open a workspace. Raises: WorkspaceError when it does not exist or has another version; ConfigError for a wrong factory.yaml."""
         root = root.expanduser().resolve()
         _refuse_odd_name(root)
         path = root / "factory.yaml"
         if not os.access(root, os.R_OK | os.X_OK) and root.exists():
-            raise WorkspaceError(f"{root} cannot be read: this user has no permission")
+            raise WorkspaceError(
+                "workspace.no_permission", "{folder} cannot be read: this user has no permission", folder=root
+            )
         if not path.exists():
             if left := work_in(root):
                 raise WorkspaceError(
-                    f"{path} is gone, but {root} holds a factory's {', '.join(left)}: 'factory restore --workspace {root}' puts it "
-                    "back from the newest backup"
+                    "workspace.no_config",
+                    "{file} is missing, but the folder has the {found} of a factory. "
+                    "Restore the file from the newest backup with 'factory restore --workspace {folder}'",
+                    file=path,
+                    folder=root,
+                    found=left,
                 )
-            raise WorkspaceError(f"no workspace at {root}: run 'factory init --workspace {root}', or set FACTORY_HOME")
+            raise WorkspaceError(
+                "workspace.missing",
+                "no workspace at {folder}. Run 'factory init --workspace {folder}', or set FACTORY_HOME to a workspace",
+                folder=root,
+            )
         config = _read_config(path)
         if config.version != VERSION:
             raise WorkspaceError(
-                f"{root} is a workspace of version {config.version}; this factory reads version {VERSION}: "
-                f"use the {'newer ' if config.version > VERSION else ''}factory that made it"
+                "workspace.other_version",
+                "{folder} is a workspace of version {version}, and this factory reads version {known}. Use the factory that made it",
+                folder=root,
+                version=config.version,
+                known=VERSION,
             )
         return cls(root, config)
 
     @contextmanager
     def lock(self, name: str, patience: float = 0.0) -> Iterator[None]:
-        """Hold ``<name>.lock`` for this process (``file_lock``).
+        """Hold ``<name>.lock`` during the block (``file_lock``).
 
-        Raises: WorkspaceError that names the other process and says what to do when one holds it for longer than ``patience`` seconds.
+        Raises: WorkspaceError that names the other process when it does not release the lock within ``patience`` seconds.
         """
         with ExitStack() as held:
             try:
                 held.enter_context(file_lock(self.root / f"{name}.lock", patience))
             except LockedError as holder:
-                does = (
-                    "wait for it. If it is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), run this command, then start it again"
+                remedy = (
+                    Message(
+                        "workspace.wait_for_model_loop",
+                        "Wait for its end. If the process is 'factory run', stop it (Ctrl-C, or 'systemctl stop factory'), "
+                        "run this command, then start 'factory run' again",
+                    )
                     if name == MODEL_LOOP
-                    else "wait for it, or stop it first"
+                    else Message("workspace.wait_for_lock", "Wait for its end, or stop it")
                 )
-                raise WorkspaceError(f"{self.root} is in use: process {holder} holds {name}.lock; {does}") from None
+                raise WorkspaceError(
+                    "workspace.in_use",
+                    "{folder} is in use: process {process} holds {lock}.lock. {remedy}",
+                    folder=self.root,
+                    process=str(holder),
+                    lock=name,
+                    remedy=remedy,
+                ) from None
             yield
 
 
 def work_in(root: Path) -> list[str]:
-    """What of a factory's work lies in a folder, by name; nothing in one that ``create`` has just made, or did not finish."""
+    """Return the names of a factory's files and folders in a folder. Empty folders, which ``create`` makes, do not count."""
     listed = ["ledger.db", "mlflow.db", "backups", "checkpoints", *(name for name in FOLDERS if name not in GIVEN)]
     there = [name for name in listed if (root / name).exists()]
     return [name for name in there if not (root / name).is_dir() or any((root / name).iterdir())]
 
 
 def _refuse_odd_name(root: Path) -> None:
-    """The databases' addresses hold the path: there '?' and '%' would name another file. Raises: WorkspaceError."""
+    """Raises: WorkspaceError for a path that would name another file as part of a database's address ('?' and '%')."""
     shown = os.fsencode(root).decode("utf-8", "backslashreplace")
     if shown != str(root) or "?" in shown or "%" in shown:
         raise WorkspaceError(
-            f"{shown}: the path of a workspace may hold no '?' and no '%', and is UTF-8: rename the folder"
+            "workspace.odd_path",
+            "{folder}: the path of a workspace must be UTF-8, without '?' and '%'. Rename the folder",
+            folder=shown,
         )
 
 
 def _write_config(path: Path, config: Config) -> None:
-    lines = ["# This factory's configuration. Every key is optional; an unknown key is an error.\n"]
+    lines = [f"{CONFIG_HEADING}\n"]
     lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value not in ("", 0)]
     path.write_text("".join(lines))
 
 
 def load_yaml(path: Path) -> object:
-    """A YAML file that a person writes, parsed. Raises: ConfigError when it cannot be read, or has a key twice."""
+    """Read and parse a YAML file that a person writes. Raises: ConfigError when the file is unreadable or has a key twice."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        raise ConfigError(
+            "workspace.unreadable_yaml", "{file} cannot be read: {why}", file=path, why=str(error)
+        ) from error
     return read_yaml(text, str(path), ConfigError)
 
 
 def _read_config(path: Path) -> Config:
     data = load_yaml(path) or {}
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected 'key: value' lines")
+        raise ConfigError("workspace.config_not_keys", "{file}: each line must be 'key: value'", file=path)
     known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}
     for key, value in data.items():
         if key not in known:
-            raise ConfigError(f"{path}: unknown key {key!r}{nearest(str(key), known)}")
+            raise ConfigError(
+                "workspace.unknown_key",
+                "{file}: unknown key {key!r}{hint}",
+                file=path,
+                key=key,
+                hint=nearest(str(key), known),
+            )
         if not isinstance(value, known[key]):
-            raise ConfigError(f"{path}: {key}: expected {known[key].__name__}, got {value!r}")
+            raise ConfigError(
+                "workspace.wrong_type",
+                "{file}: {key} must be of type {expected}, not {value!r}",
+                file=path,
+                key=key,
+                expected=known[key].__name__,
+                value=value,
+            )
     if (chosen := data.get("training_sandbox", "auto")) not in TRAINING_SANDBOX:
-        raise ConfigError(f"{path}: training_sandbox: there is no {chosen!r}{nearest(chosen, TRAINING_SANDBOX)}")
+        raise ConfigError(
+            "workspace.unknown_sandbox",
+            "{file}: training_sandbox cannot be {value!r}{hint}",
+            file=path,
+            value=chosen,
+            hint=nearest(chosen, TRAINING_SANDBOX),
+        )
     if isinstance(ranks := data.get("ranks", 0), bool) or ranks < 0:
-        raise ConfigError(f"{path}: ranks: expected a number of ranks, got {ranks!r}")
+        raise ConfigError(
+            "workspace.bad_ranks", "{file}: ranks must be 0 or a positive number, not {value!r}", file=path, value=ranks
+        )
     if isinstance(port := data.get("metrics_port", 0), bool) or not 0 <= port <= 65535:
-        raise ConfigError(f"{path}: metrics_port: expected a port, 1 to 65535, or 0 for none; got {port!r}")
+        raise ConfigError(
+            "workspace.bad_port",
+            "{file}: metrics_port must be a port (1 to 65535), or 0 for none, not {value!r}",
+            file=path,
+            value=port,
+        )
     return Config(**data)

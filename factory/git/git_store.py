@@ -1,12 +1,12 @@
-"""git as a store of trees: every command runs with a clean environment, and with hooks, file-system monitors, transports
-and outside configuration pinned off. Files are written byte for byte as stored; git itself checks nothing out.
+"""git as a store of trees. Each command runs with a clean environment, without hooks, file-system monitors, transports or other configuration.
+Files are written byte for byte as stored: git itself checks nothing out.
 
-Commands that change a repository run one at a time (``alone``), and what a killed one left is removed. git marks what it changes with a lock file
-(``index.lock``, ``HEAD.lock``, ``refs/…/main.lock``) and leaves it behind when it is killed; every later command is refused then. A lock file does
-not say whose it is. So the factory's commands take turns under a lock that the kernel holds, which git inherits and so holds when only its
-factory was killed. Each leaves a mark while it works: the names of the lock files that were there before it. A mark that another command finds
-was left by one that was killed, and the lock files that it does not name are that one's. Those of a person's own git stay: they were there
-before, or that git is still at work. A worktree whose registration it cut off is forgotten, too.
+Commands that change a repository run one at a time (``alone``). A killed git leaves lock files (``index.lock``, ``HEAD.lock``,
+``refs/…/main.lock``), and git then refuses every later command. A lock file does not name its owner. The factory's commands therefore take
+turns under a lock of the kernel. git inherits that lock, and holds it after its factory was killed. While a command works, a mark names the lock
+files that existed before. A mark that another command finds is from a killed command, and so are all lock files that the mark does not name:
+they are removed. Lock files of a person's git stay: the mark names them, or that git is still running. The registration of a worktree that was
+cut off is removed too.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from factory.git.scope import Change
 TURN, MARK = "factory-turn", "factory-at-work"
 CHANGING = frozenset(
     {"update-index", "update-ref", "read-tree", "worktree"}
-)  # those that take lock files in the repository
+)  # the commands that take lock files in the repository
 OWN = "factory@localhost"  # in the environment of the factory's git
-END = "end\n"  # of a mark that is whole: only then was anything begun
+END = "end\n"  # the last line of a whole mark: without it the command did not start
 
 
 @contextmanager
 def alone(folder: Path) -> Iterator[int | None]:
-    """While the block runs one command that changes the repository of ``folder``, no other command of a factory changes it.
+    """Wait until no other command of a factory changes the repository of ``folder``, and keep others waiting during the block.
 
-    Yields a descriptor for git to inherit; None where there is no repository. Waits as long as the one before takes. Raises: OSError.
+    Yields a descriptor for git to inherit; None without a repository. Raises: OSError.
     """
     common = common_folder(folder)
     if common is None:
@@ -53,14 +53,14 @@ def alone(folder: Path) -> Iterator[int | None]:
             os.fsync(noted.fileno())
         try:
             yield held
-        except Exception:  # not when this process is stopped: git is at work then, and is killed
+        except Exception:  # not for an interrupt: git still runs then, and is killed
             _ended(common, mark, before)
             raise
         _ended(common, mark, before)
 
 
 def common_folder(folder: Path) -> Path | None:
-    """The folder of the repository that ``folder`` is a checkout or a worktree of; None where it is neither."""
+    """Return the repository's folder of a checkout or a worktree; None for any other folder."""
     found = folder / ".git"
     try:
         if found.is_dir():
@@ -72,20 +72,20 @@ def common_folder(folder: Path) -> Path | None:
 
 
 def lock_files(common: Path) -> set[str]:
-    """Relative to ``common``; also the ``locked`` of a worktree that was being made."""
+    """Return the lock files relative to ``common``, with the file ``locked`` of a half-made worktree."""
     found = [*common.glob("*.lock"), *common.glob("refs/**/*.lock"), *common.glob("worktrees/*/*.lock")]
     found += [path for path in common.glob("worktrees/*/locked") if _says(path).strip() in ("", "initializing")]
     return {str(path.relative_to(common)) for path in found}
 
 
 def _ended(common: Path, mark: Path, before: set[str]) -> None:
-    """A command that could not remove its lock files, on a disk that fails, counts as killed."""
+    """Remove the mark of a command that left no lock file. A command that left one (a failing disk) counts as killed."""
     if not lock_files(common) - before:
         mark.unlink()
 
 
 def _others_files(common: Path, mark: Path) -> set[str]:
-    """The lock files that are not the factory's; those that a killed command left are removed, unless a person's git is at work."""
+    """Return the lock files that are not the factory's. Those of a killed command are removed, unless a person's git runs."""
     said = _says(mark).splitlines(keepends=True)
     if said[-1:] != [END]:
         return lock_files(common)
@@ -99,8 +99,10 @@ def _others_files(common: Path, mark: Path) -> set[str]:
 
 
 def _forget_cut_off(common: Path) -> None:
-    """Remove the registration of a worktree whose path was cut off while git wrote it: a part of a path may name a folder that is there, and
-    then 'git worktree prune' keeps it for ever. Whole, it ends in ``/.git``."""
+    """Remove the registration of a worktree whose path was cut off while git wrote it. A whole path ends in ``/.git``.
+
+    The rest of the path may name an existing folder, and then 'git worktree prune' would keep the registration for ever.
+    """
     for path in common.glob("worktrees/*/gitdir"):
         with contextlib.suppress(OSError):
             if not path.read_bytes().rstrip().endswith(b"/.git"):
@@ -108,7 +110,7 @@ def _forget_cut_off(common: Path) -> None:
 
 
 def _another_at_work(checkout: Path) -> bool:
-    """Does a git that is not the factory's run in this checkout, as far as this user may see?"""
+    """Return whether a git of a person runs in this checkout, as far as this user may see."""
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             here = (process / "comm").read_text() == "git\n" and Path(os.readlink(process / "cwd")).is_relative_to(
@@ -135,14 +137,14 @@ PINNED = {
     "core.protectHFS": "true",
     "core.protectNTFS": "true",
     "core.untrackedCache": "false",
-    "core.fsync": "all",  # what the ledger names must be there after a power cut
+    "core.fsync": "all",  # commits that the ledger names must survive a power cut
     "core.fsyncMethod": "fsync",
     "core.sshCommand": "false",
     "commit.gpgSign": "false",
     "gc.auto": "0",
     "maintenance.auto": "false",
     "protocol.allow": "never",
-    "safe.directory": "*",  # the checkout may have another owner (a volume, a CI user); nothing in it is run
+    "safe.directory": "*",  # the checkout may have another owner (a volume, a CI user); git runs nothing from it
 }
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
@@ -165,7 +167,7 @@ REGULAR = ("100644", "100755")
 
 
 class RepositoryError(FactoryError):
-    """The code checkout cannot be used as a git repository: says which folder, and what to do."""
+    """The code checkout cannot be used as a git repository. The message names the folder and the remedy."""
 
     exit_code = 2
 
@@ -173,13 +175,14 @@ class RepositoryError(FactoryError):
 def git(
     folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
 ) -> bytes:
-    """The output of one git command with ``data`` as standard input. Raises: RepositoryError; without ``check``, a failure is '', unless it is
-    the machine's.
+    """Return the output of one git command with ``data`` as standard input.
 
-    GitPython passes the factory's environment on, so ``env -i`` comes before git. GitPython's ``Repo`` is not used: it reads the
-    repository's configuration, and what that includes, past the pinned one.
+    Raises: RepositoryError. Without ``check``, a failure returns b'', except a fault of the machine.
+
+    ``env -i`` removes the factory's environment, which GitPython would pass on. GitPython's ``Repo`` is not used: it would read the
+    repository's configuration in addition to the pinned one.
     """
-    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # ``live_commit`` says that git is missing
+    os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # ``live_commit`` reports a missing git
     from git.cmd import Git
 
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
@@ -193,18 +196,23 @@ def git(
         status, output, error = Git().execute(words, istream=given, pass_fds=inherited, **AS_BYTES)
     fault = printed(error) if status else None
     if status and (check or fault):
-        why = error.strip()[-500:] or f"it ended with {status}"
-        raise RepositoryError(f"git {arguments[0]} in {folder}: {why}") from fault
+        raise RepositoryError(
+            "git.command_failed",
+            "git {command} in {folder}: {why}",
+            command=arguments[0],
+            folder=folder,
+            why=error.strip()[-500:] or f"exit code {status}",
+        ) from fault
     return b"" if status else output
 
 
 def line(folder: Path, *arguments: str, **how: Any) -> str:
-    """The line that a git command prints; '': none."""
+    """Return the line that a git command prints; '' without one."""
     return os.fsdecode(git(folder, *arguments, **how)).rstrip("\n")
 
 
 def commit_of(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
-    """A commit on top of ``base`` that is on no branch yet; None when it would change nothing."""
+    """Make a commit on top of ``base``, without a branch. Returns its name; None if the edits change nothing."""
     with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
         git(repository, "read-tree", base, environment=index)
@@ -222,7 +230,7 @@ def commit_of(repository: Path, base: str, edited: Sequence[Change], message: st
 
 
 def entries_of(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
-    """path → (mode, blob) of a commit's tree; None: of the index."""
+    """Return path → (mode, blob) of a commit's tree; of the index if ``commit`` is None."""
     listing = ("ls-tree", "-r", "--full-tree", "-z", commit) if commit else ("ls-files", "--stage", "-z")
     entries = {}
     for entry in git(repository, *listing).split(b"\0")[:-1]:
@@ -233,12 +241,13 @@ def entries_of(repository: Path, commit: str | None) -> dict[str, tuple[str, str
 
 
 def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
+    """Return the names of the blobs that files have in git."""
     names = "".join(f"{file.absolute()}\n" for file in files)
     return line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
-    """Write a tree's regular files as stored; ``flushed``: they are on the disk then, but not their names. Links and submodules are left out.
+    """Write a tree's regular files as stored, without links and submodules. ``flushed``: flush their contents, but not their names.
 
     Raises: RepositoryError for a file that the repository has lost; OSError.
     """
@@ -250,7 +259,11 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
         said = stored[at:end].split(b" ")
         if len(said) != 3:
             raise RepositoryError(
-                f"{repository} has lost {path}: {os.fsdecode(stored[at:end])}; 'git fsck' there names all that is lost"
+                "git.lost_file",
+                "The repository {repository} has lost {path}: {why}. Find all losses there with 'git fsck'",
+                repository=repository,
+                path=path,
+                why=os.fsdecode(stored[at:end]),
             )
         size = int(said[2])
         target = folder / path
@@ -265,5 +278,6 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
 
 
 def encoded(text: str) -> bytes:
-    # A lone surrogate is not UTF-8; the scope rules refuse it.
+    """Return the bytes of a file's text."""
+    # A lone surrogate is not UTF-8. The scope rules refuse such a file later.
     return text.encode("utf-8", "surrogatepass")

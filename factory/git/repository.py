@@ -1,7 +1,7 @@
-"""The git repository whose code is trained with and patched, handled as data.
+"""The git repository with the training code that agents patch.
 
-Patches come as data and become commits and branches; a branch that people work on moves only by ``advance``. git never checks out a file
-(``git_store``), so that no filter, line-ending rule or attribute runs.
+Patches are data, and become commits on branches of their own. Only ``advance`` moves a branch that people use. git itself never checks out a
+file (``git_store``): no filter, line-ending rule or attribute applies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.git_store import ENVIRONMENT, REGULAR, commit_of, encoded, entries_of, git, hashes, line, write_files
 from factory.git.git_store import RepositoryError as RepositoryError
-from factory.git.scope import AgentsPolicy, Change, problems
+from factory.git.scope import AgentsPolicy, Change, no_change, problems
 from kernels.contract.files import sync_folder
 
 NO_COMMIT = "0" * 40
@@ -28,15 +28,15 @@ LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
 
 
 class ScopeError(InputError):
-    """A patch is out of the scope that agents may change. ``problems``: a sentence for each reason."""
+    """A patch changes files that agents may not change. ``problems`` has a message for each reason."""
 
     def __init__(self, found: list[str]) -> None:
-        super().__init__("the patch is out of scope: " + "; ".join(found))
+        super().__init__("git.out_of_scope", "The patch is out of scope: {problems}", problems="; ".join(found))
         self.problems = found
 
 
 class CheckoutError(RepositoryError):
-    """A commit that is there could not be checked out now."""
+    """An existing commit could not be checked out now."""
 
 
 @dataclass(frozen=True)
@@ -51,28 +51,40 @@ class Applied:
 
 
 def live_commit(repository: Path) -> str:
-    """The commit that training runs on: the checkout's HEAD, on a branch or detached.
+    """Return the live commit, with whose code training runs: the checkout's HEAD, on a branch or detached.
 
     Raises: RepositoryError when the folder is not the top of a git checkout, or has no commit yet.
     """
     if shutil.which("git", path=ENVIRONMENT["PATH"]) is None:
-        raise RepositoryError("git is not installed: install it with your system's package manager")
+        raise RepositoryError(
+            "git.not_installed", "git is not installed: install it with your system's package manager"
+        )
     if not repository.is_dir():
-        raise RepositoryError(f"{repository} is not a folder: set 'repository' in factory.yaml to a git checkout")
+        raise RepositoryError(
+            "git.no_folder",
+            "{repository} is not a folder: set 'repository' in factory.yaml to a git checkout",
+            repository=repository,
+        )
     top = line(repository, "rev-parse", "--show-toplevel", check=False)
     if not top or Path(top).resolve() != repository.resolve():
         raise RepositoryError(
-            f"{repository} is not a git checkout (it may have been downloaded as an archive): clone the repository, or "
-            "run 'git init && git add -A && git commit -m base' there; code is trained with and patched as commits"
+            "git.no_checkout",
+            "{repository} is not a git checkout (perhaps an unpacked archive), but the factory trains and patches commits. "
+            "Clone the repository, or run 'git init && git add -A && git commit -m base' there",
+            repository=repository,
         )
     head = line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     if not head:
-        raise RepositoryError(f"{repository} has no commit yet: make one ('git add -A && git commit -m base')")
+        raise RepositoryError(
+            "git.no_commit",
+            "{repository} has no commit yet: run 'git add -A && git commit -m base' there",
+            repository=repository,
+        )
     return head
 
 
 def changed_files(repository: Path) -> list[str]:
-    """Files below ``LIVE_FOLDERS`` that differ from HEAD's: their changes are *not* part of the live code."""
+    """Return the files below ``LIVE_FOLDERS`` that differ from HEAD. Their changes are *not* part of the live code."""
     entries = {path: blob for path, (mode, blob) in entries_of(repository, "HEAD").items() if mode in REGULAR}
     entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
@@ -81,34 +93,39 @@ def changed_files(repository: Path) -> list[str]:
 
 
 def require_settled(repository: Path) -> None:
-    """Raises: RepositoryError unless HEAD is a branch and the checkout holds its code, on which a proposal is made and merged."""
+    """Raises: RepositoryError unless HEAD is a branch without uncommitted changes. Proposals are made and merged only then."""
     if not line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
-            f"{repository} is on no branch (detached HEAD): 'git switch' to the branch that proposals are for, or make one with "
-            "'git switch -c NAME'"
+            "git.no_branch",
+            "{repository} is on no branch (detached HEAD). Switch to the branch for proposals with 'git switch NAME', "
+            "or make one with 'git switch -c NAME'",
+            repository=repository,
         )
     if changed := changed_files(repository):
         raise RepositoryError(
-            f"{repository} has changes that are not committed: {', '.join(changed[:5])}; commit or stash them first, a proposal is "
-            "measured against commits"
+            "git.uncommitted",
+            "{repository} has uncommitted changes in {files}, but proposals are measured against commits. "
+            "Commit the changes, or put them away with 'git stash'",
+            repository=repository,
+            files=changed[:5],
         )
 
 
 def checkout_live(workspace: Workspace, commit: str = "") -> Path:
-    """The folder that holds the live commit (or ``commit``); made when it is missing, and again when it was changed."""
+    """Return a folder with the live commit (or ``commit``). It is made if it is missing or was changed."""
     commit = commit or live_commit(workspace.repository)
     return checkout(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
 
 
 def checkout_folder(worktrees: Path, commit: str) -> Path:
-    """Where a commit is checked out, the live code's or a patch's: code cannot tell by its folder's name which it is."""
+    """Return the folder for a commit. Live code and patches have the same kind of name, so that code cannot tell which it is."""
     return worktrees / f"live-{commit[:12]}"
 
 
 def checkout(repository: Path, commit: str, folder: Path) -> Path:
-    """A detached worktree of ``commit`` at ``folder``. A folder that holds exactly that is left as it is.
+    """Make a detached worktree of ``commit`` at ``folder``, unless the folder is exactly that already. Returns the folder.
 
-    Raises: RepositoryError where there is no such commit; CheckoutError where there is.
+    Raises: RepositoryError for an unknown commit; CheckoutError for a known one.
     """
     entries = entries_of(repository, commit)
     if not _holds(repository, folder, commit, entries):
@@ -120,43 +137,43 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
             write_files(repository, entries, folder)
             git(folder, "read-tree", commit)
         except RepositoryError as error:
-            raise CheckoutError(str(error)) from error
+            raise CheckoutError(error.message) from error
     return folder
 
 
 def remove_worktree(repository: Path, folder: Path) -> None:
-    """Remove a worktree and its registration, whatever is left of either."""
+    """Remove a worktree and its registration, as far as they exist."""
     remove(folder)
     git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
 def make_branch(repository: Path, branch: str, commit: str) -> None:
-    """Raises: RepositoryError when the branch is there already."""
+    """Make a branch at a commit. Raises: RepositoryError when the branch exists."""
     git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)
 
 
 def remove_branch(repository: Path, branch: str) -> None:
-    """Delete a proposal's branch, if there is one."""
+    """Delete a proposal's branch, if it exists."""
     assert branch.startswith("factory/"), branch
     git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
 
 
 def branch_numbers(repository: Path) -> set[int]:
-    """The numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
+    """Return the numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
     names = line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
     return {int(match.group(1)) for match in found if match}
 
 
 def branch_name(agent: str, number: int, title: str) -> str:
-    """``factory/<agent>/<number>-<slug>``; the slug is the title's letters and digits."""
+    """Return ``factory/<agent>/<number>-<slug>``. The slug is the title's letters and digits."""
     return f"factory/{_slug(agent) or 'agent'}/{number}-{_slug(title) or 'patch'}"
 
 
 def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], message: str) -> None:
-    """Make the repository ``target``: the live commit of ``source``, and a commit that edits files (path → new text from old).
+    """Make the repository ``target``: the live commit of ``source`` and one commit with edits (path → function from old to new text).
 
-    ``target`` is complete or absent. Raises: RepositoryError.
+    After a kill, ``target`` is complete or absent. Raises: RepositoryError.
     """
     base = live_commit(source)
     aside = target.with_name(f".{target.name}.part")
@@ -189,7 +206,7 @@ def apply_proposal(
 ) -> Applied:
     """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out in a folder below ``worktrees``.
 
-    Raises: ScopeError before anything is written; RepositoryError when git fails. Neither leaves a branch or a folder.
+    Raises: ScopeError before any write; RepositoryError when git fails. After an error no branch and no folder remains.
     """
     existing = modes(repository, base)
     changes = proposed(existing, edits)
@@ -198,7 +215,7 @@ def apply_proposal(
         raise ScopeError(found)
     commit = commit_of(repository, base, changes, message)
     if commit is None:
-        raise ScopeError(["the patch changes nothing"])
+        raise ScopeError([no_change()])
     make_branch(repository, branch, commit)
     worktree = checkout_folder(worktrees, commit)
     try:
@@ -213,7 +230,7 @@ def apply_proposal(
 
 
 def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[Change]:
-    """``edits`` (path, new text) as changes to a commit; ``existing``: path → mode of its files."""
+    """Return ``edits`` (path, new text) as changes to a commit. ``existing``: path → mode of the commit's files."""
     return [
         Change(path, encoded(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
         for path, text in edits
@@ -221,12 +238,12 @@ def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> l
 
 
 def branch_commit(repository: Path, branch: str) -> str | None:
-    """Where a branch points; None when there is none."""
+    """Return the commit of a branch; None if the branch does not exist."""
     return line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False) or None
 
 
 def contains(repository: Path, commit: str, older: str) -> bool:
-    """Is ``older`` an ancestor of ``commit``, or that commit itself? Raises: RepositoryError for a fault of the machine."""
+    """Return whether ``older`` is an ancestor of ``commit`` or equal to it. Raises: RepositoryError for a fault of the machine."""
     try:
         git(repository, "merge-base", "--is-ancestor", older, commit)
     except RepositoryError as error:
@@ -237,28 +254,34 @@ def contains(repository: Path, commit: str, older: str) -> bool:
 
 
 def undoing(repository: Path, live: str, base: str, commit: str, message: str) -> str:
-    """A commit on top of ``live`` that undoes what ``commit`` changed against ``base``; no branch is moved.
+    """Make a commit on top of ``live`` that reverts the changes from ``base`` to ``commit``. Moves no branch.
 
-    ``live`` itself when that was done before. Raises: RepositoryError naming the files that were changed again since.
+    Returns ``live`` if they are reverted already. Raises: RepositoryError that names files with later changes.
     """
     now, ours, before = (entries_of(repository, name) for name in (live, commit, base))
     paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
     if all(now.get(path) == before.get(path) for path in paths):
         return live
     if newer := sorted(path for path in paths if now.get(path) != ours.get(path)):
-        raise RepositoryError(f"{', '.join(newer)} changed again since: undo it by hand")
+        raise RepositoryError(
+            "git.changed_again", "{files} changed again since: revert the proposal by hand", files=newer
+        )
     return commit_of(repository, live, changes(repository, commit, base), message) or live
 
 
 def advance(repository: Path, base: str, commit: str) -> None:
     """Move the checked-out branch from ``base`` to ``commit``, with files and index. After a kill, the same call finishes.
 
-    Raises: RepositoryError, and nothing has moved, when no branch is checked out, it is no longer at ``base``, or a file that would
-    change has uncommitted changes.
+    Raises: RepositoryError, with nothing moved, when no branch is checked out, the branch is no longer at ``base``, or a file to change has
+    uncommitted changes.
     """
     head = line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
     if not head:
-        raise RepositoryError(f"{repository} has no branch checked out (its HEAD is detached): check one out first")
+        raise RepositoryError(
+            "git.detached",
+            "{repository} has no branch checked out (its HEAD is detached): check out a branch first",
+            repository=repository,
+        )
     before, after = entries_of(repository, base), entries_of(repository, commit)
     changed = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
     staged = entries_of(repository, None)
@@ -270,7 +293,11 @@ def advance(repository: Path, base: str, commit: str) -> None:
     ]
     if edited:
         raise RepositoryError(
-            f"{repository} holds changes to {', '.join(edited)} that are not committed: commit or stash them first"
+            "git.edited",
+            "{repository} has uncommitted changes in {files}, which the merge would overwrite. "
+            "Commit the changes, or put them away with 'git stash'",
+            repository=repository,
+            files=edited,
         )
     for path in changed:
         aside = repository / f"{path}.factory-part"
@@ -284,28 +311,28 @@ def advance(repository: Path, base: str, commit: str) -> None:
     for folder in sorted({parent for path in changed for parent in (repository / path).parents if parent.is_dir()}):
         if folder.is_relative_to(repository):
             sync_folder(folder)
-    git(repository, "update-ref", head, commit, base)  # fails when it has moved
+    git(repository, "update-ref", head, commit, base)  # fails if the branch is no longer at ``base``
 
 
 def reword(repository: Path, applied: Applied, message: str) -> str:
-    """Give the proposal's commit another message (same tree, same parent); returns the new commit."""
+    """Give the proposal's commit another message, with the same tree and parent. Returns the new commit."""
     new = line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
     git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
     return new
 
 
 def message(repository: Path, commit: str) -> str:
-    """A commit's message."""
+    """Return a commit's message."""
     return git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
 
 
 def commits_between(repository: Path, older: str, commit: str) -> set[str]:
-    """The names of the commits that ``commit`` has and ``older`` has not. Raises: RepositoryError."""
+    """Return the ancestors of ``commit`` (and itself) that are not ancestors of ``older``. Raises: RepositoryError."""
     return set(git(repository, "rev-list", "--end-of-options", f"{older}..{commit}").decode().split())
 
 
 def subjects(repository: Path, older: str, commit: str) -> list[str]:
-    """The commits that ``commit`` has and ``older`` has not, newest first, as '1a2b3c4 What it does'; none where a commit is not there."""
+    """Return the commits from ``older`` to ``commit``, newest first, as '1a2b3c4 What it does'; none if a commit is unknown."""
     try:
         found = git(repository, "log", "--max-count=200", "--format=%h %s", "--end-of-options", f"{older}..{commit}")
     except RepositoryError:
@@ -314,17 +341,18 @@ def subjects(repository: Path, older: str, commit: str) -> list[str]:
 
 
 def patch(repository: Path, base: str, commit: str) -> str:
-    """The patch as text, with whole object names: it is shown to people, hashed, and approved."""
+    """Return the patch as text, with full object names. People read, and approve by hash, this text."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
     return os.fsdecode(git(repository, "diff-tree", "-p", *flags, base, commit))
 
 
 def patch_sha256(repository: Path, base: str, commit: str) -> str:
+    """Return the hash of the patch's text."""
     return hashlib.sha256(os.fsencode(patch(repository, base, commit))).hexdigest()
 
 
 def changes(repository: Path, base: str, commit: str) -> list[Change]:
-    """What a commit changes against ``base``, read from the stored trees."""
+    """Return the changes from ``base`` to a commit, from the stored trees."""
     before, after = entries_of(repository, base), entries_of(repository, commit)
     found = []
     for path in sorted(before.keys() | after.keys()):
@@ -341,27 +369,27 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
 
 
 def file_text(repository: Path, commit: str, path: str) -> str:
-    """A stored file as text; bytes that are not UTF-8 are replaced."""
+    """Return a stored file as text. Bytes that are not UTF-8 are replaced."""
     return git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
 
 
 def last_changed(repository: Path, commit: str, path: str) -> list[str]:
-    """The commit that each line of a stored file is from. Raises: RepositoryError when there is no such file."""
+    """Return the commit that last changed each line of a stored file. Raises: RepositoryError for an unknown file."""
     blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
     lines = git(repository, *blame).split(b"\n")
-    # A line of the file stands behind a tab; the first line of what is said about it names the commit.
+    # In the output, a line of the file follows a tab. The lines before are about it, and the first of them names the commit.
     starts = [0, *(number + 1 for number, line in enumerate(lines) if line.startswith(b"\t"))]
     return [lines[start].split(b" ")[0].decode() for start in starts[:-1]]
 
 
 def modes(repository: Path, commit: str) -> dict[str, str]:
-    """path → mode of every file of a commit."""
+    """Return path → mode of all files of a commit."""
     return {path: mode for path, (mode, _) in entries_of(repository, commit).items()}
 
 
 # -- the checkout ---------------------------------------------------------------------------------------------------------
 def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple[str, str]]) -> bool:
-    """Is ``folder`` a registered worktree at ``commit`` whose files are all there, byte for byte?"""
+    """Return whether ``folder`` is a registered worktree at ``commit`` with all files, byte for byte."""
     if folder.is_symlink() or not (folder / ".git").is_file():
         return False
     head = line(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
@@ -375,7 +403,7 @@ def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple
 
 
 def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) -> bool:
-    """Is the checkout's file equal to one of these entries? None: no file."""
+    """Return whether the checkout's file equals one of these entries. None stands for no file."""
     file = repository / path
     if not file.exists() and not file.is_symlink():
         return None in entries

@@ -1,7 +1,6 @@
-"""May a patch touch these files, with this content?
+"""Checks whether agents may change these files, and whether the names and bytes are allowed.
 
-The rules are about names and bytes only and are applied twice: to an agent's edits before anything is written, and to the commit that is
-judged, as git has it.
+The rules apply twice: to an agent's edits before they are written, and to the commit that is judged.
 """
 
 from __future__ import annotations
@@ -22,16 +21,17 @@ from agents.core.improve_policy import ImprovePolicy
 from agents.core.untrusted import INVISIBLE
 from agents.llm.policy import LlmPolicy
 from factory.core.policy_file import Count, StrictPolicy, load_policy
+from kernels.contract.message import Message
 
-# May a new file have this name? Python imports by name: the wrong one is imported in place of somebody else's module.
-# Two names shadow: a package beside a module of its name (Python takes the package), and a name of the standard library or of an installed package
-# (a folder may be first on Python's path). Judged from the names alone, before anything of the patch is imported.
+# The names of new files. A new file must not be imported in the place of another module. This happens for a package with the name of a
+# module beside it (Python takes the package), and for a name of the standard library or of an installed package (a folder may come first on
+# Python's path). The check uses only names, before Python imports any file of the patch.
 OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
-SPECIAL = "__init__"  # the only name of this kind that a new file may have
+SPECIAL = "__init__"  # the only name with double underscores that a new file may have
 
 
-def name_problems(path: str, existing: Collection[str], left: Collection[str]) -> Iterable[str]:
-    """What is wrong with the name of a *new* file. ``existing``: all files and folders of the base; ``left``: those of the patched tree."""
+def name_problems(path: str, existing: Collection[str], left: Collection[str]) -> Iterable[Message]:
+    """Yield the problems of a *new* file's name. ``existing``: all files and folders of the base; ``left``: those of the patched tree."""
     parts = path.split("/")
     names = [*parts[:-1], parts[-1].removesuffix(".py")]
     folded = {other.casefold(): other for other in left}
@@ -42,19 +42,34 @@ def name_problems(path: str, existing: Collection[str], left: Collection[str]) -
         module = "/".join([*parts[: count - 1], name])
         for other in (module, f"{module}.py"):
             if other.casefold() != place.casefold() and (there := folded.get(other.casefold())):
-                yield f"{place} and {there} would be one module to Python: choose another name"
+                yield Message(
+                    "scope.same_module",
+                    "Python cannot tell {place} from {other}: choose another name",
+                    place=place,
+                    other=there,
+                )
         if not path.endswith(".py"):
             continue
         if not name.isidentifier() or keyword.iskeyword(name):
-            yield f"{name!r} is not a name that Python can import: use letters, digits and '_'"
+            yield Message(
+                "scope.not_importable",
+                "{name!r} is not a name that Python can import: use letters, digits and '_'",
+                name=name,
+            )
         if name.startswith("__") and name.endswith("__") and name != SPECIAL:
-            yield f"{name!r} means something of its own to Python: choose another name"
+            yield Message(
+                "scope.special_name", "{name!r} has a special meaning in Python: choose another name", name=name
+            )
         if name.casefold() in known_modules() and not _usual(parts[:count], existing):
-            yield f"{name!r} is a module of Python or of an installed package, which it could shadow: choose another name"
+            yield Message(
+                "scope.shadowed_module",
+                "{name!r} could hide a module of Python or of an installed package: choose another name",
+                name=name,
+            )
 
 
 def _usual(parts: list[str], existing: Collection[str]) -> bool:
-    """Do the folders beside the file's own have a file of its name already, as every op has its ``triton.py``?
+    """Return whether a folder beside the file's own has a file of the same name, as every op has its ``triton.py``.
 
     >>> _usual(["kernels", "mine", "triton.py"], {"kernels/rms_norm/triton.py"})
     True
@@ -68,7 +83,7 @@ def _usual(parts: list[str], existing: Collection[str]) -> bool:
 
 @functools.cache
 def known_modules() -> frozenset[str]:
-    """Names that ``import`` finds outside this checkout, without importing any: lower case."""
+    """Return the names, in lower case, that ``import`` finds outside this checkout. Nothing is imported."""
     found = {*sys.stdlib_module_names, *sys.builtin_module_names, *OURS}
     for folder in sys.path:
         if os.path.basename(folder) in ("site-packages", "dist-packages") and os.path.isdir(folder):
@@ -76,7 +91,7 @@ def known_modules() -> frozenset[str]:
     return frozenset(name.casefold() for name in found)
 
 
-# Plain ASCII names: no control characters, look-alikes, back slashes, drive letters or alternate streams.
+# Plain ASCII names: without control characters, look-alike letters, backslashes, drive letters or alternate streams.
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # Modules that tools run because of their names.
 LOADED_BY_NAME = {"conftest", "sitecustomize", "usercustomize", "setup", "noxfile", "tasks", "wscript"}
@@ -85,12 +100,13 @@ DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "
 
 
 class ScopeRule(StrictPolicy):
-    """One place that patches may write to: an exact path, or ``folder/**``."""
+    """Files that patches may change: an exact path, or ``folder/**`` with suffixes."""
 
     paths: str = Field(pattern=r"^[A-Za-z0-9_./-]+(/\*\*)?$")
     suffixes: list[str]
 
     def covers(self, path: str) -> bool:
+        """Return whether the rule includes a path."""
         folder, star, _ = self.paths.partition("**")
         return (path.startswith(folder) if star else path == self.paths) and path.endswith(tuple(self.suffixes))
 
@@ -99,17 +115,17 @@ class AgentsPolicy(StrictPolicy):
     """``policies/agents.yaml``."""
 
     scope: list[ScopeRule]
-    """Where a patch may write; everything else is out of scope."""
+    """The files that a patch may change. All other files are out of scope."""
     out_of_scope: list[str] = []
     """Folders inside the scope that agents may read but not patch."""
     max_files: Count = 8
-    """Files that one patch may change."""
+    """The most files that one patch may change."""
     max_file_bytes: Count = 100_000
-    """Of a file, as the patch leaves it."""
+    """The most bytes of a changed file."""
     max_patch_bytes: Count = 200_000
-    """Of all files of a patch together."""
+    """The most bytes of all changed files together."""
     measure_seconds: float = Field(default=60.0, gt=0)
-    """Seconds that an agent may spend on measuring implementations before it proposes."""
+    """The most seconds that an agent may spend on measuring implementations before it proposes."""
     improve: ImprovePolicy = ImprovePolicy()
     llm: LlmPolicy = LlmPolicy()
 
@@ -117,7 +133,7 @@ class AgentsPolicy(StrictPolicy):
     @classmethod
     def _folders(cls, named: list[str]) -> list[str]:
         if wrong := [one for one in named if not re.fullmatch(r"[A-Za-z0-9_./-]+/\*\*", one)]:
-            raise ValueError(f"{wrong[0]!r} is no folder: write 'kernels/contract/**' and 'trainer/contract/**'")
+            raise ValueError(f"{wrong[0]!r} is not a folder: write 'kernels/contract/**' and 'trainer/contract/**'")
         return named
 
     @classmethod
@@ -125,11 +141,11 @@ class AgentsPolicy(StrictPolicy):
         return load_policy(cls, path)
 
     def readable(self, path: str) -> bool:
-        """Is the path in scope, whether agents may patch it or only read it?"""
+        """Return whether a path is in scope, for patching or only for reading."""
         return any(rule.covers(path) for rule in self.scope)
 
     def protected(self, path: str) -> bool:
-        """Is the path one that only people may change? Upper and lower case count as the same, as on some file systems.
+        """Return whether only people may change a path. Upper and lower case count as the same, as on some file systems.
 
         >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
         >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
@@ -148,13 +164,13 @@ class AgentsPolicy(StrictPolicy):
         return False
 
     def patchable(self, path: str) -> bool:
-        """May agents patch the file?"""
+        """Return whether agents may patch a file."""
         return self.readable(path) and not self.protected(path)
 
 
 @dataclass(frozen=True)
 class Change:
-    """One changed file, as the patch leaves it. ``mode`` is git's ('100644' …); ``content`` None: the file is deleted."""
+    """A changed file after the patch. ``mode`` is git's ('100644' …). ``content`` is None if the patch deletes the file."""
 
     path: str
     content: bytes | None
@@ -162,93 +178,140 @@ class Change:
     old_mode: str | None = None  # None: the file is new
 
 
+def _of_file(path: str, problem: Message) -> Message:
+    return Message("scope.file_problem", "{path}: {problem}", path=_shown(path), problem=problem)
+
+
 def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[str, str]) -> list[str]:
-    """What is wrong with a patch, a sentence each; [] when it is in scope. ``existing``: path → mode at its base."""
+    """Return the problems of a patch, each a message; [] if the patch is in scope. ``existing``: path → mode at its base."""
     changes = list(changes)
-    found = [f"{_shown(change.path)}: {problem}" for change in changes for problem in _one(policy, change)]
+    found: list[str] = [_of_file(change.path, problem) for change in changes for problem in _one(policy, change)]
     places = {above for path in existing for above in _above(path)}
     folded = {above.casefold(): above for above in places}
-    plain = [change for change in changes if len(change.path) <= LONGEST_PATH]  # what is longer is refused already
+    plain = [change for change in changes if len(change.path) <= LONGEST_PATH]  # longer paths already have a problem
     gone = {change.path for change in plain if change.content is None}
     kept = (existing.keys() - gone) | {change.path for change in plain if change.content is not None}
     left = {above for path in kept for above in _above(path)}
     seen: set[str] = set()
     for change in plain:
         if change.path not in existing:
-            found += [f"{_shown(change.path)}: {problem}" for problem in name_problems(change.path, places, left)]
+            found += [_of_file(change.path, problem) for problem in name_problems(change.path, places, left)]
         for path in _above(change.path):
             other = folded.get(path.casefold(), path)
             if other != path:
-                found.append(f"{_shown(change.path)}: {_shown(path)} differs from {other} only in case")
+                differs = Message(
+                    "scope.other_case", "{name} differs from {other} only in case", name=_shown(path), other=other
+                )
+                found.append(_of_file(change.path, differs))
                 break
         if change.path.casefold() in seen:
-            found.append(f"{_shown(change.path)}: changed twice")
+            found.append(_of_file(change.path, Message("scope.twice", "the patch changes this file twice")))
         seen.add(change.path.casefold())
         for above in _above(change.path)[:-1]:
             if above in existing:
-                found.append(f"{_shown(change.path)}: {above} is a file")
+                found.append(_of_file(change.path, Message("scope.file_above", "{above} is a file", above=above)))
         if any(path.startswith(change.path + "/") for path in existing):
-            found.append(f"{_shown(change.path)}: is a folder")
+            found.append(_of_file(change.path, Message("scope.folder", "this path is a folder")))
         if existing.get(change.path, "100644") not in ("100644", "100755"):
-            found.append(f"{_shown(change.path)}: is not a regular file")
+            found.append(_of_file(change.path, Message("scope.not_regular", "this path is not a regular file")))
     if not changes:
-        found.append("the patch changes nothing")
+        found.append(no_change())
     if len(changes) > policy.max_files:
-        found.append(f"{len(changes)} files are changed; at most {policy.max_files} are allowed")
+        found.append(
+            Message(
+                "scope.many_files",
+                "the patch changes {files:,} files, but at most {limit:,} are allowed",
+                files=len(changes),
+                limit=policy.max_files,
+            )
+        )
     size = sum(len(change.content or b"") for change in changes)
     if size > policy.max_patch_bytes:
-        found.append(f"the changed files hold {size} bytes; at most {policy.max_patch_bytes} are allowed")
+        found.append(
+            Message(
+                "scope.many_bytes",
+                "the changed files have {size:,} bytes, but at most {limit:,} are allowed",
+                size=size,
+                limit=policy.max_patch_bytes,
+            )
+        )
     return found
 
 
+def no_change() -> Message:
+    """The problem of a patch without changes."""
+    return Message("scope.no_change", "the patch changes nothing")
+
+
 def _above(path: str) -> list[str]:
-    """``a/b/c`` → a, a/b, a/b/c."""
+    """Return a path and the folders above: ``a/b/c`` → a, a/b, a/b/c."""
     parts = path.split("/")
     return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def _one(policy: AgentsPolicy, change: Change) -> Iterable[str]:
+def _one(policy: AgentsPolicy, change: Change) -> Iterable[Message]:
     yield from _name_problems(change.path)
     if policy.protected(change.path):
-        yield "only people may change it: patches are judged with it, or the factory imports it"
+        yield Message(
+            "scope.protected", "only people may change this file: the factory judges patches with it, or imports it"
+        )
     if not policy.readable(change.path):
-        yield "out of scope: patches may change " + ", ".join(rule.paths for rule in policy.scope)
+        yield Message(
+            "scope.outside",
+            "this file is out of scope: patches may change {scope}",
+            scope=[rule.paths for rule in policy.scope],
+        )
     if change.mode not in ("100644", "100755") or (change.old_mode or "100644") not in ("100644", "100755"):
         kind = {"120000": "a symbolic link", "160000": "a submodule"}.get(change.mode, f"of mode {change.mode}")
-        yield f"is {kind}; only regular files may change"
+        yield Message("scope.wrong_kind", "it is {kind}, but patches may change only regular files", kind=kind)
     elif change.content is not None and change.mode != (change.old_mode or "100644"):
-        yield f"changes its mode to {change.mode}"
+        yield Message("scope.mode", "the patch changes its mode to {mode}", mode=change.mode)
     if change.content is not None:
         yield from _content_problems(policy, change.content)
 
 
-def _name_problems(path: str) -> Iterable[str]:
+def _name_problems(path: str) -> Iterable[Message]:
     parts = path.split("/")
     if len(path) > LONGEST_PATH:
-        yield f"the path has {len(path)} characters; at most {LONGEST_PATH} are allowed"
+        yield Message(
+            "scope.long_path",
+            "the path has {length:,} characters, but at most {limit:,} are allowed",
+            length=len(path),
+            limit=LONGEST_PATH,
+        )
         return
     if not all(COMPONENT.fullmatch(part) for part in parts):
-        yield "not a plain relative path of letters, digits, '_', '-' and '.'"
+        yield Message("scope.odd_path", "not a plain relative path of letters, digits, '_', '-' and '.'")
     for part in parts:
         if part.endswith(".") or part.split(".")[0].casefold() in DEVICE_NAMES:
-            yield f"{part!r} has another meaning on some file systems"
+            yield Message("scope.device_name", "{name!r} has a special meaning on some file systems", name=part)
     if any(part.casefold().partition(".")[0] in LOADED_BY_NAME for part in parts):
-        yield "tools load this file by its name"
+        yield Message("scope.loaded_by_name", "tools load a file with this name")
 
 
-def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[str]:
+def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]:
     if len(content) > policy.max_file_bytes:
-        yield f"holds {len(content)} bytes; at most {policy.max_file_bytes} are allowed"
+        yield Message(
+            "scope.large_file",
+            "the file has {size:,} bytes, but at most {limit:,} are allowed",
+            size=len(content),
+            limit=policy.max_file_bytes,
+        )
         return
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
-        yield f"is not UTF-8 text (byte {error.start})"
+        yield Message("scope.not_text", "the file is not UTF-8 text (byte {byte})", byte=error.start)
         return
     for number, line in enumerate(text.split("\n"), 1):
         odd = next((c for c in line if c != "\t" and unicodedata.category(c) in INVISIBLE), None)
         if odd is not None:
-            yield f"line {number} holds the invisible character U+{ord(odd):04X}"
+            yield Message(
+                "scope.invisible_character",
+                "line {line} has the invisible character U+{character:04X}",
+                line=number,
+                character=ord(odd),
+            )
             return
 
 

@@ -1,4 +1,4 @@
-"""Which factory this is: its version, and the commit of its checkout."""
+"""The factory's version and the commit of its checkout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from factory.core.workspace import code_root
 
 
 def version() -> str:
-    """'llm-factory 0.1.0 (1adb55012345)'; without the commit where the code is no git checkout."""
+    """Return 'llm-factory 0.1.0 (1adb55012345)'; without the commit if the code is not a git checkout."""
     project = code_root() / "pyproject.toml"
     if project.exists():
         facts = tomllib.loads(project.read_text())["project"]

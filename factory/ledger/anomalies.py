@@ -1,7 +1,7 @@
-"""Anomalies and what became of them, read from the ledger alone.
+"""Anomalies, their diagnoses and how they were closed. All are read from the ledger.
 
-An anomaly is open until an event ``anomaly_closed`` names it: what was done about it was enough, or a person said so.
-``anomaly_diagnosed`` says what the loss doctor found. Both are about the first anomaly of an episode, and name all of it.
+An anomaly is open until an event ``anomaly_closed`` names it. An event ``anomaly_diagnosed`` has the loss doctor's result. Both events are
+about the first anomaly of an episode (its lead), and list all anomalies of the episode.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
+from kernels.contract.message import Message
 
-REPLICAS_APART = "replicas_apart"  # of a segment's end: ranks held other bits of the same weights
-DEV_ALONE = "dev_alone"  # of a candidate: it gains on the dev half of what is held out, and not on the sealed half
+REPLICAS_APART = "replicas_apart"  # kind of anomaly at a segment's end: the ranks' copies of the weights differ
+DEV_ALONE = "dev_alone"  # kind of anomaly of a candidate: it gains on the dev half of the held-out documents, not on the sealed half
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
-REJECTED = "rejected"  # as an anomaly was closed: a person says that its diagnosis is wrong
-ASKED = "anomaly_asked"  # a person is to decide about a diagnosis: the policy does nothing
-WORDED = "anomaly_worded"  # a language model said what a diagnosis shows, or why there are no such words
-DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment whose anomaly a patch is blamed for
+REJECTED = "rejected"  # how an anomaly was closed: a person says that its diagnosis is wrong
+ASKED = "anomaly_asked"  # a person has to decide about a diagnosis: the policy does nothing
+WORDED = "anomaly_worded"  # a language model's explanation of a diagnosis, or why it gave none
+DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment with an anomaly that a patch caused
 QUARANTINED, FREED, MARKED, REWOUND = "documents_quarantined", "documents_freed", "release_marked", "segment_rewound"
 
 
@@ -34,7 +35,7 @@ class AnomalyRow(LedgerRow):
 
 
 def newest_about(db: Reads, kind: str) -> dict[int, dict[str, Any]]:
-    """By anomaly, the detail of the newest event of that kind that names it in ``anomalies``, with ``lead`` and the event's number."""
+    """Return, for each anomaly, the detail of the newest event of a kind that lists it, with ``lead`` and ``event`` (its number)."""
     found: dict[int, dict[str, Any]] = {}
     for row in db.read("SELECT id, subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
         detail = row["detail"] | {"lead": Subject.parse(row["subject"]).number, "event": row["id"]}
@@ -43,13 +44,13 @@ def newest_about(db: Reads, kind: str) -> dict[int, dict[str, Any]]:
 
 
 def open_anomalies(db: Reads, kinds: Collection[str]) -> list[AnomalyRow]:
-    """Those of these kinds that nothing has closed, oldest first."""
+    """Return the open anomalies of these kinds, oldest first."""
     closed = newest_about(db, CLOSED)
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
 def settled(db: Reads) -> set[int]:
-    """Anomalies whose newest diagnosis led to something: they were closed, or a person is asked."""
+    """Return the anomalies that are closed, or about whose newest diagnosis a person was asked."""
     asked = newest_about(db, ASKED)
     known = newest_about(db, DIAGNOSED)
     return {n for n, found in known.items() if n in asked and asked[n]["diagnosis"] == found["event"]} | set(
@@ -58,89 +59,114 @@ def settled(db: Reads) -> set[int]:
 
 
 def undiagnosed(db: Reads, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
-    """The oldest open anomaly, in a segment that still counts, that no diagnosis is about, or about whose diagnosis nothing was done yet;
-    none of ``but``."""
+    """Return the oldest open anomaly of a finished segment that waits for a diagnosis or for an action; None without one.
+
+    Anomalies in ``but`` are left out.
+    """
     known = {*settled(db), *but}
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
     return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
 
 
 def words_about(db: Reads, number: int) -> dict[str, Any] | None:
-    """What a language model said about the newest diagnosis of an anomaly: ``claims``, ``dropped``, ``failed``; None: nothing yet."""
+    """Return a language model's words on the newest diagnosis of an anomaly: ``claims``, ``dropped``, ``failed``; None without any yet."""
     diagnosis = newest_about(db, DIAGNOSED).get(number)
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
 def unworded(db: Reads, but: Collection[int] = ()) -> int | None:
-    """The lead of the oldest episode whose newest diagnosis waits for words; none of ``but``."""
+    """Return the lead of the oldest episode whose newest diagnosis waits for a language model; None without one.
+
+    Episodes whose lead is in ``but`` are left out.
+    """
     said = _worded(db)
     waiting = [d for d in newest_about(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said]
     return min((detail["lead"] for detail in waiting if detail["lead"] not in but), default=None)
 
 
-def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> str:
-    """A sentence for a person: was a language model asked about a diagnosis, and what became of it?
+def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> Message:
+    """Say whether a language model was asked about a diagnosis, and with what result.
 
-    >>> words_state({}, None)
-    'No language model was asked.'
-    >>> words_state({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]})
-    'By m, which was told the cause and decides nothing; 1 of its 2 sentences did not hold against the record and is left out.'
+    >>> print(words_state({}, None))
+    No language model was asked.
+    >>> print(words_state({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}))
+    Written by m, which knew the cause and decides nothing. The factory left out 1 of 2 sentences that disagreed with the record.
     """
     if said is None:
-        return "A language model is still to be asked." if diagnosis.get("to_word") else "No language model was asked."
+        if diagnosis.get("to_word"):
+            return Message("anomalies.words_pending", "A language model is still to be asked.")
+        return Message("anomalies.no_words", "No language model was asked.")
     if said["failed"]:
-        return f"A language model was to say more, and did not: {said['failed']}"
+        return Message(
+            "anomalies.words_failed", "A language model was asked, but gave no answer: {why}", why=said["failed"]
+        )
     dropped, count = len(said["dropped"]), len(said["dropped"]) + len(said["claims"])
-    left_out = "all of its sentences hold against the record by name, outcome and number"
     if dropped:
-        left_out = f"{dropped} of its {count} sentences did not hold against the record and {'is' if dropped == 1 else 'are'} left out"
-    return f"By {said['model']}, which was told the cause and decides nothing; {left_out}."
+        return Message(
+            "anomalies.words_with_dropped",
+            "Written by {model}, which knew the cause and decides nothing. "
+            "The factory left out {dropped} of {count} sentences that disagreed with the record.",
+            model=said["model"],
+            dropped=dropped,
+            count=count,
+        )
+    return Message(
+        "anomalies.words_whole",
+        "Written by {model}, which knew the cause and decides nothing. "
+        "All {count:,|sentence|sentences} agree with the names, outcomes and numbers of the record.",
+        model=said["model"],
+        count=count,
+    )
 
 
-def draft_of(diagnosis: Mapping[str, Any]) -> str:
-    """What a person may have proposed about a rate that is too high, with the command; '': nothing. The values are the replay's.
+def draft_of(diagnosis: Mapping[str, Any]) -> Message | str:
+    """Return a draft of a proposal, with the command, for a learning rate that is too high; '' without one.
 
-    >>> draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}})
-    "Draft: optimizer.lr 0.001, as in 'rate × 0.1'. 'factory propose --agent recipe-scout --target optimizer.lr' has a value proposed and judged."
+    >>> print(draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}))
+    Draft: optimizer.lr 0.001, as in 'rate × 0.1'. Have a value proposed and judged with 'factory propose --agent recipe-scout --target optimizer.lr'
     """
     tamed = (diagnosis.get("override") or {}).get("keys")
     if not (tamed and diagnosis.get("to_word") and diagnosis["causes"] == ["rate"]):
         return ""
     written = {key: f"{value:.4g}" if isinstance(value, float) else str(value) for key, value in tamed.items()}
-    values = ", ".join(f"{key} {value}" for key, value in written.items())
-    command = f"'factory propose --agent recipe-scout --target {next(iter(tamed))}'"
-    return f"Draft: {values}, as in '{diagnosis['remedy']}'. {command} has a value proposed and judged."
+    return Message(
+        "anomalies.draft",
+        "Draft: {values}, as in '{remedy}'. Have a value proposed and judged with 'factory propose --agent recipe-scout --target {key}'",
+        values=[f"{key} {value}" for key, value in written.items()],
+        remedy=diagnosis["remedy"],
+        key=next(iter(tamed)),
+    )
 
 
-def in_words(said: Mapping[str, Any]) -> str:
-    """The claims of a language model as the end of a proposal's text; '': it made none that hold.
+def in_words(said: Mapping[str, Any]) -> Message | str:
+    """Return the claims of a language model as the end of a proposal's text; '' without a claim that agrees with the record.
 
-    >>> in_words({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]})
+    >>> str(in_words({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]}))
     " In a language model's words: It stays. [fp32: there]"
     """
     words = " ".join(f"{claim['says']} [{claim['rests_on']}: {claim['shows']}]" for claim in said["claims"])
-    return f" In a language model's words: {words}" if words else ""
+    return Message("anomalies.claims", " In a language model's words: {claims}", claims=words) if words else ""
 
 
 def _worded(db: Reads) -> dict[int, dict[str, Any]]:
-    """By the number of a diagnosis's event."""
+    """Return the details of ``WORDED`` events by the number of the diagnosis's event."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=WORDED)
     return {row["detail"]["diagnosis"]: row["detail"] for row in rows}
 
 
 def open_in(db: Reads, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:
-    """The open anomalies of a segment and of all that it goes on from."""
+    """Return the open anomalies of a segment and of its ancestors."""
     lineage = {row.id for row in SegmentRow.lineage(db, segment)}
     return [row for row in open_anomalies(db, kinds) if row.segment in lineage]
 
 
 def rewound_in(db: Reads, segment: int) -> list[int]:
-    """Which of a segment and of all that it goes on from were rewound: it stays spoiled, whatever became of the anomaly."""
+    """Return the rewound segments among a segment and its ancestors. A rewound segment stays unusable after its anomaly is closed."""
     return [row.id for row in SegmentRow.lineage(db, segment) if row.state == "rewound"]
 
 
 def every_anomaly(db: Reads) -> list[dict[str, Any]]:
-    """All, oldest first, with ``state``: open, diagnosed, closed, or rewound with its segment; ``causes`` and ``how`` it was closed."""
+    """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes`` and ``how``."""
     diagnosed, closed = newest_about(db, DIAGNOSED), newest_about(db, CLOSED)
     rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
     found = []

@@ -1,6 +1,6 @@
-"""What people decided about candidates, and which candidates still wait for them. Read from the ledger alone.
+"""Decisions of people about candidates, and the candidates that wait for a decision. All are read from the ledger.
 
-A decision is an event about a verdict, bound to the hash of what was judged. A rejection stays: no later approval of the same verdict counts.
+A decision is an event about a verdict, with the hash of the judged export. A rejection is final: later approvals of the verdict do not count.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from factory.ledger.anomalies import rewound_in
 from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, Subject, VerdictRow, champion
 
 APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, by, why}
-OVERRIDDEN = "overridden"  # event about a verdict that holds, released all the same: {sha256, evidence_sha256, by, why}
-WITHDRAWN = "withdrawn"  # event about a release that was decided and never public: {why, candidate}; an override of before counts no more
-REFUSED = "approval_refused"  # event about a candidate: what a person asked for in MLflow, and why it was not done
-BY_POLICY = "policy"  # who approved a release for which the verdict was enough
+OVERRIDDEN = (
+    "overridden"  # event about a 'hold' verdict whose candidate a person releases: {sha256, evidence_sha256, by, why}
+)
+WITHDRAWN = "withdrawn"  # event about a decided release that was never published: {why, candidate}; earlier overrides no longer count
+REFUSED = "approval_refused"  # event about a candidate: a person's request in MLflow, and why the factory refused it
+BY_POLICY = "policy"  # the approver of a release that needed no person
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Decision:
 
 
 def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
-    """The rejection of exactly what a verdict judged, else its newest approval or override; None: nobody decided."""
+    """Return the rejection of the export that a verdict judged, else its newest approval or override; None if nobody decided."""
     newest, gone = None, _withdrawn_at(db, verdict)
     sql = "SELECT id, kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
     for row in db.read(sql, yes=APPROVED, no=REJECTED, over=OVERRIDDEN, subject=str(Subject("verdict", verdict.id))):
@@ -42,7 +44,7 @@ def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
 
 
 def override_on(db: Reads, verdict: VerdictRow) -> dict[str, str] | None:
-    """{by, why, sha256 of the export, evidence_sha256} of a person's override of exactly what a verdict judged; None: there is none that stands."""
+    """Return the valid override of the export that a verdict judged: {by, why, sha256 of the export, evidence_sha256}; None without one."""
     sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject AND id > :gone ORDER BY id DESC"
     about = {"over": OVERRIDDEN, "subject": str(Subject("verdict", verdict.id)), "gone": _withdrawn_at(db, verdict)}
     for row in db.read(sql, **about):
@@ -53,21 +55,21 @@ def override_on(db: Reads, verdict: VerdictRow) -> dict[str, str] | None:
 
 
 def _withdrawn_at(db: Reads, verdict: VerdictRow) -> int:
-    """The newest event that withdrew a release of a verdict's candidate; 0: none did."""
+    """Return the number of the newest event that withdrew a release of a verdict's candidate; 0 without one."""
     rows = db.read("SELECT id, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=WITHDRAWN)
     return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.number), 0)
 
 
 def rejected_before(db: Reads, verdict: VerdictRow) -> bool:
-    """Did a person reject the same export, by whatever verdict? Then a new verdict alone does not release it."""
+    """Return whether a person rejected the same export under any verdict. A new verdict alone then does not release the export."""
     rows = db.read("SELECT detail FROM events WHERE kind = :no AND subject LIKE 'verdict:%'", no=REJECTED)
     return any(row["detail"]["sha256"] == verdict.subject_sha256 for row in rows)
 
 
 def undecided(db: Reads) -> list[VerdictRow]:
-    """The newest verdict of each candidate that it promotes over the champion of now, where nothing was released and nobody decided yet.
+    """Return the verdicts, oldest first, that promote a candidate over the present champion and wait for a person's decision.
 
-    Oldest first. A candidate whose training was rewound is not among them.
+    Only the newest verdict of each candidate counts. Candidates that are released or whose training was rewound are left out.
     """
     best = champion(db)
     against = str(Subject("candidate", best.candidate)) if best else None

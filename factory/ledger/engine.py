@@ -1,4 +1,4 @@
-"""What SQLite and PostgreSQL need, each, so that a ledger behaves the same on either."""
+"""Connections to SQLite and PostgreSQL, set so that a ledger behaves the same on both."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import sqlalchemy as sa
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import work_in
 from factory.ledger.version import GONE
+from kernels.contract.message import Message
 
-DRIVER = "PostgreSQL needs the extra 'postgres': pip install 'llm-factory[postgres]'"
-WRITERS_LOCK = 0x6C656467  # of pg_advisory_xact_lock
+DRIVER = Message(
+    "engine.install_driver",
+    "PostgreSQL needs the extra 'postgres': pip install 'llm-factory[postgres]'",
+)
+WRITERS_LOCK = 0x6C656467  # the number for pg_advisory_xact_lock
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-# SQLite gives only INTEGER PRIMARY KEY its row counter.
+# SQLite counts rows only for the type INTEGER PRIMARY KEY.
 SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 class PlainText(sa.TypeDecorator[str]):
-    """Text of which PostgreSQL refuses no character: what a shard names its documents may hold a NUL, which is stored as U+FFFD.
-
-    A ``Subject`` is stored as its text.
-    """
+    """Text that PostgreSQL accepts: a NUL, which names in shards may contain, is stored as U+FFFD. A ``Subject`` is stored as text."""
 
     impl = sa.Text
     cache_ok = True
@@ -33,21 +34,27 @@ class PlainText(sa.TypeDecorator[str]):
 
 
 def engine(url: str) -> sa.Engine:
-    """Connections to the database at ``url``, whose writers are serial. Raises: WorkspaceError."""
+    """Return connections to the database at ``url``. Write transactions are serial. Raises: WorkspaceError."""
     try:
         address = sa.make_url(url)
-        if address.drivername == "postgresql":  # for which SQLAlchemy 2.0 takes another driver than 2.1
+        if address.drivername == "postgresql":  # SQLAlchemy 2.0 and 2.1 have different default drivers
             address = address.set(drivername="postgresql+psycopg")
         embedded = address.get_backend_name() == "sqlite"
         more: dict[str, Any] = {"connect_args": {"timeout": 60}} if embedded else {"pool_pre_ping": True}
         made = sa.create_engine(address, **more)
     except ImportError as error:
         raise WorkspaceError(
-            f"ledger_url {url.split('://')[0]}://…: no driver for it here ({error}). {DRIVER}"
+            "engine.no_driver",
+            "ledger_url {scheme}://…: no driver for it is installed ({why}). {advice}",
+            scheme=url.split("://")[0],
+            why=str(error),
+            advice=DRIVER,
         ) from error
     except sa.exc.ArgumentError as error:
         raise WorkspaceError(
-            f"ledger_url: {error}; expected sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE"
+            "engine.bad_address",
+            "ledger_url: {why}. The address must be sqlite:///FILE or postgresql://USER:PASSWORD@HOST/DATABASE",
+            why=str(error),
         ) from error
     if embedded:
         sa.event.listen(made, "connect", _pragmas)
@@ -57,10 +64,10 @@ def engine(url: str) -> sa.Engine:
 
 
 def _begin(connection: sa.Connection) -> None:
-    """A writer takes the only writers' lock when it begins: no two of them read what the other is about to change."""
+    """A write transaction takes the writers' lock when it begins. It therefore reads no rows that another writer is about to change."""
     writes = not connection.get_execution_options().get("reads_only", False)
     if connection.dialect.name == "sqlite":
-        # pysqlite starts transactions late and deferred; two writers that take the lock late deadlock.
+        # pysqlite starts transactions late and deferred. Two writers that take the lock late would deadlock.
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
     else:
         lock = f"SELECT pg_advisory_xact_lock({WRITERS_LOCK})"
@@ -81,22 +88,26 @@ def _pragmas(connection: Any, _record: Any) -> None:
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of an SQLite address; None for another database."""
+    """Return the file of an SQLite address; None for another database."""
     return Path(url.removeprefix("sqlite:///")).resolve() if url.startswith("sqlite:///") else None
 
 
 def refuse_missing(file: Path, root: Path) -> None:
-    """Raises: WorkspaceError when there is no ledger in the workspace ``root``: SQLite would make one."""
+    """Raises: WorkspaceError when the workspace ``root`` has no ledger. SQLite would make an empty one."""
     if not file.exists() or not file.stat().st_size:
         known = [name for name in work_in(root) if not name.endswith(".db")]
-        advice = GONE if known else "'factory init' finishes a workspace that holds nothing yet"
-        raise WorkspaceError(f"there is no ledger at {file}: {advice}")
+        init = Message("engine.run_init", "The workspace is empty: finish it with 'factory init'")
+        raise WorkspaceError(
+            "engine.no_ledger", "there is no ledger at {file}. {advice}", file=file, advice=GONE if known else init
+        )
 
 
 def refuse_damaged(error: BaseException | None) -> None:
-    """Raises: WorkspaceError when an error of SQLite's says that the ledger's file is damaged."""
+    """Raises: WorkspaceError when SQLite's ``error`` means that the ledger's file is damaged."""
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED:
-        raise WorkspaceError(f"the ledger is damaged ({error}): {GONE}") from error
+        raise WorkspaceError(
+            "engine.damaged", "the ledger is damaged ({why}). {advice}", why=str(error), advice=GONE
+        ) from error
 
 
 def _say_if_damaged(context: sa.ExceptionContext) -> None:

@@ -1,11 +1,10 @@
-"""What happened after the newest backup: every row that was added, changed or removed, as lines of ``journal.jsonl`` beside it.
+"""The journal of the newest backup: lines of ``journal.jsonl`` with each row that was added, changed or removed since the backup.
 
-SQLite's triggers note which rows changed in the table ``changes``, in the transaction that changes them; after its commit, ``carry`` appends
-these rows as they are then. A line is a batch: ``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}``:
-the notes after ``from`` until ``to``. Whoever is killed before its line is written, or half way through it, leaves that to the next one. ``replayed``
-gives the lines back.
+SQLite's triggers note changed rows in the table ``changes``, in the same transaction. After its commit ``carry`` appends these rows to the
+journal. A line is a batch: ``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}`` for the notes
+after ``from`` up to ``to``. After a kill the next process appends what is missing. ``replayed`` returns the batches.
 
-A PostgreSQL ledger has no journal: its server has one.
+A PostgreSQL ledger has no journal here: its server has its own.
 """
 
 from __future__ import annotations
@@ -26,17 +25,18 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.file_lock import LockedError, file_lock
+from kernels.contract.message import Message
 
 BACKUPS = "backups"
-NAME, ABOUT = "journal.jsonl", "backup.json"  # in a backup's folder
+NAME, ABOUT = "journal.jsonl", "backup.json"  # files of a backup's folder
 TIME = "%Y-%m-%dT%H-%M-%S"  # in a backup's name
 STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
 END = re.compile(rb'"to": (\d+)\}\n$')
-PATIENCE = 60.0  # as SQLite's
+PATIENCE = 60.0  # seconds to wait for a lock, as SQLite does
 
 
 def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
-    """Make the table ``changes`` and the triggers that fill it, where they are not there yet."""
+    """Make the table ``changes`` and the triggers that fill it, unless they exist."""
     if tx.dialect.name != "sqlite":
         return
     tx.exec_driver_sql(
@@ -53,22 +53,22 @@ def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
 
 
 def key_of(table: sa.Table) -> str:
-    """The name of a table's primary key; empty: it has none."""
+    """Return the name of a table's primary key; '' if the table has none."""
     return next((column.name for column in table.primary_key.columns), "")
 
 
 def backups_of(root: Path) -> list[Path]:
-    """The folders of the workspace's backups, oldest first; without those whose ``backup.json`` cannot be read."""
+    """Return the folders of the workspace's backups that have a readable ``backup.json``, oldest first."""
     return [path for path in folders_of(root) if about(path)]
 
 
 def folders_of(root: Path) -> list[Path]:
-    """``backups_of``, and what is left of damaged ones: their journals may be whole."""
+    """Return all backup folders, oldest first, damaged ones too: their journals may be whole."""
     return sorted((path for path in (root / BACKUPS).glob("2*") if STAMP.fullmatch(path.name)), key=order_of)
 
 
 def about(backup: Path) -> dict[str, Any]:
-    """``backup.json``: when it was made, the ledger's identity and schema, the number of its newest change; empty when it cannot be read."""
+    """Return ``backup.json``: its time, the ledger's identity and schema, the number of its newest change; {} if unreadable."""
     try:
         found = json.loads((backup / ABOUT).read_text())
     except (OSError, ValueError):
@@ -77,10 +77,10 @@ def about(backup: Path) -> dict[str, Any]:
 
 
 def next_name(root: Path, now: datetime) -> str:
-    """The name of a backup made ``now`` (UTC): its time; after a clock that went back, or in the same second, the newest's and a number.
-    A folder that is no backup any more keeps its name.
+    """Return the name of a backup made ``now`` (UTC). The order of the names is the order in which the backups were made.
 
-    So the order of the names is the order in which the backups were made: '2026-01-31T12-00-00', '2026-01-31T12-00-00-1', ….
+    The name is the time: '2026-01-31T12-00-00'. In the same second, or after the clock went back, it is the newest backup's name with a
+    number: '2026-01-31T12-00-00-1'. The names of damaged backups are not used again.
     """
     stem, number = now.strftime(TIME), 0
     if (backups := backups_of(root)) and stem <= order_of(backups[-1])[0]:
@@ -91,14 +91,14 @@ def next_name(root: Path, now: datetime) -> str:
 
 
 def order_of(backup: Path) -> tuple[str, int]:
-    """In what order backups were made: '2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
+    """Return a key that sorts backups by age: '2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
     return backup.name[:19], int(backup.name[20:] or 0)
 
 
 def carry(database: Path, root: Path) -> None:
-    """Append what changed since the journal's end. Where there is no backup yet, nothing is.
+    """Append the changes since the journal's end to the journal of the newest backup, if a backup exists.
 
-    A disk that is full, or another process that holds the journal for long, loses nothing: the next call appends it.
+    If the disk is full, or another process holds the journal for long, the next call appends the changes.
     """
     if backups := backups_of(root):
         with contextlib.suppress(OSError, ValueError, LockedError, sqlite3.Error), journal_lock(root):
@@ -107,20 +107,20 @@ def carry(database: Path, root: Path) -> None:
 
 @contextlib.contextmanager
 def journal_lock(root: Path) -> Iterator[None]:
-    """One writes to the journal at a time. Raises: LockedError."""
+    """Let only one process at a time write to the journal. Raises: LockedError."""
     with file_lock(root / BACKUPS / "journal.lock", PATIENCE):
         yield
 
 
 def append(database: Path, backup: Path) -> None:
-    """``carry`` into one backup's journal; the caller holds the lock. Raises: OSError; sqlite3.Error."""
+    """Append the changes to one backup's journal. The caller holds the lock. Raises: OSError; sqlite3.Error."""
     path = backup / NAME
     since, whole = _end(path, about(backup).get("seq", 0))
     with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=PATIENCE)) as ledger:
         ledger.row_factory = sqlite3.Row
         ledger.execute("BEGIN")
         sequence = ledger.execute("SELECT seq FROM sqlite_sequence WHERE name = 'changes'").fetchone()
-        if since > (sequence[0] if sequence else 0):  # of another ledger, whose place this one took
+        if since > (sequence[0] if sequence else 0):  # the journal is of a former ledger that this ledger replaced
             since = 0
         notes = ledger.execute('SELECT seq, "table", row, gone FROM changes WHERE seq > ? ORDER BY seq', [since])
         newest = since
@@ -138,7 +138,8 @@ def append(database: Path, backup: Path) -> None:
             for held in ledger.execute(f'SELECT rowid AS "rowid", * FROM "{table}" WHERE rowid = ?', [row]):
                 found.append(json.dumps([table, dict(held)]))
     listed, gone_rows = ", ".join(found), json.dumps([list(one) for one in gone])
-    batch = f'"rows": [{listed}], "gone": {gone_rows}, "from": {since}, "to": {newest}}}'.encode()
+    notes_range = f'"from": {since}, "to": {newest}'
+    batch = f'"rows": [{listed}], "gone": {gone_rows}, {notes_range}}}'.encode()
     crc32 = zlib.crc32(batch, zlib.crc32(b"{"))
     encoded = b'{"crc32": %d, %b\n' % (crc32, batch)
     with open(path, "ab") as out:
@@ -148,12 +149,12 @@ def append(database: Path, backup: Path) -> None:
 
 
 def replayed(journal: Path) -> Iterator[dict[str, Any]]:
-    """The batches of a journal; a torn line is passed over: what was in it is in the next one."""
+    """Yield the batches of a journal. A torn line is skipped: the next line has its changes."""
     yield from (batch for batch in _lines(journal) if batch)
 
 
-def damage_of(journal: Path) -> str:
-    """What of a journal cannot be read though it was written whole; empty: nothing. A line that a kill tore is none: the next one holds it."""
+def damage_of(journal: Path) -> Message | str:
+    """Describe the damage of a journal; '' without damage. A line that a kill tore is not damage: the next line has its changes."""
     unread, last = False, about(journal.parent).get("seq")
     for batch in _lines(journal):
         if batch is None:
@@ -161,17 +162,21 @@ def damage_of(journal: Path) -> str:
             continue
         begins = batch.get("from")
         if last is not None and begins is not None:
-            unread = begins > last  # there is a gap, whether or not a line stands in it
+            unread = begins > last  # a gap: the changes between are lost
         if unread:
             break
         last = batch["to"]
     if not unread:
         return ""
-    return f"{journal} is damaged: a line of it cannot be read, and what was in it is lost"
+    return Message(
+        "journal.damaged",
+        "{journal} is damaged: the changes in an unreadable line are lost",
+        journal=journal,
+    )
 
 
 def _lines(journal: Path) -> Iterator[dict[str, Any] | None]:
-    """Each whole line; None for one that is not as it was written. Lines from before there was a 'crc32' are taken as they are."""
+    """Yield the batch of each whole line; None for a damaged line. Old lines without a 'crc32' are not checked."""
     if not journal.exists():
         return
     with open(journal, "rb") as lines:
@@ -191,7 +196,7 @@ def _crc32(batch: dict[str, Any]) -> int:
 
 
 def _end(path: Path, base: int) -> tuple[int, bool]:
-    """(newest note in the journal, or of the backup; does the journal end with a whole line?)"""
+    """Return the newest note in the journal (else the backup's), and whether the journal ends with a whole line."""
     try:
         with open(path, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 64))

@@ -1,9 +1,9 @@
-"""The ledger: the only source of truth, as append-mostly SQL tables (DESIGN §5).
+"""The ledger: the only source of truth, as SQL tables to which the factory mostly appends (DESIGN §5).
 
-``Ledger.open`` gives ``begin()`` (one write transaction, all or nothing) and ``read()``. Places are stored relative to the workspace
-(``factory.ledger.places``) and read as whole paths. Tables are plain SQLAlchemy Core objects; the module that owns a noun (``ingest``,
-``training`` …) owns the statements on its table. SQLite is the embedded default (WAL, full sync, foreign keys on), a PostgreSQL URL
-(``postgresql://user:password@host/database``) works the same; on either, a transaction that writes waits for the one before.
+A ``Ledger`` has ``begin()`` (one write transaction) and ``read()``. Paths are stored relative to the workspace (``factory.ledger.places``).
+Tables are SQLAlchemy Core objects. The package that owns a noun (``ingest``, ``training`` …) has the statements on its table. The default is
+an SQLite file (WAL, full sync, foreign keys on). A PostgreSQL URL (``postgresql://user:password@host/database``) works the same. A write
+transaction waits for the end of the one before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from factory.ledger.version import GONE, NO_TABLES, SCHEMA, refuse_other_version
 metadata = sa.MetaData()
 T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
-# 'schema': its version; 'identity': a random name, made with it; 'ingest_index': what its hashes were made with
+# keys: 'schema' (version of the tables), 'identity' (the ledger's random name), 'ingest_index' (the version of its hashes)
 meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
 
 events = sa.Table(
@@ -39,7 +39,7 @@ events = sa.Table(
     C("id", SERIAL, primary_key=True),
     C("at", F, nullable=False),  # seconds since 1970
     C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
-    C("subject", T, nullable=False),  # what it happened to: a Subject ('segment:3'), 'shard:ab12…', 'daemon'
+    C("subject", T, nullable=False),  # what the event is about: a Subject ('segment:3'), 'shard:ab12…', 'daemon'
     C("detail", J),
 )
 
@@ -48,14 +48,14 @@ shards = sa.Table(
     "shards",
     metadata,
     C("sha256", T, primary_key=True),
-    C("name", T, nullable=False),  # file name it arrived under
-    C("path", T, nullable=False),  # where the file lies now
+    C("name", T, nullable=False),  # the file's name when it arrived
+    C("path", T, nullable=False),  # the file's present path
     C("bytes", N, nullable=False),
     C("state", T, nullable=False),  # 'ingested' | 'quarantined'
     C("reason", T),  # why quarantined, for a person
     C("rows", N, nullable=False, default=0),  # rows read, good and bad
     C("counts", J),  # {"train": n, "held_out": n, "dropped": {rule: n}, "pii": n, "trimmed": n}
-    C("domains", J),  # {domain: {"documents": n, "tokens": n, "supervised_tokens": n}} of the train part
+    C("domains", J),  # {domain: {"documents": n, "tokens": n, "supervised_tokens": n}} of the training documents
     C("tokens", N, nullable=False, default=0),
     C("ingested_at", F, nullable=False),
 )
@@ -65,24 +65,24 @@ documents = sa.Table(
     "documents",
     metadata,
     C("key", T, primary_key=True),  # '<first 16 hex of the shard's sha256>:<row number>'
-    C("id", T, nullable=False, index=True),  # the id the user gave, else the key
+    C("id", T, nullable=False, index=True),  # the id in the user's row, else the key
     C("shard", T, sa.ForeignKey("shards.sha256"), nullable=False, index=True),
     C("row", N, nullable=False),
     C("domain", T, nullable=False),
     C("source", T),
     C("license", T),
     C("content_sha256", T, index=True),  # of the normalised content; null for a row that could not be read
-    # 'train' | 'held_out' | 'dropped' | 'quarantined' (trained on once, masked since) | 'removed' (by a person: factory.ledger.removals)
+    # 'train' | 'held_out' | 'dropped' | 'quarantined' (trained on before, masked now) | 'removed' (by a person: factory.ledger.removals)
     C("fate", T, nullable=False),
-    C("rule", T),  # which rule dropped it, or which removal took it out
+    C("rule", T),  # the rule that dropped it, or the removal
     C("matched", T),  # key of the document it duplicates or contaminates
     C("detail", T),  # one line for a person
-    C("releasable", sa.Boolean, nullable=False, default=True),  # the licence's second answer
+    C("releasable", sa.Boolean, nullable=False, default=True),  # whether its licence allows the release of a model
     C("tokens", N, nullable=False, default=0),
     C("supervised_tokens", N, nullable=False, default=0),
     C("token_shard", T),
-    C("group_key", T),  # documents of one group rise and fall together; null: it is a group of its own
-    # {"url-host": …, "conversation": …, "path": …}: what else its row named that may group it
+    C("group_key", T),  # documents of one group are not independent; null: the document is its own group
+    # {"url-host": …, "conversation": …, "path": …}: other values of its row that can serve as a group
     C("facts", J(none_as_null=True)),
     sa.Index("documents_by_group", "group_key", sqlite_where=GROUPED, postgresql_where=GROUPED),
 )
@@ -92,8 +92,10 @@ held_out = sa.Table(
     metadata,
     C("key", T, sa.ForeignKey("documents.key"), primary_key=True),
     C("domain", T, nullable=False),
-    C("group_key", T, nullable=False),  # its document's, or its key
-    C("sealed", sa.Boolean, nullable=False),  # its half: for the release gate alone, or for all else
+    C("group_key", T, nullable=False),  # its document's group, else its key
+    C(
+        "sealed", sa.Boolean, nullable=False
+    ),  # true: only the release gate reads it; false: the dev half, for all other uses
     C("content", J, nullable=False),  # {"text": …} or {"messages": […]}, as normalised
 )
 
@@ -129,7 +131,7 @@ token_shards = sa.Table(
     C("tokens", N, nullable=False),
     C("domains", J, nullable=False),  # as in shards.domains
     C("created_at", F, nullable=False),
-    # {domain: rows}: relabelled documents, as plans from then on have them (PlannedShard.moved).
+    # {domain: rows}: relabelled documents, as later data plans have them (PlannedShard.moved)
     C("moved", J(none_as_null=True)),
 )
 
@@ -142,9 +144,9 @@ segments = sa.Table(
     "segments",
     metadata,
     C("id", SERIAL, primary_key=True),
-    C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints: no steps of its own)
-    C("parent", N),  # segment whose last checkpoint it starts from
-    C("generation", N, nullable=False),  # number of distinct sets of shards the trunk has seen, from 1
+    C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints, without training steps)
+    C("parent", N),  # the segment from whose last checkpoint it starts
+    C("generation", N, nullable=False),  # how many distinct sets of shards the trunk was trained on, from 1
     C("recipe", T, nullable=False),
     C("recipe_json", J, nullable=False),  # the whole recipe, as trained
     C("recipe_sha256", T, nullable=False),
@@ -152,13 +154,15 @@ segments = sa.Table(
     C("code_commit", T, nullable=False),
     C("first_step", N, nullable=False),
     C("last_step", N, nullable=False),  # the step after which it ends
-    # 'planned' | 'done' | 'failed' (parked: a person retries or abandons it) | 'abandoned' (not gone on from) |
-    # 'uncertified' (not started: its code has no certificate) | 'rewound' (not gone on from)
+    # 'planned' | 'done' | 'failed' (parked: a person retries or abandons it) | 'abandoned' (no segment continues it) |
+    # 'uncertified' (not started: its code has no certificate) | 'rewound' (no segment continues it)
     C("state", T, nullable=False),
-    C("attempts", N, nullable=False, default=0),  # deaths of its trainer since its newest checkpoint; a stop is none
+    C(
+        "attempts", N, nullable=False, default=0
+    ),  # deaths of its trainer since its newest checkpoint; stops do not count
     C("folder", T, nullable=False),
-    C("computing", J(none_as_null=True)),  # precision, kernels, machine; null: an older factory's
-    C("result", J),  # the content of result.json, once done
+    C("computing", J(none_as_null=True)),  # precision, kernels, machine; null: an older factory planned it
+    C("result", J),  # the content of result.json, when done
     C("created_at", F, nullable=False),
     C("finished_at", F),
 )
@@ -173,19 +177,19 @@ checkpoints = sa.Table(
     C("created_at", F, nullable=False),
 )
 
-runs = sa.Table(  # what was trained beside the segments, to compare (``factory.runs``)
+runs = sa.Table(  # training runs outside the segments, for comparisons (``factory.runs``)
     "runs",
     metadata,
-    C("id", T, primary_key=True),  # ``Arm.key``, of what it is: the same thing asked for again has the same row
+    C("id", T, primary_key=True),  # ``Arm.key``: a hash of the arm, so that the same arm has the same row
     C("purpose", T, nullable=False),  # 'certificate' | 'preflight' | 'audit' | 'diagnosis' | …
-    C("subject", T, nullable=False),  # for what it was run last: 'segment:3', 'anomaly:7'
+    C("subject", T, nullable=False),  # the subject of its newest use: 'segment:3', 'anomaly:7'
     C("arm", J, nullable=False),  # ``Arm.to_json``
-    # 'running' | 'done' | 'failed' (nothing to go on from was left) | 'stopped' (asked for again, it goes on)
+    # 'running' | 'done' | 'failed' (it left no checkpoint) | 'stopped' (the next request continues it)
     C("state", T, nullable=False),
-    C("folder", T, nullable=False),  # where it trains; once its errand is over it may be gone
+    C("folder", T, nullable=False),  # its folder, which may be removed after its use
     C("started_at", F, nullable=False),
     C("finished_at", F),
-    C("ended", T),  # how it ended, for a person; null: well. While it runs: whose process trains it
+    C("ended", T),  # why it failed, for a person; null: it did not fail. While it runs: the process that trains it
 )
 
 candidates = sa.Table(
@@ -230,9 +234,9 @@ verdicts = sa.Table(
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
     C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
     C("policy_sha256", T, nullable=False),
-    C("subject_sha256", T, nullable=False),  # what was judged: export or patch hash; approval binds to it
+    C("subject_sha256", T, nullable=False),  # hash of the judged export or patch; an approval counts for this hash only
     C("outcome", T, nullable=False),  # 'promote' | 'hold' | 'reject'
-    C("reasons", J, nullable=False),  # sentences
+    C("reasons", J, nullable=False),  # [{"code", "text", "data"}, …]; older factories: [text, …]
     C("evidence", J, nullable=False),
     C("created_at", F, nullable=False),
 )
@@ -279,19 +283,19 @@ proposals = sa.Table(
     C("target", T, nullable=False),
     C("title", T, nullable=False),
     C("hypothesis", T, nullable=False),
-    C("predicted_gain", F),  # ratio of step times, baseline / candidate; of a 'quality:' target bits per byte
+    C("predicted_gain", F),  # ratio of step times, baseline / candidate; bits per byte if the target is 'quality:…'
     C("base_commit", T, nullable=False),
     C("branch", T, nullable=False),
     C("commit", T),
     C("patch_sha256", T),
-    # 'drafted' (→ 'written': waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
+    # 'drafted' (→ 'written': it waits for the daemon) → 'judged' → 'approved' (→ 'reverted') | 'rejected' | 'superseded'; 'failed'
     C("state", T, nullable=False),
     C("verdict", N, sa.ForeignKey("verdicts.id")),
     C("report", T),
     C("created_at", F, nullable=False),
 )
 
-agent_runs = sa.Table(  # a language model at work on one proposal or diagnosis; its own state lies in agents.db
+agent_runs = sa.Table(  # runs of a language model on a proposal or a diagnosis; their state is in agents.db
     "agent_runs",
     metadata,
     C("id", SERIAL, primary_key=True),
@@ -305,25 +309,25 @@ agent_runs = sa.Table(  # a language model at work on one proposal or diagnosis;
     C("created_at", F, nullable=False),
 )
 
-exchanges = sa.Table(  # every request to a language model, from before it was sent
+exchanges = sa.Table(  # all requests to language models, each recorded before it is sent
     "exchanges",
     metadata,
     C("id", SERIAL, primary_key=True),
     C("at", F, nullable=False, index=True),
-    C("run", N, nullable=False, index=True),  # of agent_runs
+    C("run", N, nullable=False, index=True),  # the id in agent_runs
     C("label", T, nullable=False),
     C("state", T, nullable=False),  # 'reserved' → 'done' | 'failed'
-    C("tokens", N, nullable=False),  # the most that it can be; once settled, what it was
+    C("tokens", N, nullable=False),  # at first the largest possible number, later the real one
     C("usd", F, nullable=False),
     C("file", T),  # the whole exchange as JSON
-    C("trace", T),  # MLflow's, once MLflow has it
+    C("trace", T),  # the id of its trace in MLflow
 )
 
 tracked_runs = sa.Table("tracked_runs", metadata, C("subject", T, primary_key=True), C("run_id", T, nullable=False))
 
 
 class Ledger:
-    """One open ledger of the workspace ``root``, by default its SQLite file's folder. Cheap to make; holds only a connection pool."""
+    """An open ledger of the workspace ``root`` (default: the folder of its SQLite file). It has only a connection pool, and is cheap to make."""
 
     def __init__(self, url: str, root: Path | None = None) -> None:
         self.url = url
@@ -334,7 +338,7 @@ class Ledger:
 
     @classmethod
     def create(cls, url: str, root: Path | None = None) -> Ledger:
-        """Make the tables when they are not there; safe to call again."""
+        """Make the tables that do not exist yet. A second call changes nothing."""
         ledger = cls(url, root)
         with ledger.begin() as tx:
             metadata.create_all(tx)
@@ -346,7 +350,7 @@ class Ledger:
 
     @classmethod
     def open(cls, url: str, root: Path | None = None) -> Ledger:
-        """Raises: WorkspaceError for no ledger, a damaged one, or one of another version; DBAPIError for a fault of the machine."""
+        """Open a ledger. Raises: WorkspaceError when it is missing, damaged or of another version; DBAPIError for a fault of the machine."""
         ledger = cls(url, root)
         if ledger.file and ledger.root:
             refuse_missing(ledger.file, ledger.root)
@@ -355,27 +359,32 @@ class Ledger:
 
     @property
     def identity(self) -> str:
-        """A random name, made with the ledger: a segment's folder bears it."""
+        """The ledger's random name. Folders of segments have it in a file, as their owner."""
         return str((self.one(sa.select(meta.c.value).where(meta.c.key == "identity")) or {}).get("value"))
 
     def inside(self, place: str | os.PathLike[str]) -> str:
-        """A place as the ledger stores it."""
+        """Return a path as the ledger stores it."""
         return inside(self.root, place)
 
     def version(self) -> str | None:
-        """Of its tables. Raises: as ``open``."""
+        """Return the version of its tables. Raises: as ``open``."""
         try:
             found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
             if self.file and fault_of(error):
                 raise
-            advice = GONE if self.file else NO_TABLES
-            raise WorkspaceError(f"the ledger at {self.engine.url!r} cannot be read: {error.orig}; {advice}") from error
+            raise WorkspaceError(
+                "ledger.unreadable",
+                "the ledger at {url} cannot be read: {why}. {advice}",
+                url=repr(self.engine.url),
+                why=str(error.orig),
+                advice=GONE if self.file else NO_TABLES,
+            ) from error
         return found["value"] if found else None
 
     @contextmanager
     def begin(self) -> Iterator[sa.Connection]:
-        """One transaction: commits at the end of the block, rolls back on any exception."""
+        """Begin a write transaction: it commits at the end of the block, and rolls back on any exception."""
         with self.engine.begin() as connection:
             yield connection
         if self.journaled and self.file and self.root:
@@ -383,21 +392,21 @@ class Ledger:
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """Reads that all see the ledger at one moment, whatever other processes write meanwhile."""
+        """Begin a read transaction: all its reads see the ledger at one moment, while other processes may write."""
         with self.engine.connect().execution_options(reads_only=True) as connection:
             yield Snapshot(connection, self.root)
 
     def rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
-        """All rows of a select, as plain dicts."""
+        """Return all rows of a select as dicts."""
         with self.snapshot() as db:
             return db.rows(statement, parameters or {})
 
     def one(self, statement: sa.Executable) -> dict[str, Any] | None:
-        """The first row of a select as a dict, or None."""
+        """Return the first row of a select as a dict; None without one."""
         return next(iter(self.rows(statement)), None)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """As ``factory.ledger.rows`` reads: plain SQL, the same on either database."""
+        """Return all rows of ``sql``, which is the same for both databases (``factory.ledger.rows.Reads.read``)."""
         with self.snapshot() as db:
             return db.read(sql, **parameters)
 

@@ -1,6 +1,6 @@
-"""Places in the ledger are relative to the workspace, so that one that was moved, copied or restored opens anywhere.
+"""The ledger stores paths relative to the workspace. A workspace that was moved, copied or restored therefore opens anywhere.
 
-What lies elsewhere keeps its whole path. Readers of the ledger (``Ledger``, ``Reader``) get whole paths again.
+Paths outside the workspace stay absolute. Readers of the ledger (``Ledger``, ``Reader``) return absolute paths.
 
     >>> root = Path("/plant")
     >>> inside(root, "/plant/segments/00001-trunk"), inside(root, "/data/a.jsonl")
@@ -15,24 +15,24 @@ import os
 from pathlib import Path
 from typing import Any
 
-PLACES = frozenset({"path", "folder", "export_path", "report", "file"})  # columns
-TREES = frozenset({"plan", "result"})  # columns of JSON with places in it
-IN_TREES = frozenset({"path", "checkpoint"})  # keys there
+PLACES = frozenset({"path", "folder", "export_path", "report", "file"})  # columns with a path
+TREES = frozenset({"plan", "result"})  # columns of JSON that contains paths
+IN_TREES = frozenset({"path", "checkpoint"})  # the keys of these paths
 
 
 def inside(root: Path | None, place: str | os.PathLike[str]) -> str:
-    """A place as the ledger stores it."""
+    """Return a path as the ledger stores it."""
     path = Path(place)
     return str(path.relative_to(root)) if root and path.is_absolute() and path.is_relative_to(root) else str(path)
 
 
 def portable(root: Path | None, tree: Any) -> Any:
-    """A data plan or a segment's result as the ledger stores it."""
+    """Return a data plan or a segment's result as the ledger stores it."""
     return _each(tree, lambda place: inside(root, place))
 
 
 def located(row: dict[str, Any], root: Path | None) -> dict[str, Any]:
-    """A row of the ledger with whole paths."""
+    """Return a row of the ledger with absolute paths."""
     if root is None:
         return row
     for key in PLACES & row.keys():

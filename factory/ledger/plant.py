@@ -1,4 +1,4 @@
-"""One handle on a factory at work: its workspace, its ledger, and where long work reports to."""
+"""One object for a factory: its workspace, its ledger and the receiver of progress."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from factory.core.progress import SILENT, Progress
 
-# Commands name a plant before they know whether they need one, and SQLAlchemy takes half a second to import.
+# Commands mention a plant in their signatures, and SQLAlchemy takes half a second to import.
 if TYPE_CHECKING:
     from factory.core.workspace import Workspace
     from factory.ledger.ledger import Ledger
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plant:
-    """What nearly everything that acts on a factory needs. It holds no state of its own, and opens and closes nothing.
+    """The workspace, ledger and progress of a factory: most functions that act on a factory take one. It has no state of its own.
 
-    A function that only computes takes what it computes from instead: a policy, rows, a ``Snapshot``.
+    A function that only computes takes its inputs instead: a policy, rows, a ``Snapshot``.
     """
 
     workspace: Workspace
@@ -25,9 +25,9 @@ class Plant:
     progress: Progress = SILENT
 
     def reporting_to(self, progress: Progress) -> Plant:
-        """The same factory, reporting elsewhere."""
+        """Return the same factory with another receiver of progress."""
         return replace(self, progress=progress)
 
     def say(self, text: str) -> None:
-        """One line to whoever watches."""
+        """Print one line, usually a ``Message``, to the receiver of progress."""
         self.progress.line(text)

@@ -1,6 +1,6 @@
-"""Reads a workspace's ledger for the commands that a person runs all day (``status``, ``proposals`` …).
+"""Reads a workspace's ledger for commands that must start fast (``status``, ``proposals`` …).
 
-The embedded ledger is read with the standard library's sqlite3, read-only; any other through SQLAlchemy, with the same SQL.
+It reads an SQLite ledger with the standard library's sqlite3, read-only. It reads any other ledger through SQLAlchemy, with the same SQL.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ VERSION = "SELECT value FROM meta WHERE key = 'schema'"
 
 class Reader:
     def __init__(self, workspace: Workspace) -> None:
-        """Raises: WorkspaceError when there is no ledger, it is damaged, or it is of another version; as ``read``."""
+        """Raises: WorkspaceError when the ledger is missing, damaged or of another version; as ``read``."""
         self._where = f"the ledger of {workspace.root}"
         self._url, self._root = workspace.ledger_url, workspace.root
-        self._ledger: Any = None  # opened at the first read, where it is no SQLite file
+        self._ledger: Any = None  # a server's ledger, opened at the first read
         if self._url.startswith("sqlite:///"):
             found = self.read(VERSION)
             refuse_other_version(found[0]["value"] if found else None, self._where)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """All rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded. Raises: WorkspaceError; sqlite3.Error when it cannot
-        be opened now (``factory.core.faults``)."""
+        """Return all rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded.
+
+        Raises: WorkspaceError; sqlite3.Error for a fault of the machine (``factory.core.faults``).
+        """
         if not self._url.startswith("sqlite:///"):
             from factory.ledger.ledger import Ledger, sa
 
@@ -39,10 +41,18 @@ class Reader:
                 self._ledger = self._ledger or Ledger.open(self._url, self._root)
                 return self._ledger.read(sql, **parameters)  # type: ignore[no-any-return]
             except sa.exc.DBAPIError as error:
-                raise WorkspaceError(f"{self._where} cannot be read: {error.orig}") from error
+                raise WorkspaceError(
+                    "reader.unreachable", "{ledger} cannot be read: {why}", ledger=self._where, why=str(error.orig)
+                ) from error
         path = Path(self._url.removeprefix("sqlite:///"))
         if not path.exists():
-            raise WorkspaceError(f"{self._where} cannot be read: there is no {path}; {GONE}")
+            raise WorkspaceError(
+                "reader.no_file",
+                "{ledger} cannot be read: {file} does not exist. {advice}",
+                ledger=self._where,
+                file=path,
+                advice=GONE,
+            )
         try:
             connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
             try:
@@ -53,4 +63,10 @@ class Reader:
         except sqlite3.Error as error:
             if fault_of(error):
                 raise
-            raise WorkspaceError(f"{self._where} cannot be read: {error}; {GONE}") from error
+            raise WorkspaceError(
+                "reader.unreadable",
+                "{ledger} cannot be read: {why}. {advice}",
+                ledger=self._where,
+                why=str(error),
+                advice=GONE,
+            ) from error

@@ -1,7 +1,7 @@
-"""Documents that a person took out, read from the ledger alone.
+"""Removals: documents that a person took out. All are read from the ledger.
 
-A removal is an event ``data_removed`` about ``removal:N``, with what was named and why; its documents have the fate 'removed' and the rule
-'removal N of FATE', FATE being the one that they had. ``data_returned`` takes it back; ``data_erased`` says that its text is gone.
+A removal is an event ``data_removed`` about ``removal:N``. Its documents have the fate 'removed' and the rule 'removal N of FATE', where
+FATE is their former fate. An event ``data_returned`` undoes a removal. An event ``data_erased`` records that the text was erased.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from typing import Any
 
 from factory.ledger.anomalies import MARKED
 from factory.ledger.rows import Reads, Subject
+from kernels.contract.message import Message
 
 REMOVED, RETURNED, SHARD_ERASED, ERASED = "data_removed", "data_returned", "shard_erased", "data_erased"
 FATE = "removed"
-TAKEN_OUT = ("train", "held_out", "quarantined")  # fates of documents that can be taken out
-NO_LICENCE = "none"  # what a person writes for documents that name no licence
+TAKEN_OUT = ("train", "held_out", "quarantined")  # the fates of documents that can be removed
+NO_LICENCE = "none"  # a person writes it for documents without a licence
 
 
 @dataclass(frozen=True)
 class Removal:
-    """One removal. ``column``: 'key', 'source' or 'license', of the documents whose value is among ``names``."""
+    """One removal: of the documents whose ``column`` ('key', 'source' or 'license') has one of the values ``names``."""
 
     number: int
     at: float
@@ -31,12 +32,12 @@ class Removal:
     names: Sequence[str]
     documents: int
     supervised_tokens: int
-    token_shards: Sequence[str]  # that hold its training documents
+    token_shards: Sequence[str]  # those with its training documents
     erase: bool
     state: str  # 'removed' | 'returned' | 'erased'
 
     def rule(self, fate: str) -> str:
-        """``documents.rule`` of those that had that fate."""
+        """Return ``documents.rule`` of its documents that had this fate."""
         return rule_of(self.number, fate)
 
     def __str__(self) -> str:
@@ -46,7 +47,8 @@ class Removal:
 
 
 def rule_of(number: int, fate: str) -> str:
-    """
+    """Return the rule of documents that a removal took out and that had this fate.
+
     >>> rule_of(3, "train")
     'removal 3 of train'
     """
@@ -54,7 +56,8 @@ def rule_of(number: int, fate: str) -> str:
 
 
 def number_in(rule: str) -> int:
-    """
+    """Return the number of the removal in a document's rule.
+
     >>> number_in("removal 3 of train")
     3
     """
@@ -62,7 +65,7 @@ def number_in(rule: str) -> int:
 
 
 def removals(db: Reads) -> list[Removal]:
-    """All, oldest first."""
+    """Return all removals, oldest first."""
     kinds = ", ".join(f"'{kind}'" for kind in (REMOVED, RETURNED, ERASED))
     found: dict[int, Removal] = {}
     for row in db.read(f"SELECT at, kind, subject, detail FROM events WHERE kind IN ({kinds}) ORDER BY id"):
@@ -76,7 +79,10 @@ def removals(db: Reads) -> list[Removal]:
 
 
 def refused(db: Reads) -> dict[str, dict[str | None, int]]:
-    """What new documents may not have: {'source': {name: number of the removal}, 'license': …}. None: no licence named."""
+    """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': …}.
+
+    The name None stands for documents without a licence.
+    """
     found: dict[str, dict[str | None, int]] = {"source": {}, "license": {}}
     for removal in removals(db):
         if removal.state != "returned" and removal.column in found:
@@ -87,18 +93,18 @@ def refused(db: Reads) -> dict[str, dict[str | None, int]]:
 
 
 def erased_shards(db: Reads) -> dict[str, Mapping[str, Any]]:
-    """By the SHA-256 of a shard some of whose text was erased: the newest ``shard_erased`` event's detail."""
+    """Return the detail of the newest ``shard_erased`` event of each shard with erased text, by the shard's SHA-256."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SHARD_ERASED)
     return {row["detail"]["sha256"]: row["detail"] for row in rows}
 
 
 def former_files(db: Reads, sha256: str) -> set[str]:
-    """SHA-256 of every file that took a shard's place when text of it was erased; the newest may not be there yet, after a kill."""
+    """Return the SHA-256 of each file that replaced a shard when text was erased. After a kill the newest file may not exist yet."""
     return {detail["raw"] for detail in _erasings(db, sha256) if detail["raw"]}
 
 
 def former_contents(db: Reads, sha256: str) -> set[str]:
-    """Names of all token shards that took the places of a shard's own."""
+    """Return the names of all token shards that replaced a shard's own when text was erased."""
     return {one["content"] for detail in _erasings(db, sha256) for one in detail["token_shards"].values()}
 
 
@@ -108,9 +114,9 @@ def _erasings(db: Reads, sha256: str) -> list[Mapping[str, Any]]:
 
 
 def with_contents(db: Reads, plan: Mapping[str, Any]) -> dict[str, Any]:
-    """A data plan that reads token shards as they are now: where text was erased (``factory.erasing.erasing``), what took their place.
+    """Return a data plan that reads the present token shards: where text was erased (``factory.erasing.erasing``), the replacements.
 
-    Only for what is made from now on: what a segment was trained on before is gone.
+    Use it only for new training: the token shards of earlier segments no longer exist.
     """
     shards = erased_shards(db).values()
     erased = {number: one["content"] for shard in shards for number, one in shard["token_shards"].items()}
@@ -122,8 +128,11 @@ def with_contents(db: Reads, plan: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def marks(db: Reads) -> list[dict[str, Any]]:
-    """Releases trained on documents that were quarantined or removed since: ``release``, ``documents`` (how many), ``removal`` (None: they
-    were quarantined), ``exact`` (False: it may have been, by its data plans). Without what was put back."""
+    """Return the releases trained on documents that were quarantined or removed later. Removals that were undone do not count.
+
+    Each has ``release``, ``documents`` (how many), ``removal`` (None: they were quarantined) and ``exact`` (False: the data plans only
+    show that the release may have been trained on them).
+    """
     returned = {removal.number for removal in removals(db) if removal.state == "returned"}
     found = []
     for row in db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=MARKED):
@@ -135,15 +144,28 @@ def marks(db: Reads) -> list[dict[str, Any]]:
     return found
 
 
-def mark_in_words(mark: Mapping[str, Any]) -> str:
+def mark_in_words(mark: Mapping[str, Any]) -> Message:
+    """Describe one of ``marks``.
+
+    >>> print(mark_in_words({"release": 1, "documents": 2, "removal": 3, "exact": True}))
+    release 1 was trained on 2 documents, later removed (removal 3)
+    >>> print(mark_in_words({"release": 1, "documents": 2, "removal": None, "exact": False}))
+    release 1 may have been trained on 2 documents, later quarantined
     """
-    >>> mark_in_words({"release": 1, "documents": 2, "removal": 3, "exact": True})
-    'release 1 was trained on 2 documents that were taken out later (removal 3)'
-    >>> mark_in_words({"release": 1, "documents": 2, "removal": None, "exact": False})
-    'release 1 may have seen 2 documents that were quarantined later'
-    """
+    known = {
+        "release": mark["release"],
+        "documents": mark["documents"],
+        "how": "was" if mark["exact"] else "may have been",
+    }
     if mark["removal"] is None:
-        how = "saw" if mark["exact"] else "may have seen"
-        return f"release {mark['release']} {how} {mark['documents']:,} documents that were quarantined later"
-    how = "was" if mark["exact"] else "may have been"
-    return f"release {mark['release']} {how} trained on {mark['documents']:,} documents that were taken out later (removal {mark['removal']})"
+        return Message(
+            "removals.trained_on_quarantined",
+            "release {release} {how} trained on {documents:,|document|documents}, later quarantined",
+            **known,
+        )
+    return Message(
+        "removals.trained_on_removed",
+        "release {release} {how} trained on {documents:,|document|documents}, later removed (removal {removal})",
+        removal=mark["removal"],
+        **known,
+    )

@@ -1,4 +1,4 @@
-"""The nouns of the ledger as typed rows, read with plain SQL: ``factory status`` must not wait for SQLAlchemy's import (0.2 s).
+"""The rows of the ledger's tables as dataclasses. They are read with plain SQL, so that ``factory status`` need not import SQLAlchemy.
 
     SegmentRow.get(ledger, 3).folder
     SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
@@ -6,7 +6,7 @@
     >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").number
     ('candidate:7', 7)
 
-Each function takes whatever reads SQL: a ``Ledger``, or a ``Reader`` (``factory.ledger.reader``) where nothing is written.
+Each function takes an object that reads SQL: a ``Ledger``, or a ``Reader`` (``factory.ledger.reader``), which only reads.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ JSON_COLUMNS = frozenset(
 
 
 class Reads(Protocol):
+    """An object that reads SQL from the ledger."""
+
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """All rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded."""
+        """Return all rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded."""
 
 
 def decoded(row: dict[str, Any]) -> dict[str, Any]:
-    """A row whose JSON columns are values, also where the database gave them as text."""
+    """Return a row with its JSON columns decoded, if the database returned them as text."""
     for key in JSON_COLUMNS & row.keys():
         if isinstance(row[key], str) and (row[key][:1] in ("{", "[") or row[key] == "null"):
             row[key] = json.loads(row[key])
@@ -43,7 +45,7 @@ def decoded(row: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Subject:
-    """What an event or a verdict is about. The ledger stores ``str(subject)``: 'candidate:7'."""
+    """The subject of an event or a verdict. The ledger stores it as text: 'candidate:7'."""
 
     kind: str
     number: int
@@ -59,40 +61,46 @@ class Subject:
 
 @dataclass(frozen=True)
 class LedgerRow:
-    """One row of ``source``: a field a column."""
+    """One row of ``source``. Each field is a column."""
 
     noun: ClassVar[str]
     source: ClassVar[str]  # a table, or a select with an alias
     key: ClassVar[str] = "id"
-    how: ClassVar[str] = ""  # a message's end: how a person makes the first one
+    how: ClassVar[str] = ""  # the end of an error's text: how the first row is made
 
     @classmethod
     def select(cls, db: Reads, which: str = "", **parameters: object) -> list[Self]:
-        """The rows that ``which`` (WHERE …, ORDER BY …) selects; all of them, by their key, without it."""
+        """Return the rows that ``which`` (WHERE …, ORDER BY …) selects; without ``which`` all rows, ordered by key."""
         columns = ", ".join(f'"{field.name}"' for field in fields(cls))
         sql = f"SELECT {columns} FROM {cls.source} {which or f'ORDER BY {cls.key}'}"
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
     def first(cls, db: Reads, which: str, **parameters: object) -> Self | None:
+        """Return the first row that ``which`` selects; None without one."""
         return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
 
     @classmethod
     def get(cls, db: Reads, key: int | str) -> Self:
-        """Raises: InputError that lists the keys there are, when there is no such row."""
+        """Return the row with a key. Raises: InputError that lists the known keys when no row has this key."""
         row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
             known = [str(r["key"]) for r in db.read(f"SELECT {cls.key} AS key FROM {cls.source} ORDER BY {cls.key}")]
-            there = f"are: {', '.join(known)}" if known else f"is none yet{cls.how}"
-            raise InputError(f"no {cls.noun} {key}; there {there}")
+            if known:
+                raise InputError(
+                    "rows.unknown_key", "no {noun} {key}; there are: {known}", noun=cls.noun, key=key, known=known
+                )
+            raise InputError(
+                "rows.no_rows", "no {noun} {key}; there is none yet{how}", noun=cls.noun, key=key, how=cls.how
+            )
         return row
 
-    def only(self, names: str) -> dict[str, Any]:
-        """Some of the fields, as JSON for programs."""
-        return {name: getattr(self, name) for name in names.split()}
+    def only(self, *names: str) -> dict[str, Any]:
+        """Return some of the fields, as JSON for programs. Each of ``names`` may have several, with spaces between."""
+        return {name: getattr(self, name) for part in names for name in part.split()}
 
 
-# The columns are documented at the tables, in ``factory.ledger.ledger``.
+# ``factory.ledger.ledger`` documents the columns at its tables.
 @dataclass(frozen=True)
 class SegmentRow(LedgerRow):
     noun, source = "segment", "segments"
@@ -118,7 +126,7 @@ class SegmentRow(LedgerRow):
 
     @classmethod
     def lineage(cls, db: Reads, segment: int) -> list[Self]:
-        """A segment and all that it goes on from, the first one first."""
+        """Return a segment and its ancestors, oldest first."""
         chain = [cls.get(db, segment)]
         while parent := chain[0].parent:
             chain.insert(0, cls.get(db, parent))
@@ -128,7 +136,7 @@ class SegmentRow(LedgerRow):
 @dataclass(frozen=True)
 class RunRow(LedgerRow):
     noun, source = "run", "runs"
-    how = ": a certificate, a preflight, an audit, a diagnosis or a gate makes them"
+    how = Message("rows.how_runs", ". Certificates, preflights, audits, diagnoses and gates make runs")
 
     id: str
     purpose: str
@@ -144,7 +152,7 @@ class RunRow(LedgerRow):
 @dataclass(frozen=True)
 class CandidateRow(LedgerRow):
     noun, source = "candidate", "candidates"
-    how = ": 'factory run' makes one once there are shards to train on"
+    how = Message("rows.how_candidates", ". 'factory run' makes candidates as soon as the ledger has shards")
 
     id: int
     segment: int
@@ -166,14 +174,14 @@ class EvaluationRow(LedgerRow):
 
     @classmethod
     def newest(cls, db: Reads, candidate: int) -> Self | None:
-        """On held-out documents; those of single tasks (``factory.tasks``) have a suite of their own, 'task:…'."""
+        """Return a candidate's newest evaluation on held-out documents. Evaluations on tasks (suite 'task:…') do not count."""
         which = "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC"
         return cls.first(db, which, candidate=candidate)
 
 
 @dataclass(frozen=True)
 class VerdictRow(LedgerRow):
-    """``evidence`` is read where it is needed: it can be long."""
+    """A verdict. Its ``evidence`` can be long and is read only when needed."""
 
     noun, source = "verdict", "verdicts"
 
@@ -189,14 +197,14 @@ class VerdictRow(LedgerRow):
 
     @property
     def number(self) -> int:
-        """Of the candidate, proposal or segment that was judged."""
+        """The number of the candidate, proposal or segment that was judged."""
         return Subject.parse(self.subject).number
 
     def evidence(self, db: Reads) -> dict[str, Any]:
         return dict(db.read("SELECT evidence FROM verdicts WHERE id = :id", id=self.id)[0]["evidence"])
 
     def with_evidence(self, db: Reads) -> dict[str, Any]:
-        """As JSON for programs."""
+        """Return all fields and the evidence, as JSON for programs."""
         return vars(self) | {"evidence": self.evidence(db)}
 
     @classmethod
@@ -228,12 +236,12 @@ class ReleaseRow(LedgerRow):
     segment: int
 
 
-UNDO = "undo"  # of a proposal that takes another back: its target is undo:<number of that>
+UNDO = "undo"  # the target of a proposal that reverts another is 'undo:<number of that proposal>'
 
 
 @dataclass(frozen=True)
 class ProposalRow(LedgerRow):
-    """A proposal with its verdict, once it has one."""
+    """A proposal, with its verdict if it has one."""
 
     noun, key = "proposal", "number"
     source = (
@@ -263,17 +271,24 @@ class ProposalRow(LedgerRow):
 
     @property
     def patch_commit(self) -> str:
-        """Raises: InputError when the patch was never committed: it was out of scope, or the factory was killed."""
+        """The commit of the patch. Raises: InputError when the patch was never committed: out of scope, or the factory was killed."""
         if self.commit is None:
-            raise InputError(f"proposal {self.number} has no commit: its patch was never written to its branch")
+            raise InputError(
+                "rows.no_commit",
+                "Proposal {proposal} has no commit: its patch was never written to its branch",
+                proposal=self.number,
+            )
         return self.commit
 
     def evidence(self, db: Reads) -> dict[str, Any]:
-        """Of its verdict; empty without one."""
+        """Return the evidence of its verdict; {} without a verdict."""
         return VerdictRow.get(db, self.verdict).evidence(db) if self.verdict else {}
 
 
 def champion(db: Reads) -> ReleaseRow | None:
-    """The release of the newest 'promoted' or 'rolled_back' event; None before the first. MLflow's alias and the served folder follow it."""
+    """Return the champion: the release of the newest 'promoted' or 'rolled_back' event; None before the first release.
+
+    MLflow's alias and the served folder follow the champion.
+    """
     newest = db.read("SELECT subject FROM events WHERE kind IN ('promoted', 'rolled_back') ORDER BY id DESC LIMIT 1")
     return ReleaseRow.get(db, Subject.parse(newest[0]["subject"]).number) if newest else None

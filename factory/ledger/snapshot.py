@@ -1,4 +1,4 @@
-"""Reads of the ledger that all see it at one moment."""
+"""Reads of the ledger as it was at one moment."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class Snapshot:
     """One read transaction."""
 
     connection: sa.Connection
-    root: Path | None  # of the workspace
+    root: Path | None  # the workspace's folder
 
     def rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
         return [located(dict(row), self.root) for row in self.connection.execute(statement, parameters).mappings()]
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
-        """As ``factory.ledger.rows`` reads."""
+        """Return all rows of ``sql``, as ``factory.ledger.rows.Reads.read`` does."""
         found = self.connection.execute(sa.text(sql), parameters).mappings()
         return [located(decoded(dict(row)), self.root) for row in found]

@@ -1,4 +1,4 @@
-"""The facts of ``factory status`` and of the demo's last screen, read from the ledger alone."""
+"""The data and lines of ``factory status`` and of the demo's last screen, read from the ledger."""
 
 from __future__ import annotations
 
@@ -19,29 +19,37 @@ from factory.ledger.rows import (
     VerdictRow,
     champion,
 )
+from kernels.contract.message import Message
 
-SEGMENT = "id kind parent generation recipe code_commit first_step last_step state attempts result created_at finished_at folder"
-PROPOSAL = "number agent target title hypothesis predicted_gain branch state report outcome reasons"
+SEGMENT = (
+    "id kind parent",
+    "generation recipe code_commit",
+    "first_step last_step state",
+    "attempts result",
+    "created_at finished_at folder",
+)
+PROPOSAL = ("number agent target", "title hypothesis predicted_gain", "branch state report", "outcome reasons")
 
 
 def snapshot(workspace: Workspace) -> dict[str, Any]:
-    """The facts of ``factory status``, as JSON-ready data."""
+    """Return the data of ``factory status``, ready for JSON."""
     db = Reader(workspace)
     shards = db.read(
         "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
     )
-    segments = [row.only(SEGMENT) | {"precision": row.recipe_json["precision"]} for row in SegmentRow.select(db)]
-    verdicts = [row.only("id gate subject against outcome reasons created_at") for row in VerdictRow.select(db)]
+    segments = [row.only(*SEGMENT) | {"precision": row.recipe_json["precision"]} for row in SegmentRow.select(db)]
+    verdicts = [row.only("id gate subject against", "outcome reasons created_at") for row in VerdictRow.select(db)]
     releases = [
-        row.only("number candidate verdict state mlflow_version report created_at") for row in ReleaseRow.select(db)
+        row.only("number candidate verdict", "state mlflow_version", "report created_at")
+        for row in ReleaseRow.select(db)
     ]
     candidates = []
-    evaluations = {one.candidate: one for one in EvaluationRow.select(db)}  # the newest of each
+    evaluations = {one.candidate: one for one in EvaluationRow.select(db)}  # the newest of each candidate
     for row in CandidateRow.select(db):
         evaluation = evaluations.get(row.id)
         own = [v for v in verdicts if v["subject"] == str(Subject("candidate", row.id))]
         candidates.append(
-            row.only("id segment export_path export_sha256")
+            row.only("id segment", "export_path export_sha256")
             | {
                 "summary": evaluation and evaluation.summary,
                 "verdict": own[-1] if own else None,
@@ -82,82 +90,170 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "audits": audits,
         "candidates": candidates,
         "releases": releases,
-        "champion": best.only("number candidate mlflow_version export_path created_at") if best else None,
-        "proposals": [row.only(PROPOSAL) for row in ProposalRow.select(db)],
+        "champion": best.only("number candidate", "mlflow_version export_path", "created_at") if best else None,
+        "proposals": [row.only(*PROPOSAL) for row in ProposalRow.select(db)],
         "anomalies": every_anomaly(db)[::-1][:20],
         "removals": [vars(removal) for removal in removals(db)],
         "marked_releases": marks(db),
     }
 
 
-def screen(facts: dict[str, Any]) -> list[str]:
-    """``snapshot`` as lines for a person."""
-    lines = [f"workspace {facts['workspace']}"]
+def screen(facts: dict[str, Any]) -> list[Message]:
+    """Return the lines of ``factory status`` for a person, from ``snapshot``'s data."""
+    return [
+        Message("ledger.workspace", "workspace {folder}", folder=facts["workspace"]),
+        *_data_lines(facts),
+        *(_segment_line(segment) for segment in facts["segments"][-6:]),
+        *_certificate_lines(facts),
+        *_audit_lines(facts["audits"]),
+        *_anomaly_lines(facts),
+        *(_candidate_line(candidate) for candidate in facts["candidates"][-6:]),
+        _champion_line(facts["champion"]),
+        *(
+            Message(
+                "ledger.proposal",
+                "proposal {number} {branch}: {title} → {state}",
+                number=proposal["number"],
+                branch=proposal["branch"],
+                title=proposal["title"],
+                state=proposal["outcome"] or proposal["state"],
+            )
+            for proposal in facts["proposals"][-6:]
+        ),
+    ]
+
+
+def _data_lines(facts: dict[str, Any]) -> list[Message]:
+    """Lines about shards, domains, held-out and dropped documents, quarantined shards and removals."""
     dropped: dict[str, int] = {}
     for shard in facts["shards"]:
         for rule, number in ((shard["counts"] or {}).get("dropped") or {}).items():
             dropped[rule] = dropped.get(rule, 0) + number
     quarantined = [shard for shard in facts["shards"] if shard["state"] == "quarantined"]
-    held_out = sum((shard["counts"] or {}).get("held_out", 0) for shard in facts["shards"])
-    lines.append(
-        f"data      {len(facts['shards'])} shards in, {len(quarantined)} quarantined; {facts['waiting_in_inbox']} waiting in the inbox"
-    )
+    lines = [
+        Message(
+            "ledger.shards",
+            "data      {shards:,|shard|shards} in the ledger, {quarantined:,} quarantined; {waiting:,} waiting in the inbox",
+            shards=len(facts["shards"]),
+            quarantined=len(quarantined),
+            waiting=facts["waiting_in_inbox"],
+        )
+    ]
     for domain, total in sorted(facts["domains"].items()):
         lines.append(
-            f"          {domain:<8} {total['documents']:>6,} documents  {total['tokens']:>10,} tokens  "
-            f"{total['supervised_tokens']:>10,} with loss"
+            Message(
+                "ledger.domain",
+                "          {domain:<8} {documents:>6,} documents  {tokens:>10,} tokens  {supervised_tokens:>10,} with loss",
+                domain=domain,
+                **total,
+            )
         )
     lines.append(
-        f"          held out {held_out:,} documents; dropped "
-        + (", ".join(f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])) or "none")
+        Message(
+            "ledger.held_out",
+            "          held out {documents:,|document|documents}; dropped {dropped}",
+            documents=sum((shard["counts"] or {}).get("held_out", 0) for shard in facts["shards"]),
+            dropped=[f"{rule} {n:,}" for rule, n in sorted(dropped.items(), key=lambda kv: -kv[1])] or "none",
+        )
     )
     for shard in quarantined:
-        lines.append(f"          quarantined {shard['name']}: {shard['reason']}")
-    if taken := [removal for removal in facts["removals"] if removal["state"] != "returned"]:
-        erasing = sum(removal["erase"] and removal["state"] == "removed" for removal in taken)
-        waits = f"; text of {erasing} is still to be erased" if erasing else ""
-        documents = sum(removal["documents"] for removal in taken)
-        lines.append(f"          {len(taken)} removals took out {documents:,} documents{waits}")
-    for segment in facts["segments"][-6:]:
-        result = segment["result"] or {}
-        said = [segment["state"] + (f" {local(segment['finished_at'])}" if segment["finished_at"] else "")]
-        said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
-        said += _speed(result.get("speed"))
-        said += [describe_average(result["averaged"])] if "averaged" in result else []
         lines.append(
-            f"segment {segment['id']:<2} {segment['kind']:<6} steps {segment['first_step']}–{segment['last_step']} "
-            f"generation {segment['generation']} in {segment['precision']}, {', '.join(said)}"
-        )
-    trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
-    waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
-    for certificate in facts["certificates"]:
-        if certificate["segment"] in waiting and certificate["outcome"] != "promote" and not certificate["accepted"]:
-            lines.append(f"          its code is not certified: {certificate['reasons'][0]}")
-            lines.append(
-                "          training waits for other code, or for 'factory certify --accept "
-                f"{certificate['segment']}'; all measures: 'factory certify'"
+            Message(
+                "ledger.quarantined_shard",
+                "          quarantined {shard}: {why}",
+                shard=shard["name"],
+                why=shard["reason"],
             )
-    lines += _audit_lines(facts["audits"])
-    lines += _anomaly_lines(facts)
-    for candidate in facts["candidates"][-6:]:
-        bpb = ((candidate["summary"] or {}).get("bpb")) or {}
-        words = ", ".join(f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float))
-        verdict = candidate["verdict"]
-        outcome = f"{verdict['outcome']} {local(verdict['created_at'])}" if verdict else "not judged yet"
-        released = f" → release {candidate['release']}" if candidate["release"] else ""
-        lines.append(f"candidate {candidate['id']}  {outcome}{released}  bits per byte: {words}")
-    best = facts["champion"]
-    since = f" of {local(best['created_at'])}" if best else ""
-    lines.append(f"champion  release {best['number']}{since} ({best['export_path']})" if best else "champion  none yet")
-    for proposal in facts["proposals"][-6:]:
-        lines.append(
-            f"proposal {proposal['number']} {proposal['branch']}: {proposal['title']} → {proposal['outcome'] or proposal['state']}"
         )
+    if taken := [removal for removal in facts["removals"] if removal["state"] != "returned"]:
+        lines.append(
+            Message(
+                "ledger.removals",
+                "          {removals:,|removal|removals} took out {documents:,|document|documents}",
+                removals=len(taken),
+                documents=sum(removal["documents"] for removal in taken),
+            )
+        )
+        if erasing := sum(removal["erase"] and removal["state"] == "removed" for removal in taken):
+            lines.append(
+                Message(
+                    "ledger.to_erase",
+                    "          the text of {removals:,|removal|removals} is still to be erased",
+                    removals=erasing,
+                )
+            )
     return lines
 
 
+def _segment_line(segment: dict[str, Any]) -> Message:
+    result = segment["result"] or {}
+    said: list[str] = [segment["state"] + (f" {local(segment['finished_at'])}" if segment["finished_at"] else "")]
+    said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
+    said += _speed(result.get("speed"))
+    said += [describe_average(result["averaged"])] if "averaged" in result else []
+    return Message(
+        "ledger.segment",
+        "segment {number:<2} {kind:<6} steps {first}–{last} generation {generation} in {precision}, {facts}",
+        number=segment["id"],
+        kind=segment["kind"],
+        first=segment["first_step"],
+        last=segment["last_step"],
+        generation=segment["generation"],
+        precision=segment["precision"],
+        facts=said,
+    )
+
+
+def _certificate_lines(facts: dict[str, Any]) -> list[Message]:
+    """Lines about the newest segment's code, if the segment waits for a certificate."""
+    trained = [segment for segment in facts["segments"] if segment["kind"] != "average"]
+    waiting = {segment["id"] for segment in trained[-1:] if segment["state"] == "uncertified"}
+    lines = []
+    for certificate in facts["certificates"]:
+        if certificate["segment"] in waiting and certificate["outcome"] != "promote" and not certificate["accepted"]:
+            lines += [
+                Message(
+                    "ledger.not_certified",
+                    "          its code is not certified: {why}",
+                    why=certificate["reasons"][0],
+                ),
+                Message(
+                    "ledger.certify",
+                    "          Training waits for other code. See all measurements with 'factory certify', "
+                    "or accept the code with 'factory certify --accept {segment}'",
+                    segment=certificate["segment"],
+                ),
+            ]
+    return lines
+
+
+def _candidate_line(candidate: dict[str, Any]) -> Message:
+    bpb = ((candidate["summary"] or {}).get("bpb")) or {}
+    verdict = candidate["verdict"]
+    return Message(
+        "ledger.candidate",
+        "candidate {number}  {outcome}{released}  bits per byte: {bits_per_byte}",
+        number=candidate["id"],
+        outcome=f"{verdict['outcome']} {local(verdict['created_at'])}" if verdict else "not judged yet",
+        released=f" → release {candidate['release']}" if candidate["release"] else "",
+        bits_per_byte=[f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float)],
+    )
+
+
+def _champion_line(best: dict[str, Any] | None) -> Message:
+    if best is None:
+        return Message("ledger.no_champion", "champion  none yet")
+    return Message(
+        "ledger.champion",
+        "champion  release {release} of {at} ({export})",
+        release=best["number"],
+        at=local(best["created_at"]),
+        export=best["export_path"],
+    )
+
+
 def _speed(speed: object) -> list[str]:
-    """'18,400 tokens/s', 'MFU 41.2 %', 'first step 35.0 s' of what a trainer left, as far as it says so."""
+    """Format the speed that a trainer reported, as far as it is valid: '18,400 tokens/s', 'MFU 41.2 %', 'first step 35.0 s'."""
     said = speed if isinstance(speed, dict) else {}
     number = {key: value for key, value in said.items() if isinstance(value, float) and 0 <= value < 1e18}
     words = [f"{number['tokens_per_s']:,.0f} tokens/s"] if "tokens_per_s" in number else []
@@ -165,45 +261,84 @@ def _speed(speed: object) -> list[str]:
     return words + ([f"first step {number['first_step_s']:.1f} s"] if "first_step_s" in number else [])
 
 
-def _anomaly_lines(facts: dict[str, Any]) -> list[str]:
-    """One on each episode that was diagnosed, one on releases that saw documents which were quarantined later."""
+def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
+    """Lines about each diagnosed episode, and about releases trained on documents that were quarantined or removed later."""
     lines = []
     for row in facts["anomalies"]:
         if row["kind"] == DEV_ALONE and row["state"] == "open":
             lines.append(
-                f"anomaly {row['id']} {row['kind']}: the candidate of segment {row['segment']} gains on the dev half alone, and is held; "
-                "its verdict has the numbers"
+                Message(
+                    "ledger.dev_alone",
+                    "anomaly {number} {kind}: the candidate of segment {segment} gains only on the dev half of the held-out documents. "
+                    "The release gate holds the candidate; its verdict has the numbers",
+                    number=row["id"],
+                    kind=row["kind"],
+                    segment=row["segment"],
+                )
             )
         if row["id"] == row["lead"]:
-            asks = "" if row["state"] in ("closed", "rewound") else f"; 'factory anomalies show {row['id']}'"
+            open_ = row["state"] not in ("closed", "rewound")
             lines.append(
-                f"anomaly {row['id']} {row['kind']} at step {row['step']} of segment {row['segment']}: {' or '.join(row['causes'])}; "
-                f"{row['how'] or row['state'].replace('diagnosed', 'open')}{asks}"
+                Message(
+                    "ledger.anomaly",
+                    "anomaly {number} {kind} at step {step} of segment {segment}: {causes}; {state}{command}",
+                    number=row["id"],
+                    kind=row["kind"],
+                    step=row["step"],
+                    segment=row["segment"],
+                    causes=" or ".join(row["causes"]),
+                    state=row["how"] or row["state"].replace("diagnosed", "open"),
+                    command=f"; 'factory anomalies show {row['id']}'" if open_ else "",
+                )
             )
-    lines += [f"          {mark_in_words(mark)}" for mark in facts["marked_releases"]]
+    for mark in facts["marked_releases"]:
+        lines.append(Message("ledger.marked_release", "          {mark}", mark=mark_in_words(mark)))
     return lines
 
 
-def _audit_lines(audits: list[dict[str, Any]]) -> list[str]:
-    """One line on those that agree or wait, and one on each that does not agree."""
+def _audit_lines(audits: list[dict[str, Any]]) -> list[Message]:
+    """One line that counts the audited windows, and one for each window that differs or was not measured."""
     if not audits:
         return []
     outcomes = [audit["verdict"]["outcome"] if audit["verdict"] else "waiting" for audit in audits]
-    agree, wait = outcomes.count("promote"), outcomes.count("waiting")
-    lines = [f"audits    {agree} of {len(audits)} windows agree with the code without agents' patches, {wait} wait"]
+    lines = [
+        Message(
+            "ledger.audits",
+            "audits    {agree} of {windows:,|window|windows} agree with the code without agents' patches, {waiting} waiting",
+            agree=outcomes.count("promote"),
+            windows=len(audits),
+            waiting=outcomes.count("waiting"),
+        )
+    ]
     for audit, outcome in zip(audits, outcomes, strict=True):
         if outcome in ("reject", "hold"):
-            state = "DIFFERS" if outcome == "reject" else "not measured"
             lines.append(
-                f"          segment {audit['segment']}, steps {audit['first']}–{audit['last']}: {state}; {audit['verdict']['reasons'][0]}"
+                Message(
+                    "ledger.audited_window",
+                    "          segment {segment}, steps {first}–{last}: {state}; {why}",
+                    segment=audit["segment"],
+                    first=audit["first"],
+                    last=audit["last"],
+                    state="DIFFERS" if outcome == "reject" else "not measured",
+                    why=audit["verdict"]["reasons"][0],
+                )
             )
     return lines
 
 
-def describe_average(averaged: dict[str, Any]) -> str:
-    """``averaged`` of an average segment's result in words: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
+def describe_average(averaged: dict[str, Any]) -> Message:
+    """Describe ``averaged`` of an average segment's result: 'average of 3 checkpoints (steps 10, 15, 20; uniform)'."""
     parts = averaged["sources"]
     if averaged["rule"] == "uniform":
-        return f"average of {len(parts)} checkpoints (steps {', '.join(str(part['step']) for part in parts)}; uniform)"
-    listed = ", ".join(f"{part['step']} × {part['weight']:.2f}" for part in parts)
-    return f"average of {len(parts)} checkpoints (steps {listed}; by loss on the dev half of what is held out)"
+        return Message(
+            "ledger.uniform_average",
+            "average of {count} checkpoints (steps {steps}; uniform)",
+            count=len(parts),
+            steps=[part["step"] for part in parts],
+        )
+    return Message(
+        "ledger.weighted_average",
+        "average of {count} checkpoints (steps {steps}; weights by loss on the dev half of the held-out documents)",
+        count=len(parts),
+        steps=[f"{part['step']} × {part['weight']:.2f}" for part in parts],
+    )

@@ -3,22 +3,42 @@
 from __future__ import annotations
 
 from factory.core.errors import WorkspaceError
+from kernels.contract.message import Message
 
 SCHEMA = "6"  # the newest revision of factory/backups/migrations
 
-
-GONE = "stop 'factory run', then 'factory restore' makes it again from its backups, or from the workspace's folders"  # of a lost ledger
-NO_TABLES = "is its server up? A backup that pg_dump made brings a lost one back; in an empty workspace 'factory init' makes one"
+# The advice for a lost ledger: an SQLite file, or a server's.
+GONE = Message(
+    "version.restore",
+    "Stop 'factory run'. Then 'factory restore' makes the ledger again, from its backups or from the workspace's folders",
+)
+NO_TABLES = Message(
+    "version.no_tables",
+    "Check that the ledger's server runs. Restore a lost ledger from a backup of 'pg_dump'. In an empty workspace run 'factory init'",
+)
 
 
 def refuse_other_version(found: str | None, where: str) -> None:
-    """Raises: WorkspaceError that says what to do."""
+    """Raises: WorkspaceError with the remedy when the version ``found`` in the ledger ``where`` is not this factory's."""
     if found == SCHEMA:
         return
-    if found and found.isdigit() and int(found) < int(SCHEMA):
-        what = "stop 'factory run' and run 'factory upgrade', which makes a backup first"
-    elif found and found.isdigit():
-        what = "use the newer factory that wrote it"
-    else:
-        raise WorkspaceError(f"{where} has no version, so it is damaged: {GONE}")
-    raise WorkspaceError(f"{where} is of version {found}; this factory reads version {SCHEMA}: {what}")
+    if not (found and found.isdigit()):
+        raise WorkspaceError(
+            "version.none", "{ledger} has no version: it is damaged. {advice}", ledger=where, advice=GONE
+        )
+    if int(found) < int(SCHEMA):
+        raise WorkspaceError(
+            "version.older",
+            "{ledger} is of version {version}, and this factory reads version {known}. "
+            "Stop 'factory run' and run 'factory upgrade', which makes a backup first",
+            ledger=where,
+            version=found,
+            known=SCHEMA,
+        )
+    raise WorkspaceError(
+        "version.newer",
+        "{ledger} is of version {version}, and this factory reads version {known}. Use the newer factory that wrote the ledger",
+        ledger=where,
+        version=found,
+        known=SCHEMA,
+    )

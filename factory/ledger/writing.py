@@ -1,4 +1,4 @@
-"""Rows are added to the ledger in the caller's transaction (``with ledger.begin() as tx``)."""
+"""Adds rows to the ledger in the caller's transaction (``with ledger.begin() as tx``)."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from kernels.contract.message import Message
 
 
 def insert(tx: sa.Connection, table: sa.Table, **values: Any) -> int:
-    """Add a row to a table whose key is a number; returns the key."""
+    """Add a row to a table whose key is a number. Returns the key."""
     key = next(iter(table.primary_key.columns))
     return int(tx.execute(table.insert().values(**values).returning(key)).scalar_one())
 
 
 def next_key(tx: sa.Connection, table: sa.Table) -> int:
-    """The key that the next row of a table gets: transactions that write are serial."""
+    """Return the key of the next row of a table. No other writer can take the key: write transactions are serial."""
     key = next(iter(table.primary_key.columns))
     return int(tx.execute(sa.select(sa.func.max(key))).scalar() or 0) + 1
 
@@ -38,7 +38,7 @@ def record_verdict(
     reasons: Sequence[str],
     evidence: dict[str, Any],
 ) -> int:
-    """Add a verdict; returns its id. The table documents each value."""
+    """Add a verdict. Returns its id. The table ``verdicts`` documents each value."""
     hashes = {"policy_sha256": policy_sha256, "subject_sha256": subject_sha256}
     judged = {
         "outcome": outcome,
@@ -51,9 +51,9 @@ def record_verdict(
 def record_once(
     ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any], again_after: float = math.inf
 ) -> bool:
-    """Record an event unless the newest one of its kind and subject is the same, and younger than ``again_after`` seconds.
+    """Record an event, unless the newest event of this kind and subject has the same detail and is younger than ``again_after`` seconds.
 
-    Returns whether it was recorded.
+    Returns whether the event was recorded.
     """
     sql = "SELECT at, detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
     newest = ledger.read(sql, kind=kind, subject=str(subject))

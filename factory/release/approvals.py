@@ -1,7 +1,7 @@
-"""A person's decision about a promoted candidate, and how it is asked for.
+"""A person's decision about a promoted candidate.
 
-A decision binds to the hash of what was judged. It is given on the command line (``factory releases approve | reject``), or as the tag
-``approval`` of the candidate's version in MLflow, which ``factory.show.mlflow.answering`` hears.
+A decision counts for the hash of the judged export only. A person decides with ``factory releases approve | reject``, or with the tag
+``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.answering`` reads.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_once
 from factory.release.checks import check_newest, promotion
 from factory.release.serving import MODEL_NAME
+from kernels.contract.message import Message
 
-APPROVAL_TAG = "approval"  # what a person sets to 'approved' in MLflow, on a candidate's version or a proposal's run
-LONGEST_REASON = 2000
+APPROVAL_TAG = "approval"  # a person sets it to 'approved' in MLflow, on a candidate's version or a proposal's run
+LONGEST_REASON = 2000  # characters
 
 
 class ApprovalNeeded(InputError):
@@ -32,14 +33,14 @@ class ApprovalNeeded(InputError):
 
 
 def automatic(workspace: Workspace) -> bool:
-    """Is a verdict enough to release? Raises: ConfigError."""
+    """Return whether the policy releases a promoted candidate without a person. Raises: ConfigError."""
     return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
 
 
 def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
-    """Record a person's approval of exactly what this verdict judged.
+    """Record a person's approval of the export that this verdict judged.
 
-    Raises: InputError for a verdict that is no promotion, or was rejected.
+    Raises: InputError for a verdict that does not promote, or that a person rejected.
     """
     verdict = promotion(ledger, verdict_id)
     _refuse_rejected(ledger, verdict)
@@ -48,16 +49,20 @@ def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
 
 
 def reject(plant: Plant, verdict_id: int, by: str, why: str) -> None:
-    """Record that a person does not want what this verdict promotes released: no approval of this verdict counts any more.
+    """Record that a person rejects the candidate of this verdict. Later approvals of this verdict do not count. It can be repeated.
 
-    Safe to repeat. Raises: InputError for a verdict that is no promotion or is out of date, and for what is released already.
+    Raises: InputError for a verdict that does not promote or is out of date, and for a candidate that is released already.
     """
     verdict = promotion(plant.ledger, verdict_id)
     with plant.workspace.lock("release", PATIENCE):
         check_newest(plant.ledger, verdict)
         if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.number):
             raise InputError(
-                f"candidate {verdict.number} is release {released.number} already: 'factory releases rollback N' makes an older one champion"
+                "approvals.already_released",
+                "candidate {candidate} is release {release} already. "
+                "To make an older release champion, run 'factory releases rollback N'",
+                candidate=verdict.number,
+                release=released.number,
             )
         known = decision_on(plant.ledger, verdict)
         if known is None or known.word != REJECTED:
@@ -66,7 +71,7 @@ def reject(plant: Plant, verdict_id: int, by: str, why: str) -> None:
 
 
 def approver(plant: Plant, verdict: VerdictRow) -> str:
-    """Who approved: ``policy``, or the person. Raises: ApprovalNeeded; InputError when it was rejected."""
+    """Return who approved: 'policy', or the person's name. Raises: ApprovalNeeded; InputError when a person rejected the export."""
     _refuse_rejected(plant.ledger, verdict)
     if decision := decision_on(plant.ledger, verdict):
         return decision.by
@@ -75,16 +80,20 @@ def approver(plant: Plant, verdict: VerdictRow) -> str:
     raise ApprovalNeeded(how_to_answer(verdict.number))
 
 
-def how_to_answer(candidate: int) -> str:
-    """A line for a person about a candidate that waits."""
-    return (
-        f"candidate {candidate} waits for approval: 'factory releases approve {candidate}', 'factory releases reject {candidate} --why …', "
-        f"or the tag {APPROVAL_TAG}=approved or rejected on its version of {MODEL_NAME} in MLflow"
+def how_to_answer(candidate: int) -> Message:
+    """Return a line for a person about a candidate that waits for approval."""
+    return Message(
+        "approvals.waits",
+        "candidate {candidate} waits for approval: 'factory releases approve {candidate}' or "
+        "'factory releases reject {candidate} --why …'. In MLflow, set the tag {tag} on its version of {model} to 'approved' or 'rejected'",
+        candidate=candidate,
+        tag=APPROVAL_TAG,
+        model=MODEL_NAME,
     )
 
 
 def waits(plant: Plant, verdict: VerdictRow) -> bool:
-    """Must a person decide before what a verdict promotes is released?"""
+    """Return whether a person must decide before the candidate of a verdict is released."""
     return verdict.outcome == "promote" and (not automatic(plant.workspace) or rejected_before(plant.ledger, verdict))
 
 
@@ -92,6 +101,10 @@ def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
     decision = decision_on(ledger, verdict)
     if decision and decision.word == REJECTED:
         raise InputError(
-            f"verdict {verdict.id} on {verdict.subject} was {decision}; it is not released by that verdict: a new one needs other data, "
-            "another champion or another policy"
+            "approvals.rejected",
+            "verdict {verdict} on {subject} was {decision}. This verdict releases nothing. "
+            "A new verdict needs other data, another champion or another policy",
+            verdict=verdict.id,
+            subject=verdict.subject,
+            decision=str(decision),
         )

@@ -1,4 +1,4 @@
-"""What must hold before a candidate is released: its verdict promotes it, is up to date, and judged the bytes that are there."""
+"""Checks before a release: the verdict promotes the candidate, is up to date, and judged the present bytes of the export."""
 
 from __future__ import annotations
 
@@ -18,22 +18,32 @@ from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champi
 
 
 class OutOfDate(InputError):
-    """The verdict was against a champion that is no longer champion, or licences or anomalies of the training are others by now."""
+    """The champion, or licences or anomalies of the training, have changed since the verdict."""
 
 
 def promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
-    """A verdict of the release gate that promotes. Raises: InputError."""
+    """Return a verdict of the release gate. Raises: InputError when the verdict does not exist or does not promote."""
     verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is None:
-        raise InputError(f"there is no verdict {verdict_id} of the release gate; 'factory status' lists them")
+        raise InputError(
+            "checks.no_verdict",
+            "The release gate has no verdict {verdict}. See all verdicts with 'factory status'",
+            verdict=verdict_id,
+        )
     if verdict.outcome != "promote":
-        why = "; ".join(verdict.reasons)
-        raise InputError(f"verdict {verdict_id} on {verdict.subject} is {verdict.outcome!r}, not 'promote': {why}")
+        raise InputError(
+            "checks.not_promoted",
+            "verdict {verdict} on {subject} is {outcome!r}, not 'promote': {reasons}",
+            verdict=verdict_id,
+            subject=verdict.subject,
+            outcome=verdict.outcome,
+            reasons="; ".join(verdict.reasons),
+        )
     return verdict
 
 
 def releasable(ledger: Ledger, verdict_id: int) -> VerdictRow:
-    """A verdict of the release gate that promotes, or that a person overrode. Raises: InputError."""
+    """Return a verdict of the release gate that promotes, or that a person overrode. Raises: InputError."""
     verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is not None and verdict.outcome == "hold" and override_on(ledger, verdict):
         return verdict
@@ -41,16 +51,21 @@ def releasable(ledger: Ledger, verdict_id: int) -> VerdictRow:
 
 
 def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate was judged again since."""
+    """Raises: InputError when the candidate has a newer verdict."""
     newest = newest_verdict(ledger, verdict.number)
     if newest.id != verdict.id:
         raise InputError(
-            f"verdict {verdict.id} on {verdict.subject} is out of date: verdict {newest.id} says {newest.outcome!r}"
+            "checks.newer_verdict",
+            "verdict {verdict} on {subject} is out of date: the newer verdict {newest} is {outcome!r}",
+            verdict=verdict.id,
+            subject=verdict.subject,
+            newest=newest.id,
+            outcome=newest.outcome,
         )
 
 
 def check_current(plant: Plant, verdict: VerdictRow) -> None:
-    """Raises: InputError when the candidate was judged again since, its training was rewound, or champion, licences or anomalies are others."""
+    """Raises: InputError when the candidate has a newer verdict, its training was rewound, or champion, licences or anomalies changed."""
     check_newest(plant.ledger, verdict)
     check_not_rewound(plant.ledger, verdict)
     check_champion(plant.ledger, verdict)
@@ -58,65 +73,90 @@ def check_current(plant: Plant, verdict: VerdictRow) -> None:
 
 
 def check_not_rewound(db: Reads, verdict: VerdictRow) -> None:
-    """Raises: InputError."""
+    """Raises: InputError when a segment of the candidate's training was rewound."""
     if spoiled := rewound_in(db, CandidateRow.get(db, verdict.number).segment):
         raise InputError(
-            f"{verdict.subject} is not released: its training went wrong, segment {spoiled[0]} was rewound"
+            "checks.rewound",
+            "{subject} is not released: segment {segment} of its training was rewound",
+            subject=verdict.subject,
+            segment=spoiled[0],
         )
 
 
 def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: OutOfDate when the candidate was judged against another champion than the one of now."""
+    """Raises: OutOfDate when the champion has changed since the verdict."""
     now = champion(ledger)
     subject = str(Subject("candidate", now.candidate)) if now else None
     if verdict.against != subject:
         raise OutOfDate(
-            f"verdict {verdict.id} judged {verdict.subject} against {verdict.against or 'no champion'}, but "
-            f"{subject or 'no candidate'} is champion now: evaluate it again"
+            "checks.other_champion",
+            "verdict {verdict} judged {subject} against {against}, but {champion} is champion now. "
+            "Judge it again with 'factory evaluate {candidate}'",
+            verdict=verdict.id,
+            subject=verdict.subject,
+            against=verdict.against or "no champion",
+            champion=subject or "no candidate",
+            candidate=verdict.number,
         )
 
 
 def check_training(plant: Plant, verdict: VerdictRow) -> None:
-    """Licences and anomalies of its training as they are now: people may have changed both since it was judged.
+    """Check the present licences and anomalies of the training: people may have changed both since the verdict.
 
     Raises: OutOfDate when they hold the candidate; ConfigError.
     """
     now = training_now(plant, verdict.number)
     if now["releasable"] is None and verdict.evidence(plant.ledger).get("releasable") is None:
-        now["releasable"] = 1.0  # nothing is recorded of what it was trained on, and no verdict of it said otherwise
+        now["releasable"] = 1.0  # the training data are not recorded, and the verdict did not know them either
     policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
     if held := of_training(policy, ReleaseEvidence(**now)):
         raise OutOfDate(
-            f"{verdict.subject} would be held now: {held[0].text} 'factory evaluate {verdict.number}' judges it again"
+            "checks.held_now",
+            "The release gate would hold {subject} now: {why} Judge it again with 'factory evaluate {candidate}'",
+            subject=verdict.subject,
+            why=held[0].text,
+            candidate=verdict.number,
         )
 
 
 def check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
-    """Raises: InputError when the export is not, byte for byte, the one that the verdict judged."""
+    """Raises: InputError when the bytes of the export are not those that the verdict judged."""
     row = check_export(ledger, verdict.number)
     if row.export_sha256 != verdict.subject_sha256:
-        raise InputError(f"verdict {verdict.id} judged another export of {verdict.subject}: evaluate it again")
+        raise InputError(
+            "checks.other_export",
+            "verdict {verdict} judged another export of {subject}. Judge the export with 'factory evaluate {candidate}'",
+            verdict=verdict.id,
+            subject=verdict.subject,
+            candidate=verdict.number,
+        )
 
 
 def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
-    """Raises: InputError when there is no such candidate, or it was not judged."""
+    """Return the newest verdict on a candidate. Raises: InputError for an unknown candidate, or one without a verdict."""
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
     if verdict is None:
         CandidateRow.get(ledger, candidate_id)
-        raise InputError(f"candidate {candidate_id} was not judged yet: run 'factory evaluate {candidate_id}'")
+        raise InputError(
+            "checks.not_judged",
+            "candidate {candidate} was not judged yet: run 'factory evaluate {candidate}'",
+            candidate=candidate_id,
+        )
     return verdict
 
 
 def check_export(ledger: Ledger, candidate_id: int) -> CandidateRow:
-    """The candidate, after making sure that its export is, byte for byte, the one it was recorded with.
-
-    Raises: InputError.
-    """
+    """Return the candidate. Raises: InputError when the bytes of its export are not those that the ledger recorded."""
     row = CandidateRow.get(ledger, candidate_id)
     found = folder_sha256(Path(row.export_path))
     if found != row.export_sha256:
         raise InputError(
-            f"candidate {candidate_id}: {row.export_path} is not what was recorded (sha256 {found[:12]}…, "
-            f"recorded {row.export_sha256[:12]}…): nothing was released; restore the export, or evaluate a new candidate"
+            "checks.changed_export",
+            "candidate {candidate}: {export} has changed (SHA-256 {found}…, recorded {recorded}…). Nothing was released. "
+            "Restore the export, or evaluate a new candidate",
+            candidate=candidate_id,
+            export=row.export_path,
+            found=found[:12],
+            recorded=row.export_sha256[:12],
         )
     return row

@@ -1,13 +1,12 @@
 """Releases: a recoverable saga, ``decided`` → ``published`` (DESIGN §5).
 
-Each step is idempotent and is recorded after it is done; killed anywhere, ``reconcile`` (or the same ``release`` again) goes
-on from the recorded state. The ledger decides who is champion: the newest ``promoted`` or ``rolled_back`` event. The served link
-follows it, and is put back when a person or a crash moved it; MLflow's alias follows it too (``factory.show``), which no release waits for.
+Each step is idempotent, and is recorded when it is done. After a kill ``reconcile``, or the same ``release`` again, continues from the
+recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
+the ledger, and is repaired after a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
 
-What is released is what was judged: before it is public the export is hashed again and compared with the verdict's hash; a
-person's approval, where the policy asks for one, is recorded with that hash too. A verdict against a champion that is no
-longer champion is out of date, and so is one whose licences or anomalies hold the candidate by now: its release is withdrawn
-until it is public, and the candidate must be judged again.
+Before a release is public, its export is hashed again and compared with the hash in the verdict and in a person's approval. A verdict is out
+of date when the champion has changed, or when present licences or anomalies would hold the candidate. A release that is decided but not yet
+public is then withdrawn, and the candidate must be judged again.
 """
 
 from __future__ import annotations
@@ -38,48 +37,77 @@ from factory.release.checks import (
     newest_verdict,
     releasable,
 )
+from kernels.contract.message import Message
 
 PUBLISHED = "published"
 
-# A person's override of a hold: what may be released all the same, by whom and why (``factory releases override N --reason "…"``).
-# Only what was held because too little was shown (``factory.gates.release.reasons.NOTHING_SHOWN``) may be. The judge is asked again, of the
-# evidence and the policy that the verdict recorded, so what a person overrides is what was judged; and of the licences and anomalies of its
-# training as they are now, as people may have changed both since.
-LONGEST_REASON = 2000
+# A person can override a hold (``factory releases override N --reason "…"``), but only if the reason for the hold is a lack of shown gain
+# (``factory.gates.release.reasons.NOTHING_SHOWN``). The judge decides again, with the evidence and the policy that the verdict recorded, and
+# with the present licences and anomalies of the training, which people may have changed.
+LONGEST_REASON = 2000  # characters
 
 
 def reason_of(words: str) -> str:
-    """A person's reason, on one line. Raises: InputError for one without a letter or digit."""
+    """Return a person's reason on one line. Raises: InputError for a reason without a letter or digit, or one that is too long."""
     why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
     if not any(letter.isalnum() for letter in why):
-        raise InputError('an override needs a reason, which stays on record: --reason "…"; nothing was released')
+        raise InputError(
+            "releases.no_reason",
+            "An override needs a reason, which the factory records. Nothing was released. Give the reason with '--reason \"…\"'",
+        )
     if len(why) > LONGEST_REASON:
         raise InputError(
-            f"a reason has at most {LONGEST_REASON:,} characters, this one has {len(why):,}; nothing was released"
+            "releases.long_reason",
+            "The reason has {length:,} characters, but at most {limit:,} are allowed. Nothing was released",
+            length=len(why),
+            limit=LONGEST_REASON,
         )
     return why
 
 
 def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
-    """The event's detail. Raises: InputError for a verdict that does not hold, or holds for what no person overrides."""
+    """Return the detail of an override's event. Raises: InputError for a verdict that no person can override."""
     name = f"verdict {verdict.id} on {verdict.subject}"
     if (known := decision_on(plant.ledger, verdict)) and known.word == REJECTED:
-        raise InputError(f"{name} was {known}; no override of it counts; nothing was released")
+        raise InputError(
+            "releases.override_of_rejected",
+            "{verdict} was {decision}. A rejection cannot be overridden. Nothing was released",
+            verdict=name,
+            decision=str(known),
+        )
+    if verdict.outcome == "promote":
+        raise InputError(
+            "releases.override_of_promoted",
+            "{verdict} is 'promote', not 'hold'. Nothing was released. Release it with 'factory releases approve {candidate}'",
+            verdict=name,
+            candidate=verdict.number,
+        )
     if verdict.outcome != "hold":
-        reasons = {
-            "promote": f"'factory releases approve {verdict.number}' releases it",
-            "reject": "it was shown to be worse or broken, and no person overrides that",
-        }
-        raise InputError(f"{name} is {verdict.outcome!r}, not 'hold': {reasons[verdict.outcome]}; nothing was released")
+        raise InputError(
+            "releases.override_of_worse",
+            "{verdict} is {outcome!r}, not 'hold': the candidate is worse or broken, and no person can override that. "
+            "Nothing was released",
+            verdict=name,
+            outcome=verdict.outcome,
+        )
     stored = verdict.evidence(plant.ledger)
     held = held_by(stored, verdict.policy_sha256, name)
     if words := not_overridable(held):
-        raise InputError(f"{name} holds for what no person overrides: {words} Nothing was released")
+        raise InputError(
+            "releases.not_overridable",
+            "{verdict} has a reason that no person can override: {reasons} Nothing was released",
+            verdict=name,
+            reasons=words,
+        )
     now = training_now(plant, verdict.number)
     if words := not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
         raise InputError(
-            f"{verdict.subject} would be held now for what no person overrides: {words} 'factory evaluate {verdict.number}' judges it again; "
-            "nothing was released"
+            "releases.not_overridable_now",
+            "The release gate would hold {subject} now for a reason that no person can override: {reasons} Nothing was released. "
+            "Judge it again with 'factory evaluate {candidate}'",
+            subject=verdict.subject,
+            reasons=words,
+            candidate=verdict.number,
         )
     return {"sha256": verdict.subject_sha256, "evidence_sha256": str(stored["sha256"]), "by": by, "why": why}
 
@@ -91,12 +119,12 @@ def release(
     *,
     approved_by: str | None = None,
 ) -> int:
-    """Release the candidate that a verdict promotes; safe to call again, finishes what was begun. Returns its number.
+    """Release the candidate that a verdict promotes. Returns the release's number. A second call finishes an interrupted release.
 
-    approved_by: the person who approves by this call, where the policy requires approval.
+    ``approved_by``: the person who approves with this call, if the policy requires approval.
 
-    Raises: InputError when the verdict does not promote, is out of date, or the export is not what was judged;
-    ApprovalNeeded when the policy wants a person first.
+    Raises: InputError when the verdict does not promote, is out of date, or judged another export; ApprovalNeeded when the policy requires a
+    person's approval first.
     """
     verdict = releasable(plant.ledger, verdict_id)
     candidate = verdict.number
@@ -118,11 +146,11 @@ def release(
 
 
 def override(plant: Plant, candidate: int, by: str, why: str) -> int:
-    """Release a candidate that is held, by a person's decision; safe to call again, finishes what was begun. Returns the release's number.
+    """Release a held candidate by a person's decision. Returns the release's number. A second call finishes an interrupted release.
 
-    The override is recorded with the release in one transaction, bound to the hashes of what was judged and of the evidence.
+    One transaction records the override and the release, with the hashes of the judged export and of the evidence.
 
-    Raises: InputError without a reason, for a candidate that is not held, or held for what no person overrides, and as ``release`` does.
+    Raises: InputError without a reason, for a candidate that no person can override, and as ``release`` does.
     """
     why = reason_of(why)
     with plant.workspace.lock("release", PATIENCE):
@@ -137,7 +165,10 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
             number = _decide(plant.ledger, verdict, by, detail)
         elif override_on(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
-                f"candidate {candidate} is release {known.number} already, and was not held; nothing was changed"
+                "releases.was_not_held",
+                "candidate {candidate} is release {release} already, and was not held. Nothing was changed",
+                candidate=candidate,
+                release=known.number,
             )
         else:
             number = known.number
@@ -147,10 +178,9 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
 
 
 def reconcile(plant: Plant) -> list[str]:
-    """Finish half releases, put the served link back to the ledger's champion.
+    """Finish interrupted releases, and point the served link at the ledger's champion.
 
-    Returns what was done, one line each; nothing to do → empty. What cannot be finished (an export that was tampered with)
-    is among the lines as well.
+    Returns a line for each action, also for a release that cannot be finished (its export has changed).
     """
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
         return []
@@ -160,47 +190,55 @@ def reconcile(plant: Plant) -> list[str]:
 
 
 def rollback(plant: Plant, number: int) -> None:
-    """Make an older, published release champion again. Raises: InputError when there is none or its export changed."""
+    """Make an older release champion again. Raises: InputError when it was not published, or its export has changed."""
     with plant.workspace.lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(None)
         row, now = ReleaseRow.get(plant.ledger, number), champion(plant.ledger)
         if row.state != "published" or now is None:
-            raise InputError(f"release {number} is not published; 'factory status' lists those that are")
+            raise InputError(
+                "releases.not_published",
+                "release {release} is not published. See the published releases with 'factory status'",
+                release=number,
+            )
         check_export(plant.ledger, row.candidate)
         if now.number != number:
             with plant.ledger.begin() as tx:
                 record(tx, "rolled_back", Subject("release", number), {"from": now.number})
         saga.serve(expected=True)
-    plant.progress.line(f"release {number} is champion again")
+    plant.progress.line(Message("releases.rolled_back", "release {release} is champion again", release=number))
 
 
 def release_before(ledger: Ledger) -> int:
-    """Number of the release that the champion replaced. Raises: InputError when there is none."""
+    """Return the number of the release that the champion replaced. Raises: InputError when it replaced none."""
     now = champion(ledger)
     against = now and VerdictRow.get(ledger, now.verdict).against
     found = against and ReleaseRow.first(
         ledger, "WHERE candidate = :candidate", candidate=Subject.parse(against).number
     )
+    if not now:
+        raise InputError("releases.none", "Nothing was released yet")
     if not found:
-        raise InputError(f"release {now.number} replaced none: name one" if now else "nothing was released yet")
+        raise InputError(
+            "releases.first", "release {release} replaced no other release: name a release", release=now.number
+        )
     return found.number
 
 
 class _Saga:
-    """The steps of a release; the caller holds the release lock."""
+    """The steps of a release. The caller holds the lock 'release'."""
 
     def __init__(self, plant: Plant) -> None:
         self.plant, self.workspace, self.ledger = plant, plant.workspace, plant.ledger
 
     def check_begun(self, number: int) -> None:
-        """Before one that was begun earlier goes on. What is public is not undone. Raises: OutOfDate."""
+        """Check an interrupted release before it continues. A public release is not undone. Raises: OutOfDate."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state != PUBLISHED:
             check_training(self.plant, VerdictRow.get(self.ledger, row.verdict))
 
     def advance(self, number: int) -> None:
-        """Make a release public that was decided. Raises: InputError, and the state stays."""
+        """Make a decided release public. Raises: InputError; then the state stays."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state == PUBLISHED:
             return
@@ -214,38 +252,58 @@ class _Saga:
         with self.ledger.begin() as tx:
             tx.execute(releases.update().where(releases.c.number == row.number).values(state=PUBLISHED))
             record(tx, "promoted", Subject("release", row.number), {"candidate": row.candidate})
-        self.plant.say(f"release {row.number}: candidate {row.candidate} is champion")
+        self.plant.say(
+            Message(
+                "releases.published",
+                "release {release}: candidate {candidate} is champion",
+                release=row.number,
+                candidate=row.candidate,
+            )
+        )
 
     def finish_others(self, candidate: int | None) -> list[str]:
-        """Finish the half releases of every other candidate; one that cannot be finished is reported, and stops nothing."""
-        done = []
+        """Finish the interrupted releases of all other candidates. A release that cannot be finished is reported, and stops no other."""
+        done: list[str] = []
         for row in ReleaseRow.select(self.ledger, "WHERE state <> 'published' ORDER BY number"):
             if row.candidate == candidate:
                 continue
             try:
                 self.check_begun(row.number)
                 self.advance(row.number)
-                done.append(f"finished release {row.number}, which had been interrupted")
+                done.append(
+                    Message("releases.finished", "finished the interrupted release {release}", release=row.number)
+                )
             except InputError as error:
                 if isinstance(error, OutOfDate):
                     detail = {"why": str(error), "candidate": row.candidate}
                     with self.ledger.begin() as tx:
                         tx.execute(releases.delete().where(releases.c.number == row.number))
                         record(tx, WITHDRAWN, Subject("release", row.number), detail)
-                done.append(f"release {row.number} cannot be finished: {error}")
+                done.append(
+                    Message(
+                        "releases.not_finished",
+                        "release {release} cannot be finished: {why}",
+                        release=row.number,
+                        why=error.message,
+                    )
+                )
         return done
 
     def serve(self, expected: bool = False) -> list[str]:
-        """Point the served link at the ledger's champion. ``expected``: a rollback, so no repair is recorded.
+        """Point the served link at the ledger's champion. With ``expected`` (a rollback), no repair is recorded.
 
-        Raises: InputError when its export is not what was judged.
+        Returns a line if the link was wrong. Raises: InputError when the champion's export has changed.
         """
         row, note = champion(self.ledger), serving.served(self.workspace)
         if row is None or (note and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)):
             return []
         check_export(self.ledger, row.candidate)
         serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
-        done = f"release {row.number} was not what is served: published again"
+        done = Message(
+            "releases.published_again",
+            "the served link did not point at release {release}: published again",
+            release=row.number,
+        )
         if not expected:
             with self.ledger.begin() as tx:
                 record(tx, "repaired", Subject("release", row.number), {"what": [done]})
@@ -254,7 +312,7 @@ class _Saga:
 
 # -- deciding -----------------------------------------------------------------------------------------------------------
 def _decide(ledger: Ledger, verdict: VerdictRow, by: str, override: dict[str, str] | None = None) -> int:
-    """The first step, and the only one that chooses: a row in ``releases``, and a person's override with it. Returns its number."""
+    """Add a row to ``releases``, with a person's override: the first step of a release. Returns the release's number."""
     candidate = verdict.number
     values = {"candidate": candidate, "verdict": verdict.id, "state": "decided", "approved_by": by}
     with ledger.begin() as tx:

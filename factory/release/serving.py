@@ -1,7 +1,7 @@
-"""What is served: ``exports/champion`` points at the released export, ``exports/serving.json`` says which release that is.
+"""The published release: the link ``exports/champion`` points at its export, and ``exports/serving.json`` names the release.
 
-Publishing swaps one symbolic link, so a program that opens the model at any moment finds a whole one. ``factory serve`` (``factory.serving``)
-follows the ledger itself.
+Publishing replaces one symbolic link: a program that opens the model at any moment finds a whole export. ``factory serve``
+(``factory.serving``) follows the ledger instead.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ MODEL_NAME = "factory-lm"
 
 
 def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> None:
-    """Point ``exports/champion`` at ``export``, atomically. Doing it again changes nothing.
+    """Point ``exports/champion`` at ``export``, atomically. A second call changes nothing.
 
-    The note is written before the link moves: a note that names another target than the link's is how ``served`` knows
-    that a publish was interrupted.
+    The note is written before the link changes. If note and link name different targets, ``served`` knows that a call was interrupted.
     """
     folder = workspace.exports
-    target = os.path.relpath(export, folder)  # relative: a workspace that is moved stays whole
+    target = os.path.relpath(export, folder)  # relative, so that the workspace can be moved
     note = {"release": release, "export": target, "export_sha256": sha256, "model_name": MODEL_NAME}
     new_link = folder / f".{LINK}.new"
     for left in (
         new_link,
         *folder.glob(f".{NOTE}.*.part"),
-    ):  # of a process that was killed here; one publishes at a time
+    ):  # left by a killed process; only one process publishes at a time
         left.unlink(missing_ok=True)
     os.symlink(target, new_link)
     write_atomically(folder / NOTE, json.dumps(note, indent=2))
@@ -40,7 +39,7 @@ def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> No
 
 
 def served(workspace: Workspace) -> dict[str, Any] | None:
-    """The note of what is served, or None when nothing is, or when note and link do not agree."""
+    """Return the note of the published release; None without one, or if note and link disagree."""
     try:
         note = json.loads((workspace.exports / NOTE).read_text(encoding="utf-8"))
         target = os.readlink(workspace.exports / LINK)

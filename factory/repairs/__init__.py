@@ -1,5 +1,5 @@
-"""What a machine damages, and how it is mended: a lost ledger, token shards, checkpoints.
+"""Repairs damaged files: the ledger, token shards, checkpoints, exports.
 
-``examining`` compares what is there with the ledger and names every fault, with what to do. ``mending`` mends those that can be mended:
-``token_shards`` makes a token shard again from its raw shard, ``checkpoints`` replays a segment, ``lost_ledger`` makes the ledger again.
+``examining`` compares the files with the ledger and lists each damage with its remedy. ``mending`` repairs: ``token_shards`` makes a token
+shard again from its raw shard, ``checkpoints`` replays a segment, ``lost_ledger`` makes the ledger again.
 """

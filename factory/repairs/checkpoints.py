@@ -1,7 +1,7 @@
-"""Checkpoints and exports: what is wrong with one, and how it is made again.
+"""Checks checkpoints and exports, and makes damaged ones again.
 
-The order of data is exact, so a segment whose last checkpoint is damaged is replayed: from its newest good older checkpoint, else from
-where it began. On a CPU that gives the same weights to the bit; the manifest of the damaged one, where that is whole, proves it.
+A segment whose last checkpoint is damaged is replayed from its newest good checkpoint, else from its start. The order of data is exact: on a
+CPU the replay gives the same weights to the bit. The manifest of the damaged checkpoint, if it is whole, proves this.
 """
 
 from __future__ import annotations
@@ -27,22 +27,30 @@ from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import set_aside
 from factory.training.training import run_trainer
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import find_fault, manifest_sha256, name_of, put_away, read_manifest, steps_in
 from trainer.contract.errors import CheckpointError
 
 
 def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
-    """What is wrong with a checkpoint of the ledger, or nothing. Its files are hashed only with ``deep``. Raises: OSError where nothing can be
-    read now."""
+    """Describe the damage of a checkpoint (its row in the ledger); '' without damage. Its files are hashed only with ``deep``.
+
+    Raises: OSError when a fault of the machine prevents reading.
+    """
     path = Path(row["path"])
     try:
         if not path.is_dir():
-            return f"{path} is gone"
+            return Message("checkpoints.missing", "{path} is missing", path=path)
         if manifest_sha256(path) != row["id"]:
-            return f"{path}: manifest.json is not the recorded one"
+            return Message("checkpoints.other_manifest", "{path}: manifest.json is not the recorded file", path=path)
         for name, expected in read_manifest(path)["files"].items():
             if not (path / name).is_file() or (path / name).stat().st_size != expected["bytes"]:
-                return f"{path / name} is gone, or not {expected['bytes']} bytes long"
+                return Message(
+                    "checkpoints.wrong_size",
+                    "{path} is missing, or does not have {size:,} bytes",
+                    path=path / name,
+                    size=expected["bytes"],
+                )
     except (OSError, CheckpointError) as error:
         if cannot_be_read_now(error):
             raise
@@ -51,56 +59,94 @@ def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
 
 
 def replay_checkpoint(plant: Plant, number: int) -> str:
-    """Make the last checkpoint of a segment again, and before it what it goes on from, if that is damaged too; returns why it cannot be,
-    or nothing. The damaged one stays beside it as 'bad-step-…'.
+    """Make the last checkpoint of a segment again; before it the parent's, if that is damaged too. Returns why this is impossible, or ''.
 
-    Raises: FactoryError when the trainer fails.
+    The damaged checkpoint stays beside the new one as 'bad-step-…'. Raises: FactoryError when the trainer fails.
     """
     row, recorded = SegmentRow.get(plant.ledger, number), last_checkpoint(plant.ledger, number)
     if row.kind == "average":
-        return "it is an average, of which no training is replayed: 'factory average' makes it again (stop 'factory run' first)"
+        return Message(
+            "checkpoints.average",
+            "segment {segment} is an average, which has no training to replay. Stop 'factory run', then run 'factory average'",
+            segment=number,
+        )
     if row.parent and (fault := checkpoint_fault(last_checkpoint(plant.ledger, row.parent), deep=True)):
         plant.progress.line(
-            f"  segment {number} goes on from segment {row.parent}, whose checkpoint is damaged too: {fault}"
+            Message(
+                "checkpoints.parent_damaged",
+                "  segment {segment} starts from segment {parent}, whose checkpoint is damaged too: {fault}",
+                segment=number,
+                parent=row.parent,
+                fault=fault,
+            )
         )
         if why := replay_checkpoint(plant, row.parent):
-            return f"it goes on from segment {row.parent}: {why}"
+            return Message(
+                "checkpoints.parent_lost", "it starts from segment {parent}: {why}", parent=row.parent, why=why
+            )
     place = Path(recorded["path"])
     folder = plant.workspace.root / "replays" / Path(row.folder).name
     remove(folder)
     (folder / "checkpoints").mkdir(parents=True)
     try:
         start = _older(plant.workspace, row, folder / "checkpoints", recorded)
-        if start == row.last_step:  # another copy of the same one
+        if start == row.last_step:  # a copy of the damaged checkpoint
             made = folder / "checkpoints" / name_of(start)
             _put_back(place, made)
             plant.progress.line(
-                f"  checkpoint of segment {number}, step {start}: a kept copy of it is put in its place"
+                Message(
+                    "checkpoints.copied",
+                    "  the checkpoint of segment {segment}, step {step}, is restored from a kept copy",
+                    segment=number,
+                    step=start,
+                )
             )
             with plant.ledger.begin() as tx:
                 record(tx, "checkpoint_put_back", Subject("segment", number), {"checkpoint": recorded["id"]})
             return ""
-        plant.progress.line(f"  segment {number} is replayed from step {start} to {row.last_step} for its checkpoint")
+        plant.progress.line(
+            Message(
+                "checkpoints.replay",
+                "  segment {segment} is replayed from step {first} to {last} to make its checkpoint again",
+                segment=number,
+                first=start,
+                last=row.last_step,
+            )
+        )
         code, hung = run_trainer(plant, row, folder, None)
         if hung or code or not (folder / "result.json").exists():
-            log, how = (
-                plant.workspace.logs / f"segment-{number:05d}.log",
-                hung.says if hung else f"ended with exit {code}",
+            raise FactoryError(
+                "checkpoints.replay_failed",
+                "the replay of segment {segment} {how} (log: {log})",
+                segment=number,
+                how=hung.says if hung else f"ended with exit {code}",
+                log=plant.workspace.logs / f"segment-{number:05d}.log",
             )
-            raise FactoryError(f"the replay of segment {number} {how} (log: {log})")
         result = result_of(folder, row.last_step)
         exact = _same(place, Path(result["checkpoint"]), recorded["id"])
         _put_back(place, Path(result["checkpoint"]))
     finally:
         remove(folder)
     _record(plant.ledger, row, recorded, exact)
-    said = {True: "the same weights, to the bit", False: "NOT the same to the bit", None: "not comparable any more"}
-    plant.progress.line(f"  segment {number}: its checkpoint is made again, {said[exact]}")
+    if exact is None:
+        said = Message("checkpoints.not_comparable", "the former weights cannot be compared")
+    elif exact:
+        said = Message("checkpoints.same_weights", "with the same weights to the bit")
+    else:
+        said = Message("checkpoints.other_weights", "with weights that are NOT the same to the bit")
+    plant.progress.line(
+        Message(
+            "checkpoints.replayed",
+            "  segment {segment}: its checkpoint is made again, {comparison}",
+            segment=number,
+            comparison=said,
+        )
+    )
     return ""
 
 
 def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[str, Any]) -> int:
-    """Copy the newest good checkpoint of a segment, wherever one was kept, to ``target``; returns its step, or the segment's first."""
+    """Copy the newest good checkpoint of a segment, from all places where some are kept, to ``target``. Returns its step, else the first."""
     sources = (Path(row.folder) / "checkpoints", ladder_of(workspace, row.id), folder_of(workspace, row.id) / "live")
     found = [one for source in sources for one in steps_in(source)]
     for step, path in sorted(found, reverse=True):
@@ -117,7 +163,7 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
 
 
 def _same(old: Path, new: Path, recorded: str) -> bool | None:
-    """Do two checkpoints have the same weights and optimiser? None: the old one's manifest is damaged, and cannot tell."""
+    """Return whether two checkpoints have the same weights and optimiser state; None if the old one's manifest is damaged."""
     try:
         if manifest_sha256(old) != recorded:
             return None
@@ -150,13 +196,18 @@ def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
 def export_fault(row: CandidateRow, deep: bool) -> str:
-    """What is wrong with a candidate's export, or nothing. It is hashed only with ``deep``. Raises: OSError where nothing can be read now."""
+    """Describe the damage of a candidate's export; '' without damage. The export is hashed only with ``deep``.
+
+    Raises: OSError when a fault of the machine prevents reading.
+    """
     path = Path(row.export_path)
     if not (path / "config.json").is_file():
-        return f"{path} is gone, or not whole"
+        return Message("checkpoints.no_export", "{path} is missing or incomplete", path=path)
     try:
         if deep and folder_sha256(path) != row.export_sha256:
-            return f"{path} is damaged: its SHA-256 is not the recorded one"
+            return Message(
+                "checkpoints.other_export", "{path} is damaged: its SHA-256 differs from the recorded one", path=path
+            )
     except (InputError, OSError) as error:
         if cannot_be_read_now(error):
             raise
@@ -165,11 +216,11 @@ def export_fault(row: CandidateRow, deep: bool) -> str:
 
 
 def export_again(plant: Plant, number: int) -> str:
-    """Make a candidate's export again from its checkpoint; returns why it cannot be, or nothing. What is damaged is set aside."""
+    """Make a candidate's export again from its checkpoint. Returns why this is impossible, or ''. The damaged export is set aside."""
     row = CandidateRow.get(plant.ledger, number)
     fault = checkpoint_fault(last_checkpoint(plant.ledger, row.segment), deep=True)
     if fault and (why := replay_checkpoint(plant, row.segment)):
-        return f"{fault}; {why}"
+        return Message("checkpoints.no_source", "{fault}, and {why}", fault=fault, why=why)
     place = Path(row.export_path)
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove(aside)
@@ -177,7 +228,11 @@ def export_again(plant: Plant, number: int) -> str:
     make_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
     if folder_sha256(aside) != row.export_sha256:
         shutil.rmtree(aside)
-        return "made again it is another one: evaluate a new candidate, or put a copy of the export in its place"
+        return Message(
+            "checkpoints.export_differs",
+            "the new export differs from the recorded one. Evaluate a new candidate, or restore a copy of the export to {path}",
+            path=place,
+        )
     if place.exists() or place.is_symlink():
         set_aside(plant.workspace.root, place)
     put_in_place(aside, place)

@@ -1,7 +1,6 @@
-"""What is there, against what the ledger says: every file that training, judging, releasing or repairing needs.
+"""Compares all files that training, judging, releasing or repairs need with the ledger.
 
-That a thing is there, and as long as it should be, is looked at for all; its content is hashed for the newest of each kind and a drawn few,
-or with ``deep`` for all.
+Existence and size are checked for all files. Contents are hashed for the newest of each kind and for a random few, or with ``deep`` for all.
 """
 
 from __future__ import annotations
@@ -26,27 +25,32 @@ from factory.release.serving import served
 from factory.repairs.checkpoints import checkpoint_fault, export_fault
 from factory.repairs.token_shards import raw_shard, token_shard_fault, tokenizer_fault
 from factory.training.segment_folder import OWNER, is_owner, read_owner
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
-DRAWN = 3  # of each kind, besides the newest
+DRAWN = 3  # files of each kind that are hashed besides the newest
 Row = TypeVar("Row")
-REPAIR = "'factory check --repair' (stop 'factory run' first) "
+
+
+def _repair(effect: Message) -> Message:
+    """The advice to run 'factory check --repair', with its effect."""
+    return Message("examining.repair", "stop 'factory run', then 'factory check --repair' {effect}", effect=effect)
 
 
 @dataclass(frozen=True)
 class Damage:
-    """Something that is gone or damaged."""
+    """A file or folder that is missing or damaged."""
 
-    kind: str  # of CHECKS
-    subject: str  # number or hash, as the ledger has it
-    what: str  # a sentence's beginning: what is wrong with which file
-    remedy: str  # what to do
-    mends: bool = False  # 'factory check --repair' does
+    kind: str  # a key of CHECKS
+    subject: str  # number or hash, as in the ledger
+    what: str  # the damage, as a sentence without an end
+    remedy: str  # the advice for a person
+    mends: bool = False  # whether 'factory check --repair' repairs it
 
 
 @dataclass(frozen=True)
 class Examined:
-    """All of one kind."""
+    """The result for one kind of files."""
 
     kind: str
     count: int
@@ -55,18 +59,22 @@ class Examined:
 
 
 def examine_work(plant: Plant, deep: bool) -> list[Examined]:
-    """Every kind of ``CHECKS``, in that order. Changes nothing."""
+    """Examine each kind of ``CHECKS``, in that order. Changes nothing."""
     return [check(plant, deep) for check in CHECKS.values()]
 
 
 def database_faults(workspace: Workspace) -> Iterator[Damage]:
-    """The ledger and MLflow's database, where they are SQLite files. MLflow's may be absent: it is made when it is needed.
+    """Yield the damage of the ledger and of MLflow's database, if they are SQLite files. MLflow's may be missing: it is made when needed.
 
-    Raises: sqlite3.OperationalError when nothing can be known of the ledger now.
+    Raises: sqlite3.OperationalError when the ledger cannot be checked now.
     """
-    mlflows = "puts its backup back and sends again what is missing; training does not wait for it"
+    ledgers = Message("examining.remake_ledger", "makes the ledger again, as 'factory restore' does")
+    mlflows = Message(
+        "examining.remake_mlflow",
+        "restores the database from a backup and sends what is missing. Training does not wait for MLflow",
+    )
     for kind, url, table, remedy in (
-        ("ledger", workspace.ledger_url, "meta", "makes it again ('factory restore' does the same)"),
+        ("ledger", workspace.ledger_url, "meta", ledgers),
         ("mlflow", workspace.mlflow_uri, MLFLOW_TABLE, mlflows),
     ):
         file = sqlite_file(url)
@@ -77,50 +85,65 @@ def database_faults(workspace: Workspace) -> Iterator[Damage]:
         except sqlite3.OperationalError:
             if kind == "ledger":
                 raise
-            continue  # MLflow only shows: nothing can be known of it now
+            continue  # MLflow's database cannot be checked now; nothing depends on it
         if fault:
-            yield Damage(kind, "", f"{file} is damaged: {fault}" if file.exists() else fault, REPAIR + remedy, True)
+            yield Damage(kind, "", _damaged(file, fault) if file.exists() else fault, _repair(remedy), True)
+
+
+def _damaged(file: Path, why: str) -> Message:
+    return Message("examining.damaged", "{path} is damaged: {why}", path=file, why=why)
 
 
 def _look(
-    plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str], remedy: str
+    plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str],
+    remedy: Message,
 ) -> Examined:  # fmt: skip
-    """Look at each row; hash all with ``deep``, else the newest, which is the last, and a few. ``fault``: what is wrong with a row, or nothing."""
+    """Check each row with ``fault(row, hashed)``, which returns its damage or ''. With ``deep`` all are hashed, else the last and a few."""
     every = range(len(rows))
     hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
     faults = []
-    with plant.progress.task(f"{kind}: look at {len(rows)}, hash {len(hashed)}", len(rows)) as task:
+    with plant.progress.task(f"{kind}: check {len(rows)}, hash {len(hashed)}", len(rows)) as task:
         for number, row in enumerate(rows):
             if what := fault(row, number in hashed):
-                faults.append(Damage(kind, str(subject(row)), what, remedy, remedy.startswith(REPAIR)))
+                faults.append(Damage(kind, str(subject(row)), what, remedy, remedy.code == "examining.repair"))
             task.advance()
     return Examined(kind, len(rows), len(hashed), faults)
 
 
 def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
-    """Without those that retention removed."""
+    """Return the rows whose files retention has not removed."""
     gone = {plant.workspace.root / path for path in retired(plant.ledger)}
     return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
 
 
 def token_shard_faults(plant: Plant, deep: bool) -> Examined:
+    """Examine all token shards."""
     rows = plant.ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
     fault = lambda row, hashed: token_shard_fault(Path(row["path"]), hashed)
-    remedy = REPAIR + "makes it again from its raw shard, and so does the next pass that needs it"
-    return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, remedy)
+    effect = Message(
+        "examining.remake_token_shard",
+        "makes the token shard again from its raw shard. The next pass that needs the shard does so too",
+    )
+    return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, _repair(effect))
 
 
 def checkpoint_faults(plant: Plant, deep: bool) -> Examined:
-    """The last one of each segment that may be gone on from, averaged or exported again."""
+    """Examine the last checkpoint of each finished segment."""
     rows = plant.ledger.read(
         "SELECT c.*, s.kind FROM checkpoints c JOIN segments s ON s.id = c.segment "
         "WHERE s.state = 'done' AND c.step = s.last_step ORDER BY c.segment"
     )
     rows = _kept(plant, rows, lambda row: row["path"])
-    remedy = REPAIR + "replays its segment, and so does the next pass that needs it"
-    found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], checkpoint_fault, remedy)
+    effect = Message(
+        "examining.remake_checkpoint",
+        "replays the segment. The next pass that needs the checkpoint does so too",
+    )
+    found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], checkpoint_fault, _repair(effect))
     averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}
-    again = lambda one: replace(one, remedy="stop 'factory run', then 'factory average' makes it again", mends=False)
+    average = Message(
+        "examining.remake_average", "stop 'factory run', then 'factory average' makes the checkpoint again"
+    )
+    again = lambda one: replace(one, remedy=average, mends=False)
     return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
 
 
@@ -128,65 +151,90 @@ def _exports(plant: Plant, deep: bool) -> Examined:
     best = champion(plant.ledger)
     fault = lambda row, hashed: export_fault(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
-    return _look(plant, deep, "exports", rows, lambda row: row.id, fault, REPAIR + "makes it again from its checkpoint")
+    effect = Message("examining.remake_export", "makes the export again from its checkpoint")
+    return _look(plant, deep, "exports", rows, lambda row: row.id, fault, _repair(effect))
 
 
 def _raw_shards(plant: Plant, deep: bool) -> Examined:
-    """What token shards are made again from."""
+    """Examine the raw shards, from which repairs make token shards again."""
     erased = {sha256: one["raw"] for sha256, one in erased_shards(plant.ledger).items() if one["raw"]}
 
     def fault(row: dict[str, Any], hashed: bool) -> str:
         path, name = raw_shard(plant, row["sha256"])
         if path is None:
-            return f"{row['path']} is gone (it arrived as {name})"
-        wrong = hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"])
-        return f"{path} is not the file that was ingested (it arrived as {name})" if wrong else ""
+            return Message(
+                "examining.no_raw_shard", "{path} is missing (it arrived as {name})", path=row["path"], name=name
+            )
+        if hashed and file_sha256(path) != erased.get(row["sha256"], row["sha256"]):
+            return Message(
+                "examining.other_raw_shard",
+                "{path} is not the file that was ingested (it arrived as {name})",
+                path=path,
+                name=name,
+            )
+        return ""
 
     rows = plant.ledger.read("SELECT sha256, path FROM shards WHERE state = 'ingested' ORDER BY ingested_at, sha256")
-    remedy = (
-        f"nothing needs it but a repair of its token shard: put that file into {plant.workspace.shards / 'raw'} again"
+    remedy = Message(
+        "examining.restore_raw_shard",
+        "copy the ingested file into {folder} again. Only a repair of its token shard needs the file",
+        folder=plant.workspace.shards / "raw",
     )
     return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
 
 
 def _hashes(plant: Plant, deep: bool) -> Examined:
-    """What later documents are compared with, and the index of it."""
+    """Examine the files with hashes of documents, and their index."""
 
     def fault(source: tuple[int, str], hashed: bool) -> str:
+        file = hashes_file(plant.workspace.root, source[1])
         try:
-            if hashed or not hashes_file(plant.workspace.root, source[1]).exists():
+            if hashed or not file.exists():
                 read_hashes(plant.workspace.root, source[1])
-        except WorkspaceError as error:
-            return str(error).partition(";")[0]
+        except WorkspaceError:
+            if file.exists():
+                return Message("examining.damaged_hashes", "{path} is damaged", path=file)
+            return Message("examining.no_hashes", "{path} is missing", path=file)
         return ""
 
-    remedy = REPAIR + "makes it again from its raw shard"
-    found = _look(plant, deep, "hashes", sources(plant.ledger), lambda source: source[1], fault, remedy)
+    effect = Message("examining.remake_hashes", "makes the file again from its raw shard")
+    found = _look(plant, deep, "hashes", sources(plant.ledger), lambda source: source[1], fault, _repair(effect))
     index = plant.workspace.root / INDEX
     if index.exists() and (damage := database_damage(index, "sources")):
-        what = f"{index} is damaged: {damage}"
-        found.faults.append(Damage("hashes", INDEX, what, REPAIR + "makes it again, from shards/hashes", True))
+        effect = Message("examining.remake_index", "makes the index again from shards/hashes")
+        found.faults.append(Damage("hashes", INDEX, _damaged(index, damage), _repair(effect), True))
     return found
 
 
 def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
+    """Examine the tokenizer."""
     fault = tokenizer_fault(plant)
-    remedy = REPAIR + "puts it back from a backup or an export"
-    return Examined("tokenizer", 1, 1, [Damage("tokenizer", "", fault, remedy, True)] if fault else [])
+    effect = Message("examining.restore_tokenizer", "restores the tokenizer from a backup or an export")
+    return Examined("tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else [])
 
 
 def _folders(plant: Plant, deep: bool) -> Examined:
-    """Each segment's folder bears that segment's plan."""
+    """Check that each segment's folder exists and belongs to this segment's plan."""
 
     def fault(row: SegmentRow, hashed: bool) -> str:
         folder = Path(row.folder)
         if not folder.is_dir():
-            return f"{folder} is gone: its metrics and its checkpoints with it"
-        mine = is_owner(read_owner(folder), plant.ledger, row)
-        return "" if mine else f"{folder / OWNER} is gone, or of another plan or ledger"
+            return Message(
+                "examining.no_segment_folder",
+                "{path} is missing, with its metrics and checkpoints",
+                path=folder,
+            )
+        if is_owner(read_owner(folder), plant.ledger, row):
+            return ""
+        return Message(
+            "examining.other_owner", "{path} is missing, or belongs to another plan or ledger", path=folder / OWNER
+        )
 
     rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")
-    remedy = "move the folder away if it is not this segment's, and put a backup of it there, if there is one"
+    remedy = Message(
+        "examining.restore_segment_folder",
+        "restore the folder from a backup, if you have one. First move away a folder that is not this segment's",
+    )
     return _look(plant, deep, "segments", rows, lambda row: row.id, fault, remedy)
 
 
@@ -197,19 +245,30 @@ def _served(plant: Plant, deep: bool) -> Examined:
     note = served(plant.workspace)
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
         return Examined("served", 1, 1, [])
-    what = f"{plant.workspace.exports / 'champion'} is not release {best.number}, which is champion"
-    remedy = REPAIR + "and the daemon's next pass put it back"
-    return Examined("served", 1, 1, [Damage("served", str(best.number), what, remedy, True)])
+    what = Message(
+        "examining.other_served",
+        "{path} is not the champion, release {release}",
+        path=plant.workspace.exports / "champion",
+        release=best.number,
+    )
+    effect = Message("examining.serve_champion", "puts the champion there. The daemon's next pass does so too")
+    return Examined("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 
 
 def _orphans(plant: Plant, deep: bool) -> Examined:
-    """What no row of the ledger names. A segment or a token shard that is being made is hidden, or has its row already."""
+    """List segments and token shards without a row in the ledger. Those in the making are hidden, or have a row already."""
     segments = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     shards = {Path(row["path"]).name for row in plant.ledger.read("SELECT path FROM token_shards")}
     found = [path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in segments]
     found += [path.parent for path in plant.workspace.shards.glob("*/manifest.json") if path.parent.name not in shards]
-    remedy = "'factory restore' (stop 'factory run' first) takes up what proves what it is, and sets the rest aside"
-    faults = [Damage("orphans", path.name, f"{path}: nothing in the ledger names it", remedy) for path in sorted(found)]
+    remedy = Message(
+        "examining.restore_orphans",
+        "stop 'factory run', then 'factory restore' enters known segments into the ledger, and sets other folders aside",
+    )
+    faults = [
+        Damage("orphans", path.name, Message("examining.orphan", "{path} is not in the ledger", path=path), remedy)
+        for path in sorted(found)
+    ]
     return Examined("orphans", len(found), 0, faults)
 
 

@@ -1,8 +1,8 @@
-"""A lost or damaged ledger is made again: the newest good backup, then its journal, then what lies in the workspace's folders.
+"""Restores a lost or damaged ledger from the newest good backup, its journal and the workspace's folders.
 
-    backup ─► journal: every row since ─► raw shards that no row names ─► segments by their owner.json ─► the rest is set aside
+    backup ─► journal: all later rows ─► raw shards without a row ─► segments by their owner.json ─► other folders are set aside
 
-Everything happens in a copy below ``backups/``; the last step, a rename, puts it in the damaged one's place, which is kept.
+All steps work on a copy below ``backups/``. The last step renames the copy to the ledger's place. The damaged ledger is kept.
 """
 
 from __future__ import annotations
@@ -49,15 +49,16 @@ from factory.repairs.checkpoints import checkpoint_fault
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import PLANNED, plan_sha256, read_owner, set_aside
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 
 LOCKS = ("model-loop", "code-loop", "release")
 
 
 def restore(root: Path, name: str, progress: Progress) -> list[str]:
-    """Make the ledger of the workspace ``root`` again, from the backup ``name``, by default the newest good one; returns what was done.
+    """Restore the ledger of the workspace ``root`` from the backup ``name``, by default the newest good one. Returns lines for a person.
 
-    Without any backup it is made from the workspace's folders alone. What was there is moved to ``backups/``. Killed at any moment, the
-    ledger is as before, restored, or not there: then a restore makes it.
+    Without a backup, the ledger is made from the workspace's folders. The former ledger is moved to ``backups/``. After a kill at any moment
+    the ledger is unchanged, restored or missing. In the last case another restore makes it.
 
     Raises: InputError for an unknown backup; WorkspaceError for a ledger in PostgreSQL, or a workspace that is in use.
     """
@@ -74,19 +75,33 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
             held.enter_context(workspace.lock(lock))
         base = find_backup(workspace, name) if name else _newest_good(root, said)
         if base is None and not work_in(root):
-            raise WorkspaceError(f"{root} holds nothing to make a ledger of: run 'factory init'")
+            raise WorkspaceError(
+                "lost_ledger.empty_workspace",
+                "{folder} has no work from which a ledger could be made: run 'factory init'",
+                folder=root,
+            )
         if base is None and not database_damage(file):
             raise InputError(
-                f"{file} is whole, and there is no backup: nothing is restored ('factory backup' makes one). To have the ledger made again from "
-                f"the workspace's folders, which know less, move {file.name} away first"
+                "lost_ledger.whole",
+                "{ledger} is whole and the workspace has no backup: nothing is restored. Make a backup with 'factory backup'. "
+                "To make the ledger from the workspace's folders instead, which have less information, move {name} away first",
+                ledger=file,
+                name=file.name,
             )
         if file.exists() and not database_damage(file) and backups_of(root):
             with suppress(OSError, ValueError, sqlite3.Error), journal.journal_lock(root):
                 journal.append(file, backups_of(root)[-1])
         if base and (count := put_back_hashes(root, base)):
-            said.append(f"{count} files that later documents are compared with are back, from {base}")
+            said.append(
+                Message(
+                    "lost_ledger.hashes",
+                    "{files:,|file|files} with hashes of documents restored from {backup}",
+                    files=count,
+                    backup=base,
+                )
+            )
         aside = root / BACKUPS / ".restoring"
-        for left in (aside, *workspace.shards.glob(".*")):  # of an ingest or a restore that was killed
+        for left in (aside, *workspace.shards.glob(".*")):  # left by an ingest or a restore that was killed
             remove(left)
         aside.mkdir(parents=True)
         try:
@@ -100,9 +115,9 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
 
 
 def _restore_config(root: Path, name: str) -> list[str]:
-    """``factory.yaml`` and the folders, where they are gone; a policy that is there is left alone."""
+    """Restore ``factory.yaml``, folders and policies that are missing. Existing policies stay unchanged. Returns lines for a person."""
     backups = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else backups_of(root)[::-1]
-    # A new disk: all comes from the backup that is named.
+    # On a new disk everything comes from the named backup.
     fresh = not work_in(root) and not (root.is_dir() and any(root.iterdir()))
     if (root / "factory.yaml").exists() or not (work_in(root) or (fresh and any(map(journal.about, backups)))):
         for folder in FOLDERS if work_in(root) else ():
@@ -111,8 +126,11 @@ def _restore_config(root: Path, name: str) -> list[str]:
     kept = next((path for path in backups if (path / "factory.yaml").is_file()), None)
     if kept is None:
         raise WorkspaceError(
-            f"{root / 'factory.yaml'} is gone, and no backup in {root / BACKUPS} has it: write it again ('recipe: NAME' at least), then "
-            "run 'factory restore' again"
+            "lost_ledger.no_config",
+            "{file} is missing, and no backup in {folder} has a copy. Write the file again, at least the line 'recipe: NAME'. "
+            "Then run 'factory restore' again",
+            file=root / "factory.yaml",
+            folder=root / BACKUPS,
         )
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -124,68 +142,101 @@ def _restore_config(root: Path, name: str) -> list[str]:
         if path.is_file() and not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, place)
-    return [f"factory.yaml is back, from {kept}"]
+    return [Message("lost_ledger.config", "factory.yaml is restored from {backup}", backup=kept)]
 
 
 def _newest_good(root: Path, said: list[str]) -> Path | None:
+    """Return the newest backup that is whole and of this schema. Adds a line to ``said`` for each newer one."""
     for path in reversed(backups_of(root)):
         fault = database_damage(path / LEDGER)
         if not fault and about(path)["schema"] == SCHEMA:
             return path
-        said.append(f"backup {path.name} is passed over: {fault or 'it is of another schema'}")
+        why = fault or Message("lost_ledger.other_schema", "the backup is of another schema")
+        said.append(
+            Message("lost_ledger.skipped_backup", "backup {backup} is skipped: {why}", backup=path.name, why=why)
+        )
     return None
 
 
 def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progress, said: list[str]) -> Ledger:
     if base is None:
-        said.append("there is no backup: the ledger is made from the workspace's folders alone")
+        said.append(
+            Message(
+                "lost_ledger.no_backup",
+                "The workspace has no backup: the ledger is made from the workspace's folders",
+            )
+        )
         ledger = Ledger.create(f"sqlite:///{file}", workspace.root)
         ledger.journaled = False
         _from_nothing(Plant(workspace, ledger))
     else:
         if about(base)["schema"] != SCHEMA:
             raise InputError(
-                f"{base} is of schema {about(base)['schema']}, this factory's is {SCHEMA}: name another backup"
+                "lost_ledger.wrong_schema",
+                "{backup} is of schema {schema}, and this factory reads schema {known}: name another backup",
+                backup=base,
+                schema=about(base)["schema"],
+                known=SCHEMA,
             )
         shutil.copyfile(base / LEDGER, file)
         ledger = Ledger.open(f"sqlite:///{file}", workspace.root)
         ledger.journaled = False
-        said.append(f"the ledger is the one of backup {base.name}, and what its journal holds:")
-        said.append(f"  {_replay(Plant(workspace, ledger, progress), base, said)} transactions since")
+        said.append(Message("lost_ledger.from_backup", "The ledger is restored from backup {backup}", backup=base.name))
+        transactions = _replay(Plant(workspace, ledger, progress), base, said)
+        said.append(
+            Message(
+                "lost_ledger.from_journal",
+                "  and from {transactions:,} later transactions in its journal",
+                transactions=transactions,
+            )
+        )
     said += _unknown_shards(Plant(workspace, ledger, progress))
     said += _take_up(Plant(workspace, ledger))
     return ledger
 
 
-def starts_at(root: Path) -> str:
-    """Where 'factory run' goes on in a restored workspace, and what was set aside."""
+def starts_at(root: Path) -> Message:
+    """Describe at which step 'factory run' continues in a restored workspace, and how much was set aside."""
     workspace = Workspace.open(root)
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     trunk = SegmentRow.first(ledger, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
-    where = (
-        f"goes on from step {trunk.last_step}" if trunk else "begins to train at step 0: no trained segment is known"
-    )
-    if trunk and (fault := checkpoint_fault(last_checkpoint(ledger, trunk.id), deep=False)):
-        where += f", once its checkpoint is back or made again: {fault}"
-    aside = len(list((workspace.root / "set-aside").glob("*")))
-    return f"'factory run' {where}" + (
-        f"; {aside} files or folders lie in {workspace.root / 'set-aside'}" if aside else ""
-    )
+    if trunk is None:
+        where = Message(
+            "lost_ledger.starts_anew", "'factory run' starts to train at step 0: no trained segment is known"
+        )
+    elif fault := checkpoint_fault(last_checkpoint(ledger, trunk.id), deep=False):
+        where = Message(
+            "lost_ledger.needs_checkpoint",
+            "'factory run' continues from step {step} after its checkpoint is restored or made again: {fault}",
+            step=trunk.last_step,
+            fault=fault,
+        )
+    else:
+        where = Message("lost_ledger.continues", "'factory run' continues from step {step}", step=trunk.last_step)
+    if aside := len(list((workspace.root / "set-aside").glob("*"))):
+        return Message(
+            "lost_ledger.continues_with_rest",
+            "{start}. {count:,|file or folder is|files or folders are} set aside in {folder}",
+            start=where,
+            count=aside,
+            folder=workspace.root / "set-aside",
+        )
+    return where
 
 
 # -- the journal -------------------------------------------------------------------------------------------------------
 def _replay(plant: Plant, base: Path, said: list[str]) -> int:
-    """How many batches. A batch that was in the backup already changes nothing."""
+    """Write the batches of the journals since a backup. Returns how many. A batch that the backup already has changes nothing."""
     own = folders_of(plant.workspace.root)
     journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
-    # From elsewhere: begin with the journal that ran when it was made.
+    # A backup in another folder: start with the journal that was in use when the backup was made.
     if base.parent != plant.workspace.root / BACKUPS:
         earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = 0
     for path in journals:
         if damage := damage_of(path):
-            said.append(f"  {damage}")
+            said.append(Message("lost_ledger.damaged_journal", "  {damage}", damage=damage))
         for batch in replayed(path):
             batches += 1
             _put(plant.ledger, batch)
@@ -193,7 +244,7 @@ def _replay(plant: Plant, base: Path, said: list[str]) -> int:
 
 
 def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
-    """Write a batch's rows as they were; keys, references and counters included."""
+    """Write a batch's rows unchanged, with their keys, references and counters."""
     assert ledger.file
     with closing(sqlite3.connect(ledger.file)) as file:
         file.execute("PRAGMA foreign_keys=OFF")
@@ -209,9 +260,9 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
 
 
 def ingest_file(plant: Plant, path: Path, name: str) -> str:
-    """Ingest a raw shard under the name that it arrived with, which says how it is read; returns its SHA-256."""
+    """Ingest a raw shard under its original name, which determines the reader. Returns its SHA-256."""
     folder = plant.workspace.shards / f".again-{os.getpid()}"
-    for left in (folder, *plant.workspace.shards.glob(".again-*")):  # of one that was killed
+    for left in (folder, *plant.workspace.shards.glob(".again-*")):  # left by a process that was killed
         remove(left)
     folder.mkdir()
     try:
@@ -227,7 +278,7 @@ def _raw(workspace: Workspace) -> tuple[Path, Path]:
 
 
 def _from_nothing(plant: Plant) -> None:
-    """What must be there before shards are ingested: the identity that segments bear, and the tokenizer."""
+    """Enter the identity from the segments' folders, and the tokenizer. Both must be in the ledger before shards are ingested."""
     owners = [read_owner(folder) for folder in sorted(plant.workspace.segments.iterdir()) if folder.is_dir()]
     with plant.ledger.begin() as tx:
         for owner in owners[-1:]:
@@ -240,32 +291,52 @@ def _from_nothing(plant: Plant) -> None:
 
 
 def _unknown_shards(plant: Plant) -> list[str]:
-    """Ingest filed shards that no row names, in the order in which they were filed."""
+    """Ingest filed shards without a row, in the order in which they were filed. Returns lines for a person."""
     known = {row["sha256"][:16] for row in plant.ledger.read("SELECT sha256 FROM shards")}
     filed = [path for folder in _raw(plant.workspace) if folder.is_dir() for path in folder.iterdir() if path.is_file()]
-    said = []
+    said: list[str] = []
     for path in sorted(filed, key=lambda one: (one.stat().st_ctime_ns, one.name)):
         prefix, _, name = path.name.partition("-")
         if len(prefix) == 16 and name and prefix not in known and not path.name.startswith("."):
             try:
                 ingest_file(plant, path, name)
-                said.append(f"  shard {name} was not in the ledger: ingested again")
+                said.append(
+                    Message(
+                        "lost_ledger.shard", "  shard {shard} was not in the ledger, and is ingested again", shard=name
+                    )
+                )
             except FactoryError as error:
-                said.append(f"  shard {name} cannot be ingested again: {error}")
+                said.append(
+                    Message(
+                        "lost_ledger.lost_shard",
+                        "  shard {shard} cannot be ingested again: {why}",
+                        shard=name,
+                        why=error.message,
+                    )
+                )
     return said
 
 
 def _take_up(plant: Plant) -> list[str]:
-    """Segments whose folder proves what they are become planned again: the next pass takes their results. The rest is set aside."""
-    said = []
+    """Enter segments that their folders identify as planned: the next pass uses their results. Set other folders aside.
+
+    Returns lines for a person.
+    """
+    said: list[str] = []
     known = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     for folder in sorted(
         path for path in plant.workspace.segments.iterdir() if path.is_dir() and path.name not in known
     ):
         if why := _plan_again(plant.ledger, folder):
-            said.append(f"  {folder} is set aside, in {set_aside(plant.workspace.root, folder)}: {why}")
+            said.append(_set_aside(plant, folder, why))
         else:
-            said.append(f"  segment {folder.name} was not in the ledger: taken up from its folder")
+            said.append(
+                Message(
+                    "lost_ledger.segment",
+                    "  segment {segment} was not in the ledger, and is entered from its folder",
+                    segment=folder.name,
+                )
+            )
     numbers = {f"segment-{row.id:05d}" for row in SegmentRow.select(plant.ledger)}
     token_shards = {row["id"] for row in plant.ledger.read("SELECT id FROM token_shards")}
     orphans = [path for path in plant.workspace.exports.glob("segment-*") if path.name not in numbers]
@@ -273,30 +344,42 @@ def _take_up(plant: Plant) -> list[str]:
     orphans += [path for path in whole if path.parent.name not in token_shards]
     for path in orphans:
         path = path.parent if path.name == "manifest.json" else path
-        said.append(
-            f"  {path} is set aside, in {set_aside(plant.workspace.root, path)}: nothing in the ledger names it"
-        )
+        said.append(_set_aside(plant, path, Message("lost_ledger.orphan", "the ledger does not name it")))
     return said
 
 
+def _set_aside(plant: Plant, path: Path, why: str) -> Message:
+    return Message(
+        "lost_ledger.set_aside",
+        "  {path} is set aside in {place}: {why}",
+        path=path,
+        place=set_aside(plant.workspace.root, path),
+        why=why,
+    )
+
+
 def _plan_again(ledger: Ledger, folder: Path) -> str:
-    """Add the row that a segment's folder bears, as planned; returns why not."""
+    """Add the row in a segment's folder to the ledger, as planned. Returns why this is impossible, or ''."""
     owner = read_owner(folder)
     row, plan = owner.get("row"), owner.get("data_plan")
     if not isinstance(row, dict) or not isinstance(plan, dict) or set(PLANNED.split()) - row.keys():
-        return "it does not say which plan it is of"
+        return Message("lost_ledger.no_plan", "the folder does not name its plan")
     if owner.get("ledger") != ledger.identity:
-        return "it is of another ledger"
+        return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})
     if plan_sha256(planned) != owner.get("plan_sha256"):
-        return "its plan does not have the hash that it bears"
+        return Message("lost_ledger.other_hash", "the hash of its plan differs from the hash in the folder")
     if ledger.read("SELECT id FROM segments WHERE id = :id", id=planned.id):
-        return f"the ledger has another segment {planned.id}"
+        return Message("lost_ledger.other_segment", "the ledger has another segment {segment}", segment=planned.id)
     if planned.parent is not None and not ledger.read("SELECT id FROM segments WHERE id = :id", id=planned.parent):
-        return f"segment {planned.parent}, which it goes on from, is not known"
+        return Message("lost_ledger.no_parent", "its parent, segment {parent}, is unknown", parent=planned.parent)
     held = {one["id"] for one in ledger.read("SELECT id FROM token_shards")}
     if missing := [one["id"] for one in plan.get("token_shards", []) if one["id"] not in held]:
-        return f"token shard {missing[0]}, which it was trained on, is not known"
+        return Message(
+            "lost_ledger.no_token_shard",
+            "token shard {token_shard}, on which the segment was trained, is unknown",
+            token_shard=missing[0],
+        )
     with ledger.begin() as tx:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == planned.data_plan)).first() is None:
             tx.execute(data_plans.insert().values(id=planned.data_plan, plan=plan, created_at=planned.created_at))
@@ -308,10 +391,10 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
 
 # -- the end -----------------------------------------------------------------------------------------------------------
 def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
-    """Put the new ledger in its place; the old one's files are kept.
+    """Move the new ledger into its place. The files of the old ledger are kept in ``backups/``.
 
-    The old file goes before its logs: without its log it would be a ledger that lacks the last commits and looks whole. The new one comes
-    last: SQLite would read the old logs into it.
+    The old file is moved before its logs: without its log it would look whole but lack the last commits. The new file comes last: SQLite would
+    otherwise read the old logs into it.
     """
     new = file.with_name(f".{file.name}.restored")
     shutil.copyfile(made, new)
@@ -322,12 +405,12 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
         kept = _replaced(root)
         for path in there:
             put_in_place(path, kept / path.name)
-        said.append(f"the ledger as it was is kept: {kept}")
+        said.append(Message("lost_ledger.kept", "The former ledger is kept in {folder}", folder=kept))
     put_in_place(new, file)
 
 
 def _replaced(root: Path) -> Path:
-    """A new folder for what is replaced; a second one of the same second gets a number."""
+    """Make a new folder for replaced files. A second folder in the same second gets a number."""
     name, number = f"replaced-{stamp()}", 0
     while (folder := root / BACKUPS / (f"{name}-{number}" if number else name)).exists():
         number += 1
@@ -335,8 +418,11 @@ def _replaced(root: Path) -> Path:
     return folder
 
 
-def restore_mlflow(workspace: Workspace) -> str:
-    """Put MLflow's database back from the newest good backup; without one it is made empty at the next need. Returns what was done."""
+def restore_mlflow(workspace: Workspace) -> Message:
+    """Restore MLflow's database from the newest good backup. Without a backup, MLflow makes an empty one when it is needed.
+
+    Returns a line for a person.
+    """
     file = sqlite_file(workspace.mlflow_uri)
     assert file is not None
     kept = _replaced(workspace.root)
@@ -348,5 +434,14 @@ def restore_mlflow(workspace: Workspace) -> str:
             new = file.with_name(f".{file.name}.restored")
             shutil.copyfile(backup / MLFLOW, new)
             put_in_place(new, file)
-            return f"MLflow's database is the one of backup {backup.name} again; the damaged one is kept: {kept}"
-    return f"MLflow's database is made again, from the ledger; the damaged one is kept: {kept}"
+            return Message(
+                "lost_ledger.mlflow_restored",
+                "MLflow's database is restored from backup {backup}. The damaged database is kept in {folder}",
+                backup=backup.name,
+                folder=kept,
+            )
+    return Message(
+        "lost_ledger.mlflow_remade",
+        "MLflow's database will be made again from the ledger. The damaged database is kept in {folder}",
+        folder=kept,
+    )

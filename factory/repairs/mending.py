@@ -1,4 +1,4 @@
-"""Mends what ``examining`` found, and goes on: the daemon's way out of a damaged input, and ``factory check --repair``."""
+"""Repairs the damage that ``examining`` finds, for the daemon and for ``factory check --repair``."""
 
 from __future__ import annotations
 
@@ -34,15 +34,16 @@ from factory.repairs.token_shards import (
     token_shard_fault,
 )
 from factory.training.planning import last_checkpoint, plan_of
+from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
 T = TypeVar("T")
 
 
 def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str]:
-    """Examine the workspace and mend what can be mended; returns what was done or why not, a line each.
+    """Examine the workspace and repair all damage that can be repaired. Returns a line for each repair that succeeded or failed.
 
-    A ledger that is damaged is restored first, and what it then says is examined.
+    A damaged ledger is restored first. The rest is then examined by the restored ledger.
     """
     databases = list(database_faults(workspace))
     lines = restore(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
@@ -55,14 +56,17 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
                 try:
                     why = MENDS[fault.kind](Plant(workspace, ledger, progress), fault.subject)
                 except (FactoryError, TrainerError) as error:
-                    why = str(error)
+                    why = Message.from_json(getattr(error, "message", str(error)))
                 name = f"{fault.kind} {fault.subject}".strip()
-                lines.append(f"{name}: NOT mended: {why}" if why else f"{name}: mended ({fault.what})")
+                if why:
+                    lines.append(Message("mending.not_repaired", "{name}: NOT repaired: {why}", name=name, why=why))
+                else:
+                    lines.append(Message("mending.repaired", "{name}: repaired ({what})", name=name, what=fault.what))
     return lines
 
 
 def _mend_mlflow(plant: Plant, _: str) -> str:
-    plant.say(f"  {restore_mlflow(plant.workspace)}")
+    plant.say(Message("mending.mlflow", "  {done}", done=restore_mlflow(plant.workspace)))
     with plant.ledger.begin() as tx:
         record(tx, MLFLOW_REMADE, "mlflow")
     return ""
@@ -70,7 +74,9 @@ def _mend_mlflow(plant: Plant, _: str) -> str:
 
 def _mend_checkpoint(plant: Plant, subject: str) -> str:
     whole = not checkpoint_fault(last_checkpoint(plant.ledger, int(subject)), deep=True)
-    return "" if whole else replay_checkpoint(plant, int(subject))  # whole: made again for one that goes on from it
+    return (
+        "" if whole else replay_checkpoint(plant, int(subject))
+    )  # whole: the repair of a later segment already replayed it
 
 
 def _mend_hashes(plant: Plant, subject: str) -> str:
@@ -85,7 +91,7 @@ def _serve(plant: Plant, _: str) -> str:
     return ""
 
 
-# By the kind of a ``Damage`` that mends, of its subject. Each returns why not, or nothing.
+# The repair of each kind of ``Damage``, called with its subject. It returns why it failed, or ''.
 MENDS: dict[str, Callable[[Plant, str], str]] = {
     "mlflow": _mend_mlflow,
     "tokenizer": lambda plant, _: bring_back_tokenizer(plant),
@@ -98,10 +104,10 @@ MENDS: dict[str, Callable[[Plant, str], str]] = {
 
 
 def mend_inputs(plant: Plant, number: int, every: bool = True) -> bool:
-    """Look at all that a segment reads, to the last byte, and mend what is damaged; returns whether anything was.
+    """Hash all files that a segment reads, and repair those that are damaged. Returns whether any was damaged.
 
-    Without ``every`` only token shards are looked at that changed since they were last hashed: the trainer itself hashes what else it reads.
-    Raises: FactoryError when it cannot be mended, with what a person can do.
+    Without ``every``, only token shards that changed since they were last hashed are checked: the trainer itself hashes its other inputs.
+    Raises: FactoryError with the remedy when a repair fails.
     """
     row, known = SegmentRow.get(plant.ledger, number), HashedShards(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in plan_of(plant.ledger, row)["token_shards"]}
@@ -120,9 +126,9 @@ def mend_inputs(plant: Plant, number: int, every: bool = True) -> bool:
 
 
 def with_mending(plant: Plant, act: Callable[[], T]) -> T:
-    """Do ``act``; when it fails and a token shard, a checkpoint or the export that it read is gone or damaged, mend that and do it again.
+    """Call ``act``. If it fails and the tokenizer, a token shard, a checkpoint or an export is damaged, repair that and call it again.
 
-    Raises: what ``act`` raises, when there was nothing to mend, or the same fault is there again.
+    Raises: the error of ``act`` when nothing is damaged, or the same damage occurs again.
     """
     seen: set[Damage] = set()
     while True:
@@ -130,7 +136,7 @@ def with_mending(plant: Plant, act: Callable[[], T]) -> T:
             return act()
         except (FactoryError, TrainerError, OSError, ValueError) as error:
             if isinstance(error, WorkspaceError) or cannot_be_read_now(error):
-                raise  # in use, or the ledger itself; or nothing is known of what it read
+                raise  # the workspace is in use, the ledger is damaged, or a fault of the machine prevents reading
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]
             else:
@@ -145,9 +151,15 @@ def with_mending(plant: Plant, act: Callable[[], T]) -> T:
 
 def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
     for fault in damaged:
-        plant.progress.line(f"  {fault.what}: it is made again")
+        plant.progress.line(Message("mending.begins", "  {what}. The factory repairs this now", what=fault.what))
         if why := MENDS[fault.kind](plant, fault.subject):
-            raise FactoryError(f"{fault.what}, and it cannot be made again: {why}")
+            raise FactoryError(
+                "mending.failed",
+                "{what}, and the repair failed: {why}",
+                what=fault.what,
+                why=why,
+                subject=fault.subject,
+            )
         name = f"{fault.kind.removesuffix('s')} {fault.subject}".strip()
-        plant.progress.line(f"  {name} is whole again")
+        plant.progress.line(Message("mending.done", "  {name} is whole again", name=name))
     return bool(damaged)

@@ -1,8 +1,7 @@
-"""Token shards and the tokenizer: what is wrong with one, and how it is made again from its raw shard, or brought back from a copy.
+"""Checks token shards and the tokenizer. Makes a token shard again from its raw shard, and restores the tokenizer from a copy.
 
-The ledger says which documents of the raw shard a token shard holds. Their text goes the same way again as at ingest (normalise, redact, cut
-out what was held out then, tokenise), and the name of a token shard is the hash of its content: what is made again is the same to the
-bit, or it is refused.
+The ledger has the documents of each token shard. Their text is processed again as at ingest: normalise, redact, cut n-grams of documents
+held out at that time, tokenise. The name of a token shard is the hash of its content: the new token shard is the same to the bit, or refused.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.training.segment_folder import set_aside
 from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.message import Message
 from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
 from trainer.contract.errors import TokenShardError
 
@@ -50,9 +50,9 @@ LONG_FILE = "tokens.bin"
 
 
 def token_shard_fault(path: Path, deep: bool) -> str:
-    """What is wrong with a token shard, or nothing. Tokens are hashed only with ``deep``; all else is, always.
+    """Describe the damage of a token shard; '' without damage. The tokens are hashed only with ``deep``, all other files always.
 
-    Raises: TokenShardError, OSError where nothing can be read now.
+    Raises: TokenShardError, OSError when a fault of the machine prevents reading.
     """
     shard = TokenShard(path)
     try:
@@ -60,43 +60,59 @@ def token_shard_fault(path: Path, deep: bool) -> str:
         for name in FILES:
             file = path / name
             if not file.is_file():
-                return f"{file} is gone"
+                return _missing(file)
             if name == LONG_FILE and not deep:
                 expected = manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize
                 if file.stat().st_size != expected:
-                    return f"{file} has {file.stat().st_size} bytes, and not {expected}"
+                    return Message(
+                        "token_shards.wrong_size",
+                        "{path} has {size:,} bytes, but should have {expected:,}",
+                        path=file,
+                        size=file.stat().st_size,
+                        expected=expected,
+                    )
             elif file_sha256(file) != manifest["files"][name]:
-                return f"{file} is damaged: its SHA-256 is not the one in the manifest"
+                return Message(
+                    "token_shards.other_hash",
+                    "{path} is damaged: its SHA-256 differs from the one in the manifest",
+                    path=file,
+                )
     except TokenShardError as error:
         if cannot_be_read_now(error):
             raise
-        return str(error) if path.exists() else f"{path} is gone"
+        return Message.from_json(getattr(error, "message", str(error))) if path.exists() else _missing(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
         if cannot_be_read_now(error):
             raise
-        return f"{path}: {error}"
+        return Message("token_shards.unreadable", "{path} cannot be read: {why}", path=path, why=str(error))
     return ""
 
 
-class HashedShards:
-    """How the files of each token shard were when they were last hashed and found whole: a note in ``cache/hashed.json``.
+def _missing(path: Path) -> Message:
+    return Message("token_shards.missing", "{path} is missing", path=path)
 
-    A file whose size and times are the same is taken to be the same, so that a segment's start hashes what is new or was touched, not the
-    corpus. What a disk changes by itself leaves no trace there: ``factory check`` finds it, which hashes a few of all and, with ``--deep``, all.
+
+class HashedShards:
+    """A note in ``cache/hashed.json`` of the sizes and times of token shards' files when they were last hashed and whole.
+
+    A file with the same size and times counts as unchanged: the start of a segment hashes only new and changed files. Damage by the disk itself
+    changes no time. ``factory check`` finds it: it hashes a few files of each kind, and with ``--deep`` all.
     """
 
     def __init__(self, workspace: Workspace) -> None:
         self.file = workspace.root / "cache" / "hashed.json"
         try:
             noted = json.loads(self.file.read_text())
-        except (OSError, ValueError):  # none yet, or damaged: all is hashed again
+        except (OSError, ValueError):  # missing or damaged: all files are hashed again
             noted = {}
         self.known: dict[str, list[list[int]]] = noted if isinstance(noted, dict) else {}
 
     def same(self, folder: Path) -> bool:
+        """Return whether a token shard's files have the noted sizes and times."""
         return self.known.get(folder.name) == _times(folder)
 
     def note(self, folders: Iterable[Path]) -> None:
+        """Note the sizes and times of token shards that were hashed and are whole."""
         new = {folder.name: _times(folder) for folder in folders}
         if any(self.known.get(name) != times for name, times in new.items()):
             self.known |= new
@@ -105,7 +121,7 @@ class HashedShards:
 
 
 def _times(folder: Path) -> list[list[int]]:
-    """(bytes, last change of the content, last change at all, inode) of each file; [] of one that is gone."""
+    """Return size, time of the content, time of the inode and inode of each file; [] if a file is missing."""
     found = []
     for name in ("manifest.json", *FILES):
         try:
@@ -117,7 +133,7 @@ def _times(folder: Path) -> list[list[int]]:
 
 
 def raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
-    """(the file that a shard arrived as, where it lies now, the name it had). None: it is gone."""
+    """Return the present path of a shard's raw file (None if it is missing) and its name at arrival."""
     row = plant.ledger.read("SELECT name, path FROM shards WHERE sha256 = :sha256", sha256=sha256)[0]
     folders = (plant.workspace.shards / "raw", plant.workspace.quarantine, plant.workspace.inbox)
     places = [Path(row["path"]), *(path for folder in folders for path in folder.glob(f"{sha256[:16]}-*"))]
@@ -125,9 +141,9 @@ def raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
 
 
 def rebuild_token_shard(plant: Plant, number: str) -> str:
-    """Make a token shard again from its raw shard; returns why it cannot be, or nothing. What is damaged is set aside."""
+    """Make a token shard again from its raw shard. Returns why this is impossible, or ''. The damaged token shard is set aside."""
     row = plant.ledger.read("SELECT shard, path FROM token_shards WHERE id = :id", id=number)[0]
-    # Then another file is there, and other tokens are made of it.
+    # After text was erased, the raw file is another one and gives other tokens.
     erased = erased_shards(plant.ledger).get(row["shard"])
     expected = erased["token_shards"].get(number, {}).get("content", number) if erased else number
     raw, why = _whole_raw(plant, row["shard"])
@@ -146,9 +162,9 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
                 vocab_size=max(policy.tokenizer.vocab_size, tokenizer.vocab_size),
                 tokenizer_sha256=tokenizer.sha256,
             )
-        # A file of one document that was erased is empty, and its token shard not made again.
+        # If the only document of a file was erased, the file is empty and no token shard can be made from it.
         except ShardProblem as problem:
-            return f"{raw} cannot be read: {problem}"
+            return _unreadable_raw(raw, problem)
         found.append(made.id)
         if made.id == expected:
             place = Path(row["path"])
@@ -158,17 +174,25 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
             with plant.ledger.begin() as tx:
                 record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
             return ""
-    return (
-        f"made again from {raw.name} it is another one ({', '.join(found)}): policies/data.yaml, the tokenizer or this program changed since; "
-        "put the old policy back, then repair again"
+    return Message(
+        "token_shards.differs",
+        "the token shard made from {raw} differs from the recorded one ({found}): policies/data.yaml, the tokenizer or the factory "
+        "has changed. Restore the old policy, then repair again",
+        raw=raw.name,
+        found=found,
     )
 
 
-def rebuild_hashes(plant: Plant, subject: str) -> str:
-    """Make the file again that later documents are compared with (``factory.ingest.compared``); returns why it cannot be, or nothing.
+def _unreadable_raw(raw: Path, problem: ShardProblem) -> Message:
+    why = getattr(problem, "message", str(problem))
+    return Message("token_shards.unreadable_raw_shard", "{path} cannot be read: {why}", path=raw, why=why)
 
-    A backup's copy is taken where one is whole. Without, of a held-out document all n-grams come back, with phrases that were common when it was
-    chosen, and nothing of a document whose text was erased. What is damaged is set aside.
+
+def rebuild_hashes(plant: Plant, subject: str) -> str:
+    """Make a file with hashes of documents again (``factory.ingest.compared``). Returns why this is impossible, or ''.
+
+    A whole copy in a backup comes first. Without a copy, the new file has all n-grams of a held-out document, also phrases that were common at
+    ingest, and nothing of documents whose text was erased. The damaged file is set aside.
     """
     file = hashes_file(plant.workspace.root, subject)
     if file.exists():
@@ -181,7 +205,7 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
 
 
 def _hashes_from_backup(plant: Plant, subject: str) -> bool:
-    """Was the copy of a backup put back? One that does not hold what the ledger names is of another ingest, before a restore."""
+    """Restore the file from a backup whose copy has exactly the ledger's documents. Returns whether a backup had one."""
     for backup in reversed(backups_of(plant.workspace.root)):
         try:
             found = read_hashes(backup, subject).select(["key", "held_out"]).to_pylist()
@@ -205,13 +229,16 @@ def _hashes_of_task(plant: Plant, subject: str) -> str:
     try:
         read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
-        return "the file with its items is gone from policies/tasks: put it there again"
+        return Message(
+            "token_shards.no_task_items",
+            "the file with the task's items is missing in policies/tasks: copy the file there again",
+        )
     return ""
 
 
 def _hashes_of_shard(plant: Plant, subject: str) -> str:
     shard, wanted = _hashed_rows(plant, subject)
-    if not wanted:  # the file of one document that was erased is empty, and no reader takes it
+    if not wanted:  # the only document of the file was erased: the file is empty, and no reader accepts it
         write_hashes(plant.workspace.root, subject, ())
         return ""
     trained = {key for key, row in wanted.items() if row["token_shard"]}
@@ -229,15 +256,19 @@ def _hashes_of_shard(plant: Plant, subject: str) -> str:
                 kept = done.sampled if row.key in trained else np.unique(grams) if then["is_held"] else grams[:0]
                 made[row.key] = HashedDocument(row.key, signature, kept, bool(then["is_held"]))
         except ShardProblem as problem:
-            return f"{raw} cannot be read: {problem}"
+            return _unreadable_raw(raw, problem)
         if made.keys() == wanted.keys():
             write_hashes(plant.workspace.root, subject, (made[key] for key in wanted))
             return ""
-    return f"{raw} is read otherwise now: policies/data.yaml or this program changed since; put the old policy back, then repair again"
+    return Message(
+        "token_shards.read_differently",
+        "{path} now gives other documents: policies/data.yaml or the factory has changed. Restore the old policy, then repair again",
+        path=raw,
+    )
 
 
 def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
-    """(a shard's SHA-256, by key the rows that its ingest wrote, in that order), without those whose text was erased (``store.hashed``)."""
+    """Return a shard's SHA-256 and the rows of its file of hashes, by key and in order, without erased documents (``store.hashed``)."""
     of = f"{prefix_of(subject)}%"
     shard: str = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=of)[0]["sha256"]
     sql = (
@@ -251,21 +282,28 @@ def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
 
 
 def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
-    """(a shard's file, why there is none that is as it was)."""
+    """Return a shard's raw file, or None and why no unchanged raw file exists."""
     raw, name = raw_shard(plant, shard)
     if raw is None:
-        return (
-            None,
-            f"shard {name}, which it was made of, is gone too: put that file into {plant.workspace.shards / 'raw'} again",
+        return None, Message(
+            "token_shards.no_raw_shard",
+            "its raw shard {shard} is missing too: copy that file into {folder} again",
+            shard=name,
+            folder=plant.workspace.shards / "raw",
         )
     erased = erased_shards(plant.ledger).get(shard)
     if file_sha256(raw) != ((erased and erased["raw"]) or shard):
-        return None, f"{raw} is not the file that it was made of: put that file ({name}) there again"
+        return None, Message(
+            "token_shards.other_raw_shard",
+            "{path} is not the original raw shard: copy the original file ({shard}) there again",
+            path=raw,
+            shard=name,
+        )
     return raw, ""
 
 
 def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, Path, str]]:
-    """For each policy that may have been in force: a folder in which the shard's file lies under its name, which says how it is read."""
+    """Yield, for each policy that may have been in force, a folder with the shard's file under its original name, which selects the reader."""
     _, name = raw_shard(plant, shard)
     aside = plant.workspace.shards / f".again-{os.getpid()}"
     for policy in _policies(plant.workspace):
@@ -279,7 +317,7 @@ def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, P
 
 
 def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
-    """The data policy in force, then those of backups, newest first: it may have changed since the ingest."""
+    """Yield the present data policy, then those of backups, newest first: the policy may have changed since the ingest."""
     seen = set()
     for path in [
         workspace.policy("data.yaml"),
@@ -296,7 +334,7 @@ def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
 def _documents(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, token_shard: str
 ) -> Iterator[TokenizedDocument]:
-    """The documents of a token shard, in its order."""
+    """Yield the documents of a token shard, in its order."""
     erased = erased_shards(plant.ledger).get(shard, {"rows": []})["rows"]
     wanted = {
         row["key"]
@@ -312,7 +350,7 @@ def _documents(
 def _again(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
 ) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, Finished]]:
-    """(row, signature, n-grams, what it became) of each row of a shard that can be read; ``trained``: keys of those that are tokenised."""
+    """Yield row, signature, n-grams and result of each readable row of a shard. Rows whose keys are in ``trained`` are tokenised."""
     job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(plant.workspace.tokenizer))
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
@@ -334,7 +372,7 @@ def _again(
 def _with_erased(
     ledger: Ledger, number: str, erased: Mapping[str, Any], others: Iterator[TokenizedDocument]
 ) -> Iterator[TokenizedDocument]:
-    """The documents of a token shard with those whose text was erased, in the order of their rows."""
+    """Yield the documents of a token shard, erased documents included, in the order of their rows."""
     about = erased["token_shards"].get(number, {"fill": 0, "masks": {}})
     rows = set(erased["rows"])
     blank = [
@@ -347,10 +385,10 @@ def _with_erased(
         while blank and blank[0]["row"] < row:
             one = blank.pop(0)
             tokens = np.full(one["tokens"], about["fill"], np.uint32)
-            runs = about["masks"].get(one["key"], [0, one["tokens"]])  # without loss, with loss, without …
+            runs = about["masks"].get(one["key"], [0, one["tokens"]])  # lengths: without loss, with loss, without …
             mask = np.repeat(np.arange(len(runs)) % 2 == 1, runs)
             own = [one["domain"], one["source"] or "", one["license"] or ""]
-            # A person may have given it others since.
+            # The labels at ingest: a person may have changed them later.
             domain, source, licence = about.get("labels", {}).get(one["key"], own)
             yield TokenizedDocument(one["key"], one["id"], domain, source, licence, tokens, mask)
 
@@ -361,8 +399,8 @@ def _with_erased(
 
 
 def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgrams:
-    """What was held out when a shard was ingested, by itself and by those before it, and the tasks' items that were there."""
-    before = plant.ledger.read(  # by the order of events: a clock may have gone back
+    """Return the n-grams held out when a shard was ingested: of documents of this and earlier shards, and of the tasks' items."""
+    before = plant.ledger.read(  # ordered by event, since the clock may have gone back
         "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held) AND id <= "
         "(SELECT MIN(id) FROM events WHERE kind = 'ingested' AND subject = :shard)",
         shard=f"shard:{shard[:16]}",
@@ -372,7 +410,7 @@ def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgr
 
 
 def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hashes]]:
-    """(key, n-grams) of a shard's held-out documents: all that they have, where what was recorded is lost."""
+    """Yield key and n-grams of a shard's held-out documents: the recorded n-grams, or all if the record is lost."""
     try:
         table = read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
@@ -384,24 +422,28 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
             yield row["key"], np.array(row["grams"], np.uint64)
 
 
-NAMED = "tokenizer.json"  # the file whose hash the ledger has
+NAMED = "tokenizer.json"  # the ledger has the hash of this file
 
 
 def tokenizer_fault(plant: Plant) -> str:
-    """What is wrong with the tokenizer that the ledger recorded, or nothing; none is recorded before the first ingest."""
+    """Describe the damage of the recorded tokenizer; '' without damage, and before the first ingest."""
     recorded = plant.ledger.one(sa.select(tokenizers))
     return _fault(plant.workspace.tokenizer, recorded["sha256"]) if recorded else ""
 
 
 def bring_back_tokenizer(plant: Plant) -> str:
-    """Copy the recorded tokenizer from a backup or an export; returns why it cannot be, or nothing. What is damaged is set aside."""
+    """Copy the recorded tokenizer from a backup or an export. Returns why this is impossible, or ''. The damaged one is set aside."""
     recorded = plant.ledger.one(sa.select(tokenizers))
     assert recorded
     exports = sorted(plant.workspace.exports.glob("segment-*"), reverse=True)
     kept = [*(path / "tokenizer" for path in reversed(backups_of(plant.workspace.root))), *exports]
     good = next((path for path in kept if not _fault(path, recorded["sha256"])), None)
     if good is None:
-        return f"no backup and no export holds it: put its files into {plant.workspace.tokenizer} again"
+        return Message(
+            "token_shards.no_tokenizer_copy",
+            "no backup and no export has the tokenizer: copy its files into {folder} again",
+            folder=plant.workspace.tokenizer,
+        )
     aside = plant.workspace.root / f".{plant.workspace.tokenizer.name}.writing"
     remove(aside)
     aside.mkdir()
@@ -420,13 +462,17 @@ def _fault(folder: Path, sha256: str) -> str:
         path = folder / name
         try:
             if name == NAMED and file_sha256(path) != sha256:
-                return f"{path} is not the recorded one: its SHA-256 is another"
+                return Message(
+                    "token_shards.other_tokenizer",
+                    "{path} is not the recorded tokenizer: its SHA-256 differs",
+                    path=path,
+                )
             if path.suffix == ".json" and name != NAMED:
                 json.loads(path.read_bytes())
             elif not path.read_bytes():
-                return f"{path} is empty"
+                return Message("token_shards.empty_file", "{path} is empty", path=path)
         except OSError as error:
-            return f"{path}: {error.strerror}"
+            return Message("token_shards.file_error", "{path}: {why}", path=path, why=error.strerror)
         except ValueError as error:
-            return f"{path} is damaged: {error}"
+            return Message("token_shards.damaged", "{path} is damaged: {why}", path=path, why=str(error))
     return ""

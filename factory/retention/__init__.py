@@ -1,9 +1,10 @@
-"""What is removed so that a factory can run for months: by policy, never what something needs, the ledger first and the folder after.
+"""Removes old files so that a factory can run for months. It keeps all files that pending work needs.
 
-``policy``    what ``policies/retention.yaml`` may say
-``needs``     what the ledger's rows need to be gone on with
-``stored``    what lies in the workspace that could go
-``choosing``  what goes, and why the rest stays; pure
-``cleaning``  does it
-``disk``      how much room is left, for how long, and what happens when there is too little
+``policy``    the keys of ``policies/retention.yaml``
+``needs``     the files that pending work needs, from the ledger
+``stored``    the files of a workspace that could be removed
+``choosing``  decides which files are removed, and why the others stay; a pure function
+``cleaning``  removes them
+``disk``      measures the free space on the disk
+``low_disk``  frees space, and stops training, when the disk is almost full
 """

@@ -1,4 +1,4 @@
-"""What goes and why the rest stays: a pure function of what is stored, what is needed, and the policy."""
+"""Decides which stored folders are removed, and why the others stay: a pure function of the folders, the needs and the policy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored import StoredFolder
+from kernels.contract.message import Message
 
 DAY = 86_400.0  # seconds
 OF_CODE = ("worktree", "compiled")
@@ -16,7 +17,7 @@ OF_CODE = ("worktree", "compiled")
 
 @dataclass(frozen=True)
 class Choice:
-    """``goes``: is it removed? ``why``, either way, for a person."""
+    """The decision about a folder: whether it ``goes`` (is removed), and why, for a person."""
 
     what: StoredFolder
     goes: bool
@@ -31,7 +32,7 @@ def choose(
     found: Sequence[StoredFolder],
     now: float,
 ) -> list[Choice]:
-    """``ends``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
+    """Decide about each folder. ``ends``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
     rows = {row.id: row for row in segments}
     trunk = [row.id for row in segments if row.kind == "trunk" and row.state == "done"][-policy.trunk_segments :]
     trained = [row.id for row in segments if row.kind != "average"]
@@ -45,18 +46,24 @@ def choose(
             choices.append(Choice(what, False, reason))
             continue
         if what.kind in OF_CODE:
-            kept = "its commit is one of the newest (worktrees)" if what.commit in commits else ""
-            choices.append(Choice(what, not kept, kept or "no newer segment is of its commit"))
+            if what.commit in commits:
+                why = Message("choosing.new_commit", "its commit is one of the newest (worktrees)")
+                choices.append(Choice(what, False, why))
+            else:
+                why = Message("choosing.old_commit", "no recent segment has its commit")
+                choices.append(Choice(what, True, why))
             continue
         if what.kind == "diagnosis":
-            choices.append(Choice(what, True, "its anomaly is closed"))
+            choices.append(Choice(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
             continue
         if what.made is not None:
-            choices.append(_by_age(what, (now - what.made) / DAY, policy.log_days, "log_days", "it was written"))
+            written = Message("choosing.written", "it was written")
+            choices.append(_by_age(what, (now - what.made) / DAY, policy.log_days, "log_days", written))
             continue
         row = rows.get(what.number)
         if row is None:
-            choices.append(Choice(what, False, "no segment of the ledger has its number: a person decides"))
+            why = Message("choosing.no_segment", "the ledger has no segment with its number: a person must decide")
+            choices.append(Choice(what, False, why))
             continue
         choices.append(_of_segment(policy, row, what, trunk, ladders, candidates, now))
     return choices
@@ -93,27 +100,35 @@ def _of_segment(
     now: float,
 ) -> Choice:
     days = (now - (row.finished_at or row.created_at)) / DAY
+    ended = Message("choosing.ended", "segment {segment} ended", segment=row.id)
     if what.kind == "ladder":
         if row.id in ladders:
-            return Choice(what, False, "its segment is one of the newest (ladders)")
-        return Choice(what, True, "newer segments have ladders")
+            return Choice(what, False, Message("choosing.new_ladder", "its segment is one of the newest (ladders)"))
+        return Choice(what, True, Message("choosing.old_ladder", "newer segments have ladders"))
     if what.kind == "log":
-        return _by_age(what, days, policy.log_days, "log_days", f"segment {row.id} ended")
+        return _by_age(what, days, policy.log_days, "log_days", ended)
     if what.kind == "run":
-        return _by_age(what, days, policy.run_days, "run_days", f"segment {row.id} ended")
+        return _by_age(what, days, policy.run_days, "run_days", ended)
     if what.kind == "audit":
-        return _by_age(what, days, policy.candidate_days, "candidate_days", f"segment {row.id} was audited, and ended")
+        audited = Message("choosing.audited", "segment {segment} was audited, and ended", segment=row.id)
+        return _by_age(what, days, policy.candidate_days, "candidate_days", audited)
     if row.state != "done":
-        return _by_age(what, days, policy.rewound_days, "rewound_days", f"segment {row.id} is {row.state}, and ended")
+        not_done = Message(
+            "choosing.not_done", "segment {segment} is {state}, and ended", segment=row.id, state=row.state
+        )
+        return _by_age(what, days, policy.rewound_days, "rewound_days", not_done)
     if what.kind == "runs":
-        return Choice(what, True, f"segment {row.id} is done")
+        return Choice(what, True, Message("choosing.done", "segment {segment} is done", segment=row.id))
     if row.id in candidates:
-        return _by_age(what, days, policy.candidate_days, "candidate_days", f"segment {row.id} ended")
+        return _by_age(what, days, policy.candidate_days, "candidate_days", ended)
     if row.id in trunk:
-        return Choice(what, False, "its segment is one of the newest of the trunk (trunk_segments)")
-    return Choice(what, True, "the trunk went on")
+        why = Message("choosing.new_trunk", "its segment is one of the newest of the trunk (trunk_segments)")
+        return Choice(what, False, why)
+    return Choice(what, True, Message("choosing.old_trunk", "the trunk has newer segments"))
 
 
-def _by_age(what: StoredFolder, days: float, limit: float, key: str, said: str) -> Choice:
-    ago = f"{said} {days:.1f} days ago"
-    return Choice(what, days >= limit, f"{ago} ({key}: {limit:g})")
+def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> Choice:
+    why = Message(
+        "choosing.age", "{event} {days:.1f} days ago ({key}: {limit:g})", event=event, days=days, key=key, limit=limit
+    )
+    return Choice(what, days >= limit, why)

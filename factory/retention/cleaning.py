@@ -1,7 +1,7 @@
-"""Removes what the policy no longer keeps. The ledger first, the folder after: killed between, the next call removes the folder. Where the
-disk is too full for the ledger, the folders go first and make room for their record.
+"""Removes folders that the policy no longer keeps: first a record in the ledger, then the folder. After a kill the next call removes it.
 
-A folder is renamed before it is emptied, so that nobody finds half a checkpoint.
+If the disk is too full for the record, the folders are removed first and the record follows. A folder is renamed before it is emptied, so that
+no process finds half a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,25 +29,29 @@ from factory.retention.choosing import Choice, choose
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored import stored
+from kernels.contract.message import Message
 
-REMOVED = ".retired-"  # a folder that is being removed
-BUSY = "another process works with folders of its kind now"
+REMOVED = ".retired-"  # the prefix of a folder while it is being removed
+BUSY = Message("cleaning.busy", "another process works with folders of this kind now")
 LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "compiled": "code-loop"}
 
 
 @dataclass(frozen=True)
 class Cleaned:
+    """The result of ``clean``: all decisions, and the bytes of the removed folders."""
+
     choices: list[Choice]
-    bytes: int  # of what went
+    bytes: int
 
     def gone(self) -> list[Choice]:
+        """Return the decisions whose folders were removed."""
         return [choice for choice in self.choices if choice.goes]
 
 
 def examine(plant: Plant, *, hard: bool = False) -> list[Choice]:
-    """What would go and what would stay. ``hard``: as where room is short. Raises: ConfigError, RepositoryError."""
+    """Decide about each stored folder. ``hard``: as when the disk is almost full. Raises: ConfigError, RepositoryError."""
     policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
-    found = stored(plant)  # before the needs: what is made meanwhile is not among it
+    found = stored(plant)  # before the needs, so that folders made later are not in the list
     needs = Needs.of(plant)
     last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
@@ -56,13 +60,13 @@ def examine(plant: Plant, *, hard: bool = False) -> list[Choice]:
 
 
 def clean(plant: Plant, *, hard: bool = False) -> Cleaned:
-    """Remove what goes; the caller holds the model loop's lock. What another process may be using stays for the next call.
+    """Remove the folders that ``examine`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use stay.
 
     Raises: ConfigError, RepositoryError.
     """
     for left in _half_removed(plant.workspace):
         remove(left)
-    # Of one that is over: whoever works in such a folder holds the model loop's lock too.
+    # No process uses these worktrees now: it would hold the lock 'model-loop'.
     for left in (path for name in ("diagnosis-*", "audit-*") for path in plant.workspace.worktrees.glob(name)):
         remove_worktree(plant.workspace.repository, left)
     with ExitStack() as held:
@@ -78,7 +82,7 @@ def clean(plant: Plant, *, hard: bool = False) -> Cleaned:
 
 
 def _remove_folders(plant: Plant, choices: list[Choice]) -> int:
-    """Returns the bytes of what went."""
+    """Remove folders and record them. Returns the freed bytes."""
     freed, untold = 0, dict[Path, dict[str, Any]]()
     try:
         for choice in choices:
@@ -113,7 +117,7 @@ def _tell(plant: Plant, gone: dict[Path, dict[str, Any]]) -> None:
 
 
 def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
-    """The ledger forgets them; what it says of that, MLflow is told later (``factory.show``)."""
+    """Remove MLflow's runs from the ledger and record that. ``factory.show`` removes them from MLflow later. Returns the freed bytes."""
     if not choices:
         return 0
     size = sum(choice.what.bytes() for choice in choices)
@@ -129,7 +133,7 @@ def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
 
 
 def _half_removed(workspace: Workspace) -> Iterator[Path]:
-    """Of a process that was killed here."""
+    """Yield the folders that a killed process did not remove completely."""
     for place in ("segments/*/checkpoints", "segments/*", "ladder", "audits", "diagnoses", "exports", "logs", "cache"):
         yield from workspace.root.glob(f"{place}/{REMOVED}*")
     yield from (workspace.mlflow_artifacts / "candidates").glob(f"*/artifacts/{REMOVED}*")
@@ -143,25 +147,30 @@ def _locked(held: ExitStack, workspace: Workspace, name: str) -> bool:
     return True
 
 
-def describe(cleaned: Cleaned) -> str:
-    """A line for a person.
+def describe(cleaned: Cleaned) -> Message:
+    """Describe a result in a line for a person.
 
-    >>> describe(Cleaned([], 0))
-    'nothing to remove'
+    >>> print(describe(Cleaned([], 0)))
+    nothing to remove
     """
     gone = cleaned.gone()
     if not gone:
-        return "nothing to remove"
+        return Message("cleaning.nothing", "nothing to remove")
     kinds = {choice.what.kind for choice in gone}
-    words = [f"{sum(choice.what.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)]
-    return f"{cleaned.bytes / 1e6:,.1f} MB freed: {', '.join(words)} removed"
+    return Message(
+        "cleaning.freed",
+        "{megabytes:,.1f} MB freed: {removed} removed",
+        megabytes=cleaned.bytes / 1e6,
+        removed=[f"{sum(choice.what.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
+    )
 
 
 def tidy(plant: Plant) -> None:
-    """After a segment: as ``clean``. What goes wrong is a line for a person; training never fails because of it."""
+    """Call ``clean`` after a segment. An error becomes a line for a person: training never fails because of retention."""
     try:
         cleaned = clean(plant)
         if cleaned.gone():
-            plant.progress.line(f"  retention: {describe(cleaned)}")
+            plant.progress.line(Message("cleaning.done", "  retention: {result}", result=describe(cleaned)))
     except (FactoryError, OSError) as error:
-        plant.progress.line(f"  nothing is cleaned up: {error}")
+        why = getattr(error, "message", str(error))
+        plant.progress.line(Message("cleaning.failed", "  retention removes nothing: {why}", why=why))

@@ -1,4 +1,4 @@
-"""The room on the workspace's disk: measured, noted now and then, and what happens when it falls below the policy's floor."""
+"""Measures the free space on the workspace's disk, and notes a sample every five minutes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from factory.core.workspace import Workspace
 
 SAMPLES = "disk.jsonl"  # in logs/
 EVERY_SECONDS = 300.0  # between two samples
-WINDOW_SECONDS = 6 * 3600.0  # of samples that the growth is measured from
+WINDOW_SECONDS = 6 * 3600.0  # only samples of this time count for the growth
 KEPT_BYTES = 1 << 16
-FLOOR_BYTES = 1_000_000_000  # where the policy names none
+FLOOR_BYTES = 1_000_000_000  # the policy's default
 
 
 def note(workspace: Workspace, now: float | None = None) -> None:
-    """Append a sample, unless the last one is recent; a line is small, and the file is cut to its newest half when it is long."""
+    """Append a sample, unless the last sample is recent. A long file is cut to its newest half."""
     now = time.time() if now is None else now
     path = workspace.logs / SAMPLES
     last = samples(workspace)[-1:]
@@ -34,19 +34,19 @@ def note(workspace: Workspace, now: float | None = None) -> None:
 
 
 def samples(workspace: Workspace) -> list[tuple[float, int]]:
-    """(seconds since 1970, free bytes), oldest first."""
+    """Return the samples (seconds since 1970, free bytes), oldest first."""
     found = []
     for line in read_tail(workspace.logs / SAMPLES, KEPT_BYTES).split(b"\n"):
         try:
             sample = json.loads(line)
             found.append((float(sample["at"]), int(sample["free"])))
         except (ValueError, KeyError, TypeError):
-            continue  # the first line may be cut, the last one half written
+            continue  # the first line may be cut, the last line may be incomplete
     return found
 
 
 def hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
-    """Until the floor is reached, at the rate at which room was lost in the last hours; None where none was, or it is not known yet.
+    """Return in how many hours the free space reaches the floor at the rate of the last hours; None if it does not shrink, or too few samples.
 
     >>> hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
     7.0

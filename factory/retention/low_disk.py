@@ -1,5 +1,4 @@
-"""The watch on the disk: below the floor, and where something did not fit, retention removes all that nothing needs; where that is not
-enough, training waits."""
+"""Reacts to a disk that is almost full: retention removes all files that nothing needs. If that is not enough, training waits."""
 
 from __future__ import annotations
 
@@ -14,10 +13,11 @@ from factory.ledger.plant import Plant
 from factory.retention.cleaning import clean, describe
 from factory.retention.disk import note
 from factory.retention.policy import RetentionPolicy
+from kernels.contract.message import Message
 
 
 def filled(workspace: Workspace, error: BaseException) -> bool:
-    """Does an error tell that the workspace's disk is full? It is another disk where half of this one is free, or this one is not there."""
+    """Return whether an error means that the workspace's disk is full. If half of that disk is free, another disk is full."""
     if not is_full(error):
         return False
     try:
@@ -28,15 +28,17 @@ def filled(workspace: Workspace, error: BaseException) -> bool:
 
 
 def make_room(plant: Plant) -> None:
-    """Remove all that nothing needs; a line when something went."""
+    """Remove all files that nothing needs. Prints a line if any were removed."""
     cleaned = clean(plant, hard=True)
     if cleaned.gone():
-        plant.progress.line(f"  the disk is almost full: {describe(cleaned)}")
+        plant.progress.line(
+            Message("low_disk.cleaned", "  the disk is almost full: {result}", result=describe(cleaned))
+        )
 
 
 def training_waits(plant: Plant) -> bool:
-    """Is there too little room to train? Removes what can be removed first, and says so when it changes. Once a pass."""
-    with suppress(OSError):  # a note for people
+    """Return whether the disk has too little space to train. Frees space first, and prints a line when the answer changes. Once a pass."""
+    with suppress(OSError):  # the sample is only for people
         note(plant.workspace)
     policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
     room = disk_usage(plant.workspace.root)
@@ -51,10 +53,22 @@ def training_waits(plant: Plant) -> bool:
             record(tx, DISK_LOW if is_low else DISK_WELL, "daemon", {"free": room.free, "floor": floor})
         if is_low:
             plant.progress.line(
-                f"  training waits: {room.free / 1e9:.2f} GB are free on the disk of {plant.workspace.root}, and the floor is "
-                f"{floor / 1e9:.2f} GB (floor_bytes, floor_share in policies/retention.yaml). Free some space: what is left is "
-                "needed, and 'factory clean --dry-run' says what for"
+                Message(
+                    "low_disk.training_waits",
+                    "  training waits: {free_gb:.2f} GB are free on the disk of {folder}, and the floor is {floor_gb:.2f} GB "
+                    "(floor_bytes, floor_share in policies/retention.yaml). Free some space. The factory needs all its remaining files; "
+                    "see why with 'factory clean --dry-run'",
+                    free_gb=room.free / 1e9,
+                    folder=plant.workspace.root,
+                    floor_gb=floor / 1e9,
+                )
             )
         else:
-            plant.progress.line(f"  {room.free / 1e9:.2f} GB are free on the disk again: training goes on")
+            plant.progress.line(
+                Message(
+                    "low_disk.training_continues",
+                    "  {free_gb:.2f} GB are free on the disk again: training continues",
+                    free_gb=room.free / 1e9,
+                )
+            )
     return is_low

@@ -1,6 +1,6 @@
-"""What of a workspace something needs: work that is not finished, a release, an open verdict, an open anomaly, an audit.
+"""Finds the files that unfinished work, releases, open verdicts, open anomalies and audits need, from the ledger.
 
-Read from the ledger alone. ``choosing`` keeps all of it, whatever the policy says.
+``choosing`` keeps all these files, whatever the policy says.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from factory.git.repository import live_commit
 from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
+from kernels.contract.message import Message
 
 Reasons = dict[int, str]
 
 
 @dataclass
 class Needs:
-    """By number, the first reason that was found. Of a segment in ``segments``, ``ends`` and ``steps`` speak of checkpoints alone."""
+    """The reason (the first that was found) why a file is needed, by number of its segment, unless noted otherwise."""
 
-    segments: Reasons = field(default_factory=dict)  # all that was kept of it
-    checkpoints: Reasons = field(default_factory=dict)  # all of its checkpoints
-    ends: Reasons = field(default_factory=dict)  # its last one
-    steps: dict[tuple[int, int], str] = field(default_factory=dict)  # (segment, step)
-    exports: Reasons = field(default_factory=dict)  # of the candidate of a segment
-    audits: Reasons = field(default_factory=dict)  # of a segment
-    diagnoses: Reasons = field(default_factory=dict)  # of an anomaly
-    commits: dict[str, str] = field(default_factory=dict)  # worktrees and what was compiled from them
+    segments: Reasons = field(default_factory=dict)  # all files of a segment
+    checkpoints: Reasons = field(default_factory=dict)  # all checkpoints of a segment
+    ends: Reasons = field(default_factory=dict)  # the last checkpoint of a segment
+    steps: dict[tuple[int, int], str] = field(default_factory=dict)  # a checkpoint, by segment and step
+    exports: Reasons = field(default_factory=dict)  # the export of a segment's candidate
+    audits: Reasons = field(default_factory=dict)  # the audit of a segment
+    diagnoses: Reasons = field(default_factory=dict)  # a diagnosis, by number of its anomaly
+    commits: dict[str, str] = field(default_factory=dict)  # worktrees and compiled kernels, by commit
 
     @classmethod
     def of(cls, plant: Plant) -> Needs:
-        """At one moment of the ledger. Raises: ConfigError, RepositoryError."""
+        """Find the needs at one moment of the ledger. Raises: ConfigError, RepositoryError."""
         kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
         audits = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
         found = cls()
@@ -50,8 +51,11 @@ class Needs:
             found._replicas(db, ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")))
             for row in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged')"):
                 if row.commit:
-                    found.commits.setdefault(row.commit, f"proposal {row.number} is {row.state}")
-        found.commits[live_commit(plant.workspace.repository)] = "it is the live code"
+                    why = Message(
+                        "needs.proposal", "proposal {proposal} is {state}", proposal=row.number, state=row.state
+                    )
+                    found.commits.setdefault(row.commit, why)
+        found.commits[live_commit(plant.workspace.repository)] = Message("needs.live_code", "it is the live code")
         return found
 
     def _unfinished(self, db: Reads) -> None:
@@ -63,64 +67,70 @@ class Needs:
             )
             if row.state in ("done", "rewound", "abandoned") or (replaced and row.state != "planned"):
                 continue
-            why = f"segment {row.id} is {row.state}"
+            why = Message("needs.segment", "segment {segment} is {state}", segment=row.id, state=row.state)
             self.segments.setdefault(row.id, why)
             self.commits.setdefault(row.code_commit, why)
             if row.parent is not None:
-                self.ends.setdefault(row.parent, f"{why} and goes on from it")
+                self.ends.setdefault(row.parent, Message("needs.parent", "{why} and starts from it", why=why))
             if row.kind == "average":
                 sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
                 for event in db.read(sql, subject=str(Subject("segment", row.id))):
                     for source in event["detail"]["average"]["sources"]:
-                        self.steps.setdefault((source["segment"], source["step"]), f"{why} and averages it")
+                        averaged = Message("needs.averaged", "{why} and averages it", why=why)
+                        self.steps.setdefault((source["segment"], source["step"]), averaged)
 
     def _trunk(self, db: Reads) -> None:
-        """What the next segments go on from, and what the gates' training starts from."""
+        """Find the checkpoints from which the next segments and the gates' training start."""
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         if trunk is None:
             return
-        self.ends.setdefault(trunk.id, "the trunk goes on from it")
+        self.ends.setdefault(trunk.id, Message("needs.trunk", "the trunk continues from it"))
         farthest = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY last_step DESC, id DESC")
         assert farthest is not None
-        self.ends.setdefault(farthest.id, "proposals are measured from it")
+        self.ends.setdefault(farthest.id, Message("needs.proposals", "measurements of proposals start from it"))
         if anneal := SegmentRow.first(db, "WHERE kind = 'anneal' AND state = 'done' ORDER BY id DESC"):
-            self.ends.setdefault(anneal.id, "the trunk may go on from it")
+            self.ends.setdefault(anneal.id, Message("needs.anneal", "the trunk may continue from it"))
 
     def _candidates(self, db: Reads) -> None:
         released = {row.candidate: row.number for row in ReleaseRow.select(db)}
         rows = CandidateRow.select(db)
         done = SegmentRow.select(db, "WHERE kind <> 'trunk' AND state = 'done'")
         for segment in {row.id for row in done} - {row.segment for row in rows}:
-            self.ends.setdefault(segment, f"segment {segment} is not exported yet")
+            why = Message("needs.not_exported", "segment {segment} is not exported yet", segment=segment)
+            self.ends.setdefault(segment, why)
         newest = max(released, default=0)
         rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
         for row in rows:
             verdict = VerdictRow.newest(db, "release", Subject("candidate", row.id))
             spoiled = bool(rewound) and any(one.id in rewound for one in SegmentRow.lineage(db, row.segment))
             if row.id in released:
-                why = f"release {released[row.id]} is made of it"
+                why = Message("needs.release", "release {release} was made from it", release=released[row.id])
             elif verdict is None:
-                why = f"candidate {row.id} is not judged yet"
+                why = Message("needs.not_judged", "candidate {candidate} is not judged yet", candidate=row.id)
             elif verdict.outcome != "reject" and row.id > newest and not spoiled:
-                why = f"candidate {row.id} is open: {verdict.outcome}, and nothing newer is released"
+                why = Message(
+                    "needs.open_candidate",
+                    "candidate {candidate} is open: its verdict is {outcome!r}, and no newer candidate is released",
+                    candidate=row.id,
+                    outcome=verdict.outcome,
+                )
             else:
                 continue
             self.exports.setdefault(row.segment, why)
             self.ends.setdefault(row.segment, why)
 
     def _anomalies(self, db: Reads, kinds: Collection[str]) -> None:
-        """Of an open one the whole lineage, as it may begin to be replayed from any checkpoint before it."""
+        """Find the whole lineage of each open anomaly: a replay may start at any earlier checkpoint."""
         counts = {row.id for row in SegmentRow.select(db, "WHERE state <> 'rewound'")}
+        open_ = lambda number: Message("needs.open_anomaly", "anomaly {anomaly} is open", anomaly=number)
         for anomaly in open_anomalies(db, kinds):
             if anomaly.segment in counts:
                 for row in SegmentRow.lineage(db, anomaly.segment):
-                    self.segments.setdefault(row.id, f"anomaly {anomaly.id} is open")
+                    self.segments.setdefault(row.id, open_(anomaly.id))
         closed = newest_about(db, CLOSED)
         rows = db.read("SELECT id, segment FROM anomalies")
         self.diagnoses |= {
-            row["id"]: f"anomaly {row['id']} is open"
-            for row in rows
-            if row["id"] not in closed and row["segment"] in counts
+            row["id"]: open_(row["id"]) for row in rows if row["id"] not in closed and row["segment"] in counts
         }
 
     def _audits(self, db: Reads, policy: AuditPolicy) -> None:
@@ -134,7 +144,7 @@ class Needs:
             over = verdict is not None and (verdict.outcome != "hold" or tries(db, number) >= policy.tries)
             if window is None or not window.steps or over or row.state == "rewound":
                 continue
-            why = f"the audit of segment {number} is not done"
+            why = Message("needs.audit", "the audit of segment {segment} is not done", segment=number)
             self.audits.setdefault(number, why)
             self.checkpoints.setdefault(number, why)
             if row.parent is not None:
@@ -143,7 +153,7 @@ class Needs:
     def _replicas(self, db: Reads, policy: ReleasePolicy) -> None:
         if wanted := due(db, policy.replicas):
             row, _ = wanted
-            why = f"replicas of segment {row.id} are to be trained"
+            why = Message("needs.replicas", "replicas of segment {segment} will be trained", segment=row.id)
             self.ends.setdefault(row.id, why)
             self.commits.setdefault(row.code_commit, why)
             if row.parent is not None:

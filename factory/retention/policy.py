@@ -1,4 +1,4 @@
-"""``policies/retention.yaml``: what is kept for how long. What something needs is kept, whatever it says."""
+"""``policies/retention.yaml``: how long files are kept. Files that pending work needs are kept longer."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ class RetentionPolicy(StrictPolicy):
     """Every key is optional."""
 
     trunk_segments: Count = 3
-    """Newest finished trunk segments whose checkpoints are kept: so far back the trunk can be rewound, and averaged."""
+    """How many of the newest finished trunk segments keep their checkpoints: so far back the trunk can be rewound or averaged."""
     ladders: Number = 4
-    """Newest segments whose ladders of checkpoints are kept, which a diagnosis replays from."""
+    """How many of the newest segments keep their ladders of checkpoints, from which a diagnosis replays."""
     candidate_days: Days = 14.0
-    """Of a candidate that was judged and not released, after its segment ended: its export, its copy in MLflow, its checkpoints."""
+    """For how long after its segment ended a judged, unreleased candidate keeps its export, its copy in MLflow and its checkpoints."""
     rewound_days: Days = 7.0
-    """Of a segment that was rewound or that another one replaced, after it was planned: its checkpoints and all that was measured in it."""
+    """For how long after its planning a segment that was rewound or replaced keeps its checkpoints and measurements."""
     worktrees: Number = 3
-    """Newest commits that trained whose worktrees and compiled kernels are kept: either is made again where it is missing."""
+    """How many of the newest trained commits keep their worktrees and compiled kernels. Both can be made again."""
     log_days: Days = 90.0
-    """Of a segment's log, after the segment ended; of torchrun's logs and of exchanges with language models, after they were written."""
+    """For how long a segment's log is kept after the segment ended, and torchrun's logs and exchanges with language models after writing."""
     run_days: Days = 180.0
-    """Of a segment's run in MLflow, after the segment ended: its curves. They stay in the segment's metrics.jsonl."""
+    """For how long a segment's run with its curves stays in MLflow after the segment ended. metrics.jsonl keeps the curves."""
     floor_bytes: Number = FLOOR_BYTES
-    """Free on the workspace's disk. With less, all goes that nothing needs, however new; where that is not enough, training waits."""
+    """The least free space on the workspace's disk. Below it, all unneeded files are removed. If that is not enough, training waits."""
     floor_share: Share = 0.0
-    """The same, as a share of the disk; the greater of the two counts."""
+    """The least free space as a share of the disk. The greater of the two floors counts."""
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Raises: ConfigError naming the file and the key."""
+        """Read the policy. Raises: ConfigError that names the file and the key."""
         return load_policy(cls, path)
 
     def floor(self, total: int) -> int:
-        """Bytes, of a disk that has ``total``."""
+        """Return the floor in bytes for a disk of ``total`` bytes."""
         return max(self.floor_bytes, int(self.floor_share * total))
 
     def at_least(self) -> Self:
-        """The same where room is short: only what is needed is kept, and runs of MLflow, whose store does not shrink."""
+        """Return the policy for a disk that is almost full: keep only needed files and runs in MLflow, whose store does not shrink."""
         nothing = dict.fromkeys(("ladders", "candidate_days", "rewound_days", "worktrees", "log_days"), 0)
         return self.model_copy(update={"trunk_segments": 1} | nothing)

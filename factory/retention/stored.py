@@ -1,4 +1,4 @@
-"""What lies in a workspace that retention may remove: found by the folders' names, so that what no row names is found too."""
+"""Lists the folders and files of a workspace that retention may remove, by their names, so that those without a row are found too."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Kind = Literal[
 TRAINING = "training"  # MLflow's experiment with the runs of segments
 NUMBERED = re.compile(r"(\d{5})")
 STEP = re.compile(r"(bad-)?step-(\d+)")
-# Made beside a segment by a certificate or a preflight, and removed by whoever made it, unless it was killed.
+# Folders that a certificate, a preflight or an export makes in a segment's folder. They remain only after a kill.
 RUNS = ("certificate", "preflight", "export")
 
 
 @dataclass(frozen=True)
 class StoredFolder:
-    """A folder or a file, or a run of MLflow by the folder of its artifacts, which need not be there.
+    """A folder, a file, or a run of MLflow (by the folder of its artifacts, which may not exist).
 
-    ``number``: of its segment, or of a diagnosis's anomaly; ``step``: of a checkpoint, −1 of one that was put away; ``made``: when, in seconds
-    since 1970, of what belongs to no segment.
+    ``number``: of its segment, or of a diagnosis's anomaly. ``step``: of a checkpoint; −1 for a damaged one that was put away. ``made``: the
+    time of a file without a segment, in seconds since 1970.
     """
 
     kind: Kind
@@ -40,14 +40,14 @@ class StoredFolder:
     made: float | None = None
 
     def bytes(self) -> int:
-        """On the disk."""
+        """Return its size on the disk."""
         if not self.path.is_dir():
             return _size(self.path)
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self.path) for name in names)
 
 
 def stored(plant: Plant) -> list[StoredFolder]:
-    """Everything, in a fixed order."""
+    """Return all of them, in a fixed order."""
     kinds = (_of_candidates(plant), _of_nothing(plant), _runs(plant))
     return [*_of_segments(plant.workspace), *_of_commits(plant.workspace), *(what for kind in kinds for what in kind)]
 
@@ -89,7 +89,7 @@ def _of_commits(workspace: Workspace) -> Iterator[StoredFolder]:
 
 
 def _of_nothing(plant: Plant) -> Iterator[StoredFolder]:
-    """Logs of no segment; of exchanges those that MLflow has."""
+    """Yield logs without a segment, and those exchanges with language models that MLflow has."""
     unsent = {
         row["file"] for row in plant.ledger.read("SELECT file FROM exchanges WHERE trace IS NULL AND file IS NOT NULL")
     }
@@ -116,11 +116,11 @@ def _changed(path: Path) -> float:
     try:
         return os.lstat(path).st_mtime
     except OSError:
-        return time.time()  # gone meanwhile
+        return time.time()  # another process removed the file
 
 
 def _size(path: Path) -> int:
     try:
         return os.lstat(path).st_blocks * 512
     except OSError:
-        return 0  # gone meanwhile
+        return 0  # another process removed the file

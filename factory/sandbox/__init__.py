@@ -1,1 +1,1 @@
-"""Runs untrusted code: bubblewrap, control groups, seccomp, clocks, limits. ``sandbox.run`` is the entrance."""
+"""Runs untrusted code: bubblewrap, control groups, seccomp, clocks, limits. Start with ``sandbox.run``."""

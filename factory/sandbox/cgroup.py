@@ -1,8 +1,8 @@
-"""A kernel limit on how many tasks a sandbox may have, where this process may make control groups.
+"""Limits the tasks (processes and threads) of a sandbox by a control group, if this process may make one.
 
-A fork bomb doubles faster than the watch looks, and the kernel exempts root from RLIMIT_NPROC: only a control group stops it before the
-machine is full. Both hierarchies are tried; without either, only the rlimit and the watch limit tasks. A group is named after the thread
-that made it, which uses one group at a time: so any thread can find the groups that are no longer used.
+A fork bomb grows faster than the watch checks, and the kernel exempts root from RLIMIT_NPROC: only a control group stops it in time. Versions 1
+and 2 are tried. Without either, only the rlimit and the watch limit tasks. A group has the name of the thread that made it, and a thread uses
+one group at a time: any thread can therefore find unused groups.
 Source: kernel documentation, admin-guide/cgroup-v1/pids.rst and admin-guide/cgroup-v2.rst.
 """
 
@@ -24,30 +24,35 @@ PREFIX = "factory-sandbox-"
 
 @contextlib.contextmanager
 def task_limit(tasks: int) -> Iterator[Path | None]:
-    """A new group that holds at most ``tasks`` processes and threads; None where none can be made. Removed at the end."""
+    """Make a control group of at most ``tasks`` processes and threads. Yields None if that is impossible. Removed after the block."""
     group = next((made for parent in _parents() if (made := _make(parent, tasks))), None)
     try:
         yield group
     finally:
         if group is not None:
-            _remove(group)  # refused while its last process ends; a later call clears it away
+            _remove(group)  # the kernel refuses while the last process ends; a later call then removes the group
             _clear(group.parent)
 
 
 def put(group: Path, init: int) -> None:
-    """Move a namespace's init and its child, the launcher that waits, into the group; what they start later is born there.
+    """Move a namespace's init and its child, the waiting launcher, into the group. Their later children start in the group.
 
     Raises: IsolationError.
     """
     members = group / "cgroup.procs"
     try:
-        members.write_text(str(init))  # first, so that a child it has not started yet is born there
+        members.write_text(str(init))  # first, so that its next child starts in the group
         for child in _children(init):
             members.write_text(child)
     except ProcessLookupError:
-        pass  # it ended at once: whoever waits for it finds out why
+        pass  # the process ended at once; the caller's wait reports why
     except OSError as error:
-        raise IsolationError(f"the sandbox cannot be put into its control group {group}: {error}") from error
+        raise IsolationError(
+            "sandbox.no_control_group",
+            "The sandbox cannot be put into its control group {group}: {why}",
+            group=group,
+            why=str(error),
+        ) from error
 
 
 def _children(process: int) -> list[str]:
@@ -58,7 +63,7 @@ def _children(process: int) -> list[str]:
 
 
 def _parents() -> list[Path]:
-    """Where a group may be made: below our own, and (version 2) at the top, where controllers are usually on."""
+    """Return the folders to try for a new group: below our own group, and (version 2) at the top, where controllers are usually on."""
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -91,7 +96,7 @@ def _remove(group: Path) -> None:
 
 
 def _clear(parent: Path) -> None:
-    """Remove the groups of threads that are gone, and those that this thread could not remove when their sandboxes ended."""
+    """Remove the groups of ended threads, and groups that this thread could not remove earlier."""
     for group in parent.glob(f"{PREFIX}*"):
         process, *thread, _ = group.name.removeprefix(PREFIX).split("-")  # groups of older versions name no thread
         maker = Path("/proc", process, "task", *thread)

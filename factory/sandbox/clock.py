@@ -1,7 +1,7 @@
-"""CPU seconds that a running sandbox has used, read from outside.
+"""Reads, from outside, the CPU seconds that a running sandbox has used.
 
-Wall time counts what other programs take of the machine; CPU time does not. Read twice, around what is being timed: cheap,
-as only the tree's own ``/proc`` entries are read.
+Wall time depends on other programs on the machine; CPU time does not. A reading before and one after the timed work cost little: they read
+only the ``/proc`` entries of the sandbox's processes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from factory.sandbox.usage import tree
 
 TICKS = os.sysconf("SC_CLK_TCK")
-PROCESS_CLOCK = 2  # CPUCLOCK_SCHED, of the whole process: include/linux/posix-timers.h
-ENOUGH = 512  # processes that are looked at
+PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of a whole process: include/linux/posix-timers.h
+ENOUGH = 512  # at most so many processes are read
 
 
 @dataclass(frozen=True)
 class Reading:
-    """CPU seconds so far: of the whole tree, and of each thread that lives, by its number."""
+    """CPU seconds so far: of the whole process tree, and of each living thread by its number."""
 
     tree: float = 0.0
     threads: dict[int, float] = field(default_factory=dict)
@@ -27,15 +27,17 @@ class Reading:
 
 @dataclass(frozen=True)
 class CpuSeconds:
-    """Used between two readings. ``thread``: by the thread that used most, which no smaller number of threads makes less."""
+    """CPU seconds between two readings: of the tree, and of the busiest thread. Fewer threads cannot lower the second number."""
 
     tree: float
     thread: float
 
 
 def read(init: int) -> Reading:
-    """Of ``init`` and everything below it, with the children that these waited for. A child that ended without being waited for is not
-    counted: code can hide work that way, so this clock never decides about new code."""
+    """Read the CPU seconds of ``init`` and all its descendants, with ended children that a process waited for.
+
+    A child that ended without a wait is not counted. Code can hide work in this way: no decision about new code depends on this clock.
+    """
     total, threads = 0.0, {}
     for process in tree(init, ENOUGH)[0]:
         try:
@@ -44,12 +46,12 @@ def read(init: int) -> Reading:
                 with open(f"/proc/{process}/task/{thread}/schedstat", "rb") as said:
                     threads[int(thread)] = int(said.read().split()[0]) / 1e9
         except (OSError, IndexError):
-            continue  # it ended meanwhile, or the kernel does not say
+            continue  # the process ended, or the kernel does not give the number
     return Reading(total, threads)
 
 
 def between(first: Reading, last: Reading) -> CpuSeconds | None:
-    """None where the thread that was busiest before is gone, or nothing could be read: the use is unknown then."""
+    """Return the CPU seconds between two readings; None if they are unknown: a reading failed, or the busiest thread has ended."""
     if not first.threads or not last.threads or max(first.threads, key=first.threads.__getitem__) not in last.threads:
         return None
     thread = max(seconds - first.threads.get(number, 0.0) for number, seconds in last.threads.items())
@@ -57,7 +59,7 @@ def between(first: Reading, last: Reading) -> CpuSeconds | None:
 
 
 def _waited_for(process: int) -> float:
-    """CPU seconds of its children that ended: cutime and cstime of proc(5)."""
+    """Return the CPU seconds of a process's ended children: cutime and cstime of proc(5)."""
     with open(f"/proc/{process}/stat", "rb") as said:
         words = said.read().rpartition(b")")[2].split()
     return (int(words[13]) + int(words[14])) / TICKS

@@ -1,8 +1,7 @@
-"""The sandbox's seccomp filter: system calls that training never needs and escapes often do.
+"""The sandbox's seccomp filter denies system calls that training never needs, but escapes often do.
 
-A classic BPF program over ``struct seccomp_data`` (seccomp(2)), assembled here so that no library is needed.
-Denied calls return EPERM, except clone3, which returns ENOSYS so that the C library falls back to clone, whose flags
-can be read.
+It is a classic BPF program over ``struct seccomp_data`` (seccomp(2)), assembled without a library. A denied call returns EPERM. Only clone3
+returns ENOSYS: the C library then uses clone, whose flags the filter can read.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import functools
 import platform
 import struct
 
-# Numbers from the kernel's asm/unistd.h: (x86_64, aarch64). Calls numbered 424 and above are the same everywhere.
+# Numbers from the kernel's asm/unistd.h: (x86_64, aarch64). Numbers from 424 on are the same on all processors.
 CALLS = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "syslog": (103, 116), "acct": (163, 89), "quotactl": (179, 60), "swapon": (167, 224), "swapoff": (168, 225),
@@ -23,7 +22,7 @@ CALLS = {
     "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51),
     "unshare": (272, 97), "setns": (308, 268),
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219),
-    # Pages of these are in no process's memory: they would pass the watch.
+    # Their pages belong to no process's memory: the watch would not count them.
     "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
     "perf_event_open": (298, 241), "bpf": (321, 280), "userfaultfd": (323, 282),
     "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
@@ -33,8 +32,7 @@ CALLS = {
 }  # fmt: skip
 CLONE, CLONE3, SOCKET = (56, 220), (435, 435), (41, 198)
 NEW_NAMESPACES = 0x7E020000 | 0x00000080  # CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET} and NEWTIME
-# AF_UNIX, AF_INET, AF_INET6, AF_NETLINK live in the sandbox's own network namespace. AF_VSOCK does not: it would reach
-# the hypervisor.
+# AF_UNIX, AF_INET, AF_INET6 and AF_NETLINK stay in the sandbox's own network namespace. AF_VSOCK would reach the hypervisor.
 FAMILIES = (1, 2, 10, 16)
 ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -45,7 +43,7 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 @functools.cache
 def program(machine: str = platform.machine()) -> bytes:
-    """The assembled filter; empty for a processor without a table here."""
+    """Return the assembled filter; b'' for a processor without a table here."""
     if machine not in ARCHITECTURES:
         return b""
     column, audit = ARCHITECTURES[machine]

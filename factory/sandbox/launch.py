@@ -1,6 +1,6 @@
-"""The first program inside a sandbox: restricts itself by rlimits and Landlock, then becomes the command.
+"""The first program inside a sandbox: it restricts itself by rlimits and Landlock, then becomes the command.
 
-Run by file name with ``python -I -S``; it may import only the standard library. ``--describe`` prints what is in force instead.
+It runs by its file name with ``python -I -S``, and may import only the standard library. With ``--describe`` it prints its restrictions.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import sys
 
 CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every architecture
 PR_SET_NO_NEW_PRIVS, PATH_BENEATH = 38, 1
-# linux/landlock.h, file system rights: everything but execute, read file and read directory changes something.
+# linux/landlock.h, rights on files: all but execute, read file and read directory allow a change.
 READ = (1 << 0) | (1 << 2) | (1 << 3)
 WRITE_BY_ABI = {1: ((1 << 13) - 1) & ~READ, 2: ((1 << 14) - 1) & ~READ, 3: ((1 << 15) - 1) & ~READ}
 libc = ctypes.CDLL(None, use_errno=True)
@@ -23,7 +23,7 @@ def landlock_abi() -> int:
 
 
 def forbid_writing_outside(folders: "list[str]") -> None:
-    """Where the kernel has Landlock, forbid writing a second time, besides the read-only mounts."""
+    """Forbid writing outside of ``folders`` with Landlock, if the kernel has it. The read-only mounts forbid it already."""
     abi = landlock_abi()
     if not abi:
         return
@@ -43,7 +43,7 @@ def forbid_writing_outside(folders: "list[str]") -> None:
 
 
 def writable_in_proc() -> "list[str]":
-    """What lies in /proc on a mount that can be written to, of init and of no process."""
+    """Return the entries of /proc, of init or of no process, on a writable mount."""
     paths = [f"/proc/{name}" for name in os.listdir("/proc") if name == "1" or not name.isdigit()]
     return [path for path in paths if not os.path.islink(path) and not os.statvfs(path).f_flag & os.ST_RDONLY]
 
@@ -70,13 +70,13 @@ def main() -> None:
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
     if found := writable_in_proc():
-        print(f"not started: {', '.join(found)} could be written to in the sandbox", file=sys.stderr)
+        print(f"not started: the sandbox could write to {', '.join(found)}", file=sys.stderr)
         os._exit(126)
     forbid_writing_outside(rules["writable"])
     os.write(rules["here"], b".")
-    if os.read(rules["go"], 1) != b".":  # the factory was killed before the control group and the watch were in force
+    if os.read(rules["go"], 1) != b".":  # the factory was killed before control group and watch were active
         os._exit(126)
-    os.closerange(3, 4096)  # bubblewrap's own; the command must not write to its status pipe
+    os.closerange(3, 4096)  # bubblewrap's descriptors: the command must not write to its status pipe
     try:
         os.execvp(sys.argv[2], sys.argv[2:])
     except OSError as error:

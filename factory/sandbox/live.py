@@ -1,8 +1,7 @@
-"""Runs approved code in the sandbox, for as long as its work takes: live training and its tools.
+"""Runs approved code in the sandbox without a time limit: live training and its tools.
 
-The same walls as ``sandbox.run`` makes: no network but a loopback of its own, no home, no other process, and of all files only those that
-the caller names. What differs: no limits of time, memory or size, a SIGTERM that reaches the command, and output that goes where the
-caller says.
+The isolation is that of ``sandbox.run``: a network of loopback only, no home, no other processes, and only the files that the caller names. The
+differences: no limits of time, memory or size; a SIGTERM reaches the command; the caller chooses where output goes.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from factory.sandbox.together import together
 from factory.sandbox.view import cache_variables, clean_environment, writable_system
 from trainer.contract import stopping
 
-# Variables of the factory that may change how code computes, and hold no secret; all others stay outside.
+# Prefixes of the factory's variables that may change how code computes and contain no secret. All other variables stay outside.
 PASSED = (
     "ATEN_", "CC", "CUBLAS", "CUDA_", "CUDNN_", "CXX", "DNNL_", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "LC_", "LD_", "MALLOC_", "MKL_",
     "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ",
@@ -46,18 +45,22 @@ class Running:
         status: IO[bytes] | None = None,
         links: contextlib.ExitStack | None = None,
     ) -> None:
-        """``events`` come through ``status``; ``init`` is the process number of the sandbox's init; ``links`` are there until
-        its end. All are for a sandbox only."""
+        """``events`` arrive through ``status``. ``init``: process number of the sandbox's init. ``links`` exist until its end.
+
+        Without a sandbox none of them is given.
+        """
         self.process, self.events, self.init = process, events, init
-        self._status = status  # open as long as events come
+        self._status = status  # kept open while events arrive
         self._links = links or contextlib.ExitStack()
         self._end = _pidfd(init) if init else None
         self.pid = process.pid
         self.returncode: int | None = None
 
     def wait(self, seconds: float | None = None) -> int:
-        """How it ended: its exit code, or −n after signal n. Raises: subprocess.TimeoutExpired; IsolationError when no sandbox could be
-        made for it, and nothing was run."""
+        """Wait for the end. Returns the exit code, or −n after signal n.
+
+        Raises: subprocess.TimeoutExpired; IsolationError when the sandbox could not be set up and nothing was run.
+        """
         if self.returncode is None:
             code = self.process.wait(seconds)
             self._wait_for_all()
@@ -65,26 +68,29 @@ class Running:
                 written = self.events.all()
                 if code >= 0 and not any("exit-code" in event for event in written):
                     self.returncode = code
-                    raise IsolationError("no sandbox could be set up, and nothing was run; its log says why")
+                    raise IsolationError(
+                        "sandbox.not_started",
+                        "The sandbox could not be set up, and nothing was run. Its log says why",
+                    )
                 code = 128 - code if code > 128 else code
             self.returncode = code
         return self.returncode
 
     def command(self) -> int:
-        """The process number of the command itself; the sandbox's, while that is still being made or has ended."""
+        """Return the process number of the command; that of bubblewrap before the command starts and after it ends."""
         return min(stopping.children(self.init), default=self.pid) if self.init else self.pid
 
     def terminate(self) -> None:
-        """SIGTERM to the command: in the sandbox, to what its init started, as the processes before that would not pass it on."""
+        """Send SIGTERM to the command. In a sandbox the signal goes to the children of its init, since bubblewrap would not forward it."""
         started = stopping.children(self.init) if self.init else [self.pid]
-        for process in started or [self.pid]:  # of a sandbox that is still being made, nothing is lost
+        for process in started or [self.pid]:  # before the command starts, bubblewrap gets the signal
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
 
     def kill(self, seconds: float | None = None) -> None:
-        """End it and all that it started, unless it has ended.
+        """Kill the command and its descendants, unless it has ended.
 
-        Raises: subprocess.TimeoutExpired when it has not ended after so many seconds: it waits in the kernel, for a device.
+        Raises: subprocess.TimeoutExpired when it still runs after ``seconds``: it waits in the kernel for a device.
         """
         if self.returncode is None:
             stopping.kill([self.pid])
@@ -92,7 +98,7 @@ class Running:
             self._wait_for_all()
 
     def _wait_for_all(self) -> None:
-        """Until the kernel has ended every process in the sandbox: bubblewrap ends before its init and what the command left behind."""
+        """Wait until the kernel has ended all processes in the sandbox: bubblewrap ends before its init and the command's children."""
         if self._end is not None:
             with self._end:
                 select.select([self._end], [], [])
@@ -100,7 +106,7 @@ class Running:
         self._links.close()
 
     def errors(self) -> Iterator[str]:
-        """The lines of its standard error, where that is a pipe, until it closes it."""
+        """Yield the lines of its standard error, which must be a pipe, until the command closes it."""
         assert self.process.stderr is not None
         with self.process.stderr as pipe:
             for line in pipe:
@@ -127,17 +133,22 @@ def start(
     stderr: IO[bytes] | int,
     lock: int | None = None,
 ) -> Running:
-    """Start ``command`` where it can write in the folders ``writable`` and ``cache`` (for what is compiled) and read ``readonly`` and ``cwd``.
+    """Start ``command``. It can write to the folders ``writable`` and ``cache`` (for compilers) and read ``readonly`` and ``cwd``.
 
-    ``environment`` comes on top of the sandbox's and of what ``PASSED`` lets in. ``nodes``: the files in ``/dev`` of its GPUs. ``lock`` is
-    held as long as the sandbox is there, and out of the command's reach. It dies with this process.
-    Raises: IsolationError when no sandbox can be set up; nothing was run then.
+    ``environment`` is added to the sandbox's own and to the variables of ``PASSED``. ``nodes``: the files in ``/dev`` of its GPUs. The
+    sandbox holds the descriptor ``lock`` until it ends; the command cannot reach it. The sandbox dies with this process.
+    Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
     """
     cache.mkdir(parents=True, exist_ok=True)
     folders = [path.resolve() for path in (*writable, cache)]
     for path in (*readonly, cwd):
         if not path.exists():
-            raise IsolationError(f"{path}, which {command[0]} needs to read, is not there; nothing was run")
+            raise IsolationError(
+                "sandbox.missing_input",
+                "{path} does not exist, but {command} reads it. Nothing was run",
+                path=path,
+                command=command[0],
+            )
     passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
     variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system(nodes)]}
@@ -165,7 +176,7 @@ def start(
                 stderr=stderr,
                 pass_fds=[*opening.inherited(), *held],
                 env={},
-                start_new_session=True,  # Ctrl-C is ours: the command gets a SIGTERM
+                start_new_session=True,  # Ctrl-C goes to the factory, which sends the command a SIGTERM
             )
             opening.close_inherited()
             init = events.child()
@@ -181,16 +192,16 @@ def start(
 
 
 def refusal() -> str:
-    """Why there is no sandbox here; '': there is one. It is tried until there was one in this process."""
+    """Return why no sandbox is available here; '' if one is. A success is remembered for the life of this process."""
     try:
         _try(os.environ.get("FACTORY_BWRAP", ""))
     except IsolationError as error:
-        return str(error)
+        return error.message
     return ""
 
 
 @functools.cache
 def _try(named: str) -> None:
-    """Raises: IsolationError, which is not cached."""
+    """Run an empty command in a sandbox. Raises: IsolationError, which is not cached."""
     with tempfile.TemporaryDirectory() as folder:
         sandbox.run(NOTHING, output=Path(folder))

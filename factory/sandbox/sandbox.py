@@ -1,18 +1,17 @@
 """Runs untrusted code: a proposed patch, its build, its training steps (DESIGN §5).
 
-``run`` starts one command under bubblewrap, and restricts its whole process tree:
+``run`` starts one command under bubblewrap and restricts its whole process tree:
 
-* own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespace
-* a file system of the interpreter, its packages, ``/usr``, the inputs that the caller names (all read-only), one writable output folder,
-  and small tmpfs for ``/tmp`` and ``/dev/shm``; no home, no ``/sys``, ``/proc/sys`` read-only
-* a clean environment; a seccomp filter (``sandbox_filter``) and, where the kernel has it, Landlock (``sandbox_launch``)
-* limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder,
-  processes, log bytes
+* own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespaces
+* a file system with the interpreter, its packages, ``/usr`` and the caller's inputs (all read-only), one writable output folder, and a small
+  ``/tmp`` and ``/dev/shm`` in memory; no home, no ``/sys``, ``/proc/sys`` read-only
+* a clean environment; a seccomp filter (``filter``) and, if the kernel has it, Landlock (``launch``)
+* limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder, processes, log bytes
 
-The kernel limits the tree's tasks (by control group where one can be made, else by rlimit, from which it exempts root). What it does not
-limit for a tree (memory, bytes in the output folder) is watched from outside ten times a second, as are processes, and the tree is killed
-when it exceeds a limit. Killing is certain: every process is in a pid namespace, whose init dies with its parent, which dies with the
-factory. Time is measured here, outside. Where bubblewrap cannot isolate, ``run`` refuses: IsolationError.
+The kernel limits the tree's tasks: by a control group if possible, else by an rlimit (which does not bind root). A watch outside checks memory,
+output bytes and processes of the tree ten times a second, and kills the tree that exceeds a limit. The kill is certain: all processes are in a
+pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate, ``run``
+raises IsolationError.
 """
 
 from __future__ import annotations
@@ -41,30 +40,31 @@ from factory.sandbox.pipes import Opening, StatusPipe, kill_and_wait, launched
 from factory.sandbox.together import together
 from factory.sandbox.usage import folder_size, free_space, tree, unlinked
 from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system
+from kernels.contract.message import Message
 
 WATCH_SECONDS = 0.1
 TAIL_BYTES = 64 * 1024
-TASKS = 8  # tasks per process: the kernel counts threads, the watch counts processes
+TASKS = 8  # tasks for each process: the kernel counts threads, the watch counts processes
 MIB = 1 << 20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one command may use. Bytes unless a name says otherwise."""
+    """The limits of one command, in bytes unless a name says otherwise."""
 
     wall_seconds: float = 120.0
     cpu_seconds: int | None = None  # of each process; None: the wall limit on every core
-    memory: int = 6 << 30  # of the tree's resident pages, and of each process's private writable mappings
-    file: int = 1 << 30  # largest file that may be written
-    output: int = 2 << 30  # everything in the output folder
+    memory: int = 6 << 30  # resident pages of the tree, and private writable mappings of each process
+    file: int = 1 << 30  # the largest file that the command may write
+    output: int = 2 << 30  # all files in the output folder
     output_files: int = 20_000
-    processes: int = 256  # processes in the tree, the two of the sandbox included
+    processes: int = 256  # processes in the tree, with the sandbox's own two
     log: int = 8 * MIB  # stdout and stderr together
     tmp: int = 512 * MIB  # /tmp, and /dev/shm
 
     @property
     def cpu(self) -> int:
-        """Seconds of CPU time that each process may use."""
+        """The CPU seconds that each process may use."""
         whole = math.ceil(self.wall_seconds * (os.cpu_count() or 1)) + 1
         return whole if self.cpu_seconds is None else self.cpu_seconds
 
@@ -73,16 +73,16 @@ class Limits:
 class Result:
     """How a command ended.
 
-    ``stopped``: the limit that killed it, 'wall', 'memory', 'processes', 'output' or 'log'; 'enough' when its caller ended it; None: it
-    ended by itself.
+    ``stopped``: the limit that killed the command ('wall', 'memory', 'processes', 'output' or 'log'), or 'enough' if the caller ended it; None
+    if the command ended by itself.
     """
 
-    returncode: int  # 128 + n after signal n, as a shell has it
+    returncode: int  # 128 + n after signal n, as in a shell
     stdout: str  # the last 64 KiB
     stderr: str
     seconds: float  # from start to end, by this process's clock
     stopped: str | None
-    peak_memory: int  # bytes resident in the tree, as sampled
+    peak_memory: int  # the most resident bytes of the tree in any sample
     output: int  # bytes in the output folder at the end
 
     @property
@@ -93,12 +93,22 @@ class Result:
     def ok(self) -> bool:
         return self.returncode == 0 and self.stopped is None
 
-    def why(self) -> str:
-        """One line for a person: which limit stopped it, or how it ended and its own last line of output, which is not to be trusted."""
+    def why(self) -> Message:
+        """Return a line for a person: the limit that stopped the command, or its exit code and last line of output, which is untrusted."""
         if self.stopped:
-            return f"stopped: over its {self.stopped} limit after {self.seconds:.1f} s"
+            return Message(
+                "sandbox.over_limit",
+                "stopped: over its {limit} limit after {seconds:.1f} s",
+                limit=self.stopped,
+                seconds=self.seconds,
+            )
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()
-        return f"ended with code {self.returncode}" + (f": {one_line(said[-1], 300)}" if said else "")
+        return Message(
+            "sandbox.ended",
+            "ended with code {code}{line}",
+            code=self.returncode,
+            line=f": {one_line(said[-1], 300)}" if said else "",
+        )
 
 
 def run(
@@ -112,16 +122,16 @@ def run(
     begun: Callable[[int], None] | None = None,
     enough: threading.Event | None = None,
 ) -> Result:
-    """Run ``command`` with ``output`` (made when missing) writable and ``readonly`` visible, all at their own paths.
+    """Run ``command`` with the writable folder ``output`` (made if missing) and the visible paths ``readonly``.
 
-    The current folder is ``cwd`` (a visible path), else the output folder. Compile caches go to ``output/cache``. ``begun`` is called with
-    the process number of the namespace's init, the root of the tree, before anything runs; ``enough`` ends the tree when it is set.
-    Raises: IsolationError when no sandbox can be set up; nothing was run then.
+    All paths are the same inside. The current folder is ``cwd`` (a visible path), else the output folder. Compilers keep their results in
+    ``output/cache``. ``begun`` is called with the process number of the namespace's init, before the command starts. Setting ``enough`` ends
+    the command. Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
     """
     limits = limits or Limits()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
-    # Idle OpenMP threads that spin slow a busy machine down many times and spoil its timings.
+    # Idle OpenMP threads that spin make a busy machine many times slower, and its timings useless.
     seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
     with Opening() as opening, together(readonly) as given:
         rules = _rules(output, limits, devices.nodes())
@@ -151,7 +161,7 @@ def run(
                 )
                 opening.close_inherited()
                 held = _Held(process, started, limits, output, enough)
-                child = events.child()  # there before anything runs; None when bubblewrap failed
+                child = events.child()  # known before the command starts; None if bubblewrap failed
                 if group is not None and child is not None:
                     sandbox_cgroup.put(group, child)
                 if begun is not None and child is not None:
@@ -159,7 +169,7 @@ def run(
                 opening.go_on()
                 held.watch()
             finally:
-                # The tree is alive here only when this process is interrupted.
+                # The tree still runs here only if this process was interrupted.
                 opening.close_inherited()
                 kill_and_wait(events)
                 if process is not None:
@@ -172,7 +182,12 @@ def run(
     code = next((event["exit-code"] for event in written if "exit-code" in event), None)
     stderr = held.tail(process.stderr)
     if held.stopped is None and code is None and process.returncode != -9:
-        raise IsolationError(f"no sandbox could be set up; nothing was run: {arguments[0]}: {stderr.strip()[-500:]}")
+        raise IsolationError(
+            "sandbox.no_setup",
+            "The sandbox could not be set up, and nothing was run: {program}: {why}",
+            program=arguments[0],
+            why=stderr.strip()[-500:],
+        )
     return Result(
         returncode=code if code is not None and held.stopped is None else 137,
         stdout=held.tail(process.stdout),
@@ -185,7 +200,7 @@ def run(
 
 
 class _Held:
-    """One running sandbox: its last output, and whether it stays within its limits."""
+    """The watch over a running sandbox: it keeps the last output and checks the limits."""
 
     def __init__(
         self,
@@ -204,14 +219,14 @@ class _Held:
         assert process.stdout is not None and process.stderr is not None
         self._tails: dict[IO[bytes], bytes] = {process.stdout: b"", process.stderr: b""}
         self._next_look_at_output = started
-        self._room: int | None = None  # on the disk, if the output folder were empty
+        self._room: int | None = None  # free bytes on the disk if the output folder were empty
 
     def tail(self, pipe: IO[bytes] | None) -> str:
         assert pipe is not None
         return self._tails[pipe].decode("utf-8", "replace")
 
     def watch(self) -> None:
-        """Return when the command has ended or was killed for going over a limit."""
+        """Watch until the command has ended or was killed for exceeding a limit."""
         ended = os.pidfd_open(self.process.pid)
         with selectors.DefaultSelector() as selector:
             selector.register(ended, selectors.EVENT_READ, None)
@@ -243,7 +258,7 @@ class _Held:
                     self.process.kill()
                     self.seconds = time.monotonic() - self.started
                     running = False
-            for pipe in self._tails:  # what was still in the pipes
+            for pipe in self._tails:  # the rest in the pipes
                 self._read(pipe)
         os.close(ended)
 
@@ -252,7 +267,7 @@ class _Held:
         return self.started + self.limits.wall_seconds
 
     def _read(self, pipe: IO[bytes]) -> bool:
-        """Take what a pipe holds (bounded, so that a flood cannot keep us here); False at its end."""
+        """Read what a pipe contains, up to 1 MiB, so that a flood cannot stop the watch. Returns False at the pipe's end."""
         for _ in range(16):
             try:
                 data = os.read(pipe.fileno(), 65536)
@@ -273,17 +288,17 @@ class _Held:
             self.stopped = "memory"
         now = time.monotonic()
         if now >= self._next_look_at_output:
-            size, files = self._output(processes[2:])  # without bubblewrap's own two
+            size, files = self._output(processes[2:])  # without bubblewrap's own two processes
             if size > self.limits.output or files > self.limits.output_files:
                 self.stopped = self.stopped or "output"
-            # A folder of many files is slow to walk: never spend more than a twentieth of the time on it.
+            # Walking a folder of many files is slow: it takes at most a twentieth of the time.
             self._next_look_at_output = now + 20 * (time.monotonic() - now)
 
     def _output(self, processes: list[int]) -> tuple[int, int]:
-        """(bytes, entries) of the output folder and of files that had a name there, if they had one, and are still held.
+        """Return the bytes and entries of the output folder, with deleted files that a process still holds.
 
-        These are looked for when the disk lost more than the limit: by somebody else, or because of them. Where they
-        cannot be measured, what the disk lost counts.
+        Deleted files are measured only if the disk lost more bytes than the limit. If they cannot be measured, the bytes that the disk lost
+        count.
         """
         size, files = folder_size(self.output)
         free = free_space(self.output)
@@ -297,41 +312,58 @@ class _Held:
 
 
 def describe() -> dict[str, str]:
-    """What is in force here, for ``factory check``. ``"isolation"`` starts with 'none' when ``run`` would refuse."""
+    """Describe the sandbox's restrictions on this machine, for ``factory check``. ``"isolation"`` starts with 'none' if ``run`` would refuse."""
     try:
         program, refused = bubblewrap.choose()
         with tempfile.TemporaryDirectory() as folder:
             probe = run([sys.executable, "-I", "-S", LAUNCHER_INSIDE, "--describe"], output=Path(folder))
         inside = json.loads(probe.stdout)
     except (IsolationError, ValueError) as error:
-        return {"isolation": f"none: {error}"}
+        return {"isolation": Message("sandbox.none", "none: {why}", why=getattr(error, "message", str(error)))}
     rules = len(sandbox_filter.program()) // 8
     return {
-        "isolation": f"{bubblewrap.version(program)}: user, pid, ipc, net, uts, mount and cgroup namespaces"
-        + f", by {program}"
-        + (f" (not by {refused})" if refused else ""),
-        "user": f"mapped from {os.geteuid()}, capabilities {inside['capabilities']}, "
-        + ("no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES"),
-        "seccomp": f"filter of {rules} instructions" if inside["seccomp"] else "none: no table for this processor",
-        "landlock": f"ABI {inside['landlock']}"
+        "isolation": Message(
+            "sandbox.isolation",
+            "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, by {program}{others}",
+            version=bubblewrap.version(program),
+            program=program,
+            others=f" (not by {refused})" if refused else "",
+        ),
+        "user": Message(
+            "sandbox.user",
+            "mapped from {user}, capabilities {capabilities}, {privileges}",
+            user=os.geteuid(),
+            capabilities=inside["capabilities"],
+            privileges="no new privileges" if inside["no_new_privileges"] else "MAY GAIN PRIVILEGES",
+        ),
+        "seccomp": Message("sandbox.seccomp", "filter of {instructions} instructions", instructions=rules)
+        if inside["seccomp"]
+        else Message("sandbox.no_seccomp", "none: no table for this processor"),
+        "landlock": Message("sandbox.landlock", "ABI {abi}", abi=inside["landlock"])
         if inside["landlock"]
-        else "none here; only the read-only mounts protect files",
-        "memory": "rlimit for each process; tree watched ten times a second",
-        "processes": f"watched ten times a second; {_task_limit()}",
-        "output": "rlimit for each file; folder watched, files without a name with it",
+        else Message("sandbox.no_landlock", "none; only the read-only mounts protect files"),
+        "memory": Message("sandbox.memory", "an rlimit for each process; a watch checks the tree ten times a second"),
+        "processes": Message(
+            "sandbox.processes", "a watch checks ten times a second; {task_limit}", task_limit=_task_limit()
+        ),
+        "output": Message("sandbox.output", "an rlimit for each file; a watch checks the folder and deleted files"),
     }
 
 
-def _task_limit() -> str:
+def _task_limit() -> Message:
     with sandbox_cgroup.task_limit(1) as group:
         if group is not None:
-            return "a control group limits tasks"
-    return "no control group can be made, and root has no rlimit" if os.geteuid() == 0 else "rlimit"
+            return Message("sandbox.control_group", "a control group limits tasks")
+    if os.geteuid() == 0:
+        return Message("sandbox.no_task_limit", "no control group can be made, and an rlimit does not bind root")
+    return Message("sandbox.task_rlimit", "an rlimit for tasks")
 
 
 def _rules(output: Path, limits: Limits, nodes: Sequence[str]) -> dict[str, object]:
-    """What the launcher puts in force on itself before it becomes the command. A GPU's driver maps far more than it uses: the watch
-    alone holds the tree to its memory then."""
+    """Return the rules that the launcher applies to itself before it becomes the command.
+
+    With a GPU, memory has no rlimit, since its driver maps far more than it uses. Then only the watch limits the tree's memory.
+    """
     return {
         "rlimits": {
             "RLIMIT_CPU": limits.cpu,

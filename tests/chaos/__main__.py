@@ -1,22 +1,21 @@
-"""``python -m tests.chaos``: every effect of every scenario, in every way; goes on where it was stopped, and ends with a table.
+"""``python -m tests.chaos``: injects faults at the effects of all scenarios and prints a table. After an interruption it continues.
 
-``--way kill`` kills at every effect: it recovers from each crash state (``crashes``) of a run once. It is the least that a change of what
-recovers must pass, and takes some hours.
+``--way kill`` covers a kill at every effect: it recovers once from each crash state (``crashes``) of a run. Every change of recovery code must
+pass it. It takes some hours.
 
-The other ways, but for power cuts, need a run of the factory for each injection. ``--each 1``, unless told otherwise, is one of every *fault*,
-which is a way to fail at a place. A *place* is what an effect is (a write, a rename, a program's start …), its path with every number and hash
-replaced, and the program that makes it; in a database, where all transactions are written to the same files, also what that program did
-before. The hundredth line of a metrics.jsonl is one place with the first: the same line of code writes both, and the same must hold behind
-them. What one injection of each fault cannot see is a state that differs by which of them it was: the last line before a checkpoint, the
-second of two files, the third of three transactions in a row. So which effect of a place is taken is drawn (``--seed``); ``--each 5`` takes
-five, ``--each 0`` all, which is two days of two cores. After ``--way kill``, in the same folder, the first injection of a fault is made in the
-recovery that is the shortest of those that meet its place: a write to a log fails when all but that is done, and not before a training.
+The other ways need a run of the factory for each injection, except power cuts. The default ``--each 1`` injects each *fault* once. A fault is a
+way to fail at a place. A *place* is the kind of an effect (a write, a rename, a program's start …), its path with all numbers and hashes
+replaced, and its program. In a database, where all transactions are written to the same files, the program's effect before also counts.
 
-The table's ``faults`` says how many of all were injected, by the place where it happened, not by the one that was meant; ``killed at``, how
-many effects the crash states stand for that were recovered from. All are those of one undisturbed run: when processes take turns otherwise,
-a place or two more or less are seen.
+The hundredth line of a metrics.jsonl is the same place as the first: the same code writes both. One injection of each fault can miss a state
+that depends on the position: the last line before a checkpoint, the second of two files. The effect of a place is therefore chosen at random
+(``--seed``). ``--each 5`` takes five, ``--each 0`` takes all, which needs two days of two cores. After ``--way kill`` in the same folder, a
+fault is first injected into the shortest recovery that reaches its place.
 
-``--work FOLDER`` keeps that run: started again with the same folder and the same results, the numbers are of the same effects.
+In the table, ``faults`` counts the injected faults by the place where they happened. ``killed at`` counts the effects of all crash states from
+which a recovery started. Both refer to one undisturbed run. Another order of processes can add or remove a place or two.
+
+``--work FOLDER`` keeps the undisturbed run. With the same folder and results, the numbers refer to the same effects.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ Fault = tuple[str, str]  # an injection's mode, a place
 def injections(
     effects: list[Effect], targets: list[Effect], ways: Iterable[str], chance: random.Random
 ) -> list[Injection]:
-    """All that can be injected at ``targets`` into a scenario with these effects. To be killed after an effect is to be killed before the next."""
+    """Return all injections at ``targets`` of a scenario. A kill after an effect is the same as a kill before the next."""
     made = [e for e in targets if not e.error]
     found: list[Injection] = []
     for effect in made:
@@ -56,7 +55,7 @@ def injections(
         if "tear" in ways and effect.kind in WRITES and effect.size > 1:
             found.append(Injection(TEAR, number))
         if "pair" in ways:
-            first = chance.randint(1, number)  # what goes on from there comes to the effect again, or nearly so
+            first = chance.randint(1, number)  # the recovery from there reaches about the same effect
             found.append(Injection(AGAIN, number - first + 1, first))
         if "error" in ways:
             found += [Injection(mode, number) for mode in ERRORS if mode != "ENOSPC" or effect.kind not in FREE]
@@ -68,7 +67,7 @@ def injections(
 
 
 def states(straight: Straight, kind: str | None, among: set[int] | None = None) -> list[Injection]:
-    """From every crash state of a run, or from those that effects of a kind find, or those with these numbers."""
+    """Return a kill for each crash state of a run, or only for the states before effects of a kind or with these numbers."""
     assert straight.crashes
     found = {e.number for e in straight.effects if kind in (None, e.kind)}
     found |= {len(straight.effects) + 1} if kind is None else set()
@@ -77,23 +76,23 @@ def states(straight: Straight, kind: str | None, among: set[int] | None = None) 
 
 
 def faults(every: list[Injection], effects: list[Effect], root: Path) -> dict[Injection, Fault]:
-    """What each injection is one of."""
+    """Return the fault (mode and place) of each injection."""
     known = places(effects, root)
     return {i: (i.mode, known.get(i.number + max(0, i.state - 1), END)) for i in every}
 
 
 def last_of_places(effects: list[Effect], root: Path) -> set[int]:
-    """The last effect of each place, and the end: the recoveries from before these meet every place, with the least left to do."""
+    """Return the last effect of each place, and the end. Recoveries from before these reach all places with the least work."""
     return {*{place: number for number, place in places(effects, root).items()}.values(), len(effects) + 1}
 
 
 def fault_of(row: dict[str, Any]) -> Fault:
-    """What was injected, where it happened."""
+    """Return the fault of a result: what was injected, and where."""
     return row["mode"], SEGMENT.sub("*", row["effect"])
 
 
 def shorter(fault: Fault, shortest: dict[str, list[tuple[int, int]]]) -> Injection | None:
-    """The same fault where least is left to do. A recovery is killed again; a run from where the scenario starts is none."""
+    """Return the same fault in the shortest recovery. A second kill needs a recovery; a run from the scenario's start is none."""
     mode, place = fault
     for state, number in shortest.get(place, []) if mode in IN_A_RUN else []:
         if mode != AGAIN or state > 1:
@@ -102,7 +101,7 @@ def shorter(fault: Fault, shortest: dict[str, list[tuple[int, int]]]) -> Injecti
 
 
 def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: random.Random) -> list[Injection]:
-    """All of them, in an order in which every fault comes before any comes twice."""
+    """Return all injections in a random order in which each fault comes once before any comes twice."""
     kinds, seen = faults(every, effects, root), Counter[Fault]()
     ranked = []
     for injection in chance.sample(every, len(every)):
@@ -114,8 +113,10 @@ def drawn(every: list[Injection], effects: list[Effect], root: Path, chance: ran
 def table(
     rows: list[dict[str, Any]], known: dict[str, set[Fault]], effects: dict[str, int], met: dict[str, set[Fault]]
 ) -> str:
-    """What was injected, and what became of it. Of scenarios whose undisturbed run was looked at: ``known``, all its faults; ``effects``, how
-    many it made; ``met``, which faults were injected."""
+    """Return the table of injections and their results.
+
+    For scenarios with an undisturbed run: ``known`` has all faults, ``effects`` the number of effects, ``met`` the injected faults.
+    """
     head = (
         "scenario",
         "killed at",
@@ -151,7 +152,7 @@ def table(
 
 
 def memory() -> Path | None:
-    """A file system in memory with room for the runs, from which programs may be loaded: half of a short run is copying. None: there is none."""
+    """Return a file system in memory for the runs, since copying takes half of a short run; None if none is large enough or executable."""
     if not MEMORY.is_dir():
         return None
     status = os.statvfs(MEMORY)
@@ -159,13 +160,13 @@ def memory() -> Path | None:
 
 
 class Counted:
-    """How often each fault fired, by a file of results that other campaigns may append to at the same time."""
+    """Counts how often each fault fired, from a file of results to which other campaigns may append."""
 
     def __init__(self, results: Path) -> None:
         self.results, self.offset, self.faults = results, 0, Counter[Fault]()
 
     def look(self) -> Counter[Fault]:
-        """With what was appended since."""
+        """Read the new results. Returns the counts."""
         if self.results.exists():
             with open(self.results, "rb") as file:
                 file.seek(self.offset)
@@ -181,13 +182,13 @@ def main() -> int:
         prog="python -m tests.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--scenario", action="append", choices=list(SCENARIOS), help="only this one (again: this one too)"
+        "--scenario", action="append", choices=list(SCENARIOS), help="only this scenario (can be repeated)"
     )
     parser.add_argument(
         "--way",
         action="append",
         choices=WAYS,
-        help="only this way (again: this one too)",
+        help="only this way (can be repeated)",
     )
     parser.add_argument("--kind", help="only at effects of this kind, as 'spawn' or 'rename'")
     parser.add_argument(
@@ -195,7 +196,7 @@ def main() -> int:
         type=int,
         metavar="K",
         default=1,
-        help="at most K injections of each fault but kills, drawn with --seed (default 1; 0: all)",
+        help="at most K injections of each fault except kills, chosen with --seed (default 1; 0: all)",
     )
     parser.add_argument(
         "--last", action="store_true", help="kill before the last effect of each place only: what the other ways need"
@@ -203,16 +204,17 @@ def main() -> int:
     parser.add_argument(
         "--across",
         action="store_true",
-        help="those that were injected in another scenario count, too, also by a campaign at the same time with the same --results",
+        help="count injections of other scenarios too, also those of a simultaneous campaign with the same --results",
     )
-    parser.add_argument(
-        "--count", action="store_true", help="only say how many effects, injections and faults there are"
-    )
+    parser.add_argument("--count", action="store_true", help="only print the numbers of effects, injections and faults")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--results", type=Path, default=Path("workspace") / "chaos.jsonl", help="goes on from what is there"
+        "--results",
+        type=Path,
+        default=Path("workspace") / "chaos.jsonl",
+        help="file of results; an existing file is continued",
     )
-    parser.add_argument("--work", type=Path, help="a folder for the runs; else one that is removed, in memory")
+    parser.add_argument("--work", type=Path, help="a folder for the runs; default: a temporary one in memory")
     given = parser.parse_args()
     given.results.parent.mkdir(parents=True, exist_ok=True)
     lines = given.results.read_text().splitlines() if given.results.exists() else []
@@ -228,7 +230,7 @@ def main() -> int:
                 chance = random.Random(f"{given.seed} {name}")
                 straight = site.straight(name)
                 effects, made[name] = straight.effects, len(straight.effects)
-                # A crash state is one of that very run; the same place is met in any.
+                # Crash states belong to one undisturbed run. Places are the same in all runs.
                 mine = [r for r in rows if r["scenario"] == name and (r["mode"] != KILLED or r["run"] == straight.run)]
                 straight.recovered |= {
                     r["digest"] for r in mine if r["run"] == straight.run and r["digest"] and not r["wrong"]

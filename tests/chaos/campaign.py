@@ -1,4 +1,4 @@
-"""Injects one fault after the other, runs again without it, compares with the run that nothing disturbed."""
+"""Injects faults one by one, runs again without a fault, and compares the result with an undisturbed run."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ from tests.chaos.shim import ERRORS, Control, Effect, environment, places, read_
 from tests.chaos.state import State, broken, differences, lost, state_of
 from tests.support.paths import ROOT
 
-MOST_PASSES = 4  # a daemon that is started again and again would go on
+MOST_PASSES = 4  # a daemon would be started again more often
 PATIENCE_S = 900.0
-END = "the end"  # the place behind the last effect
-POLL_SECONDS = 0.0002  # a run that is held waits so long more at each effect
+END = "the end"  # the place after the last effect
+POLL_SECONDS = 0.0002  # a held run waits at most so long at each effect
 
 
 KILLED, AGAIN, TEAR = "killed", "killed again", "tear"
-IN_A_RUN = {AGAIN: "kill before", TEAR: TEAR} | {mode: mode for mode in ERRORS}  # what the shim is told
+IN_A_RUN = {AGAIN: "kill before", TEAR: TEAR} | {
+    mode: mode for mode in ERRORS
+}  # injections during a run, by the shim's mode
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Injection:
 
     mode: str
     number: int
-    state: int = 0  # how a kill before that effect leaves the site; 0: as the scenario starts
+    state: int = 0  # the run starts from the state after a kill before this effect; 0: from the scenario's start
 
 
 @dataclass
@@ -51,14 +53,14 @@ class Result:
     state: int = 0
     effect: str = ""
     fired: bool = True
-    wrong: list[str] = field(default_factory=list)  # empty: as the run that nothing disturbed
+    wrong: list[str] = field(default_factory=list)  # differences to the undisturbed run
     passes: int = 0
     seconds: float = 0.0  # of the recovery
-    steps: int = 0  # of training, done again
+    steps: int = 0  # training steps that were repeated
     said: str = ""
-    alike: int = 1  # effects of the run before which the disk holds the same
-    digest: str = ""  # of what was on the disk when the recovery began
-    run: str = ""  # which undisturbed run the numbers are of
+    alike: int = 1  # how many effects of the run have this crash state
+    digest: str = ""  # digest of the disk when the recovery started
+    run: str = ""  # the undisturbed run to which the numbers belong
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -66,19 +68,21 @@ class Result:
 
 @dataclass
 class Straight:
-    """The run that nothing disturbed."""
+    """The undisturbed run of a scenario."""
 
     effects: list[Effect]
     state: State
-    crashes: Crashes | None  # None: it was not held
+    crashes: Crashes | None  # its crash states; None: not kept
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
-    recovered: set[str] = field(default_factory=set)  # digests of states from which a run ended as it did
+    recovered: set[str] = field(
+        default_factory=set
+    )  # digests of crash states from which a recovery ended like this run
 
 
 class Site:
-    """A folder in which scenarios are run, its start states, and a server.
+    """A folder for runs of scenarios, with their start states and a server.
 
-    ``crashes``: the undisturbed run of each scenario is held before each effect, and its crash states are kept.
+    With ``crashes``, the undisturbed run of each scenario stops before each effect, and its crash states are kept.
     """
 
     def __init__(self, work: Path, crashes: bool = False) -> None:
@@ -111,7 +115,7 @@ class Site:
         store: Path | None = None,
         look: Callable[[int], None] | None = None,
     ) -> dict[str, Any]:
-        """One process of the scenario; the shim counts, and does what ``mode`` says at ``target``. ``look`` is called before each effect."""
+        """Run the scenario in one process. The shim counts effects and acts on ``target`` by ``mode``. ``look`` is called before each effect."""
         self.control.arm(self.site, self.log, mode, target, store)
         request = {"scenario": scenario, "site": str(self.site), "output": str(self.output), "patience": PATIENCE_S}
         assert self.server.stdin is not None and self.server.stdout is not None
@@ -131,7 +135,7 @@ class Site:
 
     # -- states ---------------------------------------------------------------------------------------------------------
     def start(self, scenario: str) -> None:
-        """The site as the scenario starts; made once, with what it goes on from."""
+        """Restore the site to the scenario's start, which is made once, with the scenario before it."""
         self._restore(self._made(scenario, "start"))
 
     def _made(self, scenario: str, which: str) -> Path:
@@ -162,7 +166,7 @@ class Site:
         copy(folder, self.site)
 
     def straight(self, scenario: str) -> Straight:
-        """The run that nothing disturbed, made once in this folder; what each flushed file held is kept."""
+        """Return the undisturbed run, made once in this folder. The content of each flushed file is kept."""
         note = self.work / f"{scenario}.straight"
         if scenario not in self.undisturbed and note.exists():
             self.undisturbed[scenario] = pickle.loads(note.read_bytes())
@@ -196,7 +200,7 @@ class Site:
         return Straight(effects, state, crashes)
 
     def _changed(self, scenario: str, state: State) -> list[str]:
-        """Where a scenario that is to leave all as it was does not. The site is another one afterwards."""
+        """Return the differences that a scenario without effect made all the same. The site is changed afterwards."""
         self._restore(self._made(SCENARIOS[scenario].after, "end"))
         return differences(state_of(self.site), state)
 
@@ -224,7 +228,7 @@ class Site:
                 result.wrong += _clear(answer, self.said())
             result.said = self.said()[-2000:]
         result.effect = known.get(injection.number, END)
-        if result.digest in straight.recovered:  # the same was on the disk, and a run ended well from there
+        if result.digest in straight.recovered:  # an earlier recovery from the same state of the disk succeeded
             return result
         while result.passes < MOST_PASSES:
             result.passes += 1
@@ -246,7 +250,7 @@ class Site:
         return result
 
     def killed(self, scenario: str, number: int) -> list[Effect]:
-        """The site as a kill before that effect leaves it, 0: as the scenario starts; returns the effects until then."""
+        """Restore the site to the state after a kill before an effect (0: the scenario's start). Returns the effects until then."""
         straight = self.straight(scenario)
         if number and straight.crashes:
             self._restore(straight.crashes.folder / str(straight.crashes.of(number).number))
@@ -261,7 +265,7 @@ class Site:
     def _next(
         self, scenario: str, result: Result, mode: str = "record", target: int = 0
     ) -> tuple[dict[str, Any], dict[int, str]]:
-        """A run on what the last one left, and the places of its effects. It may open nothing that another one left aside."""
+        """Run again on the present site. Returns the answer and the places of its effects. It may open no unfinished file of another process."""
         left = left_aside(self.site)
         answer = self.run(scenario, mode, target)
         done = read_log(self.log)
@@ -270,13 +274,13 @@ class Site:
         return answer, places(done, self.site)
 
     def _recovery(self, scenario: str, number: int) -> Path:
-        """The log of the recovery from a crash state."""
+        """Return the path of the log of the recovery from a crash state."""
         folder = self.work / f"{scenario}.recoveries"
         folder.mkdir(exist_ok=True)
         return folder / f"{number}.log"
 
     def shortest(self, scenario: str, seconds: dict[int, float]) -> dict[str, list[tuple[int, int]]]:
-        """Where each place is met: crash states, that with the least left to do first, and the number of the effect in the run from there.
+        """Return, for each place, the crash states whose recovery reaches it, shortest first, and the number of the effect in that recovery.
 
         ``seconds``: how long the recovery from each crash state took.
         """
@@ -290,7 +294,7 @@ class Site:
         return found
 
     def cut(self, scenario: str, number: int, loss: str) -> list[Effect]:
-        """The site after a power cut behind that effect; returns the effects until then."""
+        """Restore the site to the state after a power cut behind an effect. Returns the effects until then."""
         effects = self.straight(scenario).effects
         done = [e for e in effects if e.number <= number]
         power.cut(self.work / f"{scenario}.start", self.site, done, self.kept / scenario, loss)
@@ -298,7 +302,7 @@ class Site:
 
 
 def _clear(answer: dict[str, Any], said: str) -> list[str]:
-    """What is wrong with how a command ended that was given an error."""
+    """Return what is wrong with the end of a command that met an injected error."""
     wrong = [f"processes were left: {answer['left']}"] if answer["left"] else []
     if answer["code"] and "Traceback" in said:
         wrong.append("a traceback in place of a message")
@@ -306,7 +310,7 @@ def _clear(answer: dict[str, Any], said: str) -> list[str]:
 
 
 def steps_in(effects: list[Effect]) -> int:
-    """Steps of training: a line of metrics each."""
+    """Return the number of training steps: the number of lines of metrics."""
     return sum(
         e.kind == "write" and not e.error and e.path.endswith("/metrics.jsonl") and "/segments/" in e.path
         for e in effects
@@ -314,8 +318,11 @@ def steps_in(effects: list[Effect]) -> int:
 
 
 def settle(site: Path) -> None:
-    """Put what the databases have in their logs into their files: the next process need not begin with that."""
+    """Write the databases' logs into their files, so that the next process need not."""
     for path in ((site / "plant" / name) for name in ("ledger.db", "index.db", "mlflow.db")):
         if path.exists():
-            with closing(sqlite3.connect(path)) as db, suppress(sqlite3.DatabaseError):  # one that a scenario damaged
+            with (
+                closing(sqlite3.connect(path)) as db,
+                suppress(sqlite3.DatabaseError),
+            ):  # a scenario may have damaged it
                 db.execute("PRAGMA wal_checkpoint(TRUNCATE)")

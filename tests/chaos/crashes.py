@@ -1,13 +1,12 @@
-"""Crash states: what the disk holds when every process is killed at an effect.
+"""Crash states: the contents of the disk when all processes are killed at an effect.
 
-A run that nothing disturbs is held before each of its effects, and what is on the disk is looked at: a kill there leaves no more and no less,
-for what a process wrote stays when it is killed. Effects before which the disk holds the same (those that follow an fsync, a program's start, a
-write to a transaction that is not committed yet) are one state. Each state is kept once, and recovered from once: so each effect of a run is
-killed at, without a run for each.
+An undisturbed run stops before each of its effects, and the disk is read: a kill there would leave exactly this, since the writes of a killed
+process stay. Effects with the same disk before them (after an fsync, a program's start, or a write to an uncommitted transaction) share one
+state. Each state is kept once, and one recovery starts from it. In this way every effect is covered without a run for each.
 
-The same are files with the same names and bytes, links to the same, and databases in which SQLite, after its own recovery, finds the same rows.
-Not compared are times and permissions, and what stands in files that are written aside (``ASIDE``): a half and a quarter of a checkpoint are
-one state, as long as no recovery opens what another process left there. Each recovery is held to that.
+Two disks are the same if they have files with the same names and bytes, links with the same targets, and databases with the same rows after
+SQLite's own recovery. Times, permissions and the contents of unfinished files (``ASIDE``) are not compared: a half and a quarter of a checkpoint
+are one state, as long as no recovery opens an unfinished file of another process. Each recovery is checked for that.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from pathlib import Path
 
 from tests.chaos.shim import Effect
 
-# What has a hidden name, or lies in a folder that has: not finished. A segment's folder without an owner is flushed, and set aside, with all in it.
+# Paths with a hidden name, or below one: unfinished. A segment's folder without an owner is flushed, and set aside as a whole.
 ASIDE = re.compile(r"plant/(?!worktrees/|segments/[^/]+/\.owner)(.*/)?\.[^/]+(/.*)?")
 STORE = re.compile(r"\.db(\.new|\.restored)?$")
 LOGS = ("-wal", "-journal")
@@ -39,7 +38,7 @@ LEAST_SHARED = 4096  # bytes
 @dataclass
 class CrashState:
     digest: str
-    effects: list[int]  # before each of these a kill leaves it; the first one's number is its name
+    effects: list[int]  # a kill before any of them leaves this state; the first number is the state's name
 
     @property
     def number(self) -> int:
@@ -48,11 +47,13 @@ class CrashState:
 
 @dataclass
 class Crashes:
-    """The crash states of a run, each in a folder below ``folder`` by its number. They share files: to be copied, never opened for writing."""
+    """The crash states of a run, each in a folder below ``folder`` named by its number. They share files: copy them, never write to them."""
 
     folder: Path
     states: dict[str, CrashState] = field(default_factory=dict)  # by digest
-    known: dict[str, str] = field(default_factory=dict)  # bytes of a database and its logs → what it holds
+    known: dict[str, str] = field(
+        default_factory=dict
+    )  # hash of the bytes of a database and its logs → hash of its rows
 
     def __post_init__(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -63,7 +64,7 @@ class Crashes:
         return self.folder / "pool"
 
     def look(self, site: Path, number: int) -> None:
-        """The state in which effect ``number`` finds the disk. Programs in a sandbox are not held, and may remove what is looked at."""
+        """Record the state of the disk before effect ``number``. Programs in a sandbox do not stop, and may remove files during this."""
         for tries in range(MOST_TRIES):
             try:
                 digest = self.digest(site)
@@ -78,11 +79,11 @@ class Crashes:
         self.states.setdefault(digest, CrashState(digest, [])).effects.append(number)
 
     def of(self, number: int) -> CrashState:
-        """That which a kill before this effect leaves."""
+        """Return the state that a kill before this effect leaves."""
         return next(state for state in self.states.values() if number in state.effects)
 
     def _share(self, state: Path) -> None:
-        """Files with the same bytes in several states are one on the disk; within a state each stays its own."""
+        """Store files with the same bytes in several states only once; within one state each file stays separate."""
         seen = set()
         for path in (path for path in state.rglob("*") if path.is_file() and not path.is_symlink()):
             status = path.stat()
@@ -97,7 +98,7 @@ class Crashes:
                 os.link(path, one)
 
     def digest(self, site: Path) -> str:
-        """SHA-256 of all that two equal states have in common, in hexadecimal."""
+        """Return the SHA-256, in hexadecimal, that equal states have in common."""
         whole = hashlib.sha256()
         for path in sorted(self._entries(site)):
             status = os.lstat(path)
@@ -115,7 +116,7 @@ class Crashes:
         return whole.hexdigest()
 
     def _entries(self, site: Path) -> list[str]:
-        """Every path, without the logs of a database that is there: they are looked at with it."""
+        """Return all paths, without the logs of existing databases, which are read with their database."""
         found = []
         for folder, folders, files in os.walk(site):
             names = [*folders, *files]
@@ -140,7 +141,7 @@ class Crashes:
 
 
 def left_aside(site: Path) -> set[str]:
-    """Files that were being written when their writer died."""
+    """Return the files that were unfinished when their writer died."""
     return {
         str(path)
         for path in site.rglob("*")
@@ -149,7 +150,7 @@ def left_aside(site: Path) -> set[str]:
 
 
 def used(left: set[str], effects: Iterable[Effect], site: Path) -> list[str]:
-    """Those of ``left`` that a run opened, or gave a name that is not hidden, before it removed them or wrote them anew."""
+    """Report the files of ``left`` that a run opened, or gave a visible name, before it removed or rewrote them."""
     left, found = set(left), []
     for effect in (one for one in effects if not one.error):
         below = {path for path in left if path == effect.path or path.startswith(f"{effect.path}/")}
@@ -165,7 +166,7 @@ def used(left: set[str], effects: Iterable[Effect], site: Path) -> list[str]:
 
 
 def rows_of(path: Path) -> str:
-    """SHA-256 of the schema and of all rows of a database."""
+    """Return the SHA-256 of the schema and of all rows of a database."""
     whole = hashlib.sha256(str(path.stat().st_size > 0).encode())
     with closing(sqlite3.connect(path)) as db:
         db.text_factory = bytes

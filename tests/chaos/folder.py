@@ -1,4 +1,4 @@
-"""One folder and one program, for tests of the shim and of single flushes."""
+"""A folder and a program for tests of the shim and of single flushes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.chaos.shim import Control, Effect, environment, read_log
 
 
 class Folder:
-    """A folder whose effects count, and a program that makes some."""
+    """A folder in which effects are counted, and a program that makes some."""
 
     def __init__(self, path: Path) -> None:
         self.root, self.log, self.store = path / "root", path / "log", path / "store"
@@ -25,7 +25,7 @@ class Folder:
     def run(
         self, program: str, mode: str = "record", target: int = 0, look: Callable[[int], None] = lambda number: None
     ) -> tuple[int, str]:
-        """``look`` is called before each effect, when the mode is 'hold'."""
+        """Run the program. Returns its exit code and stderr. In the mode 'hold', ``look`` is called before each effect."""
         self.control.arm(self.root, self.log, mode, target, self.store)
         words = [sys.executable, "-S", "-c", program]
         variables = os.environ | environment(self.control.path)
@@ -36,7 +36,7 @@ class Folder:
                 self.control.release(held)
             else:
                 time.sleep(POLL_SECONDS)
-        kill_marked(self.control.path)  # what waits for ever at its next effect
+        kill_marked(self.control.path)  # processes that wait for ever at their next effect
         _, said = process.communicate()
         return process.returncode, said
 

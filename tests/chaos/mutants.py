@@ -1,7 +1,7 @@
-"""Every fsync and rename of the factory and of the contract, each with what notices that it is gone.
+"""All calls of fsync and rename in the factory and the contract, each with the test or scenario that notices its removal.
 
-``python -m tests.chaos.mutants`` deletes one after the other in a copy of this checkout and runs what is to notice: a power cut behind an
-effect of a scenario (``Cut``), the scenario itself (``Cut`` with nothing behind), or a test. A fast test holds the list complete.
+``python -m tests.chaos.mutants`` deletes them one by one in a copy of this checkout, and runs the check that must notice: a power cut behind an
+effect of a scenario (``Cut``), the scenario itself (an empty ``Cut``), or a test. A fast test ensures that the list is complete.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.support.paths import ROOT
 
 CALLS = frozenset({"fsync", "fdatasync", "sync_folder", "sync_tree", "rename", "renames", "move", "replace"})
 RANKS = "tests/trainer/parallel/test_parallel.py::test_a_layout_does_not_change_the_training"
-TABLE_LINE = '"'  # what a line of a table begins with: no statement is left
-# A mutant that takes so many times as long as the code without it hangs.
+TABLE_LINE = '"'  # the first character of a line in a table; deleting it leaves no statement
+# A mutant that runs so many times longer than the original code counts as hung.
 TIMES, LEAST_S = 5, 60.0
 LIVE = ("trainer/", "kernels/")
 LOOKED_AT = ("factory", "trainer/contract", "kernels/contract")
@@ -34,25 +34,25 @@ COPIED = ("factory", "trainer", "kernels", "agents", "policies", "tests", "pypro
 
 @dataclass(frozen=True)
 class Cut:
-    """The power fails once the ledger was flushed after the last effect like ``after`` ('kind place'), or at the end of the scenario.
+    """A power cut at the next flush of the ledger after the last effect like ``after`` ('kind place'), or at the end of the scenario.
 
-    Noticed when the scenario ends otherwise, or the ledger names what is lost, or the next run does not end like an undisturbed one.
+    A mutant is noticed if the scenario ends differently, the ledger names a lost file, or the next run ends differently.
     """
 
     scenario: str
     after: str = ""
-    at_once: bool = False  # right behind the effect
+    at_once: bool = False  # immediately after the effect
 
 
 @dataclass(frozen=True)
 class Mutant:
     path: str
-    line: str  # that holds the call, once in the file
-    notices: Cut | str  # a test's node id
-    replacement: str = ""  # else the line is deleted
+    line: str  # the line with the call, which the file has once
+    notices: Cut | str  # a power cut in a scenario, or the node id of a test
+    replacement: str = ""  # the new line; '': the line is deleted
 
 
-# Call sites that no mutant need show: what they keep is made again, at the cost of time alone.
+# Calls without a mutant: the files that they protect can be made again, at the cost of time only.
 ONLY_TIME = {
     ("factory/status/log.py", "os.replace(newer, older)"): "a log",
     ("factory/status/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
@@ -66,9 +66,9 @@ INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "rele
 SHARD = "trainer/contract/data/token_shard.py"
 FORMAT = "trainer/contract/checkpoint/format.py"
 FILES = "kernels/contract/files.py"
-PLACED = "tests/chaos/test_flushes.py::test_what_is_put_in_place_is_there_after_a_power_cut"
+PLACED = "tests/chaos/test_flushes.py::test_a_file_put_in_place_survives_a_power_cut"
 DAILY = "tests/chaos/test_flushes.py::test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut"
-SPLIT = "tests/chaos/test_flushes.py::test_what_was_appended_to_a_filed_shard_survives_a_power_cut"
+SPLIT = "tests/chaos/test_flushes.py::test_rows_appended_to_a_filed_shard_survive_a_power_cut"
 TOGETHER = "tests/chaos/test_flushes.py::test_small_files_that_became_one_shard_survive_a_power_cut"
 DEMO = "tests/factory/demo/test_demo.py::test_the_corpus_is_written_once_and_arrives_whole"
 
@@ -134,7 +134,7 @@ MUTANTS = (
     Mutant("factory/git/git_store.py", "os.fsync(out.fileno())", MERGE),
     Mutant(
         "factory/git/git_store.py",
-        '"core.fsync": "all",  # what the ledger names must be there after a power cut',
+        '"core.fsync": "all",  # commits that the ledger names must survive a power cut',
         MERGE,
     ),
     Mutant("factory/git/repository.py", "aside.replace(repository / path)", MERGE),
@@ -150,7 +150,7 @@ MUTANTS = (
     Mutant(FILES, "sync_folder(place.parent)", PLACED),
     Mutant(FILES, "sync_tree(made)", PLACED),
     Mutant("factory/ledger/journal.py", "os.fsync(out.fileno())", DAILY),
-    Mutant(  # the scenario would ingest the file for ever
+    Mutant(  # in a scenario the file would be ingested for ever
         "factory/ingest/filing.py",
         "shutil.move(path, place)",
         "tests/factory/ingest/test_inbox.py::test_a_name_that_is_not_utf8_is_ingested_under_one_that_is",
@@ -158,7 +158,7 @@ MUTANTS = (
     Mutant(
         "factory/ingest/filing.py",
         'shutil.move(place, plant.workspace.inbox / f"{time.time_ns()}-{path.name[-LONGEST_NAME:]}")',
-        "tests/chaos/test_flushes.py::test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox",
+        "tests/chaos/test_flushes.py::test_a_file_with_the_name_of_an_ingested_one_returns_to_the_inbox",
     ),
     Mutant(
         "factory/ingest/filing.py",
@@ -186,7 +186,7 @@ MUTANTS = (
     Mutant(
         "factory/retention/cleaning.py",
         "os.rename(choice.what.path, aside)",
-        "tests/factory/retention/test_cleaning.py::test_the_policy_keeps_what_it_says",
+        "tests/factory/retention/test_cleaning.py::test_cleaning_keeps_what_the_policy_names",
     ),
     Mutant(
         "factory/audit/keeping.py",
@@ -195,8 +195,8 @@ MUTANTS = (
     ),
     Mutant(
         "factory/backups/backups.py",
-        "os.rename(old, hidden)  # half a backup has no name of one",
-        "tests/factory/repairs/test_lost_ledger.py::test_the_newest_backups_stay_and_a_damaged_one_is_passed_over",
+        "os.rename(old, hidden)  # so that half a backup never has the name of a backup",
+        "tests/factory/repairs/test_lost_ledger.py::test_the_newest_backups_stay_and_a_damaged_one_is_skipped",
     ),
     Mutant(
         "factory/core/removal.py",
@@ -224,7 +224,7 @@ MUTANTS = (
 
 
 def mutated(text: str, mutant: Mutant) -> str:
-    """The file without the line, or with another. Raises: AssertionError when it does not hold the line once."""
+    """Return the file without the line, or with the replacement. Raises: AssertionError unless the file has the line once."""
     lines = text.splitlines(keepends=True)
     if mutant.replacement:
         assert text.count(mutant.line) == 1, f"{mutant.path} holds {mutant.line!r} {text.count(mutant.line)} times"
@@ -237,9 +237,9 @@ def mutated(text: str, mutant: Mutant) -> str:
 
 
 def notices(cut: Cut, work: Path, outlines: Path) -> list[str]:
-    """What is wrong with this checkout's code, as a power cut shows it, or already a run that nothing disturbs.
+    """Return what is wrong with this checkout's code, as found by a power cut or already by an undisturbed run.
 
-    The first run of a scenario, of the code without a mutant, leaves its outline in ``outlines``.
+    The first run of a scenario, with the code without a mutant, writes its outline to ``outlines``.
     """
     from tests.chaos import power
     from tests.chaos.campaign import Site
@@ -284,7 +284,7 @@ def _number(cut: Cut, effects: list[Effect], root: Path) -> int:
 
 
 def run(mutant: Mutant | None, check: Cut | str, tree: Path, work: Path, patience: float | None) -> tuple[bool, str]:
-    """(is it noticed, by what), with the mutant in the copied tree. ``patience``: seconds; None: without end."""
+    """Run the check with the mutant in the copied tree. Returns whether and how it was noticed. ``patience``: seconds; None: no limit."""
     if mutant:
         (tree / mutant.path).write_text(mutated((ROOT / mutant.path).read_text(), mutant))
     if isinstance(check, Cut):
@@ -355,7 +355,7 @@ def main() -> int:
 
 
 def calls_in(root: Path = ROOT) -> set[tuple[str, str]]:
-    """(file, line) of every call that flushes or names; str.replace is none."""
+    """Return (file, line) of each call that flushes a file or names one; str.replace does not count."""
     found = set()
     for folder in LOOKED_AT:
         for path in (root / folder).rglob("*.py"):
@@ -378,7 +378,7 @@ def _names(node: ast.Call) -> bool:
         and isinstance(function.value, ast.Name)
         and function.value.id in ("os", "shutil")
     )
-    if name == "replace":  # str.replace takes two words, dataclasses.replace is no attribute
+    if name == "replace":  # str.replace takes two arguments; dataclasses.replace is not an attribute
         return of_module or (isinstance(function, ast.Attribute) and len(node.args) == 1 and not node.keywords)
     return of_module or name != "move"
 

@@ -1,11 +1,11 @@
-"""What is on the disk after a power cut: replays the shim's log, and leaves out what was not flushed.
+"""Computes the disk after a power cut: replays the shim's log without the effects that were not flushed.
 
-Two losses, each of which a file system may choose:
-    names kept   every name is as it was, every file holds what it held at its last fsync (a new one that was never flushed is empty)
-    names lost   names in a folder, too, are those of the folder's last fsync
+A file system may lose data in two ways:
+    names kept   all names stay; each file has the content of its last fsync (a new file without an fsync is empty)
+    names lost   the names in a folder, too, are those of the folder's last fsync
 
-A file's content is what the shim kept at its fsync. In the repository names are kept in order: git flushes files and not folders, and
-relies on a journal that writes names in the order in which they were made before it writes what is flushed after them.
+The shim keeps the content of each file at its fsync. In the git repository names are always kept: git flushes files but not folders, and relies
+on a journal that writes names in their order before later flushes.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class Node:
     """A file, a link or a folder."""
 
     kind: str  # 'file' | 'link' | 'folder'
-    content: Path | None = None  # flushed; None: an empty file
+    content: Path | None = None  # the flushed content; None: an empty file
     target: str = ""  # of a link
-    names: dict[str, Node] = field(default_factory=dict)  # of a folder, as programs see them
-    flushed: dict[str, Node] = field(default_factory=dict)  # as they are on the disk
+    names: dict[str, Node] = field(default_factory=dict)  # of a folder: the names that programs see
+    flushed: dict[str, Node] = field(default_factory=dict)  # the names that are on the disk
     mode: int = 0o644
 
 
 def cut(start: Path, site: Path, done: list[Effect], store: Path, loss: str) -> None:
-    """Make ``site`` what is left of it: ``start`` and the effects ``done``, less what was not flushed."""
+    """Replace ``site`` by its state after a power cut: ``start`` and the flushed effects among ``done``."""
     root = _read(start)
     for effect in done:
         if not effect.error:
@@ -42,7 +42,7 @@ def cut(start: Path, site: Path, done: list[Effect], store: Path, loss: str) -> 
                 _apply(root, site, effect, store)
             except (
                 KeyError
-            ):  # what replays of a diagnosis write is not recorded: they run in an environment of their own
+            ):  # the effects of a diagnosis's replays are not recorded: they run with their own environment
                 if REPLAYS not in effect.path:
                     raise
     aside = site.with_name(".cut")
@@ -62,7 +62,7 @@ def _read(path: Path) -> Node:
 
 
 def _at(root: Node, site: Path, path: str) -> tuple[Node, str]:
-    """The folder that holds a path, and the name there."""
+    """Return the folder of a path and the path's name in it."""
     *folders, name = Path(path).relative_to(site).parts
     node = root
     for part in folders:
@@ -75,7 +75,7 @@ def _apply(root: Node, site: Path, effect: Effect, store: Path) -> None:
         if effect.kind in SYNCS:
             root.flushed = dict(root.names)
         return
-    if effect.kind == SPAWN:  # it leaves nothing on a disk
+    if effect.kind == SPAWN:  # a program's start leaves nothing on a disk
         return
     folder, name = _at(root, site, effect.path)
     kind = effect.kind
@@ -108,7 +108,7 @@ def _write(node: Node, path: Path, lose_names: bool, within_git: bool) -> None:
         if node.content is None:
             path.touch()
         else:
-            # The inbox goes by its files' times; git looks at a file again whose time is another.
+            # The inbox depends on the times of its files. git reads a file again if its time has changed.
             (shutil.copy2 if "plant" in path.parts else shutil.copyfile)(node.content, path)
         path.chmod(node.mode)
     else:

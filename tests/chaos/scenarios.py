@@ -1,7 +1,7 @@
-"""What is run, killed and run again: the factory's own commands, on a workspace of two small shards and a model of 50,000 weights.
+"""Scenarios: runs of the factory's own commands on a workspace with two small shards and a model of 50,000 weights.
 
-A scenario starts where another one ended. All lie in one folder, the site: ``plant`` is the workspace, ``target`` the code's repository.
-Training runs outside the sandbox here, where the shim sees the trainer; what runs inside (replays, gates) makes no effect that counts.
+A scenario starts from the end of another one. Their folder, the site, has ``plant`` (the workspace) and ``target`` (the repository of the code).
+Training runs outside the sandbox, so that the shim sees the trainer. Programs in the sandbox (replays, gates) make no effects that count.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ DECISIONS = frozenset({"proposals", "releases"})  # commands that carry out a pe
 
 @dataclass(frozen=True)
 class Scenario:
-    """``kinds``: the daemon's duties that belong to it; others wait for the next scenario."""
+    """One scenario. ``kinds``: the daemon's duties that it runs; other duties wait for the next scenario."""
 
-    after: str  # the scenario whose end it starts from; '': an empty workspace
+    after: str  # it starts from the end of this scenario; '': from an empty workspace
     kinds: frozenset[str] = frozenset()
     commands: Commands = (RUN,)
-    prepare: Callable[[Path], None] = field(default=lambda site: None)  # done once, before anything counts
-    alike: bool = False  # it ends as the one before did
+    prepare: Callable[[Path], None] = field(default=lambda site: None)  # called once, before effects are counted
+    alike: bool = False  # it must end in the state of the scenario before
     live_log: bool = False  # SQLite's logs stay as ``prepare`` left them
 
 
 def drive(name: str, site: Path) -> None:
-    """One process of the factory, from its start to its end; what ends one early ends all."""
+    """Run a scenario's commands in this process. A command that ends early ends the scenario."""
     if name.startswith("prepare "):
         SCENARIOS[name.removeprefix("prepare ")].prepare(site)
         return
@@ -55,7 +55,7 @@ def drive(name: str, site: Path) -> None:
 
 
 def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
-    """The ``factory`` command. A person's decision that was carried out already is refused (2), which is as good."""
+    """Run a ``factory`` command. A person's decision that was already carried out may be refused with exit code 2."""
     from factory.cli.app import main
     from factory.duties import runner
 
@@ -73,7 +73,7 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
 
 
 def _call(function: Callable[[Path], None], site: Path) -> None:
-    """A part of a command; errors become what the command line makes of them."""
+    """Run a part of a command, with the exit code of the command line after an error."""
     from factory.cli.app import exit_code
 
     try:
@@ -86,7 +86,7 @@ def _call(function: Callable[[Path], None], site: Path) -> None:
 
 
 def preload() -> None:
-    """Import what the commands import, before the fork: a run would spend half of its time on it."""
+    """Import the commands' modules before the fork. Otherwise imports would take half of each run."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ["USER"] = "ada"
@@ -110,7 +110,7 @@ def preload() -> None:
 
 # -- calls ----------------------------------------------------------------------------------------------------------------
 def _rewind(site: Path) -> None:
-    """As a pass of the daemon does what follows a diagnosis of which it was killed before it acted."""
+    """Act on a diagnosis, as the daemon's pass does after a kill between diagnosis and action."""
     from factory.diagnosis.diagnosing import diagnose_and_act
     from factory.ledger.anomalies import settled
 
@@ -120,7 +120,7 @@ def _rewind(site: Path) -> None:
 
 
 def _erase(site: Path) -> None:
-    """As ``factory data remove --erase``; the daemon's next pass finishes what is recorded."""
+    """Do as ``factory data remove --erase``. The daemon's next pass finishes a recorded removal."""
     from factory.ledger.removals import removals
 
     if len(removals(opened(site)[1])) < 2:

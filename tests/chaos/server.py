@@ -1,7 +1,7 @@
-"""Forks a child for each run: all that a factory imports is imported once, and not in the second or two that each run lasts.
+"""Forks a child for each run, so that the factory's modules are imported only once. Each run takes a second or two.
 
-Preloaded with the shim, it reads a line of JSON for each run and answers with one. A run that the shim ends leaves processes that wait
-for ever at their next effect; they are known by their environment, and killed.
+The server runs with the shim. It reads a line of JSON for each run, and answers with one. A run that the shim ends leaves processes that wait
+for ever at their next effect. The server finds them by their environment and kills them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_SECONDS = 0.005
 
 
 def marked(control: Path) -> list[int]:
-    """Processes that run with the shim on that control file, without this one."""
+    """Return the other processes that run with the shim and this control file."""
     mark = f"LD_SHIM_CONTROL={control}\0".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -34,7 +34,7 @@ def marked(control: Path) -> list[int]:
 
 
 def kill_marked(control: Path) -> list[str]:
-    """Kill them, and wait until they are gone; returns their command lines."""
+    """Kill these processes and wait for their ends. Returns their command lines."""
     killed: dict[int, str] = {}
     while left := marked(control):
         for process in left:
@@ -49,7 +49,7 @@ def kill_marked(control: Path) -> list[str]:
 
 
 def reap() -> dict[int, int]:
-    """Children (and orphans: this process is their reaper) that ended: process number → status."""
+    """Return process number → status of ended children, and of orphans, since this process reaps them."""
     ended = {}
     with contextlib.suppress(ChildProcessError):
         while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -58,7 +58,7 @@ def reap() -> dict[int, int]:
 
 
 def run(request: dict[str, Any], control: Control) -> dict[str, Any]:
-    """Fork, run, wait: until the child has ended, or the shim says that all are dead."""
+    """Fork a child, run the scenario in it, and wait until the child has ended or the shim reports that all processes are dead."""
     began = time.monotonic()
     child = os.fork()
     if child == 0:
@@ -73,7 +73,7 @@ def run(request: dict[str, Any], control: Control) -> dict[str, Any]:
         status = reap().get(child)
         time.sleep(POLL_SECONDS)
     dead = control.dead
-    if not dead:  # what it started gets the time to notice that it ended
+    if not dead:  # its children get time to notice its end
         deadline = time.monotonic() + request.get("patience", 0)
         while marked(control.path) and time.monotonic() < deadline and not control.dead:
             reap()
@@ -86,7 +86,7 @@ def run(request: dict[str, Any], control: Control) -> dict[str, Any]:
 
 
 def outcome(request: dict[str, Any]) -> int:
-    """In the child: 0, or as the factory's own commands end; 1 with a traceback is a fault of ours."""
+    """Run the scenario in the child. Returns 0 or the exit code of a factory's command; 1 with a traceback after a bug."""
     from tests.chaos import scenarios
 
     try:
@@ -103,7 +103,7 @@ def outcome(request: dict[str, Any]) -> int:
 
 
 def die_with_parent() -> None:
-    """A campaign that is stopped leaves no run that goes on by itself."""
+    """Make this process die with its parent, so that a stopped campaign leaves no run."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 

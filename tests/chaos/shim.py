@@ -1,4 +1,4 @@
-"""The shim as Python sees it: built once, armed for a run, its log read."""
+"""Builds the shim, arms it for a run, and reads its log."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from pathlib import Path
 HERE = Path(__file__).with_name("preload")
 MODES = ("record", "kill before", "kill after", "tear", "EIO", "ENOSPC", "EIO for good", "ENOSPC for good", "hold")
 ERRORS = MODES[4:8]
-# Kinds that the shim logs. Another one in a log is unknown, and fails.
+# The kinds of effects that the shim logs. Another kind in a log is an error.
 WRITES = frozenset({"write", "pwrite", "writev", "pwritev", "sendfile", "copy_file_range"})
 NAMES = frozenset({"create", "rename", "unlink", "link", "symlink", "mkdir", "rmdir"})
 SYNCS = frozenset({"fsync", "fdatasync"})
-SPAWN = "spawn"  # a program is started; its error is EAGAIN
-FREE = frozenset({"unlink", "rmdir", "rename", SPAWN})  # take no space: a full disk does not stop them
+SPAWN = "spawn"  # the start of a program; its injected error is EAGAIN
+FREE = frozenset({"unlink", "rmdir", "rename", SPAWN})  # effects that need no space: a full disk does not stop them
 KINDS = WRITES | NAMES | SYNCS | {"truncate", SPAWN}
 SEGMENT = re.compile(r"(?<=/segments/#-)\w+")  # the same code writes each kind of segment
 DATABASE = re.compile(r"\.db(-wal|-journal)?$")
@@ -29,7 +29,7 @@ DATABASE = re.compile(r"\.db(-wal|-journal)?$")
 
 @dataclass(frozen=True)
 class Effect:
-    """A line of the log."""
+    """An effect: a line of the log."""
 
     number: int
     kind: str
@@ -39,17 +39,20 @@ class Effect:
     folder: int  # inode of the folder that holds ``path``
     other_folder: int
     path: str
-    other: str  # of a rename the new name, of a link the old one, of a symlink where it points
+    other: str  # the new name of a rename, the old name of a link, the target of a symlink
     program: str
 
     def place(self, root: Path) -> str:
-        """Where it is, without what differs from run to run: ``plant/segments/#-trunk/checkpoints/step-#/state.json``."""
+        """Return its path without parts that differ between runs: ``plant/segments/#-trunk/checkpoints/step-#/state.json``."""
         path = self.other if self.kind == "rename" else self.path
         return place_of(str(Path(path).relative_to(root)) if path != str(root) else ".")
 
 
 def places(effects: Iterable[Effect], root: Path) -> dict[int, str]:
-    """Number → what, where and by whom. All transactions are written to the same files: there it is also told what its program did before."""
+    """Return the place of each effect by its number: kind, path and program.
+
+    All transactions are written to the same files. In a database the place therefore also has the program's effect before.
+    """
     found, before = {}, dict[str, str]()
     for effect in effects:
         told = f"{effect.kind} {SEGMENT.sub('*', effect.place(root))}"
@@ -76,7 +79,7 @@ def place_of(path: str) -> str:
 
 @functools.cache
 def built() -> Path:
-    """The shim as a library, made with this machine's C compiler."""
+    """Return the shim as a library, built once with this machine's C compiler."""
     sources = [HERE / "shim.c", HERE / "effects.h"]
     name = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16]
     target = Path(tempfile.gettempdir()) / f"factory-chaos-{name}.so"
@@ -106,14 +109,14 @@ def environment(control: Path) -> dict[str, str]:
 
 
 class Control:
-    """The control file of one tree of processes."""
+    """The control file of a tree of processes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.write_bytes(b"\0" * (1 << 13))
 
     def arm(self, root: Path, log: Path, mode: str = "record", target: int = 0, store: Path | None = None) -> None:
-        """From now on effects below ``root`` count. ``store``: a folder for what each flushed file held."""
+        """Start to count effects below ``root``. ``store``: a folder for the contents of flushed files."""
         log.unlink(missing_ok=True)
         words = [str(self.path), str(root), str(log), str(store or "")]
         library = ctypes.CDLL(str(built()))
@@ -121,7 +124,7 @@ class Control:
 
     @property
     def held(self) -> int:
-        """The effect before which a process is held; 0: none is."""
+        """The number of the effect before which a process waits; 0: no process waits."""
         *_, held, released = self._read()
         return held if held > released else 0
 
@@ -151,7 +154,7 @@ class Control:
 
 
 def read_log(path: Path, opened: bool = False) -> list[Effect]:
-    """Effects, in their order. ``opened``: with the files of hidden names that were opened for reading, which have the number 0."""
+    """Return the effects in order. With ``opened``, also the opens of hidden files for reading, which have the number 0."""
     found = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         number, kind, error, size, inode, folder, other_folder, *words = line.split("\t")
@@ -161,7 +164,7 @@ def read_log(path: Path, opened: bool = False) -> list[Effect]:
     return found
 
 
-# Where a factory may make effects, and why one that is cut short there harms nothing. An effect anywhere else is unknown, and fails.
+# The paths where a factory may make effects, and why an interruption there does no harm. An effect at another path is an error.
 PLACES = {
     r"plant/ledger\.db(-wal|-journal)?": "SQLite's transactions",
     r"plant/index\.db(-wal|-journal)?": "SQLite's transactions; made of shards/hashes, and made anew where it is damaged",
@@ -207,7 +210,7 @@ PLACES = {
 
 
 def unknown(effects: Iterable[Effect], root: Path) -> list[str]:
-    """Effects of another kind, or at another place, than those that were thought about."""
+    """Return the effects of an unknown kind or at an unknown place."""
     found = set()
     for effect in effects:
         place = effect.place(root)

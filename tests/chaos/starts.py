@@ -1,4 +1,4 @@
-"""What each scenario starts from: a site as it was left by another one, with what is done before anything counts."""
+"""Prepares the start of each scenario, on the site that another scenario left. Effects are not counted yet."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NOTED = "noted"  # an event
 FIRST, SECOND = (
     ("code/0-5", "chat/0-7"),
     ("code/0-8", "docs/0-9", "docs/1-4"),
-)  # documents whose text is erased: of one shard twice
+)  # documents whose text is erased; two removals have documents of one shard
 
 
 def opened(site: Path):  # type: ignore[no-untyped-def]
@@ -42,7 +42,7 @@ def store(site: Path) -> None:
 
 
 def empty_plant(site: Path) -> None:
-    """Two shards wait in the inbox of a workspace whose release policy has floors that a second of training reaches."""
+    """Make a workspace with two shards in the inbox and a release policy whose floors a second of training reaches."""
     import random
     import shutil
 
@@ -71,7 +71,7 @@ def empty_plant(site: Path) -> None:
 
 
 def with_checkout_and_store(site: Path) -> None:
-    """What the scenarios ``checkout`` and ``store`` make, and the compiled loss head."""
+    """Make the results of the scenarios ``checkout`` and ``store``, and the compiled loss head."""
     from tests.support.lent_libraries import lend
 
     checkout(site)
@@ -80,7 +80,7 @@ def with_checkout_and_store(site: Path) -> None:
 
 
 def with_proposal(site: Path) -> None:
-    """A proposal that the gate promotes: a file changed, one new."""
+    """Add a proposal that the gate promotes, with one changed and one new file."""
     from factory.core.workspace import code_root
     from factory.git import repository
     from factory.git.scope import AgentsPolicy
@@ -114,7 +114,7 @@ def with_proposal(site: Path) -> None:
 
 
 def with_anomaly(site: Path) -> None:
-    """An anomaly that was never diagnosed, and a budget for the first replays."""
+    """Add an anomaly without a diagnosis, and a budget for the first replays."""
     from factory.ledger.ledger import anomalies
 
     workspace, ledger = opened(site)
@@ -125,7 +125,7 @@ def with_anomaly(site: Path) -> None:
 
 
 def with_diagnosis(site: Path) -> None:
-    """An anomaly whose diagnosis named a document, which nothing was done about yet."""
+    """Add an anomaly whose diagnosis blames a document. Nothing was done about it yet."""
     from factory.ledger.anomalies import DIAGNOSED
     from factory.ledger.ledger import anomalies, record
     from factory.ledger.rows import Subject
@@ -142,13 +142,13 @@ def with_diagnosis(site: Path) -> None:
 
 
 def with_manual_approval(site: Path) -> None:
-    """A person must approve what is to be released."""
+    """Set the policy so that a person must approve each release."""
     policy = site / "plant" / "policies" / "gates" / "release.yaml"
     policy.write_text(yaml.safe_dump(yaml.safe_load(policy.read_text()) | {"approval": "manual"}))
 
 
 def with_word_in_mlflow(site: Path) -> None:
-    """A person approved in MLflow, and nobody heard it yet."""
+    """Set the tag of an approval in MLflow that the factory has not read yet."""
     from factory.show.mlflow.registry import MODEL
     from factory.show.mlflow.runs import APPROVAL_TAG
     from factory.show.mlflow.store import open_client
@@ -157,7 +157,7 @@ def with_word_in_mlflow(site: Path) -> None:
 
 
 def remove(site: Path, *names: str) -> None:
-    """What ``factory data remove --erase`` does after it asked."""
+    """Do what ``factory data remove --erase`` does after the person's confirmation."""
     from factory.data.removing import look
     from factory.data.removing import remove as record_removal
     from factory.data.selecting import by_name, fates_of
@@ -170,12 +170,12 @@ def remove(site: Path, *names: str) -> None:
 
 
 def with_erased(site: Path) -> None:
-    """Rows of the shard of which others are to be erased were erased before."""
+    """Erase other rows of the same shard first."""
     remove(site, *FIRST)
 
 
 def with_all_backups(site: Path) -> None:
-    """As many as are kept, so that the next one takes the oldest's place."""
+    """Make as many backups as are kept, so that the next backup replaces the oldest."""
     from factory.backups.backups import KEPT, make_backup
     from factory.ledger.journal import backups_of
 
@@ -185,7 +185,7 @@ def with_all_backups(site: Path) -> None:
 
 
 def with_damaged_ledger(site: Path) -> None:
-    """The daily backup is of before ingest: all that was done since stands in its journal."""
+    """Damage the ledger. Its daily backup is older than the ingest: the journal has all later commits."""
     for ending in ("-wal", "-shm"):
         (site / "plant" / f"ledger.db{ending}").unlink(missing_ok=True)
     with open(site / "plant" / "ledger.db", "r+b") as file:
@@ -193,7 +193,7 @@ def with_damaged_ledger(site: Path) -> None:
 
 
 def with_live_log(site: Path) -> None:
-    """A daemon was killed behind a commit: it is in SQLite's log alone, neither in the ledger's file nor in the backup's journal."""
+    """Leave a commit of a killed daemon that only SQLite's log has, neither the ledger's file nor the backup's journal."""
     import os
 
     from factory.ledger.ledger import record
@@ -201,12 +201,12 @@ def with_live_log(site: Path) -> None:
     if (child := os.fork()) == 0:
         with opened(site)[1].engine.begin() as tx:
             record(tx, NOTED, "daemon")
-        os._exit(0)  # closed, the log would be written into the file
+        os._exit(0)  # closing the ledger would write the log into its file
     assert os.waitpid(child, 0)[1] == 0 and (site / "plant" / "ledger.db-wal").stat().st_size > 0
 
 
 def with_older_ledger(site: Path) -> None:
-    """As a factory of schema 2 would have left it: whole paths, no identity, no notes of changes, no groups, no backup, no owners of segments."""
+    """Change the ledger to schema 2: absolute paths; no identity, notes of changes, groups, backups or owners of segments."""
     import shutil
 
     from factory.core.workspace import Workspace

@@ -1,7 +1,7 @@
-"""What two runs of a scenario must have in common, and what must hold of every one.
+"""What two runs of a scenario must have in common, and what must hold for each run.
 
-Read from the files alone: the ledger and MLflow's store through SQLite, git through git. Left out is what differs from run to run: times,
-hashes of commits (they hold times), process numbers.
+The state is read from files only: the ledger and MLflow's store through SQLite, the repository through git. Values that differ between runs
+are left out: times, hashes of commits (they contain times), process numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from factory.ledger.journal import NAME, about, damage_of, folders_of
 from trainer.contract.json_lines import read_lines
 
 State = dict[str, Any]
-# Events that say that something happened once and for all.
+# Events that must occur exactly once.
 EVENTS = (
     "ingested", "segment_done", "segment_failed", "candidate", "release_decided", "promoted", "withdrawn", "proposal_approved", "proposal_reverted",
     "anomaly_closed", "anomaly_asked", "anomaly_diagnosed", "segment_rewound", "quarantined", "rejected",
@@ -105,7 +105,7 @@ def state_of(site: Path) -> State:
 
 
 def outline(state: State) -> State:
-    """How much there is of each thing: the same for any commit and any weights, and less when work was not done."""
+    """Return counts that do not depend on the commit or the weights, and are smaller if work is missing."""
     counted = lambda value: len(value) if isinstance(value, dict | list) else value
     return {
         key: {str(name): counted(inner) for name, inner in value.items()} if isinstance(value, dict) else counted(value)
@@ -114,7 +114,7 @@ def outline(state: State) -> State:
 
 
 def differences(want: State, found: State, path: str = "") -> list[str]:
-    """Where two states differ, at most a few lines."""
+    """Return a few lines about the differences of two states."""
     lines: list[str] = []
     for key in [*want, *(key for key in found if key not in want)]:
         old, new = want.get(key), found.get(key)
@@ -134,7 +134,7 @@ def differences(want: State, found: State, path: str = "") -> list[str]:
 
 
 def broken(site: Path) -> list[str]:
-    """What must hold of a ledger and of the files that it names, and does not."""
+    """Return the violated conditions of a ledger and of the files that it names."""
     plant, wrong = site / "plant", []
     with closing(_opened(plant / "ledger.db")) as db:
         wrong += [f"ledger: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
@@ -179,13 +179,13 @@ def broken(site: Path) -> list[str]:
 
 
 def lost(site: Path, scenario: str) -> list[str]:
-    """What the ledger says is there, and is not, before anything repairs it: a flush came too late, or never.
+    """Return the files that the ledger names but that are missing before any repair: a flush came too late, or never.
 
-    While a patch is reverted, the checkout is on the way to another state than the ledger's: that one is looked at when it is there.
+    During the revert of a patch the checkout does not match the ledger yet. It is checked when the revert is done.
     """
     plant = site / "plant"
     if scenario in ("restore", "replace") and database_damage(plant / "ledger.db"):
-        return []  # it is what is to be restored
+        return []  # the scenario restores the ledger
     if not (plant / "ledger.db").exists():
         return ["the ledger is gone"]
     try:
@@ -236,7 +236,7 @@ def _check_store(path: Path) -> list[str]:
 
 
 def _raw(plant: Path) -> dict[str, bool]:
-    """Of every shard: is it where the ledger says? It is moved there behind the transaction."""
+    """Return whether each shard is at its path in the ledger, to which it is moved after the transaction."""
     with closing(_opened(plant / "ledger.db")) as db:
         return {
             name: (plant / path).is_file() for name, path in db.execute("SELECT name, path FROM shards ORDER BY name")
@@ -251,7 +251,7 @@ def _is_json(path: Path) -> bool:
 
 
 def _check_files(folder: Path, identity: str = "", hashed: Any = None) -> list[str]:
-    """Are the files of a folder those that its manifest names?"""
+    """Return whether a folder has the files that its manifest names."""
     try:
         encoded = (folder / "manifest.json").read_bytes()
         if identity and hashed(encoded).hexdigest()[:32] != identity:
@@ -268,7 +268,7 @@ def _check_files(folder: Path, identity: str = "", hashed: Any = None) -> list[s
 
 
 def _opened(path: Path) -> sqlite3.Connection:
-    """A copy in memory: looking changes nothing."""
+    """Return a copy in memory, so that reading changes nothing."""
     source = sqlite3.connect(f"file:{path}?mode=rw", uri=True)
     memory = sqlite3.connect(":memory:")
     with closing(source):
@@ -282,7 +282,7 @@ def _sha256(path: Path) -> str:
 
 
 def _order(path: Path) -> list[Any]:
-    """Step, tokens and loss of every line of metrics: the order of the documents decides each."""
+    """Return step, tokens and loss of each line of metrics. All depend on the order of the documents."""
     rows = read_lines(path) if path.exists() else []
     return [[row["step"], row["tokens"], row["loss"]] for row in rows]
 
@@ -338,5 +338,5 @@ def _plain(name: str) -> str:
 
 def _is_left_over(path: Path, site: Path) -> bool:
     if path.suffix == ".lock" and (site / "target" / ".git" / MARK).exists():
-        return False  # the next command that changes the repository removes it
+        return False  # the next command that changes the repository removes the lock file
     return bool(LEFT_OVER.search(f"/{path.relative_to(site)}"))

@@ -1,4 +1,4 @@
-"""Each fsync and rename has a mutant that something notices; and what no scenario reaches."""
+"""Each fsync and rename has a mutant that a test or scenario notices. Calls that no scenario reaches have tests here."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ from factory.ledger.plant import Plant
 workspace = Workspace.open(Path({root!r}))
 ledger = Ledger.open(workspace.ledger_url)
 (filed,) = (workspace.shards / "raw").iterdir()
-with open(filed, "ab") as late:  # and never flushed by who wrote it
+with open(filed, "ab") as late:  # the writer never flushes it
     late.write({row!r})
 return_changed(Plant(workspace, ledger))
 ledger.engine.dispose()
@@ -96,12 +96,12 @@ put_in_place(root / ".folder", root / "folder")
 
 
 def test_every_fsync_and_rename_has_a_mutant() -> None:
-    """A new one, or one that changed, is added to tests/chaos/mutants.py with what notices that it is gone."""
+    """Add a new or changed call to tests/chaos/mutants.py, with the test or scenario that notices its removal."""
     named = {(mutant.path, mutant.line) for mutant in MUTANTS}
     calls = calls_in()
     assert calls - named == set(ONLY_TIME)
     assert named - calls == {
-        ("factory/git/git_store.py", '"core.fsync": "all",  # what the ledger names must be there after a power cut'),
+        ("factory/git/git_store.py", '"core.fsync": "all",  # commits that the ledger names must survive a power cut'),
         ("factory/ledger/engine.py", '"synchronous=FULL", '),
         (
             "factory/show/mlflow/store.py",
@@ -122,7 +122,7 @@ def test_a_mutant_changes_its_line_and_compiles(mutant) -> None:  # type: ignore
 
 
 def test_a_backup_of_the_ledger_is_whole_after_a_power_cut(tmp_path: Path) -> None:
-    """Once an upgrade goes on, its backup is there, whatever was not flushed."""
+    """When the upgrade continues, its backup exists, whatever was not flushed."""
     folder, start = Folder(tmp_path), tmp_path / "start"
     workspace = Workspace.create(folder.root / "plant")
     Ledger.create(workspace.ledger_url).engine.dispose()
@@ -139,7 +139,7 @@ def test_a_backup_of_the_ledger_is_whole_after_a_power_cut(tmp_path: Path) -> No
 
 
 def test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut(tmp_path: Path) -> None:
-    """What was committed after a backup is in its journal, and the backup holds the rest, whatever was not flushed."""
+    """The journal has the commits after the backup, and the backup all earlier ones, whatever was not flushed."""
     folder, start = Folder(tmp_path), tmp_path / "start"
     workspace = Workspace.create(folder.root / "plant")
     Ledger.create(workspace.ledger_url).engine.dispose()
@@ -157,7 +157,7 @@ def test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut(tmp_path: Pa
         assert kinds == ["after the backup"], loss
 
 
-def test_what_is_put_in_place_is_there_after_a_power_cut(tmp_path: Path) -> None:
+def test_a_file_put_in_place_survives_a_power_cut(tmp_path: Path) -> None:
     folder, start = Folder(tmp_path), tmp_path / "start"
     (folder.root / "file").write_text("old")
     shutil.copytree(folder.root, start)
@@ -169,18 +169,18 @@ def test_what_is_put_in_place_is_there_after_a_power_cut(tmp_path: Path) -> None
         assert (folder.root / "folder" / "in" / "it").read_text() == "deep", loss
 
 
-def test_a_file_that_took_an_ingested_ones_name_goes_back_to_the_inbox(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_file_with_the_name_of_an_ingested_one_returns_to_the_inbox(workspace: Workspace, ledger: Ledger) -> None:
     path = workspace.inbox / "bad.jsonl"
     path.write_text("{" * 9)
     report = ingest_shard(Plant(workspace, ledger), path)
-    path.write_text("other")  # before it is moved away
+    path.write_text("other")  # before the ingested file is moved away
     file_away(Plant(workspace, ledger), path, report.sha256, report.state)
     (back,) = workspace.inbox.iterdir()
     assert back.name.endswith("-bad.jsonl") and back.read_text() == "other"
 
 
-def test_what_was_appended_to_a_filed_shard_survives_a_power_cut(tmp_path: Path) -> None:
-    """Its content had two names, and one of them was about to be given to its first part."""
+def test_rows_appended_to_a_filed_shard_survive_a_power_cut(tmp_path: Path) -> None:
+    """The content has two names, and one of them is about to be given to its first part."""
     folder, start = Folder(tmp_path), tmp_path / "start"
     workspace = Workspace.create(folder.root / "plant")
     ledger = Ledger.create(workspace.ledger_url)
@@ -201,13 +201,15 @@ def test_what_was_appended_to_a_filed_shard_survives_a_power_cut(tmp_path: Path)
 
 
 def test_small_files_that_became_one_shard_survive_a_power_cut(tmp_path: Path) -> None:
-    """They are removed once the shard that holds them is on disk."""
+    """The files are removed after the shard with their content is on the disk."""
     folder, start = Folder(tmp_path), tmp_path / "start"
     workspace = Workspace.create(folder.root / "plant")
     Ledger.create(workspace.ledger_url).engine.dispose()
     (workspace.shards / "raw").mkdir(parents=True)
     for number in range(MANY):
-        (workspace.inbox / f"d{number}.txt").write_text(f"short {number}")  # each is dropped: no tokenizer is needed
+        (workspace.inbox / f"d{number}.txt").write_text(
+            f"short {number}"
+        )  # the rules drop these documents: no tokenizer is needed
         os.utime(workspace.inbox / f"d{number}.txt", (time.time() - 10,) * 2)
     shutil.copytree(folder.root, start)
     code, said = folder.run(TOGETHER.format(root=str(workspace.root), path=sys.path))

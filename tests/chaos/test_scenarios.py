@@ -1,4 +1,4 @@
-"""A few of the injections of ``make chaos``, drawn anew at each run. The seed is printed; FACTORY_CHAOS_SEED draws the same again."""
+"""A few random injections of ``make chaos``, others at each run. The seed is printed; FACTORY_CHAOS_SEED repeats the same ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.mark.slow("whole runs of the factory, each killed and run again: two to three minutes")
 @pytest.mark.parametrize("name", EACH)
-def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site: Site, name: str) -> None:
+def test_after_any_fault_a_scenario_ends_like_an_undisturbed_run(site: Site, name: str) -> None:
     seed = os.environ.get("FACTORY_CHAOS_SEED") or str(random.SystemRandom().randrange(10**6))
     print(f"FACTORY_CHAOS_SEED={seed}")
     chance = random.Random(f"{seed} {name}")
@@ -45,8 +45,8 @@ def test_killed_torn_failed_or_without_power_it_ends_as_if_nothing_had_been(site
 
 
 @pytest.mark.long("half a minute: a run that is held before each effect, and two runs for each of three faults")
-def test_a_fault_is_injected_where_least_is_left_to_do(tmp_path: Path) -> None:
-    """A kill of the recovery, a torn write and an error, in the recovery from the last crash states, and not in a run from the start."""
+def test_a_fault_is_injected_in_the_shortest_recovery(tmp_path: Path) -> None:
+    """A second kill, a torn write and an error are injected into recoveries from the last crash states, not into whole runs."""
     site = Site(tmp_path, crashes=True)
     try:
         straight = site.straight("checkout")
@@ -65,8 +65,8 @@ def test_a_fault_is_injected_where_least_is_left_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("a release, a restore of its ledger, and one that is killed: half a minute")
-def test_a_commit_that_is_in_the_log_alone_is_restored(site: Site) -> None:
-    """Also by a restore that was killed between the renames of the old ledger and the new one."""
+def test_a_commit_that_only_sqlites_log_has_is_restored(site: Site) -> None:
+    """This also holds after a restore that was killed between the renames of the old and the new ledger."""
     straight = site.straight("replace")
     assert straight.state["ledger"]["events"]["noted"] == 1
     renamed = [
@@ -79,7 +79,7 @@ def test_a_commit_that_is_in_the_log_alone_is_restored(site: Site) -> None:
     assert not [result for result in results if result.wrong], told(results)
 
 
-def test_a_recovery_is_killed_again_and_not_a_run_from_the_start() -> None:
+def test_a_second_kill_hits_a_recovery_and_not_a_run_from_the_start() -> None:
     shortest = {"rename plant/a (trainer)": [(1, 7), (4, 3), (9, 2)]}
     assert shorter((AGAIN, "rename plant/a (trainer)"), shortest) == Injection(AGAIN, 3, 4)
     assert shorter(("EIO", "rename plant/a (trainer)"), shortest) == Injection("EIO", 7, 1)
@@ -92,8 +92,8 @@ def told(results: list[Result]) -> str:
     return "\n".join([*wrong, table([vars(r) for r in results], {}, {}, {})])
 
 
-def test_one_of_each_fault_comes_before_any_comes_twice(tmp_path: Path) -> None:
-    """Three lines of one file are one place; a full disk does not stop a removal."""
+def test_each_fault_comes_once_before_any_comes_twice(tmp_path: Path) -> None:
+    """Three lines of one file count as one place. A full disk does not stop a removal."""
     metrics = [
         Effect(number, "write", 0, 8, 1, 1, 0, str(tmp_path / f"plant/segments/000{number}-trunk/metrics.jsonl"), "", "trainer")
         for number in (1, 2, 3)

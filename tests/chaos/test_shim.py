@@ -1,4 +1,4 @@
-"""The shim: what it counts, and what it does at the Nth effect."""
+"""Tests of the shim: which effects it counts, and what it does at the Nth effect."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path) -> Iterator[Folder]:
     kill_marked(made.control.path)
 
 
-def test_every_effect_below_the_root_counts_in_order_whatever_the_environment_of_a_program(folder: Folder) -> None:
+def test_all_effects_below_the_root_count_in_order_with_any_environment(folder: Folder) -> None:
     assert folder.run(PROGRAM) == (0, "")
     assert folder.named() == EFFECTS
     assert [e.number for e in folder.effects] == list(range(1, len(EFFECTS) + 1))
@@ -54,7 +54,7 @@ def test_every_effect_below_the_root_counts_in_order_whatever_the_environment_of
 
 
 @pytest.mark.parametrize("number", [1, 4, 16, 17, 20])
-def test_killed_before_or_after_an_effect(folder: Folder, number: int) -> None:
+def test_a_process_is_killed_before_or_after_an_effect(folder: Folder, number: int) -> None:
     code, _ = folder.run(PROGRAM, "kill after", number)
     assert folder.control.dead and len(folder.effects) == number
     after = folder.named()
@@ -63,7 +63,7 @@ def test_killed_before_or_after_an_effect(folder: Folder, number: int) -> None:
     folder.run(PROGRAM, "kill before", number)
     assert folder.control.dead and folder.named() == after == EFFECTS[:number]
     assert [e.error for e in folder.effects] == [0] * (number - 1) + [-errno.ECANCELED]
-    assert code == -9 or number in (16, 17)  # there the child died, and its parent was killed as it waited
+    assert code == -9 or number in (16, 17)  # the child died there, and the waiting parent was killed later
 
 
 STORE = """
@@ -77,8 +77,8 @@ db.close()
 
 
 @pytest.mark.parametrize("program", [PROGRAM, STORE])
-def test_a_crash_state_is_what_a_kill_there_leaves(folder: Folder, tmp_path: Path, program: str) -> None:
-    """At each effect, in files and links and in a database with transactions that are not committed."""
+def test_a_crash_state_equals_the_disk_after_a_kill(folder: Folder, tmp_path: Path, program: str) -> None:
+    """This is checked at each effect, for files, links and a database with uncommitted transactions."""
     crashes = Crashes(tmp_path / "crashes")
     assert folder.run(program, "hold", look=lambda number: crashes.look(folder.root, number)) == (0, "")
     effects = folder.effects
@@ -96,9 +96,7 @@ def test_a_crash_state_is_what_a_kill_there_leaves(folder: Folder, tmp_path: Pat
         assert crashes.digest(folder.root) == state.digest == crashes.digest(crashes.folder / str(state.number)), effect
 
 
-def test_rows_that_are_committed_make_another_crash_state_and_pages_that_are_not_do_not(
-    folder: Folder, tmp_path: Path
-) -> None:
+def test_only_committed_rows_make_another_crash_state(folder: Folder, tmp_path: Path) -> None:
     crashes = Crashes(tmp_path / "crashes")
     folder.run(STORE, "hold", look=lambda number: crashes.look(folder.root, number))
     rows = []
@@ -125,7 +123,7 @@ os.rename(".w/a", ".w/b"); os.unlink(".w/b"); open(".w/a", "w").write("b"); open
         (REMOVED, ""),
     ],
 )
-def test_what_was_left_aside_is_no_part_of_a_crash_state_and_whoever_opens_it_is_named(
+def test_unfinished_files_do_not_count_in_a_crash_state_and_opening_one_is_reported(
     folder: Folder, tmp_path: Path, program: str, how: str
 ) -> None:
     aside, crashes = folder.root / "plant" / ".w" / "a", Crashes(tmp_path / "crashes")
@@ -150,7 +148,7 @@ def test_a_torn_write_leaves_its_first_half(folder: Folder) -> None:
 
 
 @pytest.mark.parametrize("mode", ERRORS)
-def test_an_error_once_or_for_good(folder: Folder, mode: str) -> None:
+def test_an_error_occurs_once_or_at_all_later_effects(folder: Folder, mode: str) -> None:
     two = "import os\nfor name in 'ab':\n try: open(name, 'w').close()\n except OSError as error: print(error.errno, end=' ')"
     three = f"{two}\ntry: os.unlink('b')\nexcept OSError as error: print('unlink')"
     words = [sys.executable, "-S", "-c", three]
@@ -163,14 +161,14 @@ def test_an_error_once_or_for_good(folder: Folder, mode: str) -> None:
     assert done.stdout == f"{number} {again}"
 
 
-def test_a_program_that_cannot_be_started(folder: Folder) -> None:
+def test_a_program_start_can_fail(folder: Folder) -> None:
     program = (
         "import subprocess, sys\ntry: subprocess.run(['/bin/true'])\nexcept OSError as error: sys.exit(error.errno)"
     )
     assert folder.run(program, "EIO", 1) == (11, "") and folder.named() == ["spawn (spawn)/true"]
 
 
-def test_an_effect_of_an_unknown_kind_or_place_is_named(tmp_path: Path) -> None:
+def test_an_effect_of_an_unknown_kind_or_place_is_reported(tmp_path: Path) -> None:
     known = Effect(1, "write", 0, 8, 1, 1, 0, str(tmp_path / "plant/segments/0001-trunk/metrics.jsonl"), "", "trainer")
     odd = replace(known, kind="mmap"), replace(known, path=str(tmp_path / "plant/segments/0001-trunk/new.bin"))
     assert unknown([known], tmp_path) == []
@@ -179,8 +177,8 @@ def test_an_effect_of_an_unknown_kind_or_place_is_named(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_what_was_not_flushed_is_lost(folder: Folder, tmp_path: Path) -> None:
-    """Two files, one flushed; two names, one folder flushed."""
+def test_a_power_cut_loses_what_was_not_flushed(folder: Folder, tmp_path: Path) -> None:
+    """One of two files is flushed, and the folder of one of two names."""
     start = tmp_path / "start"
     (start / "kept").mkdir(parents=True)
     (start / "old").write_text("old")

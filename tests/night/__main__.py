@@ -1,9 +1,8 @@
 """A night of the daemon in miniature: ``python -m tests.night --minutes 30``; ``make chaos`` ends with it.
 
-A real daemon ingests, trains, anneals, judges and releases a tiny model. A small shard arrives every minute, and a fault, drawn by the seed, is
-done to the daemon or to its workspace. A person acts only where the message of the daemon says that one must. In the morning
-(``tests.night.morning``) every document was ingested once, every shard is trained on, the weights are those of a night without a fault, bit for bit,
-and the champion is the right one.
+A real daemon ingests, trains, anneals, judges and releases a tiny model. Every minute a small shard arrives, and a random fault hits the daemon
+or its workspace. A person acts only if the daemon's message asks for it. In the morning (``tests.night.morning``) every document was ingested
+once, every shard was trained on, the weights equal those of a night without faults to the bit, and the champion is the right one.
 
     python -m tests.night --minutes 5 --seed 3
     python -m tests.night --faults 'trainer hangs,disk full' --minutes 4
@@ -37,11 +36,11 @@ SETTINGS = {
     "stability": {"window": 16, "noise_scale_every": 5},
     "schedule": {"warmup_steps": 4, "trunk_steps": {"first": 24, "later": 12}, "anneal_steps": 12},
 }
-POLICIES = {  # of a plant whose steps take milliseconds, on a small disk
+POLICIES = {  # for a plant with steps of milliseconds on a small disk
     "retention.yaml": "floor_bytes: 50000000\n",
     "retries.yaml": "first_wait_seconds: 2.0\nhung_seconds: 15.0\nstart_seconds: 60.0\n",
 }
-DISK_MIB = 900  # of the file system that holds the workspace, so that it can be filled
+DISK_MIB = 900  # size of the workspace's file system, which a fault can fill
 MINUTE = 60.0
 
 
@@ -50,13 +49,13 @@ class Injected:
     minute: int
     fault: str
     what: str
-    seconds: float | None  # until the daemon made progress again; None: it did not
-    by_hand: str  # the command that a person had to give
+    seconds: float | None  # until the daemon made progress again; None: it made none
+    by_hand: str  # the command that a person had to run
 
 
 @contextmanager
 def disk(root: Path) -> Iterator[bool]:
-    """A small file system of its own at ``root``, where this user may mount one; else a folder, and the disk is never filled."""
+    """Mount a small file system at ``root``. Yields whether this user may; otherwise ``root`` is a folder, and the disk is never filled."""
     root.mkdir()
     mounted = not subprocess.run(
         ["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "factory-night", str(root)], capture_output=True, check=False
@@ -77,7 +76,7 @@ def chosen_faults(names: str, mounted: bool) -> list[Fault]:
 
 
 def live_through(night: Night, faults: list[Fault], minutes: int) -> list[Injected]:
-    """A shard and a fault a minute. Every fault comes once before one comes again."""
+    """Add a shard and a fault each minute. Each fault comes once before any comes again."""
     done: list[Injected] = []
     queue: list[Fault] = []
     for minute in range(minutes):
@@ -91,7 +90,7 @@ def live_through(night: Night, faults: list[Fault], minutes: int) -> list[Inject
         what = fault.act(night)
         back = night.watch_until(time.monotonic() + night.patience(), since)
         by_hand = ""
-        if back is None and fault.by_hand:  # what the daemon asks for is done
+        if back is None and fault.by_hand:  # a person does what the daemon asks for
             by_hand = fault.by_hand
             assert by_hand in night.said_since(place), f"{fault.name}: nobody was told to run {by_hand!r}"
             night.command(*by_hand.split()[1:])
@@ -132,7 +131,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--faults", default="", help="only these, with commas between")
     parser.add_argument("--keep", action="store_true", help="leave the workspace there")
     asked = parser.parse_args(arguments)
-    # A shell starts what runs in its background with interrupts ignored.
+    # A shell starts background processes with ignored interrupts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     root = Path(tempfile.mkdtemp(prefix="factory-night-"))
     began = time.monotonic()

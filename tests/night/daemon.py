@@ -1,4 +1,4 @@
-"""The daemon of a night: started, watched, killed; and the shards that arrive for it."""
+"""Starts, watches and kills the daemon of a night, and adds shards for it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ PATIENCE_SECONDS = 200.0  # on a machine whose trainers start at once
 
 @dataclass
 class Night:
-    """What a fault may act on."""
+    """A night: the workspace and the daemon on which faults act."""
 
     workspace: Workspace
-    out: Path  # what the daemon prints, outside the workspace
+    out: Path  # the daemon's output, outside the workspace
     rng: random.Random
     daemon: subprocess.Popen[bytes] | None = None
     dropped: dict[str, list[str]] = field(default_factory=dict)  # shard → ids of its documents
     own_tmpfs: bool = False
-    deaths: list[str] = field(default_factory=list)  # of the daemon, that nobody caused
+    deaths: list[str] = field(default_factory=list)  # deaths of the daemon that no fault caused
     longest_start: float = 0.0  # seconds from a trainer's start to its first step, so far
 
     @property
@@ -58,7 +58,7 @@ class Night:
             return []
 
     def trainers(self) -> list[psutil.Process]:
-        """The processes that train now; [] between two segments."""
+        """Return the processes that train now; [] between two segments."""
         found = []
         for process in self.tree()[1:]:
             try:
@@ -98,7 +98,7 @@ class Night:
             return file.read().decode(errors="replace")
 
     def drop(self, name: str, rows: int = 40) -> list[str]:
-        """A shard arrives, as a careful user sends it: written aside, then renamed."""
+        """Add a shard as a careful user does: write it under another name, then rename it."""
         lines, ids = [], []
         for number in range(rows):
             key = f"{name}/{number}"
@@ -129,15 +129,17 @@ class Night:
         return int(found[0]["newest"] or 0) if found else 0
 
     def patience(self) -> float:
-        """Seconds: until then the daemon has not stopped for good. Its watchdog allows a trainer ``hung_times`` the longest start so far before
-        its first step; twice that, as the trainer which comes next starts, too."""
-        with contextlib.suppress(Exception):  # the ledger is damaged, or locked: what was known before
+        """Return the seconds within which the daemon must make progress.
+
+        Its watchdog allows a trainer ``hung_times`` the longest start so far before the first step. The time is twice that, for the next trainer.
+        """
+        with contextlib.suppress(Exception):  # the ledger is damaged or locked: use the earlier value
             begun = self.read.read(f"SELECT detail FROM events WHERE kind = '{BEGUN}'")
             self.longest_start = max([self.longest_start, *(one["detail"]["seconds"] for one in begun)])
         return PATIENCE_SECONDS + 2 * RetryPolicy().hung_times * self.longest_start
 
     def watch_until(self, deadline: float, since: int | None = None) -> float | None:
-        """Wait; a daemon that ended by itself is noted and started again. Returns when, after ``since``, the daemon made progress."""
+        """Watch the daemon; note an unexpected end and start it again. Returns when the daemon made progress after ``since``."""
         while time.monotonic() < deadline:
             assert self.daemon is not None
             if (code := self.daemon.poll()) is not None:

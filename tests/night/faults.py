@@ -1,4 +1,4 @@
-"""What a night does to a daemon and its workspace. Each fault is done from outside, as a machine, a disk or a hand would do it."""
+"""The faults of a night. Each comes from outside the factory, as from a machine, a disk or a person."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import psutil
 
 from tests.night.daemon import Night
 
-HELD_S = 20.0  # how long a lock is held, and a disk is full
+HELD_S = 20.0  # how long a lock is held or a disk stays full
 
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    act: Callable[[Night], str]  # returns what was done, in a few words
+    act: Callable[[Night], str]  # causes the fault, and returns a short description
     needs_own_disk: bool = False
-    by_hand: str = ""  # the command that the daemon asks a person for, if it does not go on by itself
-    always_by_hand: str = ""  # part of the fault: what a person does
+    by_hand: str = ""  # the command that the daemon asks for, if it cannot continue by itself
+    always_by_hand: str = ""  # a command that a person always runs after this fault
 
 
 def machine_dies(night: Night) -> str:
@@ -40,7 +40,7 @@ def daemon_dies(night: Night) -> str:
 
 
 def trainer_dies(night: Night) -> str:
-    """As an OOM killer would do it."""
+    """Kill the trainer like an OOM killer."""
     if not (found := night.wait_for_trainer()):
         return "none trained"
     for process in found:
@@ -49,7 +49,7 @@ def trainer_dies(night: Night) -> str:
 
 
 def trainer_hangs(night: Night) -> str:
-    """It never runs again: only a watchdog can end it."""
+    """Suspend the trainer for good: only a watchdog can end it."""
     if not (found := night.wait_for_trainer()):
         return "none trained"
     for process in found:
@@ -136,7 +136,7 @@ def mlflow_is_damaged(night: Night) -> str:
 
 
 def ledger_is_damaged(night: Night) -> str:
-    """The daemon says what to do, and a person does it."""
+    """Damage the ledger. The daemon prints the remedy, and a person runs it."""
     night.kill()
     for suffix in ("-wal", "-shm"):
         Path(f"{night.workspace.root / 'ledger.db'}{suffix}").unlink(missing_ok=True)
@@ -167,14 +167,14 @@ def strange_files_arrive(night: Night) -> str:
 
 
 def writer_pauses(night: Night) -> str:
-    """It writes into the inbox itself, and stops in the middle of a row for longer than the daemon waits for a file to settle."""
+    """Write a file into the inbox, with a pause within a row that is longer than the daemon waits for a file to settle."""
     name = f"slow-{len(night.dropped)}"
     ids = night.drop(name)
     whole = night.workspace.inbox / f"{name}.jsonl"
     try:
         text = whole.read_bytes()
         whole.unlink()
-    except FileNotFoundError:  # the daemon was quicker than this hand
+    except FileNotFoundError:  # the daemon was faster
         return "too late"
     slow = night.workspace.inbox / f"{name}-again.jsonl"
     night.dropped[slow.name] = ids

@@ -1,4 +1,4 @@
-"""What must be so after a night of faults: nothing lost, nothing doubled, the weights of a night without a fault, the right champion."""
+"""Checks after a night of faults: nothing lost, nothing doubled, the weights of a night without faults, the right champion."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from trainer.__main__ import main as train
 
 
 def wrong_in_the_morning(night: Night) -> list[str]:
-    """After ``factory run --once`` and ``factory check --deep --repair``: a line for each thing that is not as it should be; [] when all is well."""
+    """Return a line for each problem after ``factory run --once`` and ``factory check --deep --repair``; [] if all is well."""
     finished = night.command("run", "--once")
     if finished.returncode:
         return [f"factory run --once: exit {finished.returncode}: {(finished.stdout + finished.stderr)[-1500:]}"]
-    repaired = night.command("check", "--deep", "--repair")  # what was damaged, and nothing needed since
+    repaired = night.command("check", "--deep", "--repair")  # repairs damaged files that no action has needed yet
     if repaired.returncode:
         return [f"factory check --deep --repair: exit {repaired.returncode}: {repaired.stdout[-1500:]}"]
     ledger = Ledger.open(night.workspace.ledger_url)
@@ -44,7 +44,7 @@ def wrong_in_the_morning(night: Night) -> list[str]:
 
 
 def _documents(night: Night, ledger: Ledger) -> Iterator[str]:
-    """Each document that arrived was ingested once, whatever happened meanwhile."""
+    """Each document that arrived must have been ingested exactly once."""
     states = {row["name"]: row for row in ledger.read("SELECT * FROM shards")}
     for name, ids in night.dropped.items():
         if name not in states or states[name]["state"] != "ingested":
@@ -60,7 +60,7 @@ def _documents(night: Night, ledger: Ledger) -> Iterator[str]:
 
 
 def _training(night: Night, ledger: Ledger) -> Iterator[str]:
-    """Every token shard is in the newest plan, once; the trunk's steps follow each other."""
+    """The newest plan must have each token shard once, and the trunk's steps must be contiguous."""
     if waiting := SegmentRow.select(ledger, "WHERE state NOT IN ('done', 'rewound')"):
         yield f"segments are not done: {[(row.id, row.state) for row in waiting]}"
     lineage = trunk(ledger)
@@ -87,7 +87,7 @@ def trunk(ledger: Ledger) -> list[SegmentRow]:
 
 
 def _weights(ledger: Ledger) -> Iterator[str]:
-    """The trunk, trained again from its first step without a fault, has the same bits."""
+    """The trunk, trained again from its first step without a fault, must have the same bits."""
     torch.set_num_threads(1)
     root, start = Path(tempfile.mkdtemp(prefix="factory-morning-")), None
     try:
@@ -105,7 +105,7 @@ def _weights(ledger: Ledger) -> Iterator[str]:
                 return
             start = json.loads((folder / "result.json").read_text())["checkpoint"]
             if not stored.exists():
-                continue  # retention took it: those after it tell
+                continue  # retention removed it: later checkpoints are compared
             ours, theirs = load_file(Path(start) / "model.safetensors"), load_file(stored / "model.safetensors")
             if any(not torch.equal(ours[name], theirs[name]) for name in ours.keys() | theirs.keys()):
                 yield f"segment {row.id}: its weights are not those of a night without a fault"

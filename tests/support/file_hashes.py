@@ -1,4 +1,4 @@
-"""What a folder holds, to compare it with what it held."""
+"""Hashes of a folder's files, for comparisons."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def file_hashes(folder: Path) -> dict[str, str]:
-    """Of each file directly in it: name → SHA-256."""
+    """Return name → SHA-256 of the files directly in a folder."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}

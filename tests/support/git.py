@@ -1,4 +1,4 @@
-"""git as tests call it: an identity of its own, and nothing of the configuration of whoever runs them."""
+"""git for tests, with an identity of its own and without the user's configuration."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import subprocess
 from pathlib import Path
 
-# A commit of the same files after the same commits is the same commit, whenever it is made: what is trained with it can be kept.
+# With fixed dates the same files and parents give the same commit. Plants that were trained with it can be kept.
 DATES = {f"GIT_{who}_DATE": "2026-01-01T00:00:00Z" for who in ("AUTHOR", "COMMITTER")}
 IDENTITY = ("user.name=t", "user.email=t@example.invalid", "core.hooksPath=/dev/null", "commit.gpgSign=false")
 
 
 def git(folder: Path, *arguments: str) -> str:
-    """What ``git -C folder …`` prints. An exit code other than 0 fails the test."""
+    """Return the output of ``git -C folder …``. An exit code other than 0 fails the test."""
     settings = [word for setting in IDENTITY for word in ("-c", setting)]
     environment = DATES | os.environ | {"GIT_CONFIG_GLOBAL": "/dev/null"}
     done = subprocess.run(

@@ -1,7 +1,7 @@
-"""Triton's interpreter with the GPU's rounding: fp32 to bf16 goes to the nearest, ties to even.
+"""Gives Triton's interpreter the GPU's rounding: fp32 to the nearest bf16, ties to even.
 
-As it stands (triton 3.9) the interpreter truncates, which is twice the error, and rounds half away where it is told to
-round. PTX's ``cvt.rn.bf16.f32``, which Triton emits, is what is written down here.
+The interpreter of triton 3.9 truncates, with twice the error, or rounds ties away from zero. This module computes PTX's ``cvt.rn.bf16.f32``,
+which Triton emits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from triton.runtime import interpreter
 
 
 def to_bf16(x: np.ndarray[Any, np.dtype[np.float32]]) -> np.ndarray[Any, np.dtype[np.uint16]]:
-    """The bits of bf16 for an array of fp32; NaN stays NaN, what is too large becomes infinity."""
+    """Return the bits of an fp32 array as bf16. NaN stays NaN, and too large values become infinity."""
     bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
     nearest = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     return np.where(np.isnan(x), np.uint32(0x7FC0), nearest).astype(np.uint16).reshape(x.shape)
 
 
 def use() -> None:
-    """From here on, in this process."""
+    """Use this rounding in this process from now on."""
     builder: Any = interpreter.InterpreterBuilder
     cast, convert = builder.cast_impl, builder.create_fp_to_fp
 

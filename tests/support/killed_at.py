@@ -1,4 +1,4 @@
-"""A call that the kernel kills at one of its lines, in a process of its own: no finally, no flush, no rollback."""
+"""Kills a call at one of its lines, in its own process: without finally, flush or rollback."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def _traced(call: Call, ours: Collection[str], limit: int) -> int:
 
 
 def lines_run(call: Call, ours: Collection[str]) -> int:
-    """How many lines of the files of these names a call runs."""
+    """Return how many lines of the files with these names a call executes."""
     return _traced(call, ours, 0)
 
 
 def killed_at(line: int, call: Call, ours: Collection[str]) -> None:
-    """Kill a call at the so-many-th of them. It opens its own ledger: SQLite connections must not be used across a fork."""
+    """Kill a call at its ``line``-th line of these files. The call must open its own ledger: SQLite connections do not survive a fork."""
     child = os.fork()
     if child == 0:
         for engine in [known for known in gc.get_objects() if isinstance(known, sa.Engine)]:

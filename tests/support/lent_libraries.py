@@ -1,4 +1,4 @@
-"""The loss head's compiled library, lent to a new workspace, whose first trainer would spend two seconds of g++ on it."""
+"""Copies the loss head's compiled library into a new workspace. It saves its first trainer two seconds of g++."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.native import library
 
 
 def lend(workspace: Workspace) -> Workspace:
-    """As if a trainer had run there before."""
+    """Copy the library as if a trainer had run in the workspace. Returns the workspace."""
     made = Path(library("linear_cross_entropy")._name)
     folder = devices.compiled(workspace.root, live_commit(workspace.repository)) / "inductor" / made.parent.name
     folder.mkdir(parents=True, exist_ok=True)

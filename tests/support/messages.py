@@ -63,7 +63,7 @@ NOT_MESSAGES = {
     "factory/status/metrics.py": "HELP lines of Prometheus' format",
 }
 SQL = re.compile(
-    r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP)\b|\(SELECT"
+    r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP|SET TRANSACTION)\b|\(SELECT"
 )
 HELP = frozenset({"about", "help", "description", "epilog", "metavar", "short_help", "prompt", "usage"})
 BUILTIN_ERRORS = frozenset(

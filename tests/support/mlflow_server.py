@@ -1,4 +1,4 @@
-"""MLflow's own tracking server, started for a test: on loopback, with a store and artifacts of its own."""
+"""Starts MLflow's own tracking server for a test, on loopback, with its own store and artifacts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 @contextmanager
 def answering(command: Sequence[str], environment: Mapping[str, str], address: str, folder: Path) -> Iterator[None]:
-    """``command``, from when it answers at ``address`` (as it likes: a refusal is an answer) to the end of the block."""
+    """Run ``command`` during the block. The block starts when the server answers at ``address`` (a refusal is an answer)."""
     log = folder / "mlflow-server.log"
     with open(log, "wb") as output:
         server = subprocess.Popen(
@@ -52,7 +52,7 @@ def answering(command: Sequence[str], environment: Mapping[str, str], address: s
 
 @contextmanager
 def mlflow_server(folder: Path) -> Iterator[str]:
-    """Its address. It keeps the artifacts itself, as a team's server does: clients send and fetch them over HTTP."""
+    """Run a server; yields its address. Clients send and fetch artifacts over HTTP, as with a team's server."""
     folder.mkdir(parents=True, exist_ok=True)
     port = free_port()
     command = [

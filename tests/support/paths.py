@@ -1,4 +1,4 @@
-"""The checkout under test."""
+"""The path of the checkout under test."""
 
 from pathlib import Path
 

@@ -1,3 +1,3 @@
-"""How long tests wait for what must come. No slow or busy machine takes so long: only what hangs does."""
+"""How many seconds tests wait for an event that must occur. Only a program that hangs takes so long."""
 
 PATIENCE_S = 900

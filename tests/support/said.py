@@ -1,4 +1,4 @@
-"""Progress that is kept: what a person would have read."""
+"""Records progress: the lines that a person would read."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from factory.core.progress import SilentTask, Task
 
 
 class Said:
-    """``lines`` in order. ``at_task``: called with the title of each task that begins."""
+    """The lines in order. ``at_task`` is called with the title of each task that begins."""
 
     def __init__(self, at_task: Callable[[str], object] = lambda title: None) -> None:
         self.lines: list[str] = []
@@ -28,5 +28,5 @@ class Said:
         return "\n".join(self.lines)
 
     def about(self, words: str) -> list[str]:
-        """The lines that hold these words."""
+        """Return the lines that contain these words."""
         return [line for line in self.lines if words in line]

@@ -1,4 +1,4 @@
-"""A training step that takes minutes of C++ while a file exists, and what of a process tree is left after a signal."""
+"""A training step that takes minutes in C++ while a file exists, and the processes of a tree that remain after a signal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-WITHIN = 10  # seconds from a signal to the end of all that was started
+WITHIN = 10  # seconds from a signal to the end of all started processes
 
 # While a file is there that the environment names, or ``mark`` in the segment's folder, the one that a sandboxed trainer sees.
 # One operation, so that no Python handler runs meanwhile; and a child that a SIGTERM does not end, with a child of its own, as
@@ -33,7 +33,7 @@ def started_by(process: int) -> list[psutil.Process]:
 
 
 def left_of(processes: list[psutil.Process], seconds: float = WITHIN) -> list[psutil.Process]:
-    """Those that still run after so many seconds; one that nobody has reaped yet does not."""
+    """Return the processes that still run after so many seconds. A zombie does not count as running."""
     deadline = time.monotonic() + seconds
     while left := [one for one in processes if _runs(one)]:
         if time.monotonic() > deadline:

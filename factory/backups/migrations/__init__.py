@@ -1,8 +1,8 @@
-"""One file a step of the ledger's schema, ``schema_N.py``: alembic revision N, from the schema before it to N.
+"""Upgrades of the ledger's tables: ``schema_N.py`` is alembic's revision N, from schema N - 1 to schema N. The first schema is 1.
 
-A new ledger is made by ``Ledger.create`` with the tables of ``factory.ledger.ledger``; an older one walks through these revisions
-(``factory upgrade``). The version is the row 'schema' of the table ``meta``. Schema 1 is where revisions begin.
+``Ledger.create`` makes a new ledger with the tables of ``factory.ledger.ledger``. ``factory upgrade`` applies these revisions to an older
+ledger. The version is the row 'schema' of the table ``meta``.
 
-A change of the tables: edit ``factory.ledger.ledger``, add ``schema_7.py`` with ``down_revision = "6"``, and set ``SCHEMA`` in
+To change the tables: edit ``factory.ledger.ledger``, add ``schema_7.py`` with ``down_revision = "6"``, and set ``SCHEMA`` in
 ``factory.ledger.version``.
 """

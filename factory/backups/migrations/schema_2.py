@@ -1,4 +1,4 @@
-"""A segment's row says how it is computed; null for segments planned before this schema."""
+"""Segments get the column ``computing``; it is null in segments planned before this schema."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Places are relative to the workspace; the ledger has an identity. From here on changes of rows are noted for the journal (SQLite)."""
+"""Paths become relative to the workspace, and the ledger gets an identity. From this schema on SQLite notes changed rows for the journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Documents have a group, and a held-out one its half, recorded for ever: until now both were worked out from the source at each reading."""
+"""Documents get a group, and held-out documents a half. Before, both were computed from the source at each reading."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ down_revision = "3"
 def upgrade() -> None:
     tx = op.get_bind()
     if tx.dialect.name == "sqlite":
-        # ``watch`` makes it again; the journal would take a line for each document, and a backup of before can't be restored anyway
+        # ``watch`` makes the trigger again. With it the journal would get a line for each document, which no backup could use.
         tx.exec_driver_sql('DROP TRIGGER IF EXISTS "update_documents"')
     op.add_column("documents", sa.Column("group_key", sa.Text))
     op.add_column("documents", sa.Column("facts", sa.JSON))

@@ -1,4 +1,4 @@
-"""What is trained beside the segments has a row."""
+"""A new table ``runs``, for training runs outside the segments."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What documents are compared with lies in a file of each shard, and no longer in the ledger (``factory.ingest.compared``)."""
+"""The hashes for comparisons of documents move from the ledger to a file of each shard (``factory.ingest.compared``)."""
 
 from __future__ import annotations
 

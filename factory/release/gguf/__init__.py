@@ -1,1 +1,1 @@
-"""A release as one GGUF file, for llama.cpp and the programs built on it (Ollama, LM Studio)."""
+"""Converts a release to one GGUF file, for llama.cpp and programs built on llama.cpp (Ollama, LM Studio)."""

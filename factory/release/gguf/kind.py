@@ -1,10 +1,10 @@
-"""How a GGUF file stores matrices. Vectors and routers are fp32 in all of them."""
+"""The number formats for matrices in a GGUF file. Vectors and routers are always fp32."""
 
 from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """``q8_0``: 8 bits a weight and an fp16 scale for each 32 of a row; rows of other lengths are fp16."""
+    """A format. ``q8_0``: 8 bits for each weight and an fp16 scale for each 32 weights; rows not divisible by 32 are fp16."""
 
     F32 = "f32"
     F16 = "f16"

@@ -1,8 +1,8 @@
-"""Which tensors a GGUF file of an export has: their names, their order, and what of the export each is made of.
+"""The tensors of a GGUF file: their names, their order, and the tensors of the export from which each is made.
 
-Names are those of the package ``gguf``. Two things differ from the export: the matrices of a layer's experts are one tensor, and
-llama.cpp rotates neighbouring rows of a head in some architectures (``INTERLEAVED``) where transformers rotates row ``i`` with row
-``i + head_dim / 2``, so there the rows of the query and key projections change places.
+Names are those of the package ``gguf``. Two differences to the export exist. The matrices of a layer's experts are stacked in one tensor. In
+some architectures (``INTERLEAVED``) llama.cpp rotates neighbouring rows of a head, while transformers rotates row ``i`` with row
+``i + head_dim / 2``: there the rows of the query and key projections are reordered.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARCHITECTURES = {
     "glm4_moe": "GLM4_MOE",
 }  # model_type → gguf's
 INTERLEAVED = {"llama", "smollm3"}  # LLAMA_ROPE_TYPE_NORM in llama.cpp's llama_model_rope_type
-SMOLLM3_STEP = 4  # llama.cpp's n_no_rope_layer_step, which no key of a file sets
+SMOLLM3_STEP = 4  # llama.cpp's constant n_no_rope_layer_step; a GGUF file cannot change it
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.\d+(\.\w+\.weight)")
 _ROTATED = {"self_attn.q_proj.weight": "heads", "self_attn.k_proj.weight": "kv_heads"}
 
@@ -40,16 +40,16 @@ class FileTensor:
 
     name: str
     shape: tuple[int, ...]
-    sources: tuple[str, ...]  # tensors of the export; several are stacked
-    rotated_heads: int | None = None  # heads whose rows are interleaved
+    sources: tuple[str, ...]  # tensors of the export; if there are several, they are stacked
+    rotated_heads: int | None = None  # number of heads if rows are interleaved
 
     @property
     def is_exact(self) -> bool:
-        """Is it stored in fp32 always? Vectors and routers are small, and llama.cpp's operations expect it."""
+        """Whether it is always stored in fp32. Vectors and routers are small, and llama.cpp's operations expect fp32."""
         return len(self.shape) == 1 or ".ffn_gate_inp." in self.name
 
     def made_of(self, tensors: list[Floats]) -> Floats:
-        """The tensor, of its sources in their order."""
+        """Make the tensor from its sources, given in their order."""
         if len(self.sources) > 1:
             return np.stack(tensors)
         (found,) = tensors
@@ -57,7 +57,7 @@ class FileTensor:
 
 
 def interleaved(rows: Floats, heads: int) -> Floats:
-    """Rows [heads · head_dim, d] in the order 0, head_dim / 2, 1, head_dim / 2 + 1 … of each head.
+    """Reorder the rows [heads · head_dim, d] of each head: 0, head_dim / 2, 1, head_dim / 2 + 1 ….
 
     >>> interleaved(np.arange(8, dtype=np.float32).reshape(8, 1), 2).ravel().tolist()
     [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
@@ -67,22 +67,29 @@ def interleaved(rows: Floats, heads: int) -> Floats:
 
 
 def refuse_unknown(config: ExportConfig, model_type: str) -> None:
-    """Raises: InputError for a model whose maths llama.cpp has not."""
+    """Raises: InputError for a model that llama.cpp cannot compute."""
     if model_type not in ARCHITECTURES:
         raise InputError(
-            f"{model_type}: no GGUF architecture is mapped to it; these are: {', '.join(sorted(ARCHITECTURES))}"
+            "gguf.no_architecture",
+            "The model type {model_type} has no GGUF architecture. These have one: {known}",
+            model_type=model_type,
+            known=sorted(ARCHITECTURES),
         )
     expected = tuple((layer + 1) % SMOLLM3_STEP != 0 for layer in range(config.layers))
     if model_type == "smollm3" and config.rope_layers != expected:
         without = [layer for layer, has_rope in enumerate(config.rope_layers) if not has_rope]
         raise InputError(
-            f"smollm3: llama.cpp leaves RoPE out in every {SMOLLM3_STEP}th layer, and no GGUF file can say otherwise; this model "
-            f"leaves it out in layers {without} (counted from 0) of {config.layers}: only nope_every: {SMOLLM3_STEP} can be converted"
+            "gguf.other_rope_layers",
+            "smollm3: llama.cpp omits RoPE in every {step}th layer, and a GGUF file cannot change that. This model omits RoPE in "
+            "layers {without} (counted from 0) of {layers}. Only models with 'nope_every: {step}' can be converted",
+            step=SMOLLM3_STEP,
+            without=without,
+            layers=config.layers,
         )
 
 
 def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
-    """Every tensor of the file, in the export's order. Raises: InputError for a model whose maths llama.cpp has not."""
+    """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute."""
     import gguf
 
     refuse_unknown(config, model_type)
@@ -104,7 +111,7 @@ def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
 
 
 def architecture(model_type: str) -> gguf.MODEL_ARCH:
-    """The package's name of the architecture that has the maths of ``model_type``."""
+    """Return the package's name of the architecture that computes ``model_type``."""
     import gguf
 
     return gguf.MODEL_ARCH[ARCHITECTURES[model_type]]

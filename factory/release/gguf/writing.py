@@ -1,6 +1,6 @@
-"""Writes a release's GGUF file, tensor by tensor, aside; then it is put in place whole. The export is only read.
+"""Writes a release's GGUF file, tensor by tensor, under a temporary name, and renames the whole file. The export is only read.
 
-The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; the package ``gguf`` of llama.cpp writes it.
+The format is https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The package ``gguf`` of llama.cpp writes the header.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ from factory.release.gguf.kind import Kind
 from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
 from factory.release.serving import MODEL_NAME
 from kernels.contract.files import put_in_place
+from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     import gguf
 
 PUBLISHED = "published"
-WEIGHTS = "model.safetensors"  # of an export
+WEIGHTS = "model.safetensors"  # the file of an export with its weights
 LICENCE = re.compile(r"(?=.*[A-Za-z])[A-Za-z0-9.+:() -]{1,200}")
 BLOCK = 32  # weights that share a scale in Q8_0
 FP16_MAX = 65504.0
-# The largest weight that a type holds: of Q8_0 it is 127 times the scale of its block, which is an fp16.
+# The largest weight of each type. For Q8_0 it is 127 times the scale of a block, which is an fp16.
 LARGEST = {"F16": FP16_MAX, "Q8_0": 127 * FP16_MAX}
 FILE_TYPES = {Kind.F32: "ALL_F32", Kind.F16: "MOSTLY_F16", Kind.BF16: "MOSTLY_BF16", Kind.Q8_0: "MOSTLY_Q8_0"}
-OF_EXPORT = {"F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16}  # safetensors' names
+OF_EXPORT = {"F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16}  # by safetensors' names
 
 
 @dataclass(frozen=True)
@@ -56,24 +57,31 @@ class GgufFile:
 def write_release(
     ledger: Ledger, number: int, out: Path, progress: Progress, kind: Kind | None = None, licence: str | None = None
 ) -> GgufFile:
-    """Make the GGUF file of a published release at ``out``. ``kind`` None: as the export has its weights, so that none is rounded.
+    """Write the GGUF file of a published release to ``out``. By default (``kind`` None) weights keep the export's type, without rounding.
 
-    ``licence``: of the weights, an SPDX expression; None: the file names none.
-    Raises: InputError, and leaves nothing, when there is something at the place, when the export is not what was judged, when llama.cpp
-    has not the model's maths, when a weight is too large for ``kind``, or when the package ``gguf`` is not installed.
+    ``licence``: the licence of the weights, an SPDX expression; None: the file names no licence.
+    Raises: InputError, and leaves no file, when ``out`` exists, the export has changed, llama.cpp cannot compute the model, a weight is too
+    large for ``kind``, or the package ``gguf`` is not installed.
     """
     release = ReleaseRow.get(ledger, number)
     if release.state != PUBLISHED:
-        raise InputError(f"release {number} is {release.state}, not published: 'factory release' finishes it")
+        raise InputError(
+            "gguf.not_published",
+            "release {release} is {state}, not published. Finish it with 'factory release'",
+            release=number,
+            state=release.state,
+        )
     if licence is not None and not LICENCE.fullmatch(licence):
-        raise InputError(f"{licence!r} is no SPDX expression, such as Apache-2.0")
+        raise InputError(
+            "gguf.bad_licence", "{licence!r} is not an SPDX expression, such as Apache-2.0", licence=licence
+        )
     check_export(ledger, release.candidate)
     about: dict[str, str | int] = {
         "general.type": "model",
         "general.name": f"{MODEL_NAME} release {number}",
         "general.basename": MODEL_NAME,
         "general.version": str(number),
-        "general.license": licence or "",  # an empty one is not written
+        "general.license": licence or "",  # an empty value is not written
         "factory.release": number,
         "factory.candidate": release.candidate,
         "factory.export_sha256": release.export_sha256,
@@ -84,20 +92,26 @@ def write_release(
 def write_export(
     export: Path, out: Path, about: dict[str, str | int], progress: Progress, kind: Kind | None = None
 ) -> GgufFile:
-    """``about``: metadata of the file beyond what the export says. Raises: InputError as ``write_release``."""
+    """Write the GGUF file of an export. ``about``: further metadata for the file. Raises: InputError as ``write_release``."""
     _require_package()
     out = out.absolute()
     if out.is_symlink() or out.exists():
-        raise InputError(f"{out} is there already: name another file, or remove it")
+        raise InputError("gguf.file_exists", "{file} exists already: name another file, or remove it", file=out)
     if around := next((folder for folder in out.resolve().parents if (folder / WEIGHTS).exists()), None):
-        raise InputError(f"{around} is an export, known by the hash of its files: name a file elsewhere")
+        raise InputError(
+            "gguf.inside_export",
+            "{folder} is an export, and a new file would change its hash: name a file in another folder",
+            folder=around,
+        )
     config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
     plan = parts(config, model_type)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(f"{out.parent} cannot be made: {error.strerror}") from error
-    for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # of one that was killed
+        raise InputError(
+            "gguf.no_folder", "The folder {folder} cannot be made: {why}", folder=out.parent, why=error.strerror
+        ) from error
+    for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # left by a killed process
         left.unlink()
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
@@ -109,7 +123,7 @@ def write_export(
 
 
 def architecture_name(model_type: str) -> str:
-    """llama.cpp's, as ``general.architecture`` has it."""
+    """Return llama.cpp's name of the architecture, for the key ``general.architecture``."""
     import gguf
 
     return gguf.MODEL_ARCH_NAMES[architecture(model_type)]
@@ -120,7 +134,8 @@ def _require_package() -> None:
         import gguf  # noqa: F401
     except ModuleNotFoundError as error:
         raise InputError(
-            "a GGUF file is written with the package gguf, which is not installed: pip install 'llm-factory[gguf]'"
+            "gguf.no_package",
+            "The package 'gguf', which writes GGUF files, is not installed: run pip install 'llm-factory[gguf]'",
         ) from error
 
 
@@ -128,7 +143,7 @@ def _write(
     export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor],
     about: dict[str, str | int], progress: Progress, kind: Kind | None,
 ) -> Kind:  # fmt: skip
-    """The whole file. Returns how its matrices are stored."""
+    """Write the whole file. Returns the type of its matrices."""
     import gguf
 
     path = export / WEIGHTS
@@ -151,13 +166,15 @@ def _write(
                 writer.close()
             with open(aside, "ab") as out, progress.task(f"{path.parent.name} as GGUF", sum(sizes.values())) as task:
                 _pad(out)
-                for part in plan:  # not by the writer: what its numpy says of a full disk has no error number
+                for part in plan:  # not by the writer: numpy's error for a full disk has no error number
                     tensors = [file.get_tensor(name).float().numpy() for name in part.sources]
                     out.write(_stored(path, part, part.made_of(tensors), types[part.name]).data)
                     _pad(out)
                     task.advance(sizes[part.name], part.name)
     except SafetensorError as error:
-        raise InputError(f"{path} cannot be read: {error}") from error
+        raise InputError(
+            "gguf.unreadable_weights", "{path} cannot be read: {why}", path=path, why=str(error)
+        ) from error
     return kind
 
 
@@ -173,7 +190,7 @@ def _type_of(part: FileTensor, kind: Kind) -> gguf.GGMLQuantizationType:
     if part.is_exact:
         return gguf.GGMLQuantizationType.F32
     if kind is Kind.Q8_0 and part.shape[-1] % BLOCK:
-        return gguf.GGMLQuantizationType.F16  # as llama.cpp's own converter does
+        return gguf.GGMLQuantizationType.F16  # like llama.cpp's converter
     return gguf.GGMLQuantizationType[kind.name]
 
 
@@ -185,13 +202,18 @@ def _bytes(shape: tuple[int, ...], kind: gguf.GGMLQuantizationType) -> int:
 
 
 def _stored(path: Path, part: FileTensor, values: Floats, kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
-    """Raises: InputError for a weight that would become infinite."""
+    """Convert a tensor to its type. Raises: InputError for a weight that would become infinite."""
     import gguf
 
     largest = float(np.abs(values).max(initial=0.0))
     if not largest <= LARGEST.get(kind.name, math.inf):
         raise InputError(
-            f"{path}: {part.sources[0]} has a weight of {largest:.3g}, too large for {kind.name}: use --type bf16 or f32"
+            "gguf.large_weight",
+            "{path}: {tensor} has a weight of {weight:.3g}, which is too large for {type}: use --type bf16 or f32",
+            path=path,
+            tensor=part.sources[0],
+            weight=largest,
+            type=kind.name,
         )
     stored: np.ndarray[Any, Any] = gguf.quants.quantize(np.ascontiguousarray(values), kind)
     return stored
@@ -233,39 +255,49 @@ def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str
 
 
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
-# llama.cpp has the split patterns in its own code and chooses one by name, ``tokenizer.ggml.pre``. Its converter finds the name by a
-# hash over the ids of a sample text, so that it knows published vocabularies alone; ours is trained on the factory's own text, and
-# splits as Qwen2's does.
+# llama.cpp's code contains the patterns that split text, and the key ``tokenizer.ggml.pre`` names one. llama.cpp's converter finds the name
+# by a hash over the ids of a sample text, and so knows only published vocabularies. The factory's vocabulary is its own; its pattern is Qwen2's.
 MODEL, PRE = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> None:
-    """``vocab_size``: rows of the embedding; ids without a token become unused ones.
+    """Add the tokenizer. ``vocab_size``: rows of the embedding; ids without a token become unused tokens.
 
-    Raises: InputError for a tokenizer that llama.cpp would split otherwise.
+    Raises: InputError for a tokenizer that llama.cpp would apply differently.
     """
-    tokenizer = Tokenizer.load(export, probed=False)  # what it splits is looked at below
+    tokenizer = Tokenizer.load(export, probed=False)  # its split pattern is checked below
     where = export / "tokenizer.json"
     data = json.loads(where.read_text(encoding="utf-8"))
     model = data["model"]
     if (why := _unlike_qwen2(data)) is not None:
-        raise InputError(f"{where}: {why}; llama.cpp would give other ids, so no GGUF file is made")
+        raise InputError(
+            "gguf.other_tokenizer",
+            "{file}: {why}. llama.cpp would give other ids, therefore no GGUF file is made",
+            file=where,
+            why=why,
+        )
     by_id: dict[int, str] = {number: token for token, number in model["vocab"].items()}
     kinds = dict.fromkeys(by_id, NORMAL)
     for added in data["added_tokens"]:
         by_id[added["id"]] = added["content"]
         kinds[added["id"]] = CONTROL if added["special"] else USER_DEFINED
     if beyond := [number for number in by_id if number >= vocab_size]:
-        raise InputError(f"{where}: token {max(beyond)} is beyond the model's vocabulary of {vocab_size}")
+        raise InputError(
+            "gguf.token_beyond",
+            "{file}: token {token} is outside of the model's vocabulary of {vocabulary:,} tokens",
+            file=where,
+            token=max(beyond),
+            vocabulary=vocab_size,
+        )
     writer.add_tokenizer_model(MODEL)
     writer.add_tokenizer_pre(PRE)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types([kinds.get(number, UNUSED) for number in range(vocab_size)])
-    # two tokens and a blank between, best first
+    # a merge is two tokens with a space between; the most frequent merge comes first
     writer.add_token_merges([merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]])
     writer.add_bos_token_id(tokenizer.end_token)
-    writer.add_eos_token_id(tokenizer.stop_token)  # ends a turn; llama.cpp knows <|endoftext|> by its name
+    writer.add_eos_token_id(tokenizer.stop_token)  # the end of a turn; llama.cpp knows <|endoftext|> by its name
     writer.add_eot_token_id(tokenizer.stop_token)
     writer.add_pad_token_id(tokenizer.end_token)
     writer.add_add_bos_token(bool(tokenizer.bos))
@@ -274,21 +306,23 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
 
 
 def _unlike_qwen2(data: dict[str, Any]) -> str | None:
-    """Why text is not split and merged as llama.cpp does under the name ``PRE``; None when it is."""
+    """Return why the tokenizer differs from llama.cpp's for the name ``PRE``; None if it does not."""
     model, split = data["model"], data["pre_tokenizer"] or {}
     steps = split.get("pretokenizers", [split])
     patterns = [step["pattern"] for step in steps if step.get("type") == "Split"]
     if patterns != [{"Regex": PATTERN}] or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
-        return "text is not split with Qwen2's pattern into byte-level pieces"
+        return Message(
+            "gguf.other_pattern", "the tokenizer does not split text with Qwen2's pattern into byte-level pieces"
+        )
     if data["normalizer"] is not None:
-        return "text is normalised before it is split"
+        return Message("gguf.normalizer", "the tokenizer normalises text before it splits the text")
     if model["type"] != "BPE" or model.get("ignore_merges") or model.get("byte_fallback") or model.get("dropout"):
-        return "it is no plain BPE"
+        return Message("gguf.not_plain_bpe", "the tokenizer is not a plain BPE")
     return None
 
 
 def _chat_template(export: Path) -> str | None:
-    """As transformers reads it: the file before the key."""
+    """Return the chat template as transformers does: from its file, else from the key of the configuration."""
     if (path := export / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     if (path := export / "tokenizer_config.json").is_file():

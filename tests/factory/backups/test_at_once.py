@@ -1,4 +1,4 @@
-"""Two backups at once: the second waits, and does not take the first one's half for what a kill left. What a kill left is removed, never read."""
+"""Two backups at once: the second waits, and does not remove the first one's files. Files of a killed backup are removed, never read."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import _take_up
+from tests.support.messages import refused
 
 
-def test_a_backup_that_is_being_made_is_left_alone(
+def test_a_backup_in_progress_is_left_unchanged(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("factory.backups.backups.OTHERS_SECONDS", 0.0)
     half = workspace.root / "backups" / ".backup-of-another"
     half.mkdir(parents=True)
-    with workspace.lock("backup"), pytest.raises(WorkspaceError, match=r"holds backup\.lock"):
+    with workspace.lock("backup"), refused("workspace.in_use", WorkspaceError, lock="backup"):
         make_backup(Plant(workspace, ledger))
     assert half.is_dir()
-    made, _ = make_backup(Plant(workspace, ledger))  # the other one was killed
+    made, _ = make_backup(Plant(workspace, ledger))  # no process holds the lock: the other backup was killed
     assert made.is_dir() and not half.exists()
 
 
-def test_an_upgrade_begins_its_copy_without_the_logs_of_one_that_was_killed(
+def test_an_upgrade_removes_the_files_of_a_killed_upgrade(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed and begun again within a second, it would give the new copy the name, and so the journal, of the old one."""
+    """A second upgrade in the same second would use the same name: SQLite would then read the old copy's journal."""
     folder = upgrade.backup_folder(workspace)
     monkeypatch.setattr(upgrade, "stamp", lambda: "now")
     for ending in ("", "-journal", "-wal"):
@@ -38,9 +39,7 @@ def test_an_upgrade_begins_its_copy_without_the_logs_of_one_that_was_killed(
     assert [path.name for path in folder.iterdir()] == [made.name] and made.read_bytes().startswith(b"SQLite format 3")
 
 
-def test_a_token_shard_that_is_not_whole_is_no_work_that_a_restore_sets_aside(
-    workspace: Workspace, ledger: Ledger
-) -> None:
+def test_a_restore_leaves_a_half_written_token_shard_unchanged(workspace: Workspace, ledger: Ledger) -> None:
     half = workspace.shards / ".writing-7" / "manifest.json"
     half.parent.mkdir()
     half.write_text("{")

@@ -1,4 +1,4 @@
-"""The key that signs bundles: copied where a person says so, named when nothing has it, put back."""
+"""The key that signs bundles: a person has it copied, a backup without it says so, a restore brings it back."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import restore
 from tests.support.factory.command import command_here
+from tests.support.messages import the
 
 LEFT_OUT = "does not have the key"
 
@@ -22,9 +23,7 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_key_is_copied_where_a_person_says_and_comes_back(
-    workspace: Workspace, ledger: Ledger, tmp_path: Path
-) -> None:
+def test_a_key_is_copied_with_keys_and_restored(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     def run(*words: object) -> str:
         done = command_here(*map(str, words), home=workspace)
         return done.output + str(done.exception or "")
@@ -43,18 +42,18 @@ def test_a_key_is_copied_where_a_person_says_and_comes_back(
 
     for path in key.parent.iterdir():
         path.unlink()
-    restore(workspace.root, "", SILENT)  # none of its own has it
+    restore(workspace.root, "", SILENT)  # none of the workspace's own backups has the key
     assert not key.exists()
-    assert any("the key that signs bundles is back" in line for line in restore(workspace.root, str(elsewhere), SILENT))
+    assert the(restore(workspace.root, str(elsewhere), SILENT), "keys.restored").data["backup"] == elsewhere
     assert key.read_bytes() == held and mode(key) == 0o600 and mode(key.parent) == 0o700
 
     key.unlink()
     other = own_key(workspace.root).read_bytes()
     restore(workspace.root, str(elsewhere), SILENT)
-    assert key.read_bytes() == other != held  # one that is there is left alone
+    assert key.read_bytes() == other != held  # an existing key is left unchanged
 
 
-def test_the_daily_backup_says_nothing_of_the_key(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_daily_backup_does_not_mention_the_key(workspace: Workspace, ledger: Ledger) -> None:
     own_key(workspace.root)
     _, said = make_backup(Plant(workspace, ledger))
     assert said == []

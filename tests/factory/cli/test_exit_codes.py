@@ -100,14 +100,14 @@ def _damage(workspace: Workspace) -> None:
     ("fault", "says"),
     [
         (lambda workspace: workspace.root.rename(workspace.root.with_name("away")), "no workspace at …"),
-        (lambda workspace: (workspace.root / "factory.yaml").unlink(), "factory.yaml is gone"),
+        (lambda workspace: (workspace.root / "factory.yaml").unlink(), "factory.yaml is missing"),
         (_write("factory.yaml", "version: 9\n"), "… is a workspace of version …"),
         (lambda workspace: (workspace.root / "ledger.db").unlink(), "there is no ledger at …"),
         (_damage, "the ledger is damaged"),
         (_other_version(1), "the ledger at … is of version …"),
         (_other_version(99), "the ledger at … is of version …"),
         (_write("factory.yaml", "recpie: demo\n"), "factory.yaml: unknown key …"),
-        (_write("factory.yaml", "ranks: many\n"), "factory.yaml: KEY: expected …"),
+        (_write("factory.yaml", "ranks: many\n"), "factory.yaml: KEY must be …"),
     ],
 )
 def test_the_daemon_does_not_begin(

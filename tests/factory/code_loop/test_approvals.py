@@ -96,7 +96,7 @@ def test_a_checkout_with_work_in_it_is_left_alone(plant: PatchPlant, way: str) -
             git(plant.target, "add", "-A")
             ops.write_text(FILES["kernels/ops.py"])
     before = git(plant.target, "status", "--porcelain", "--branch")
-    with pytest.raises(RepositoryError, match="check one out" if way == "detached" else "not committed"):
+    with pytest.raises(RepositoryError, match="HEAD is detached" if way == "detached" else "uncommitted changes"):
         plant.approve()
     assert git(plant.target, "status", "--porcelain", "--branch") == before
     assert plant.row()["state"] == "judged" and plant.head() == plant.base

@@ -1,4 +1,4 @@
-"""Progress where a log looks: long work says that it goes on, short work says nothing."""
+"""Progress in a log: long work prints a line regularly, short work prints none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def terminal() -> tuple[Terminal, io.StringIO]:
     return Terminal(Console(file=out, force_terminal=False, width=200)), out
 
 
-def test_silent_work_prints_a_line_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_work_that_reports_nothing_prints_a_line_regularly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_PlainTask, "EVERY", 0.01)
     made, out = terminal()
     deadline = time.monotonic() + PATIENCE_S
@@ -49,8 +49,8 @@ def test_an_error_ends_the_task_too() -> None:
     assert not task.beat.is_alive()
 
 
-def test_a_line_is_printed_as_it_is() -> None:
-    """A path may hold what rich takes for an emoji's name, or for markup."""
+def test_a_line_is_printed_unchanged() -> None:
+    """A path may contain text that rich reads as an emoji's name or as markup."""
     printer, out = terminal()
     printer.line("shard :100: of [bold]a[/bold]")
     assert out.getvalue() == "shard :100: of [bold]a[/bold]\n"

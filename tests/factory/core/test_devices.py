@@ -1,4 +1,4 @@
-"""Devices have one holder each, and jobs run side by side."""
+"""Each device has one holder at a time, and jobs run in parallel."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.support.forks import quick
 from tests.support.patience import PATIENCE_S
 
 
-def test_what_runs_side_by_side_has_the_device_alone() -> None:
+def test_parallel_jobs_hold_the_device_one_at_a_time() -> None:
     inside, most, gate = [0], [0], threading.Barrier(4)
 
     def job() -> str:
-        gate.wait(PATIENCE_S)  # all four are there before one begins
-        with devices.one(), devices.one():  # who holds it keeps it
+        gate.wait(PATIENCE_S)  # all four have started before any takes the device
+        with devices.one(), devices.one():  # a holder keeps its device
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             threading.Event().wait(0.02)
@@ -33,7 +33,7 @@ def test_what_runs_side_by_side_has_the_device_alone() -> None:
     assert most[0] == 1
 
 
-def test_all_end_before_the_first_error_is_raised() -> None:
+def test_all_jobs_end_before_the_first_error_is_raised() -> None:
     ended = []
 
     def fails() -> None:
@@ -64,7 +64,7 @@ print(seen)
 """
 
 
-def test_each_gpu_is_named_as_the_machine_names_it() -> None:
+def test_each_gpu_has_the_name_that_the_environment_gives_it() -> None:
     names = [[], ["CUDA_VISIBLE_DEVICES"]]
     for visible, first, second in (("", "0", "1"), ("5,3", "5", "3")):
         environment = {"CUDA_VISIBLE_DEVICES": visible}
@@ -76,14 +76,16 @@ def test_each_gpu_is_named_as_the_machine_names_it() -> None:
             check=True,
         )
         held, other = ({names[1][0]: device} for device in (first, second))
-        assert eval(found.stdout) == [{}, held, {}, {}, other, other]  # a job's thread holds nothing by itself
+        assert eval(found.stdout) == [{}, held, {}, {}, other, other]  # a new thread holds no device
 
 
 @pytest.mark.usefixtures("isolates")
-def test_only_the_holder_of_a_gpu_passes_its_device_files_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_holder_of_a_gpu_gives_its_device_files_to_a_sandbox(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stand_in = next((name for name in ("hwrng", "fuse", "loop-control", "kmsg") if Path("/dev", name).exists()), "")
     if not stand_in:
-        pytest.skip("no device here that could stand in for a GPU")
+        pytest.skip("no device of this machine can stand in for a GPU")
     monkeypatch.setattr(devices, "GPU_FILES", (stand_in,))
     script = """
         import json, os, stat, sys

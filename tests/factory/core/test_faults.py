@@ -1,4 +1,4 @@
-"""Real faults of the machine, made here, get their names; nothing else does."""
+"""Real faults of the machine, caused here, are recognised; other errors are not."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_too_few_file_handles(tmp_path: Path) -> None:
     with few_handles(), pytest.raises(OSError) as raised, open(tmp_path / "file"):
         pass
     found = fault_of(raised.value)
-    assert found == faults.HANDLES and found.says == f"too few file handles are left ({tmp_path / 'file'})"
+    assert found == faults.HANDLES and found.says.data == {"what": faults.HANDLES.what, "path": str(tmp_path / "file")}
 
 
 def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -> None:
@@ -63,7 +63,7 @@ def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -
 
 
 def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Workspace, ledger: Ledger) -> None:
-    """No file handle is left. Each way to open it, and ``doctor``, tells of the machine, and nobody is told to restore."""
+    """Without file handles each way to open the ledger, and ``check``, reports the machine's fault. None advises to restore the ledger."""
     file = workspace.root / "ledger.db"
     opened = [
         lambda: Ledger.open(workspace.ledger_url, workspace.root),
@@ -74,7 +74,7 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
         with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles():
             one()
         assert fault_of(raised.value) == faults.UNOPENED
-    importlib.import_module("factory.repairs.examining")  # which needs a handle, too
+    importlib.import_module("factory.repairs.examining")  # the import needs a handle, too
     with few_handles():
         rows = {row["check"]: row for row in examine(workspace)}
     assert rows["ledger"] == {"check": "ledger", "ok": False, "detail": f"{faults.UNOPENED.says}: {faults.UNOPENED.do}"}
@@ -82,8 +82,8 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
     assert not database_damage(file)
 
 
-def test_a_transaction_that_was_cut_off_is_no_damage(workspace: Workspace, ledger: Ledger) -> None:
-    """As a power cut leaves a database with a rollback journal."""
+def test_an_interrupted_transaction_is_not_damage(workspace: Workspace, ledger: Ledger) -> None:
+    """The database is as after a power cut, with a rollback journal."""
     ledger.engine.dispose()
     file, journal = workspace.root / "ledger.db", workspace.root / "ledger.db-journal"
     with contextlib.closing(sqlite3.connect(file, isolation_level=None)) as other:
@@ -102,7 +102,7 @@ def test_a_transaction_that_was_cut_off_is_no_damage(workspace: Workspace, ledge
         assert not other.execute("SELECT 1 FROM sqlite_master WHERE name = 'half'").fetchall()
 
 
-def through(how: str) -> BaseException:
+def raised_through(how: str) -> BaseException:
     try:
         try:
             raise OSError(errno.EROFS, "Read-only file system", "/data/x")
@@ -111,15 +111,16 @@ def through(how: str) -> BaseException:
                 raise WorkspaceError("cannot write") from error
             if how == "cut off":
                 raise WorkspaceError("cannot write") from None
-            raise WorkspaceError("cannot write")  # noqa: B904 - that is the point
+            raise WorkspaceError("cannot write")  # noqa: B904 - the test is about the context
     except WorkspaceError as error:
         return error
 
 
 @pytest.mark.parametrize(("how", "known"), [("cause", True), ("context", True), ("cut off", False)])
-def test_what_an_error_came_from_counts(how: str, known: bool) -> None:
-    found = fault_of(through(how))
-    assert (found and found.says) == ("there is no permission to write (/data/x)" if known else None)
+def test_the_cause_of_an_error_counts(how: str, known: bool) -> None:
+    found = fault_of(raised_through(how))
+    assert (found and found.where) == ("/data/x" if known else None)
+    assert found == (faults.READ_ONLY if known else None)
 
 
 @pytest.mark.parametrize(
@@ -135,8 +136,8 @@ def test_what_an_error_came_from_counts(how: str, known: bool) -> None:
         (ValueError("x: Too many open files"), None),
     ],
 )
-def test_what_is_a_fault_of_the_machine(error: Exception, fault: Fault | None) -> None:
-    """An error may quote a trainer's result, a folder's name or a log: words that untrusted code left are none."""
+def test_only_the_machines_own_errors_are_its_faults(error: Exception, fault: Fault | None) -> None:
+    """An error may quote a trainer's result, a folder's name or a log. A quotation from untrusted code does not count."""
     assert fault_of(error) == fault
 
 
@@ -144,14 +145,14 @@ def test_what_is_a_fault_of_the_machine(error: Exception, fault: Fault | None) -
     ("number", "of_no_file"),
     [(errno.EMFILE, True), (errno.EIO, True), (errno.ENOSPC, True), (errno.EACCES, False), (errno.ENOTDIR, False)],
 )
-def test_what_a_folder_left_behind_can_cause_is_told_from_the_machine(number: int, of_no_file: bool) -> None:
+def test_errors_that_a_folders_contents_can_cause_are_not_blamed_on_the_machine(number: int, of_no_file: bool) -> None:
     error = OSError(number, os.strerror(number), "checkpoints")
     assert is_of_the_machine(error) and is_of_no_file(error) == of_no_file
     assert not is_of_no_file(FileNotFoundError(errno.ENOENT, "no such file"))
 
 
-def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
-    """Code in a sandbox may hold one on what it left."""
+def test_a_lease_on_a_file_is_not_a_lack_of_memory(tmp_path: Path) -> None:
+    """Code in a sandbox may hold a lease on a file that it wrote."""
     (tmp_path / "left").write_text("{}")
     words = (
         "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.fcntl(f, 1024, 1); print('held', flush=True); input()"
@@ -175,7 +176,7 @@ def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
             read_bytes(folder, ["left"], 100)
         os.close(folder)
         assert fault_of(refused.value) is None
-        # As subprocess says it.
+        # The error of subprocess when no process can start.
         no_process = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env")
         assert fault_of(no_process) == faults.MEMORY
     finally:
@@ -183,7 +184,7 @@ def test_a_lease_on_a_file_is_no_lack_of_memory(tmp_path: Path) -> None:
         holder.communicate()
 
 
-def test_what_git_prints_of_a_full_disk_is_a_fault(tmp_path: Path) -> None:
+def test_a_full_disk_that_git_reports_is_a_fault(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q", str(tmp_path))
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "base")
     with pytest.raises(RepositoryError) as raised:
@@ -203,8 +204,8 @@ __main__.main()
 """
 
 
-def test_a_command_that_meets_one_says_what_to_do(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
-    """Files may not grow beyond 20 kB: as on a full disk."""
+def test_a_command_on_a_full_disk_prints_the_remedy(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
+    """Files may not grow beyond 20 kB, which is like a full disk."""
     shard = tmp_path / "shard.txt"
     shard.write_text("words " * 50_000)
     words = [sys.executable, "-c", LIMITED, str(shard), str(workspace.root)]
@@ -234,7 +235,7 @@ __main__.main()
 
 @contextmanager
 def locked(workspace: Workspace, how: str) -> Iterator[None]:
-    """By another process's transaction, or, with ``how`` "exclusive", so that it cannot be read either."""
+    """Another process's transaction locks the ledger. With ``how`` "exclusive" the ledger cannot be read either."""
     with contextlib.closing(sqlite3.connect(workspace.root / "ledger.db", isolation_level=None)) as other:
         other.execute(f"PRAGMA locking_mode={how}")
         other.execute("BEGIN EXCLUSIVE")
@@ -242,7 +243,9 @@ def locked(workspace: Workspace, how: str) -> Iterator[None]:
 
 
 @pytest.mark.parametrize(("how", "command"), [("normal", "pause"), ("exclusive", "status")])
-def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, how: str, command: str) -> None:
+def test_a_command_prints_that_the_ledger_is_locked(
+    workspace: Workspace, ledger: Ledger, how: str, command: str
+) -> None:
     ledger.engine.dispose()
     with locked(workspace, how):
         words = [sys.executable, "-c", LOCKED, command, "--workspace", str(workspace.root)]
@@ -252,7 +255,7 @@ def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, 
 
 
 def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A server that does not answer is named; a port that only root may have is a mistake in factory.yaml, whatever the system called it."""
+    """A fault of the machine is printed and retried. A port that only root may use is a mistake in factory.yaml and ends the start."""
     monkeypatch.setattr(back_off, "START_SECONDS", 0.0)
     said: list[str] = []
     left = [

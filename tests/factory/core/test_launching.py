@@ -1,4 +1,4 @@
-"""Segments over several real ranks: planned, started, stopped, refused and certified by the factory."""
+"""The factory plans, starts, stops, refuses and certifies segments with several real ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Opened = tuple[Workspace, Ledger]
 
 @pytest.fixture(scope="module")
 def plant(tmp_path_factory: pytest.TempPathFactory) -> Opened:
-    """A trunk that one rank trained; from here on two go on."""
+    """A trunk that one rank trained. Two ranks continue it."""
     root = tmp_path_factory.mktemp("launching")
     workspace, ledger = make_plant(root, make_target(root / "code"))
     (workspace.root / "policies" / "gates" / "certificate.yaml").write_text("steps: 4\npreflight: {parts: []}\n")
@@ -44,7 +44,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Opened:
 
 
 def configured(workspace: Workspace, *lines: str) -> Workspace:
-    """The workspace with these lines at the end of its factory.yaml."""
+    """Put these lines at the end of the workspace's factory.yaml, and open it again."""
     path = workspace.root / "factory.yaml"
     kept = [
         line
@@ -71,7 +71,7 @@ def test_two_ranks_train_what_one_rank_would_and_the_same_bits_in_the_sandbox_an
         row = SegmentRow.get(ledger, number)
         assert row.state == "done"
         trained.append(hashes(Path(str(row.result["checkpoint"]))))  # type: ignore[index]
-        with ledger.begin() as tx:  # so that the next one begins where this one did
+        with ledger.begin() as tx:  # so that the next segment starts at the same step
             tx.execute(segments.update().where(segments.c.id == number).values(state="abandoned"))
     assert trained[0] == trained[1] and len(trained[0]) >= 4
     assert sum("00001" in name for name in trained[0]) >= 1, f"a share of each rank: {sorted(trained[0])}"
@@ -88,7 +88,7 @@ def hashes(checkpoint: Path) -> dict[str, str]:
 
 
 def training(workspace: Workspace, folder: Path, steps: int) -> subprocess.Popen[str]:
-    """``factory train``, once it has done so many steps more."""
+    """Start ``factory train``; return once it has done so many more steps."""
     before = len(losses(folder)) if (folder / "metrics.jsonl").exists() else 0
     words = [sys.executable, "-m", "factory", "train", "--workspace", str(workspace.root)]
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -100,14 +100,14 @@ def training(workspace: Workspace, folder: Path, steps: int) -> subprocess.Popen
 
 
 def trainers_of(factory: subprocess.Popen[str]) -> list[psutil.Process]:
-    """torchrun and the ranks, without bubblewrap's own processes, which name their command."""
+    """torchrun and the ranks, without bubblewrap's own processes, whose command lines contain the trainer's."""
     found = psutil.Process(factory.pid).children(recursive=True)
     return [process for process in found if "trainer" in process.cmdline() and process.name() != "bwrap"]
 
 
 @pytest.mark.slow("the factory and its ranks started, stopped, killed and started again")
 def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Opened) -> None:
-    """Stopped, they leave a checkpoint. Orphans would train on beside the next attempt's ranks, in the same folder."""
+    """Stopped ranks write a checkpoint. Orphaned ranks would train on beside the next attempt's, in the same folder."""
     workspace, ledger = plant
     number = plan_trunk(Plant(workspace, ledger), 60)
     folder = Path(SegmentRow.get(ledger, number).folder)
@@ -139,21 +139,21 @@ def test_ranks_stop_with_the_factory_and_die_with_their_launcher(plant: Opened) 
 
 
 @pytest.mark.slow("torchrun and its ranks")
-def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Opened) -> None:
-    """Exit 2: trying again would not help, and the trainer's own words are told."""
+def test_a_trainers_refusal_is_reported_through_torchrun(plant: Opened) -> None:
+    """Exit code 2: another attempt would not help, and the trainer's own message is shown."""
     workspace, ledger = plant
     number = plan_trunk(Plant(workspace, ledger), 6)
     row = SegmentRow.get(ledger, number)
     folder = Path(row.folder)
     folder.mkdir(parents=True)
-    (folder / "exit-75").touch()  # of an earlier process
+    (folder / "exit-75").touch()  # an earlier process wrote it
     plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row.data_plan))
     assert plan is not None
     wrong = plan["plan"] | {"weights": {"nothing-of-it-here": 1.0}}
     with ledger.begin() as tx:
         tx.execute(data_plans.insert().values(id="wrong", plan=wrong, created_at=0.0))
         tx.execute(segments.update().where(segments.c.id == number).values(data_plan="wrong"))
-    with pytest.raises(SegmentError, match=r"ended with exit 2: trainer: .*nothing-of-it-here") as raised:
+    with pytest.raises(SegmentError, match=r"exit 2: .*nothing-of-it-here") as raised:
         run_segment(Plant(workspace, ledger), number)
     assert "====" not in str(raised.value) and SegmentRow.get(ledger, number).state == "failed"
     with refused("retrying.parked_to_do", InputError, segment=number, step=None) as parked:
@@ -164,11 +164,11 @@ def test_what_the_trainer_refuses_is_known_through_the_launcher(plant: Opened) -
     assert (abandoned.data["lost"], abandoned.data["first"]) == (0, row.first_step)
 
 
-def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Opened) -> None:
-    """A GPU less than yesterday: the segment waits for a person."""
+def test_a_changed_number_of_ranks_fails_no_segment(plant: Opened) -> None:
+    """With a GPU less than yesterday the segment waits for a person."""
     workspace, ledger = plant
     number = plan_trunk(Plant(workspace, ledger), 6)
-    with pytest.raises(ConfigError, match=r"is not a multiple of the number of ranks \(3\)"):
+    with refused("launching.ranks_do_not_fit", ConfigError, ranks=3):
         run_segment(Plant(configured(workspace, "ranks: 3"), ledger), number)
     row = SegmentRow.get(ledger, number)
     assert row.state == "planned" and row.attempts == 0
@@ -178,7 +178,7 @@ def test_another_number_of_ranks_than_planned_for_fails_nothing(plant: Opened) -
 
 
 @pytest.mark.long("ten runs by two ranks")
-def test_a_change_of_the_code_is_certified_over_ranks(plant: Opened) -> None:
+def test_changed_code_is_certified_with_several_ranks(plant: Opened) -> None:
     workspace, ledger = plant
     commit_edit(
         workspace.repository, "policies/kernels.yaml", "cpu:\n  rms_norm: reference", "cpu:\n  rms_norm: compiled"
@@ -190,22 +190,23 @@ def test_a_change_of_the_code_is_certified_over_ranks(plant: Opened) -> None:
     assert SegmentRow.get(ledger, number).state == "done"
 
 
-def test_what_cannot_be_started_is_refused_when_planning(plant: Opened) -> None:
+def test_planning_refuses_ranks_that_cannot_train(plant: Opened) -> None:
     workspace, ledger = plant
-    cases = {
-        "ranks: 3": r"batch.sequences \(8\) is not a multiple of the number of ranks \(3\); 3 ranks train \('ranks' in .*factory.yaml",
-        "ranks: -1": "ranks: expected a number of ranks, got -1",
-        "ranks: yes": "ranks",
-        "ranks: two": "expected int",
+    file = workspace.root / "factory.yaml"
+    cases: dict[str, tuple[str, dict[str, object]]] = {
+        "ranks: 3": ("launching.ranks_do_not_fit", {"ranks": 3, "file": file}),
+        "ranks: -1": ("workspace.bad_ranks", {"value": -1, "file": file}),
+        "ranks: yes": ("workspace.wrong_type", {"key": "ranks", "value": "yes"}),
+        "ranks: two": ("workspace.wrong_type", {"key": "ranks", "expected": "int", "value": "two"}),
     }
-    for line, says in cases.items():
-        with pytest.raises(ConfigError, match=says):
+    for line, (code, data) in cases.items():
+        with refused(code, ConfigError, **data):
             plan_trunk(Plant(configured(workspace, line), ledger), 4)
-    with pytest.raises(ConfigError, match="set 'ranks' to the number of ranks"):
+    with refused("launching.no_ranks", ConfigError, file=file):
         launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
-    with pytest.raises(ConfigError, match="No closing quotation"):
+    with refused("launching.bad_launcher", ConfigError, why="No closing quotation"):
         launcher(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
-    with pytest.raises(ConfigError, match="launcher: it is empty"):
+    with refused("launching.bad_launcher", ConfigError, why="it is empty"):
         launcher(configured(workspace, "ranks: 2", "launcher: ' '"))
     words = launcher(configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8"))
     assert words == ["srun", "torchrun", "--nnodes=2", "--nproc-per-node=8"]

@@ -1,4 +1,4 @@
-"""Files that live code wrote: what is read can be stored, compared and printed, and says nothing about the machine."""
+"""Files that untrusted code wrote: their values can be stored, compared and printed. Their errors do not count as the machine's faults."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from factory.core.errors import SegmentError
 from factory.core.faults import fault_of, is_of_no_file
 from factory.core.left_files import parse_json, parse_json_object, read_text
 from tests.support.failing.limits import few_handles
+from tests.support.messages import refused
 
 
 @pytest.mark.parametrize(
@@ -19,7 +20,7 @@ from tests.support.failing.limits import few_handles
     ['{"step": ' + "9" * 400 + "}", '{"kind": "\\ud800"}', "[" * 100_000, '{"loss": 1', b"\xff", ""],
     ids=["400 digits", "half a pair", "deep", "torn", "no text", "empty"],
 )
-def test_what_could_not_be_stored_is_refused(text: str | bytes) -> None:
+def test_json_that_the_ledger_cannot_store_is_refused(text: str | bytes) -> None:
     with pytest.raises(ValueError):
         parse_json(text)
 
@@ -32,15 +33,15 @@ def test_whole_pairs_and_long_integers_are_read() -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null"])
-def test_only_objects_are_objects(text: str) -> None:
-    with pytest.raises(ValueError, match="no JSON object"):
+def test_other_json_values_are_not_objects(text: str) -> None:
+    with pytest.raises(ValueError, match="not a JSON object"):
         parse_json_object(text)
 
 
 @pytest.mark.parametrize("left", [Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff"), lambda path: None])
-def test_what_a_trainer_left_is_never_a_fault_of_the_machine(tmp_path: Path, left: Callable[[Path], object]) -> None:
+def test_a_trainers_file_never_counts_as_a_fault_of_the_machine(tmp_path: Path, left: Callable[[Path], object]) -> None:
     left(tmp_path / "metrics.jsonl")
-    with pytest.raises(SegmentError, match="cannot be read") as raised:
+    with refused("left_files.unreadable", SegmentError, path=tmp_path / "metrics.jsonl") as raised:
         read_text(tmp_path / "metrics.jsonl")
     assert not is_of_no_file(raised.value)
 

@@ -1,4 +1,4 @@
-"""Every YAML file that a person writes is read by the same rules."""
+"""The same rules hold for every YAML file that a person writes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ POLICIES: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_every_shipped_policy_is_among_these() -> None:
+def test_every_shipped_policy_is_tested_here() -> None:
     folder = code_root() / "policies"
     shipped = {str(path.relative_to(folder)) for path in folder.rglob("*.yaml")}
     assert {name for name in shipped if not name.startswith("recipes/")} == set(POLICIES)
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_duplicate_key_is_refused(name: str, tmp_path: Path) -> None:
-    """Of two values YAML takes the last: 'approval: manual' would not hold."""
+def test_a_duplicate_key_is_refused(name: str, tmp_path: Path) -> None:
+    """YAML takes the last of two values: a first 'approval: manual' would be ignored."""
     text = (code_root() / "policies" / name).read_text()
     path = tmp_path / "policy.yaml"
     path.write_text(text)
@@ -40,21 +40,21 @@ def test_duplicate_key_is_refused(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name != "kernels.yaml"])
-def test_unknown_key_is_refused_by_name(name: str, tmp_path: Path) -> None:
+def test_an_unknown_key_is_named(name: str, tmp_path: Path) -> None:
     path = tmp_path / "policy.yaml"
     path.write_text((code_root() / "policies" / name).read_text() + "\nno_such_key: 1\n")
     with pytest.raises(ConfigError, match="unknown key 'no_such_key'"):
         POLICIES[name](path)
 
 
-def test_a_number_is_one_number_in_every_file(tmp_path: Path) -> None:
-    """YAML 1.1 reads 2e-2 as text."""
+def test_a_number_with_an_exponent_is_a_number(tmp_path: Path) -> None:
+    """YAML 1.1 would read 2e-2 as text."""
     path = tmp_path / "evals.yaml"
     path.write_text("window_overlap: 2e-2\n")
     assert EvalPolicy.load(path).window_overlap == 0.02
 
 
-def test_duplicate_key_of_the_configuration_is_refused(tmp_path: Path) -> None:
+def test_a_duplicate_key_of_the_configuration_is_refused(tmp_path: Path) -> None:
     Workspace.create(tmp_path / "w")
     path = tmp_path / "w" / "factory.yaml"
     path.write_text("recipe: tiny\nrecipe: demo\n")

@@ -1,6 +1,6 @@
-"""Which files do our processes load? Those that judge, decide or store load none that agents may patch, wherever they are started.
+"""Processes that judge, decide or store load no file that agents may patch, in whatever folder they start.
 
-A whole gate run is looked at so in ``tests/attacks/test_honest_patches.py``.
+``tests/attacks/test_honest_patches.py`` does the same for a whole gate run.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ def test_a_command_started_in_a_checkout_loads_nothing_of_it(
     target: Path, workspace: Workspace, tmp_path: Path, words: str, inside: str
 ) -> None:
     command = [sys.executable, "-m", "factory", *words.split(), "--workspace", str(workspace.root)]
-    # Nothing was tuned yet.
+    # 'check' fails here: no kernel is tuned yet.
     ours, *others = noted(command, target / inside, tmp_path / "noted", succeeds=words != "check")
-    assert ours.below(ROOT / "factory") and ours.below(ROOT / "kernels" / "contract")  # it was heard
+    assert ours.below(ROOT / "factory") and ours.below(ROOT / "kernels" / "contract")  # the loads were recorded
     for process in (ours, *others):
         assert not process.below(target, workspace.root), process
-    if words != "check":  # which tells people what the live code does here
+    if words != "check":  # 'check' imports the live code, to report on it
         assert not ours.patchable(ROOT)
 
 
 def test_the_judge_loads_nothing_that_agents_may_patch(tmp_path: Path) -> None:
-    """The stages that read; all others start the sandbox, and are in ``tests/attacks/test_honest_patches.py``."""
+    """This covers the stages that only read. ``tests/attacks/test_honest_patches.py`` covers those that start the sandbox."""
     path = "trainer/optim/schedule.py"
     text = (make().target / path).read_text()
     processes = judged(tmp_path, {path: text.replace('"""', '"""The rate. """\nimport os\n"""', 1)})
@@ -72,7 +72,7 @@ def test_the_judge_loads_nothing_that_agents_may_patch(tmp_path: Path) -> None:
 
 @pytest.mark.slow("a pass of the daemon: planning, training, evaluation")
 def test_a_pass_of_the_daemon_loads_nothing_that_agents_may_patch(target: Path, tmp_path: Path) -> None:
-    """What trains is in the sandbox, where nothing is noted."""
+    """The trainer runs in the sandbox, where loads are not recorded."""
     made, _ = make_plant(tmp_path / "plant", target)
     command = [sys.executable, "-m", "factory", "run", "--once", "--workspace", str(made.root)]
     ours, *others = noted(command, target, tmp_path / "noted")
@@ -83,8 +83,8 @@ def test_a_pass_of_the_daemon_loads_nothing_that_agents_may_patch(target: Path, 
         assert not process.patchable(ROOT), process
 
 
-def test_the_sandboxes_own_programs_load_the_standard_library_alone() -> None:
-    """They are started with -I and -S, so that neither the environment nor the current folder has a say."""
+def test_the_sandboxes_own_programs_load_only_the_standard_library() -> None:
+    """They start with -I and -S: neither the environment nor the current folder can add modules."""
     described = subprocess.run(
         [sys.executable, "-I", "-S", "-v", str(LAUNCHER), "--describe"],
         cwd=ROOT / "kernels",
@@ -106,7 +106,7 @@ def test_the_sandboxes_own_programs_load_the_standard_library_alone() -> None:
 
 
 def test_the_probe_of_the_server_is_isolated() -> None:
-    """Its interpreter is the server's environment's, where ours is not installed."""
+    """The probe runs in the server's environment, where the factory is not installed."""
     starts = [
         node
         for node in ast.walk(ast.parse(Path(server.__file__).read_text()))

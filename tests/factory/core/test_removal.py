@@ -1,4 +1,4 @@
-"""What hostile code leaves in its folder is removed whole, and nothing besides."""
+"""A folder that hostile code filled is removed whole, and nothing outside the folder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ remove(Path("out"))
 
 
 def nest(folder: Path, depth: int, name: str = "d") -> None:
-    """``folder/d/d/…``, deeper than a path can name."""
+    """Make ``folder/d/d/…``, deeper than the longest possible path."""
     folder.mkdir()
     inner = os.open(folder, os.O_RDONLY)
     for _ in range(depth):
@@ -36,7 +36,7 @@ def nest(folder: Path, depth: int, name: str = "d") -> None:
 
 
 @pytest.mark.parametrize("name", ["d", "n" * 255, ".removed-1", "\udcff"])
-def test_a_folder_deeper_than_python_recurses_and_than_a_path_is_long_is_removed(tmp_path: Path, name: str) -> None:
+def test_a_folder_too_deep_for_recursion_and_for_paths_is_removed(tmp_path: Path, name: str) -> None:
     nest(tmp_path / "out", 1100, name)
     try:
         remove(tmp_path / "out")
@@ -76,7 +76,7 @@ def test_pipes_sockets_odd_names_and_modes_are_removed(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_is_removed_and_what_is_not_there_is_no_error(tmp_path: Path) -> None:
+def test_a_file_is_removed_and_a_missing_path_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     remove(tmp_path / "file")
     remove(tmp_path / "file")
@@ -84,8 +84,8 @@ def test_a_file_is_removed_and_what_is_not_there_is_no_error(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == []
 
 
-def test_what_a_disk_refuses_once_is_removed(tmp_path: Path) -> None:
-    """At each of its effects; what it refuses for good stays, and is no error."""
+def test_a_path_is_removed_after_one_error_of_the_disk(tmp_path: Path) -> None:
+    """An error occurs at each effect in turn. Paths that the disk refuses for good stay, without an error."""
     folder, program = Folder(tmp_path), REMOVAL.format(path=sys.path)
     out = folder.root / "out"
 
@@ -106,7 +106,7 @@ def test_what_a_disk_refuses_once_is_removed(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
 def test_a_user_without_rights_removes_its_own_unreadable_folders() -> None:
-    """Root may read and write whatever the modes; the other users of a factory may not."""
+    """Root ignores the modes of folders; other users of a factory cannot."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o777)
         child = os.fork()

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C wherever they come: in the first moment, to process 1 of a container, in the midst of the parity probe."""
+"""SIGTERM and Ctrl-C at difficult moments: during imports, as process 1 of a container, during the parity probe."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.support.stopping import WITHIN, left_of, started_by, wait_for
 GO_ON = "factory: stopped; run the same command again to go on\n"
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
 
-# ``python -m factory status``, which gets a signal when the module of that name is about to be imported.
+# Runs ``python -m factory status`` and sends itself a signal just before the named module is imported.
 AT_AN_IMPORT = """
 import os, runpy, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
@@ -44,21 +44,21 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     ("module", "number"),
     [*((one, signal.SIGTERM) for one in MODULES), ("typer", signal.SIGINT), ("typer", signal.SIGHUP)],
 )
-def test_in_the_first_moment_there_is_one_line_and_no_traceback(module: str, number: signal.Signals) -> None:
+def test_a_signal_during_imports_prints_one_line_and_no_traceback(module: str, number: signal.Signals) -> None:
     words = [sys.executable, "-c", AT_AN_IMPORT, module, str(int(number))]
     done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT)
     assert (done.returncode, done.stdout, done.stderr) == (128 + number, "", GO_ON)
 
 
-def test_nothing_heavy_is_imported_before_a_signal_is_heard() -> None:
+def test_nothing_large_is_imported_before_signals_are_handled() -> None:
     program = "import sys; before = set(sys.modules); import factory.__main__; print(*set(sys.modules) - before)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=ENVIRONMENT, check=True)
     packages = {name.partition(".")[0] for name in done.stdout.split()}
     assert packages - sys.stdlib_module_names == {"factory"} and "factory.cli" not in done.stdout
 
 
-def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, ledger: Ledger) -> None:
-    """Where the kernel drops every signal that has no handler."""
+def test_process_1_of_a_container_ends_at_sigterm(workspace: Workspace, ledger: Ledger) -> None:
+    """For process 1 the kernel drops every signal that has no handler."""
     apart = "unshare --user --map-root-user --pid --fork --kill-child"
     words = [*apart.split(), sys.executable, "-m", "factory", "run", "--workspace", str(workspace.root)]
     if subprocess.run([*words[:5], "true"], check=False, capture_output=True).returncode:
@@ -73,7 +73,7 @@ def test_as_process_1_of_a_container_it_ends_at_sigterm(workspace: Workspace, le
     assert said.endswith(GO_ON) and "Traceback" not in said and process.returncode == 128 + signal.SIGTERM
 
 
-# Signals that come while the interpreter is where it drops exceptions: each of LOSSES callbacks gets one by the time it is run.
+# Signals that arrive in callbacks whose exceptions the interpreter drops. Each of the ``losses`` callbacks gets one.
 IN_A_CALLBACK = """
 import os, signal, sys, time, weakref
 from factory.core import stopping
@@ -102,7 +102,7 @@ try:
     lose()
     pause = 0.001
     while losses > 0:
-        lose()  # the signal that is sent again comes here
+        lose()  # the repeated signal arrives here
     time.sleep(5)
     print("not told")
 except stopping.StopRequested:
@@ -116,7 +116,7 @@ except stopping.StopRequested:
 @pytest.mark.parametrize("how", ["weakref", "del"])
 def test_a_signal_in_a_callback_that_drops_exceptions_is_not_lost(how: str, number: signal.Signals) -> None:
     words = [sys.executable, "-c", IN_A_CALLBACK, how, str(int(number))]
-    for losses in ("1", "40"):  # 40: longer than SAME_SECONDS, after which a second signal ends it at once
+    for losses in ("1", "40"):  # 40 take longer than SAME_SECONDS; after that a second signal ends the process at once
         done = subprocess.run([*words, losses], capture_output=True, text=True, env=ENVIRONMENT)
         assert (done.returncode, done.stdout, done.stderr) == (128 + number, "unwound\n", GO_ON)
 
@@ -132,7 +132,7 @@ Dying()
 """
 
 
-def test_what_fails_in_a_callback_without_a_signal_is_still_printed() -> None:
+def test_an_error_in_a_callback_without_a_signal_is_still_printed() -> None:
     done = subprocess.run([sys.executable, "-c", FAILS_IN_A_CALLBACK], capture_output=True, text=True, env=ENVIRONMENT)
     assert "ValueError: a bug" in done.stderr and done.returncode == 0
 
@@ -168,13 +168,13 @@ except stopping.StopRequested:
 def test_the_parity_probe_ends_with_the_factory(
     number: signal.Signals, tmp_path: Path, program: str, name: str
 ) -> None:
-    """It is stopped before it can fail by itself: its request lacks what it needs, and torch takes seconds to import."""
+    """The probe is suspended before it can fail by itself: its request is incomplete, and torch takes seconds to import."""
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     while not (probes := [p for p in started_by(process.pid) if name in " ".join(command_of(p))]):
         assert process.poll() is None
-    os.kill(probes[0].pid, signal.SIGSTOP)  # so that it does not end before it is looked at
+    os.kill(probes[0].pid, signal.SIGSTOP)  # so that the probe does not end before the test checks it
     process.send_signal(number)
-    with contextlib.suppress(ProcessLookupError):  # a kill ends a stopped process, too
+    with contextlib.suppress(ProcessLookupError):  # a kill also ends a suspended process
         os.kill(probes[0].pid, signal.SIGCONT)
     _, errors = process.communicate(timeout=WITHIN)
     assert not left_of(probes, WITHIN) and "Traceback" not in errors

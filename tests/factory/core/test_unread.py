@@ -1,4 +1,4 @@
-"""Whoever reads a file while no file handle is left says nothing about the file: it is not damaged, not gone, and nobody's answer."""
+"""A read that fails for lack of file handles says nothing about the file: the file is neither damaged nor missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from trainer.contract.data.token_shard import write_token_shard
 
 @dataclass(frozen=True)
 class Export:
-    """As a candidate's row."""
+    """Stands for a candidate's row in the ledger."""
 
     export_path: str
     export_sha256: str
@@ -126,19 +126,19 @@ READS: dict[str, Callable[[Path], Callable[[], object]]] = {
 
 
 @pytest.mark.parametrize("name", READS)
-def test_what_cannot_be_read_now(tmp_path: Path, name: str) -> None:
+def test_a_read_without_file_handles_is_a_fault_of_the_machine(tmp_path: Path, name: str) -> None:
     read = READS[name](tmp_path)
     before = said(read)
     kept = sorted(tmp_path.rglob("*"))
     with few_handles(), pytest.raises(Exception) as raised:
         read()
     assert fault_of(raised.value) == HANDLES, raised.value
-    assert not isinstance(raised.value, ExportError | ShardProblem), "which is an answer about the candidate, the shard"
+    assert not isinstance(raised.value, ExportError | ShardProblem), "such an error blames the candidate or the shard"
     assert said(read) == before and sorted(tmp_path.rglob("*")) == kept
 
 
 def said(read: Callable[[], object]) -> str:
-    """What it says when it can be read; also of what is no Parquet file."""
+    """The result of a read, or the text of its error (a file that is not Parquet)."""
     try:
         return str(read())
     except Exception as error:

@@ -10,9 +10,10 @@ import pytest
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.file_lock import LockedError, file_lock
 from factory.core.workspace import FOLDERS, Config, Workspace
+from tests.support.messages import refused
 
 
-def test_create_then_open_gives_the_same(tmp_path: Path) -> None:
+def test_a_created_workspace_can_be_opened(tmp_path: Path) -> None:
     made = Workspace.create(tmp_path / "w", Config(recipe="tiny"))
     assert Workspace.open(tmp_path / "w") == made
     assert all((made.root / folder).is_dir() for folder in FOLDERS)
@@ -24,21 +25,21 @@ def test_create_then_open_gives_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text", ["recipe: [1]\n", "- a\n", "recipe: {\n", "recipe: !!python/object/apply:os.system ['true']\n"]
 )
-def test_bad_config_is_a_config_error(tmp_path: Path, text: str) -> None:
+def test_a_wrong_configuration_is_an_error_that_names_the_file(tmp_path: Path, text: str) -> None:
     workspace = Workspace.create(tmp_path / "w")
     (workspace.root / "factory.yaml").write_text(text)
     with pytest.raises(ConfigError, match=r"factory\.yaml"):
         Workspace.open(workspace.root)
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_with_other_files_is_left_unchanged(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(WorkspaceError, match="not empty"):
+    with refused("workspace.not_empty", WorkspaceError, folder=tmp_path):
         Workspace.create(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_lock_is_between_processes_and_dies_with_its_holder(tmp_path: Path) -> None:
+def test_a_lock_holds_between_processes_and_ends_with_its_process(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w")
     code = f"""
 import sys, time
@@ -50,7 +51,7 @@ with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout and holder.stdout.readline() == "held\n"
     try:
-        with pytest.raises(WorkspaceError, match=f"process {holder.pid} holds"), workspace.lock("model-loop"):
+        with refused("workspace.in_use", WorkspaceError, process=str(holder.pid)), workspace.lock("model-loop"):
             pass
         with workspace.lock("code-loop"):
             pass
@@ -62,7 +63,7 @@ with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
 
 
 def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
-    """One that is given the descriptor holds the lock until it ends, whoever started it."""
+    """A child that gets the descriptor holds the lock until it ends."""
     path = tmp_path / "x.lock"
     sleep = [sys.executable, "-c", "print(flush=True); input()"]
     start = lambda fds: subprocess.Popen(sleep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds)
@@ -81,22 +82,22 @@ def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
             child.wait()
 
 
-def test_a_workspace_that_lost_its_configuration_is_not_made_anew(tmp_path: Path) -> None:
+def test_a_workspace_without_its_configuration_is_not_overwritten(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w")
     (workspace.root / "factory.yaml").unlink()
-    assert Workspace.create(tmp_path / "w") == workspace, "a half-made one is finished"
+    assert Workspace.create(tmp_path / "w") == workspace, "create finishes a half-made workspace"
     (workspace.segments / "00001-trunk").mkdir()
     (workspace.root / "factory.yaml").unlink()
-    for act in (Workspace.create, Workspace.open):
-        with pytest.raises(WorkspaceError, match="holds a factory's segments.*'factory restore"):
+    for act, code in ((Workspace.create, "workspace.left_work"), (Workspace.open, "workspace.no_config")):
+        with refused(code, WorkspaceError, found=["segments"]):
             act(tmp_path / "w")
 
 
 @pytest.mark.parametrize("name", ["what?", "100%41", os.fsdecode(b"caf\xe9")])
-def test_a_path_that_a_databases_address_cannot_hold_is_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(WorkspaceError, match="rename the folder"):
+def test_a_path_that_does_not_fit_a_databases_address_is_refused(tmp_path: Path, name: str) -> None:
+    with refused("workspace.odd_path", WorkspaceError):
         Workspace.create(tmp_path / name)
     assert list(tmp_path.iterdir()) == []
     Workspace.create(tmp_path / "a b#c&d;").root.rename(tmp_path / name)
-    with pytest.raises(WorkspaceError, match="rename the folder"):
+    with refused("workspace.odd_path", WorkspaceError):
         Workspace.open(tmp_path / name)

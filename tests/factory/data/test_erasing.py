@@ -37,7 +37,7 @@ from factory.show.pages.provenance import of_document
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here
-from tests.support.messages import refused, the
+from tests.support.messages import codes, refused, the
 from trainer.contract.data.token_shard import TokenShard
 
 Copy = Callable[[], tuple[Workspace, Ledger]]
@@ -161,7 +161,7 @@ def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None
     ((number, about),) = detail["token_shards"].items()
     place = workspace.shards / about["content"]
     shutil.rmtree(place)
-    assert "is gone" in token_shard_fault(place, True)
+    assert codes([token_shard_fault(place, True)]) == ["token_shards.missing"]
     assert rebuild_token_shard(Plant(workspace, ledger), number) == ""
     assert token_shard_fault(place, True) == ""
 

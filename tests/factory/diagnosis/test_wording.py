@@ -145,7 +145,7 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
     for shown in (page_of(workspace, ledger, number), show(workspace, number)):
         assert said["claims"][0]["says"] in shown and said["claims"][0]["says"].startswith("With a tenth of the rate")
         assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
-        assert "7 of its 9 sentences did not hold" in shown and "still to be asked" not in shown
+        assert "left out 7 of 9 sentences" in shown and "still to be asked" not in shown
         for other in ("everything", "bad data", "disk", "alert(1)", "\x1b", "\u202e"):
             assert other not in shown.partition("Documents")[0], other
     assert "[rate × 0.1: gone]" in show(workspace, number)

@@ -1,4 +1,4 @@
-"""Lock files that a killed git left, and those that are somebody else's."""
+"""Lock files that a killed git left are removed; those of a person's git stay."""
 
 from __future__ import annotations
 
@@ -32,27 +32,27 @@ def target(tmp_path: Path) -> Path:
 
 
 def move(target: Path) -> None:
-    """A branch follows HEAD: git takes the branch's lock file."""
+    """Move a branch to HEAD, for which git takes the branch's lock file."""
     factory_git(target, "update-ref", "refs/heads/main", git(target, "rev-parse", "HEAD"))
     factory_git(target, "read-tree", "HEAD")
 
 
 def killed(target: Path, *names: str) -> None:
-    """A command of the factory that was killed when it had taken these lock files."""
+    """Leave the state of a factory's command that was killed while it had these lock files."""
     with pytest.raises(Killed), alone(target):
         for name in names:
             (target / ".git" / name).write_text("initializing" if name.endswith("locked") else "")
         raise Killed
 
 
-def test_what_a_killed_git_left_is_removed_by_the_next_command(target: Path) -> None:
+def test_the_next_command_removes_the_lock_files_of_a_killed_one(target: Path) -> None:
     killed(target, *LEFT)
     assert lock_files(target / ".git") == set(LEFT)
     move(target)
     assert not lock_files(target / ".git") and not (target / ".git" / MARK).exists()
 
 
-def test_a_lock_file_from_before_is_a_persons_and_stays(target: Path) -> None:
+def test_an_older_lock_file_is_a_persons_and_stays(target: Path) -> None:
     (target / ".git" / "index.lock").touch()
     killed(target, "refs/heads/main.lock")
     with pytest.raises(RepositoryError, match=r"index\.lock"):
@@ -60,7 +60,7 @@ def test_a_lock_file_from_before_is_a_persons_and_stays(target: Path) -> None:
     assert lock_files(target / ".git") == {"index.lock"}
 
 
-def test_while_a_persons_git_is_at_work_nothing_is_removed(target: Path) -> None:
+def test_no_lock_file_is_removed_while_a_persons_git_runs(target: Path) -> None:
     killed(target, "refs/heads/main.lock")
     waiting = subprocess.Popen(["git", "cat-file", "--batch"], cwd=target, stdin=subprocess.PIPE)
     assert waiting.stdin is not None
@@ -75,7 +75,7 @@ def test_while_a_persons_git_is_at_work_nothing_is_removed(target: Path) -> None
 
 
 def test_commands_of_several_threads_take_turns(target: Path) -> None:
-    """Four times five branches, made at once: none is refused, none is lost."""
+    """Four threads make five branches each at once. All twenty are made."""
     head = git(target, "rev-parse", "HEAD")
     failed: list[Exception] = []
 
@@ -95,10 +95,8 @@ def test_commands_of_several_threads_take_turns(target: Path) -> None:
     assert len(git(target, "for-each-ref", "refs/heads/made/").splitlines()) == 20
 
 
-def test_a_worktree_whose_registration_was_cut_off_is_forgotten_and_a_whole_one_is_not(
-    target: Path, tmp_path: Path
-) -> None:
-    """A part of its path names a folder that is there, so that git itself would keep it for ever."""
+def test_a_cut_off_registration_of_a_worktree_is_removed_and_a_whole_one_stays(target: Path, tmp_path: Path) -> None:
+    """The rest of the path names an existing folder: git itself would keep the registration for ever."""
     for name in ("whole", "torn"):
         git(target, "worktree", "add", "-q", "--detach", str(tmp_path / "trees" / name))
     whole, registered = (target / ".git" / "worktrees" / name / "gitdir" for name in ("whole", "torn"))
@@ -106,11 +104,11 @@ def test_a_worktree_whose_registration_was_cut_off_is_forgotten_and_a_whole_one_
     remove(tmp_path / "trees" / "torn")
     registered.write_text(path[: path.index("/torn")])
     factory_git(target, "worktree", "prune", "--expire", "now")
-    assert registered.exists(), "no command of the factory was killed: it may be anybody's"
+    assert registered.exists(), "no command of the factory was killed: the registration may be a person's"
     killed(target)
     move(target)
     assert not registered.exists() and whole.exists()
-    whole.write_text(whole.read_text().rstrip())  # by a person's editor: git reads it all the same
+    whole.write_text(whole.read_text().rstrip())  # as a person's editor may leave the file; git still reads it
     killed(target)
     move(target)
     assert whole.exists()

@@ -1,4 +1,4 @@
-"""A real git repository for every test: what is committed, what is refused, and that nothing is left behind."""
+"""Tests with a real git repository: commits, refusals, and no branches or folders left behind."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from factory.git.git_store import ENVIRONMENT
 from factory.git.repository import Applied, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy, Change, problems
 from tests.support.git import git
+from tests.support.messages import refused
 
 POLICY = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
 FILES = {
@@ -56,7 +57,7 @@ def left_behind(target: Path) -> tuple[str, int]:
 
 
 # -- the live code ---------------------------------------------------------------------------------------------------
-def test_live_code_is_checked_out_once_and_mended(live: Workspace, target: Path) -> None:
+def test_live_code_is_checked_out_once_and_repaired(live: Workspace, target: Path) -> None:
     folder = repository.checkout_live(live)
     assert folder.name == f"live-{git(target, 'rev-parse', 'HEAD')[:12]}"
     assert {p: (folder / p).read_text() for p in FILES} == FILES
@@ -93,7 +94,7 @@ def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -
     assert left_behind(target)[1] == 2
 
 
-def test_a_detached_head_is_fine_and_a_dirty_tree_is_named(live: Workspace, target: Path) -> None:
+def test_a_detached_head_is_allowed_and_uncommitted_files_are_named(live: Workspace, target: Path) -> None:
     git(target, "checkout", "-q", "--detach")
     (target / "kernels/ops.py").write_text("not committed\n")
     (target / "README.md").write_text("not code\n")
@@ -103,14 +104,14 @@ def test_a_detached_head_is_fine_and_a_dirty_tree_is_named(live: Workspace, targ
 
 
 @pytest.mark.parametrize("what", ["no folder", "no repository", "inside another", "no commit"])
-def test_what_is_no_repository_gets_one_clear_error(tmp_path: Path, target: Path, what: str) -> None:
+def test_a_folder_that_is_not_a_repository_is_a_clear_error(tmp_path: Path, target: Path, what: str) -> None:
     folder = {"no folder": tmp_path / "none", "inside another": target / "kernels"}.get(what, tmp_path / "plain")
     if what in ("no repository", "no commit"):
         folder.mkdir()
     if what == "no commit":
         git(folder, "init", "-q")
-    expected = {"no folder": "not a folder", "no commit": "no commit yet"}.get(what, "not a git checkout")
-    with pytest.raises(RepositoryError, match=expected):
+    code = {"no folder": "git.no_folder", "no commit": "git.no_commit"}.get(what, "git.no_checkout")
+    with refused(code, RepositoryError, repository=folder):
         repository.live_commit(folder)
 
 
@@ -141,7 +142,9 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
     assert left_behind(target) == ("", 1) and not applied.worktree.exists()
 
 
-def test_nothing_of_our_environment_reaches_git(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_variable_of_our_environment_reaches_git(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (hook := tmp_path / "hooks" / "reference-transaction").parent.mkdir()
     hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     hook.chmod(0o755)
@@ -159,21 +162,21 @@ def test_nothing_of_our_environment_reaches_git(target: Path, tmp_path: Path, mo
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_hash_is_of_the_patch(target: Path, tmp_path: Path) -> None:
+def test_equal_patches_have_equal_hashes(target: Path, tmp_path: Path) -> None:
     one = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "1", "factory/search/1-a")
     two = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "2", "factory/search/2-a")
     three = apply(target, [("kernels/ops.py", "a = 2\n")], tmp_path / "3", "factory/search/3-a")
     assert one.patch_sha256 == two.patch_sha256 != three.patch_sha256
 
 
-def test_a_branch_that_is_there_is_never_moved(target: Path, tmp_path: Path) -> None:
+def test_an_existing_branch_is_never_moved(target: Path, tmp_path: Path) -> None:
     first = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "1")
     with pytest.raises(RepositoryError):
         apply(target, [("kernels/ops.py", "a = 2\n")], tmp_path / "2")
     assert git(target, "rev-parse", "factory/search/1-try") == first.commit and not (tmp_path / "2").exists()
 
 
-def test_a_failing_checkout_leaves_nothing(target: Path, tmp_path: Path) -> None:
+def test_a_failed_checkout_leaves_no_branch_and_no_folder(target: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("a file where a folder is needed")
     with pytest.raises((RepositoryError, OSError)):
         apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "occupied" / "try")
@@ -220,16 +223,17 @@ def test_only_plain_names_in_scope_pass(path: str) -> None:
         assert path.endswith((".py", ".yaml")) and path.isprintable() and "conftest" not in path
 
 
-def test_scope_error_lists_every_reason(target: Path, tmp_path: Path) -> None:
+def test_a_scope_error_lists_all_problems(target: Path, tmp_path: Path) -> None:
     with pytest.raises(ScopeError) as error:
         apply(target, [("factory/judge.py", "THRESHOLD = 0\n"), ("kernels/a.py", "\x1b[2K")], tmp_path / "try")
-    assert len(error.value.problems) == 2 and left_behind(target) == ("", 1)
+    problems = [one.data["problem"].code for one in error.value.problems]
+    assert problems == ["scope.outside", "scope.invisible_character"] and left_behind(target) == ("", 1)
 
 
-def test_a_fault_of_the_machine_that_git_meets_is_no_answer(
+def test_a_fault_of_the_machine_during_a_git_command_is_raised(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that fails does not say that there is no such branch, that it was not merged, or which kernels are live."""
+    """A failing disk must not be read as an unknown branch, an unmerged commit or other live kernels."""
     fails = tmp_path / "git"
     fails.write_text("#!/bin/sh\necho 'fatal: unable to read tree: Input/output error' >&2\nexit 128\n")
     fails.chmod(0o755)

@@ -34,7 +34,7 @@ from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts
 from tests.support.factory.older_ledger import as_schema_5
-from tests.support.messages import refused
+from tests.support.messages import codes, refused
 
 Ingest = Callable[..., Any]
 
@@ -118,7 +118,7 @@ def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
         ingest(texts(400, 5), "later.jsonl")
     assert CHECKS["hashes"](Plant(workspace, ledger), True).faults
     said = repair_all(workspace, True, SILENT)
-    assert [line for line in said if line.startswith(f"hashes {subject}: mended")], said
+    assert [line for line in said if line.startswith(f"hashes {subject}: repaired")], said
     again = indexed(ledger)
     by_key = lambda rows: sorted((key, blob) for _, key, blob in rows)
     assert by_key(again["signatures"]) == by_key(two_shards["signatures"])
@@ -184,7 +184,7 @@ class TestMadeAgain:
         old = policy.read_text()
         policy.write_text(old.replace("    min_alphabetic: 0.5\n", "    min_alphabetic: 0.5\n    min_chars: 600\n", 1))
         assert policy.read_text() != old
-        assert "put the old policy back" in rebuild_hashes(Plant(workspace, ledger), subject)
+        assert codes([rebuild_hashes(Plant(workspace, ledger), subject)]) == ["token_shards.read_differently"]
         assert not hashes_file(workspace.root, subject).exists()
         policy.write_text(old)
         assert rebuild_hashes(Plant(workspace, ledger), subject) == ""
@@ -240,7 +240,7 @@ class TestMadeAgain:
         if not is_there:
             exam.unlink()
         why = rebuild_hashes(Plant(workspace, ledger), subject)
-        assert (why == "") == is_there and (is_there or "policies/tasks" in why)
+        assert codes([why]) == ["" if is_there else "token_shards.no_task_items"]
         assert file.exists() == is_there and (not is_there or file.read_bytes() == whole)
 
     def test_hashes_made_again_after_a_restore_are_the_same(

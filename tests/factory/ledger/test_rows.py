@@ -15,6 +15,7 @@ from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRo
 from factory.ledger.status import snapshot
 from factory.ledger.writing import insert, next_key, record_verdict
 from tests.support.factory.errands import due_of
+from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_shard
 
 
@@ -47,7 +48,7 @@ def ledger(workspace: Workspace) -> Ledger:
     return made
 
 
-def test_rows_are_the_same_through_either_reader(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_ledger_and_a_reader_return_the_same_rows(workspace: Workspace, ledger: Ledger) -> None:
     reader = Reader(workspace)
     for kind in (SegmentRow, CandidateRow, VerdictRow, ReleaseRow, ProposalRow):
         assert kind.select(reader) == kind.select(ledger)
@@ -57,14 +58,14 @@ def test_rows_are_the_same_through_either_reader(workspace: Workspace, ledger: L
     assert ReleaseRow.get(ledger, 1).export_sha256 == CandidateRow.get(ledger, 1).export_sha256
 
 
-def test_a_missing_row_is_an_error_that_lists_what_there_is(ledger: Ledger) -> None:
-    with pytest.raises(InputError, match="no candidate 7; there are: 1, 2"):
+def test_an_unknown_key_is_an_error_that_lists_the_known_keys(ledger: Ledger) -> None:
+    with refused("rows.unknown_key", InputError, noun="candidate", key=7, known=["1", "2"]):
         CandidateRow.get(ledger, 7)
-    with pytest.raises(InputError, match="no proposal 1; there is none yet"):
+    with refused("rows.no_rows", InputError, noun="proposal", key=1):
         ProposalRow.get(ledger, 1)
 
 
-def test_status_and_daemon_see_the_same_champion(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_status_and_the_ledger_have_the_same_champion(workspace: Workspace, ledger: Ledger) -> None:
     best = champion(ledger)
     facts = json.loads(json.dumps(snapshot(workspace)))
     assert best and best == champion(Reader(workspace))

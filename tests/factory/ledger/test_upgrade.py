@@ -24,6 +24,7 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA
 from factory.training.segment_folder import is_owner, read_owner
 from tests.support.factory.command import factory
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 
 SCHEMA_1 = Path(__file__).with_name("schema_1.sql")  # with one trunk segment
@@ -62,10 +63,10 @@ def backups(workspace: Workspace) -> list[Path]:
     return sorted(path for path in (workspace.root / "backups").glob("*") if path.is_file() and path.suffix != ".lock")
 
 
-def test_an_older_ledger_is_refused_and_not_altered(old: Workspace) -> None:
+def test_an_older_ledger_is_refused_and_not_changed(old: Workspace) -> None:
     before = columns(old.root / "ledger.db")
     for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old)):
-        with pytest.raises(WorkspaceError, match="is of version 1.*run 'factory upgrade'"):
+        with refused("version.older", WorkspaceError, version="1", known=SCHEMA):
             opened()
     assert columns(old.root / "ledger.db") == before
 
@@ -85,8 +86,8 @@ def test_an_older_ledger_is_upgraded_once_after_a_backup(old: Workspace) -> None
     assert upgrade(old) == [] and backups(old) == [backup]
 
 
-def test_old_clusters_and_halves_are_recorded_as_they_were(old: Workspace) -> None:
-    """What the release gate read stays sealed, what was chosen by stays of the dev half; a document without a source is its own group."""
+def test_an_upgrade_keeps_the_groups_and_halves_of_held_out_documents(old: Workspace) -> None:
+    """Documents of the release gate stay sealed; the others stay in the dev half. A document without a source is its own group."""
     with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
         ledger.execute("INSERT INTO shards VALUES ('aa', 'a', 'a', 1, 'ingested', NULL, 5, '{}', '{}', 0, 1.0)")
         named = ["book 1", "book 2", "reviews", "", None]
@@ -114,8 +115,8 @@ def test_old_clusters_and_halves_are_recorded_as_they_were(old: Workspace) -> No
     assert {half(name) for name in clusters} == {True, False} and noted == (0,)
 
 
-def test_places_become_relative_and_folders_get_their_owner(tmp_path: Path) -> None:
-    """Also when the workspace was moved since: an older factory left where it was made in the file ``root``."""
+def test_paths_become_relative_and_folders_get_their_owner(tmp_path: Path) -> None:
+    """This also holds for a workspace that was moved: an older factory wrote its first path into the file ``root``."""
     workspace, made = Workspace.create(tmp_path / "workspace"), "/plant"
     text = SCHEMA_1.read_text().replace("'segments/00001-trunk'", f"'{made}/segments/00001-trunk'")
     with closing(sqlite3.connect(workspace.root / "ledger.db")) as ledger:
@@ -156,7 +157,7 @@ def test_an_upgraded_ledger_has_the_columns_of_a_new_one(old: Workspace, tmp_pat
 
 
 @pytest.mark.parametrize("statement", ["ALTER TABLE", "UPDATE meta"])
-def test_killed_in_between_the_ledger_is_as_before_and_is_upgraded_again(old: Workspace, statement: str) -> None:
+def test_after_a_kill_the_ledger_is_unchanged_and_can_be_upgraded(old: Workspace, statement: str) -> None:
     words = [sys.executable, "-c", DIES, str(old.root), statement]
     done = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == -signal.SIGKILL
@@ -172,12 +173,12 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
         ledger.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
         ledger.commit()
     for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old), lambda: upgrade(old)):
-        with pytest.raises(WorkspaceError, match="version 99.*use the newer factory"):
+        with refused("version.newer", WorkspaceError, version="99"):
             opened()
     assert backups(old) == []
 
 
-def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
+def test_a_postgresql_ledger_is_upgraded_only_if_a_person_has_a_backup(
     postgres: Callable[[], str], tmp_path: Path
 ) -> None:
     workspace = Workspace.create(tmp_path / "workspace", Config(ledger_url=postgres()))
@@ -194,7 +195,7 @@ def test_a_postgresql_ledger_is_upgraded_when_a_person_has_a_backup(
         tx.exec_driver_sql("DROP TABLE runs")
         tx.exec_driver_sql("DELETE FROM meta WHERE key = 'identity'")
         tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    with pytest.raises(WorkspaceError, match="pg_dump, then run 'factory upgrade --i-have-a-backup'"):
+    with refused("upgrade.no_backup", WorkspaceError, schema="1", known=SCHEMA):
         upgrade(workspace)
     assert len(upgrade(workspace, has_backup=True)) == 1 and upgrade(workspace) == []
     assert SegmentRow.select(Ledger.open(workspace.ledger_url)) == []

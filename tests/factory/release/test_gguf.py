@@ -1,4 +1,4 @@
-"""A release as a GGUF file: transformers' own reader gives the ids and the logits of the export, and the package's reader every weight."""
+"""A release as a GGUF file: transformers reads the same ids and logits from it, and the package ``gguf`` every weight."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.gguf.kind import Kind
 from factory.release.gguf.writing import GgufFile, write_export, write_release
+from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate
 from tests.support.serving.served import add_release, make_export, tokenizer
 from tests.support.trainer.families import FAMILIES, ODD
@@ -63,7 +64,7 @@ WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_he
 
 
 def exported(folder: Path, changes: dict[str, Any], dtype: str = "fp32") -> Path:
-    """What the trainer writes of a model of the family, its norms and biases off what they begin with, with a tokenizer."""
+    """Make the trainer's export of a model of the family, with changed norms and biases, and a tokenizer."""
     recipe = recipe_with(**(ODD | changes), export_dtype=dtype)
     tensors = dict(make_model(recipe).state_dict())
     torch.manual_seed(0)
@@ -94,7 +95,7 @@ def field(file: Path, key: str) -> Any:
 
 
 def expected(export: Path) -> dict[str, np.ndarray[Any, Any]]:
-    """What the file must hold, by an arithmetic of its own."""
+    """The tensors that the file must have, computed independently."""
     config = json.loads((export / "config.json").read_text())
     weights = {name: tensor.float().numpy() for name, tensor in load_file(export / "model.safetensors").items()}
     glm = config["model_type"] == "glm4_moe"
@@ -147,14 +148,14 @@ def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: s
     assert field(made.file, f"{kind}.attention.layer_norm_rms_epsilon") == pytest.approx(config["rms_norm_eps"])
 
 
-@pytest.mark.parametrize("family", ["qwen3", "llama"])  # of ours, the architectures that transformers reads
+@pytest.mark.parametrize("family", ["qwen3", "llama"])  # the architectures that transformers can read
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16])
 def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str, kind: Kind) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     export = make_export(tmp_path / "export", 3, family)
     made = write(export, kind)
-    # transformers does not look at attention.key_length, so Qwen3's head_dim would be its default, 128.
+    # transformers ignores attention.key_length; Qwen3's head_dim would be the default, 128.
     config = AutoConfig.from_pretrained(export) if family == "qwen3" else None
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file=made.file.name, dtype=torch.float32, **({"config": config} if config else {})
@@ -179,7 +180,7 @@ def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str,
     assert (reading.bos_token, reading.eos_token, reading.pad_token) == ("<|endoftext|>", "<|im_end|>", "<|endoftext|>")
 
 
-def test_weights_are_kept_as_the_export_has_them_or_rounded_as_asked(tmp_path: Path) -> None:
+def test_weights_keep_the_exports_type_or_are_rounded_to_the_given_one(tmp_path: Path) -> None:
     export = exported(tmp_path / "export", FAMILIES["experts"][1], "bf16")
     wanted = expected(export)
     types = {}
@@ -188,7 +189,7 @@ def test_weights_are_kept_as_the_export_has_them_or_rounded_as_asked(tmp_path: P
         types[kind] = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.file).tensors}
         for name, tensor in stored(made.file).items():
             error = np.abs(tensor - wanted[name]).max()
-            if types[kind][name] == "Q8_0":  # half a step, and the scale itself is an fp16
+            if types[kind][name] == "Q8_0":  # half a step, plus the rounding of the scale to fp16
                 assert error <= 0.51 * np.abs(wanted[name]).max() / 127
             elif types[kind][name] == "F16":
                 assert error <= 2**-11 * np.abs(wanted[name]).max()
@@ -218,29 +219,30 @@ def test_a_tokenizer_without_bos_and_a_padded_vocabulary(tmp_path: Path) -> None
     assert field(made.file, "tokenizer.ggml.pre") == "qwen2" and field(made.file, "tokenizer.ggml.model") == "gpt2"
 
 
-def test_what_llama_cpp_would_read_otherwise_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
-    def refused(export: Path, words: str, kind: Kind | None = None) -> None:
-        with pytest.raises(InputError, match=words):
+def test_a_model_that_llama_cpp_would_read_differently_is_refused_without_a_file(tmp_path: Path) -> None:
+    def is_refused(export: Path, code: str, kind: Kind | None = None, **data: Any) -> None:
+        with refused(code, InputError, **data):
             write(export, kind)
         assert [path for path in export.parent.iterdir() if "gguf" in path.name] == []
 
     nope = exported(tmp_path / "nope", FAMILIES["nope"][1])
-    refused(nope, r"layers \[1\] \(counted from 0\) of 3: only nope_every: 4 can be converted")
+    is_refused(nope, "gguf.other_rope_layers", without=[1], layers=3, step=4)
     other = make_export(tmp_path / "other")
     path = other / "tokenizer.json"
     data = json.loads(path.read_text())
     data["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"] = r"\p{N}{1,3}|\S+|\s+"
     path.write_text(json.dumps(data))
-    refused(other, "not split with Qwen2's pattern.*no GGUF file is made")
+    is_refused(other, "gguf.other_tokenizer", file=path)
     large = make_export(tmp_path / "large")
     weights = load_file(large / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = -70_000
     save_file(weights, large / "model.safetensors", {"format": "pt"})
-    refused(large, r"layers\.1\.mlp\.up_proj\.weight has a weight of 7e\+04, too large for F16", Kind.F16)
+    tensor = "model.layers.1.mlp.up_proj.weight"
+    is_refused(large, "gguf.large_weight", Kind.F16, tensor=tensor, weight=70_000.0, type="F16")
     write_export(large, tmp_path / "large.bf16.gguf", {}, SILENT, Kind.BF16)
 
 
-def test_the_command_writes_a_release_and_keeps_what_is_there(
+def test_the_command_writes_a_release_and_overwrites_nothing(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     add_release(workspace, ledger, make_export(workspace.exports / "segment-00001"))
@@ -258,25 +260,22 @@ def test_the_command_writes_a_release_and_keeps_what_is_there(
     assert field(out, "general.version") == "1" and field(out, "general.name") == "factory-lm release 1"
     assert field(out, "general.license") == "Apache-2.0"
     before = out.read_bytes()
-    for change, why in (
-        ([], "is there already"),
-        (["--into", str(Path(row.export_path) / "release.gguf")], "is an export, known by the hash of its files"),
-        (
-            ["--into", str(Path(row.export_path) / "gguf" / "release.gguf")],
-            "is an export, known by the hash of its files",
-        ),
-        (["--into", str(tmp_path / "other"), "--license", " "], "no SPDX expression"),
-        (["--into", str(tmp_path / "other"), "--license", "<b>"], "no SPDX expression"),
+    for change, code in (
+        ([], "gguf.file_exists"),
+        (["--into", str(Path(row.export_path) / "release.gguf")], "gguf.inside_export"),
+        (["--into", str(Path(row.export_path) / "gguf" / "release.gguf")], "gguf.inside_export"),
+        (["--into", str(tmp_path / "other"), "--license", " "], "gguf.bad_licence"),
+        (["--into", str(tmp_path / "other"), "--license", "<b>"], "gguf.bad_licence"),
     ):
-        with pytest.raises(InputError, match=why):
+        with refused(code, InputError):
             CliRunner().invoke(app, [*words, *change], catch_exceptions=False)
-    with monkeypatch.context() as patch, pytest.raises(InputError, match=r"pip install 'llm-factory\[gguf\]'"):
+    with monkeypatch.context() as patch, refused("gguf.no_package", InputError):
         patch.setitem(sys.modules, "gguf", None)
         write_release(ledger, 1, tmp_path / "other", SILENT)
     (Path(row.export_path) / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="is not what was recorded"):
+    with refused("checks.changed_export", InputError):
         write_release(ledger, 1, tmp_path / "other", SILENT)
     assert out.read_bytes() == before and list(tmp_path.glob("other*")) == []
     assert add_candidate(workspace, ledger) == 2
-    with pytest.raises(InputError, match="no release 2; there are: 1"):
+    with refused("rows.unknown_key", InputError, noun="release", key=2, known=["1"]):
         write_release(ledger, 2, tmp_path / "other", SILENT)

@@ -1,4 +1,4 @@
-"""A released version is loaded by MLflow's own loaders, from a real store, and writes what our engine writes."""
+"""MLflow's own loaders load a released version from a real store. It writes the same text as our engine."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.serving.native.server import NativeEngine, application
 from tests.support.factory.shown import reconcile
+from tests.support.messages import codes
 from tests.support.mlflow_server import mlflow_server
 from tests.support.plants.release_scene import with_store
 from tests.support.serving.served import PROMPT, add_release, make_export
@@ -46,7 +47,7 @@ def released(workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPat
 
 
 def loaded(workspace: Workspace) -> tuple[str, str]:
-    """What MLflow's two loaders make of the champion."""
+    """The texts that the champion writes, loaded by MLflow's two loaders."""
     mlflow.set_tracking_uri(workspace.mlflow_uri)
     (predicted,) = mlflow.pyfunc.load_model(MODEL_URI).predict([PROMPT], params={"max_new_tokens": COUNT})
     pipeline = mlflow.transformers.load_model(MODEL_URI)
@@ -54,7 +55,7 @@ def loaded(workspace: Workspace) -> tuple[str, str]:
     return predicted, found["generated_text"]
 
 
-def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
+def test_the_champion_loaded_by_mlflow_writes_the_same_text_as_the_engine(
     released: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
     row = champion(ledger)
@@ -67,7 +68,7 @@ def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
     weights = {path.stat().st_size for path in export.glob("*.safetensors")}
     assert not [path for path in released.mlflow_artifacts.rglob("*") if path.stat().st_size in weights], "a copy"
 
-    # In a copy the copy's weights are loaded.
+    # A copy of the workspace loads its own weights.
     copy = Path(shutil.copytree(released.root, tmp_path / "copy", symlinks=True))
     shutil.rmtree(released.root)
     moved = Workspace.open(copy)
@@ -76,7 +77,7 @@ def test_mlflow_loads_the_champion_and_it_writes_what_the_engine_writes(
 
 
 @pytest.mark.long("starts MLflow's server, which loads for half a minute on a busy machine")
-def test_a_server_that_keeps_artifacts_is_sent_the_export_and_gives_it_back(
+def test_a_server_with_its_own_artifact_store_gets_the_export_and_returns_it(
     workspace: Workspace, ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -85,7 +86,7 @@ def test_a_server_that_keeps_artifacts_is_sent_the_export_and_gives_it_back(
     said = engine_says(export)
     with mlflow_server(tmp_path / "server") as address:
         at_server = replace(workspace, config=replace(workspace.config, mlflow_uri=address))
-        assert any("published again" in line for line in reconcile(Plant(at_server, ledger)))
+        assert "releases.published_again" in codes(reconcile(Plant(at_server, ledger)))
         assert reconcile(Plant(at_server, ledger)) == []
-        shutil.rmtree(export)  # nothing but what the server gives back is loaded
+        shutil.rmtree(export)  # only the server's copy is left to load
         assert loaded(at_server) == (said.strip(), said)

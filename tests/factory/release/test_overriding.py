@@ -1,4 +1,4 @@
-"""A person releases what was held: who may, what for, bound to what was judged, recorded everywhere, and whole after a kill."""
+"""A person releases a held candidate: when this is allowed, for which export, where it is recorded, and after a kill."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from factory.show.pages.release_facts import listed, shown
 from tests.support.factory.shown import override, reconcile, release
 from tests.support.gates.release_evidence import changed, evidence, gain
 from tests.support.killed_at import killed_at, lines_run
+from tests.support.messages import refused, the
 from tests.support.plants.release_scene import (
     add_candidate,
     add_document,
@@ -50,7 +51,7 @@ HELD = evidence(target=0.005)
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Release 1, and candidate 2, of which nothing was judged yet; each test has a copy."""
+    """A workspace with release 1 and candidate 2, which has no verdict yet. Each test has a copy."""
     workspace = with_store(Workspace.create(tmp_path_factory.mktemp("made") / "workspace"))
     ledger = Ledger.create(workspace.ledger_url)
     approval(workspace, "automatic")
@@ -99,41 +100,52 @@ def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Works
     assert reconcile(Plant(workspace, scene)) == []
 
 
-# evidence → what is said
-REFUSED: dict[str, tuple[ReleaseEvidence, str]] = {
-    "better": (evidence(), "is 'promote', not 'hold': 'factory releases approve 2' releases it"),
-    "worse": (evidence(target=-0.05), "is 'reject', not 'hold': it was shown to be worse or broken"),
-    "a guard violated": (evidence(code=-0.05), "is 'reject', not 'hold'"),
-    "a failed check": (changed(HELD, "checks", "logits", (False, "0.3 apart")), "is 'reject', not 'hold'"),
+# evidence → the code of the refusal, and a mark in its reasons
+REFUSED: dict[str, tuple[ReleaseEvidence, str, str]] = {
+    "better": (evidence(), "releases.override_of_promoted", ""),
+    "worse": (evidence(target=-0.05), "releases.override_of_worse", ""),
+    "a guard violated": (evidence(code=-0.05), "releases.override_of_worse", ""),
+    "a failed check": (changed(HELD, "checks", "logits", (False, "0.3 apart")), "releases.override_of_worse", ""),
     "an unmade check": (
         changed(HELD, "checks", "smoke", (None, "no time")),
-        "Check smoke could not be made: no time. Nothing was released",
+        "releases.not_overridable",
+        "smoke",
     ),
-    "contamination unmade": (changed(HELD, "checks", "contamination", (None, "no time")), "Nothing was released"),
+    "contamination unmade": (
+        changed(HELD, "checks", "contamination", (None, "no time")),
+        "releases.not_overridable",
+        "contamination",
+    ),
     "licences": (
         replace(HELD, releasable=0.5, not_releasable={"no licence": 0.5}),
-        "whose licence does not allow the release",
+        "releases.not_overridable",
+        "50.0%",
     ),
-    "licences unknown": (replace(HELD, releasable=None), "licences of what it was trained on are not known"),
+    "licences unknown": (replace(HELD, releasable=None), "releases.not_overridable", "icence"),
     "an anomaly": (
         replace(HELD, anomalies=("loss_spike at step 4",)),
-        "Its training went wrong: loss_spike at step 4.",
+        "releases.not_overridable",
+        "loss_spike at step 4",
     ),
-    "it saw the exam": (replace(HELD, on_sealed=gain(0.6), halves_gap=gain(0.6)), "it has seen the sealed documents"),
-    "nothing was measured": (replace(HELD, sealed_looks=1000.0), "nothing was measured"),
+    "it saw the exam": (
+        replace(HELD, on_sealed=gain(0.6), halves_gap=gain(0.6)),
+        "releases.not_overridable",
+        "sealed",
+    ),
+    "nothing was measured": (replace(HELD, sealed_looks=1000.0), "releases.not_overridable", "measured"),
 }
 
 
-def test_what_no_person_releases(workspace: Workspace, scene: Ledger) -> None:
-    for what, (given, words) in REFUSED.items():
+def test_a_person_can_override_only_a_lack_of_shown_gain(workspace: Workspace, scene: Ledger) -> None:
+    for what, (given, code, mark) in REFUSED.items():
         add_judged(scene, 2, given, against=1)
-        with pytest.raises(InputError) as error:
+        with refused(code, InputError) as error:
             override(Plant(workspace, scene), 2, "ada", WHY)
-        assert words in str(error.value) and "\n" not in str(error.value), (what, error.value)
+        assert mark in error.value.data.get("reasons", "") and "\n" not in str(error.value), (what, error.value)
     assert recorded(scene) == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
 
 
-def test_it_binds_to_what_was_judged(workspace: Workspace, scene: Ledger) -> None:
+def test_an_override_counts_only_for_the_judged_export_and_evidence(workspace: Workspace, scene: Ledger) -> None:
     add_judged(scene, 2, replace(HELD, look=2), against=1)
     newest = add_judged(scene, 2, HELD, against=1)
     stored = VerdictRow.get(scene, newest).evidence(scene)
@@ -143,41 +155,42 @@ def test_it_binds_to_what_was_judged(workspace: Workspace, scene: Ledger) -> Non
             tx.execute(verdicts.update().where(verdicts.c.id == newest).values(values))
 
     put(evidence=stored | {"target": None})
-    with pytest.raises(InputError, match="its policy or evidence is not what was recorded: judge it again"):
+    with pytest.raises(InputError, match="policy or evidence"):
         override(Plant(workspace, scene), 2, "ada", WHY)
     put(evidence=stored, policy_sha256="0" * 64)
-    with pytest.raises(InputError, match="its policy or evidence is not what was recorded"):
+    with pytest.raises(InputError, match="policy or evidence"):
         override(Plant(workspace, scene), 2, "ada", WHY)
     put(policy_sha256=VerdictRow.get(scene, newest - 1).policy_sha256, subject_sha256="0" * 64)
-    with pytest.raises(InputError, match="judged another export"):
+    with refused("checks.other_export", InputError, verdict=newest):
         override(Plant(workspace, scene), 2, "ada", WHY)
     put(subject_sha256=VerdictRow.get(scene, newest - 1).subject_sha256, against=None)
-    with pytest.raises(InputError, match="against no champion, but candidate:1 is champion now"):
+    with refused("checks.other_champion", InputError, against="no champion", champion="candidate:1"):
         override(Plant(workspace, scene), 2, "ada", WHY)
-    with pytest.raises(InputError, match="candidate 1 is release 1 already, and was not held"):
+    with refused("releases.was_not_held", InputError, candidate=1, release=1):
         override(Plant(workspace, scene), 1, "ada", WHY)
     assert recorded(scene) == []
 
 
-def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspace, scene: Ledger) -> None:
-    """A licence that a person corrected, a policy, an anomaly: evidence from before says nothing of them."""
+def test_an_override_checks_present_licences_and_anomalies(workspace: Workspace, scene: Ledger) -> None:
+    """A person may have corrected a licence or a policy after the verdict, and a new anomaly may exist."""
     add_judged(scene, 2, HELD, against=1)
 
-    def refused(words: str) -> None:
-        with pytest.raises(InputError, match=f"candidate:2 would be held now for what no person overrides: .*{words}"):
+    def refused_for(mark: str) -> None:
+        with refused("releases.not_overridable_now", InputError, subject="candidate:2", candidate=2) as error:
             override(Plant(workspace, scene), 2, "ada", WHY)
+        assert mark in error.value.data["reasons"], error.value
 
     licence(scene, "CC-BY-NC-4.0")
-    refused("CC-BY-NC-4.0 100.0%.*'factory evaluate 2' judges it again")
+    refused_for("CC-BY-NC-4.0 100.0%")
     licence(scene, "MIT")
     policy = workspace.root / "policies" / "data.yaml"
     policy.write_text("licences: {known: {MIT: {train: true, release: false}}}\n")
-    refused("MIT 100.0%")
+    refused_for("MIT 100.0%")
     policy.unlink()
     segment = {"segment": 2, "step": 4, "kind": "loss_spike", "detail": {"step": 4, "kind": "loss_spike"}}
     with scene.begin() as tx:
         tx.execute(anomalies.insert().values(**segment))
-    refused("Its training went wrong: loss_spike at step 4")
+    refused_for("loss_spike at step 4")
     with scene.begin() as tx:
         tx.execute(anomalies.delete())
     assert recorded(scene) == [] and override(Plant(workspace, scene), 2, "ada", WHY) == 2
@@ -188,15 +201,15 @@ def licence(ledger: Ledger, name: str) -> None:
         tx.execute(documents.update().values(license=name))
 
 
-def test_whoever_approves_licences_and_anomalies_of_now_count(workspace: Workspace, scene: Ledger) -> None:
-    """A promoted candidate, whose licence a person corrected since: by the command, by a word in MLflow, by the policy."""
+def test_every_release_checks_present_licences_and_anomalies(workspace: Workspace, scene: Ledger) -> None:
+    """A licence of a promoted candidate changed. The command, a decision in MLflow and the policy all refuse the release."""
     approval(workspace, "manual")
     verdict = add_judged(scene, 2, evidence(), against=1)
     licence(scene, "CC-BY-NC-4.0")
-    words = "candidate:2 would be held now: 100.0% .*CC-BY-NC-4.0.* 'factory evaluate 2' judges it again"
     for by in ("ada", None):
-        with pytest.raises(OutOfDate, match=words):
+        with refused("checks.held_now", OutOfDate, subject="candidate:2", candidate=2) as error:
             release(Plant(workspace, scene), verdict, approved_by=by)
+        assert "100.0%" in error.value.data["why"] and "CC-BY-NC-4.0" in error.value.data["why"]
         approval(workspace, "automatic")
     approval(workspace, "manual")
     version = register_candidate(Plant(workspace, scene), 2)
@@ -211,10 +224,10 @@ def test_whoever_approves_licences_and_anomalies_of_now_count(workspace: Workspa
 
 
 @pytest.mark.parametrize("seen", [False, True])
-def test_what_is_finished_later_is_looked_at_again(
+def test_an_interrupted_release_is_checked_again_before_it_continues(
     workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch, seen: bool
 ) -> None:
-    """Killed midway, and a licence corrected before the daemon's next pass: withdrawn everywhere. What is public stays."""
+    """A licence changes after a kill and before the next pass: the release is withdrawn. A public release stays."""
     verdict = add_judged(scene, 2, HELD, against=1)
 
     def killed(*_: Any) -> None:
@@ -225,13 +238,15 @@ def test_what_is_finished_later_is_looked_at_again(
         override(Plant(workspace, scene), 2, "ada", WHY)
     row = ReleaseRow.first(scene, "WHERE candidate = 2")
     assert row is not None and row.state == "decided"
-    if seen:  # as one that was decided
+    if seen:  # MLflow already shows the decided release
         catch_up(Plant(workspace, scene))
     licence(scene, "CC-BY-NC-4.0")
-    with pytest.raises(OutOfDate, match="candidate:2 would be held now: .*CC-BY-NC-4.0"):
+    with refused("checks.held_now", OutOfDate, subject="candidate:2") as error:
         override(Plant(workspace, scene), 2, "ada", WHY)
-    assert "release 2 cannot be finished: candidate:2 would be held now" in reconcile(Plant(workspace, scene))[0]
-    assert reconcile(Plant(workspace, scene)) == [], "MLflow shows what is"
+    assert "CC-BY-NC-4.0" in error.value.data["why"]
+    done = the(reconcile(Plant(workspace, scene))[:1], "releases.not_finished")
+    assert (done.data["release"], done.data["why"].code) == (2, "checks.held_now")
+    assert reconcile(Plant(workspace, scene)) == [], "MLflow shows the present state"
     assert ReleaseRow.first(scene, "WHERE candidate = 2") is None and len(recorded(scene)) == 1
     client = open_client(workspace)
     [tags] = [dict(one.tags) for one in client.search_model_versions(f"name = '{MODEL}'") if str(one.version) == "2"]
@@ -241,7 +256,7 @@ def test_what_is_finished_later_is_looked_at_again(
     assert listed(scene)[1]["state"] == "held" and listed(scene)[1]["override"] is None
     licence(scene, "MIT")
     with pytest.raises(InputError, match="is 'hold', not 'promote'"):
-        release(Plant(workspace, scene), verdict)  # an override that was withdrawn is none
+        release(Plant(workspace, scene), verdict)  # a withdrawn override does not count
     number = override(Plant(workspace, scene), 2, "bob", "again")
     assert [one["override"] and one["override"]["by"] for one in listed(scene)] == [None, "bob"]
     licence(scene, "CC-BY-NC-4.0")
@@ -250,14 +265,14 @@ def test_what_is_finished_later_is_looked_at_again(
     assert best is not None and best.number == number
 
 
-def test_what_a_person_rejected_is_not_said_to_be_approvable(workspace: Workspace, scene: Ledger) -> None:
+def test_a_rejected_candidate_cannot_be_overridden(workspace: Workspace, scene: Ledger) -> None:
     reject(Plant(workspace, scene), add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
-    with pytest.raises(InputError, match="candidate:2 was rejected by eve: it swears; no override of it counts"):
+    with refused("releases.override_of_rejected", InputError, decision="rejected by eve: it swears"):
         override(Plant(workspace, scene), 2, "ada", WHY)
 
 
 @pytest.mark.parametrize("name", ["", " ", "\n", "a\x1b[31mda"])
-def test_who_decides_has_a_name_that_can_be_shown(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_name_of_a_person_is_printable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", name)
     monkeypatch.setenv("LOGNAME", "ada  lovelace")
     assert person() == "ada lovelace"
@@ -271,17 +286,17 @@ def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scen
         release(Plant(workspace, scene), again)
 
 
-def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_overrides_a_hold(workspace: Workspace, scene: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", "ada")
     add_judged(scene, 2, HELD, against=1)
     run = lambda *words: CliRunner().invoke(app, ["releases", *words, "--workspace", str(workspace.root)])
     for none in ((), ("--reason", ""), ("--reason", " \n\t"), ("--reason", "\u2800\u200b\x00 –")):
         error = run("override", "2", *none).exception
-        assert isinstance(error, InputError) and str(error).startswith(
-            "an override needs a reason, which stays on record"
-        )
+        assert isinstance(error, InputError) and error.code == "releases.no_reason"
     assert "no candidate 9" in str(run("override", "9", "--reason", WHY).exception)
-    assert "at most 2,000 characters" in str(run("override", "2", "--reason", "x" * 10_000).exception)
+    error = run("override", "2", "--reason", "x" * 10_000).exception
+    assert isinstance(error, InputError) and error.code == "releases.long_reason"
+    assert error.data == {"length": 10_000, "limit": 2_000}
     done = run("override", "2", "--reason", WHY, "--json")
     assert done.exit_code == 0 and json.loads(done.stdout)["release"] == 2
     person = json.loads(done.stdout)["overridden_by"]
@@ -293,13 +308,13 @@ def test_the_command(workspace: Workspace, scene: Ledger, monkeypatch: pytest.Mo
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
-KILLS = 5  # spread evenly over the lines that an override runs
+KILLS = 5  # spread evenly over the lines that an override executes
 OURS = {"releases.py", "registry.py", "serving.py", "checks.py"}
 
 
 @pytest.fixture(scope="module")
 def lines(made: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
-    """How many lines an override runs."""
+    """How many lines an override executes."""
     copy = shutil.copytree(made, tmp_path_factory.mktemp("kills") / "measure", symlinks=True)
     workspace = Workspace.open(copy)
     ledger = Ledger.open(workspace.ledger_url)
@@ -310,7 +325,7 @@ def lines(made: Path, tmp_path_factory: pytest.TempPathFactory) -> int:
 @pytest.mark.sample("2")  # tests/factory/release/test_releases.py kills a release at another part
 @pytest.mark.parametrize("part", range(KILLS))
 @pytest.mark.slow("a release, killed at each step")
-def test_killed_anywhere_it_is_released_once_or_not_at_all(
+def test_after_a_kill_anywhere_the_candidate_is_released_once_or_not_at_all(
     workspace: Workspace, scene: Ledger, lines: int, part: int
 ) -> None:
     assert lines > 100
@@ -320,7 +335,7 @@ def test_killed_anywhere_it_is_released_once_or_not_at_all(
     killed_at(1 + part * (lines - 1) // KILLS, lambda: override(opened(), 2, "ada", WHY), OURS)
     decided = ReleaseRow.first(ledger, "WHERE candidate = 2")
     assert bool(recorded(ledger)) == (decided is not None), "the override and the release, or neither"
-    reconcile(Plant(workspace, ledger))  # the daemon finishes what was decided
+    reconcile(Plant(workspace, ledger))  # the daemon finishes a decided release
     after = champion(ledger)
     assert after is not None and after.number == (2 if decided else 1)
     assert override(Plant(workspace, ledger), 2, "ada", WHY) == 2 and recorded(ledger) == [("verdict:2", f"ada: {WHY}")]

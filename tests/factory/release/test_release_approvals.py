@@ -1,4 +1,7 @@
-"""A person's word about a candidate, on a real ledger and a real MLflow store: heard, answered, recorded; a forged one is refused by name."""
+"""A person's decision about a candidate, with a real ledger and a real MLflow store. The factory reads, answers and records the decision.
+
+Forged decisions are refused.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ from factory.show.mlflow.store import open_client
 from factory.status.waiting import waiting
 from tests.support.factory.errands import due_of
 from tests.support.factory.shown import reconcile, release
-from tests.support.messages import codes
+from tests.support.messages import codes, refused
 from tests.support.patience import PATIENCE_S
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval, with_store
 from tests.support.said import Said
@@ -37,7 +40,7 @@ def policy(workspace: Workspace) -> None:
 
 
 class Person:
-    """Somebody in MLflow's UI: sets tags, reads tags."""
+    """A person in MLflow's UI, who sets and reads tags."""
 
     def __init__(self, workspace: Workspace, ledger: Ledger) -> None:
         self.client: MlflowClient = open_client(workspace)
@@ -62,10 +65,10 @@ def said_in(ledger: Ledger, kind: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("step", ["set_registered_model_alias", "set_model_version_tag"])
-def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by_the_next_pass(
+def test_after_a_kill_the_next_pass_shows_that_a_candidate_waits(
     workspace: Workspace, ledger: Ledger, person: Person, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """The version is made with all tags that tell what it shows; alias, report and the question come behind it."""
+    """The version is made first, with its tags. Alias, report and the request for approval follow."""
     add_verdict(ledger, add_candidate(workspace, ledger))
 
     def killed(*_: object) -> None:
@@ -83,9 +86,11 @@ def test_killed_behind_the_version_a_candidate_that_waits_is_shown_as_waiting_by
     )
 
 
-def test_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledger: Ledger, person: Person) -> None:
+def test_an_approval_by_command_counts_only_for_the_judged_export(
+    workspace: Workspace, ledger: Ledger, person: Person
+) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    with pytest.raises(ApprovalNeeded, match="candidate 1 waits for approval: 'factory releases approve 1'"):
+    with refused("approvals.waits", ApprovalNeeded, candidate=1):
         release(Plant(workspace, ledger), verdict)
     assert champion(ledger) is None
     register_candidate(Plant(workspace, ledger), 1)
@@ -100,14 +105,14 @@ def test_approval_by_command_binds_to_what_was_judged(workspace: Workspace, ledg
     later = add_verdict(ledger, second, against=1)
     approve(ledger, later, "ada")
     (workspace.exports / "candidate-2" / "config.json").write_text("changed after the approval")
-    with pytest.raises(InputError, match="is not what was recorded"):
+    with refused("checks.changed_export", InputError, candidate=2):
         release(Plant(workspace, ledger), later, approved_by="ada")
 
 
-def test_any_candidate_that_waits_is_approved_or_rejected_in_mlflow(
+def test_each_waiting_candidate_can_be_approved_or_rejected_in_mlflow(
     workspace: Workspace, ledger: Ledger, person: Person
 ) -> None:
-    """Not the newest one alone; each word once, with its answer, its reason and who gave it."""
+    """This holds for older candidates too. Each decision is read once, and has an answer, a reason and a name."""
     verdicts = [add_verdict(ledger, add_candidate(workspace, ledger)) for _ in range(3)]
     versions = [register_candidate(Plant(workspace, ledger), number) for number in (1, 2, 3)]
     assert person.answers.look() == [] and [row.id for row in undecided(ledger)] == verdicts
@@ -124,16 +129,16 @@ def test_any_candidate_that_waits_is_approved_or_rejected_in_mlflow(
     row = champion(ledger)
     assert row and (row.candidate, row.approved_by) == (2, "ada (mlflow)")
     assert (person.reads(versions[1], "approval"), person.reads(versions[1], "release")) == ("approved", "1")
-    # Candidate 1 was judged against no champion: it waits no longer, and an approval of it is refused, with the reason.
+    # Candidate 1 was judged against no champion: it no longer waits, and its approval is refused with the reason.
     assert undecided(ledger) == []
-    assert "against no champion, but candidate:2 is champion now" in person.says(versions[0], approval="approved")[0]
-    assert person.reads(versions[0], "approval") == "refused" and "evaluate it again" in person.reads(versions[0])
+    assert "candidate:2 is champion now" in person.says(versions[0], approval="approved")[0]
+    assert person.reads(versions[0], "approval") == "refused" and "factory evaluate 1" in person.reads(versions[0])
     assert len(said_in(ledger, "approval_refused")) == 1 and person.answers.look() == []
     person.says(versions[0], approval="approved")
-    assert person.reads(versions[0], "approval") == "refused", "the same word again is heard again"
+    assert person.reads(versions[0], "approval") == "refused", "the same decision is read again"
 
 
-def test_what_was_rejected_is_not_released_by_an_approval_of_that_verdict(
+def test_an_approval_after_a_rejection_of_the_same_verdict_is_refused(
     workspace: Workspace, ledger: Ledger, person: Person
 ) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
@@ -141,13 +146,13 @@ def test_what_was_rejected_is_not_released_by_an_approval_of_that_verdict(
     reject(Plant(workspace, ledger), verdict, "bob", "too early")
     reject(Plant(workspace, ledger), verdict, "bob", "too early")
     assert len(said_in(ledger, "rejected")) == 1
-    with pytest.raises(InputError, match="was rejected by bob: too early"):
+    with refused("approvals.rejected", InputError, verdict=verdict, decision="rejected by bob: too early"):
         release(Plant(workspace, ledger), verdict, approved_by="ada")
-    with pytest.raises(InputError, match="was rejected by bob"):
+    with refused("approvals.rejected", InputError, verdict=verdict):
         approve(ledger, verdict, "ada")
     assert "was rejected by bob: too early" in person.says(version, approval="approved")[0]
     assert ReleaseRow.select(ledger) == []
-    # By policy alone nothing happens to it either, also under a new verdict; a person may approve that one.
+    # An automatic policy does not release it either, not even with a new verdict. A person may approve the new verdict.
     approval(workspace, "automatic")
     assert due_of(Plant(workspace, ledger), "release") == []
     again = add_verdict(ledger, 1)
@@ -159,12 +164,12 @@ def test_what_was_rejected_is_not_released_by_an_approval_of_that_verdict(
     assert person.says(version, approval="approved") == [
         f"version 1 of {MODEL}: released as release 1, approved by mlflow"
     ]
-    with pytest.raises(InputError, match="candidate 1 is release 1 already: 'factory releases rollback N'"):
+    with refused("approvals.already_released", InputError, candidate=1, release=1):
         reject(Plant(workspace, ledger), again, "bob", "")
     assert "is release 1 already" in person.says(version, approval="rejected")[0]
 
 
-def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledger, person: Person) -> None:
+def test_forged_approvals_are_refused_with_the_reason(workspace: Workspace, ledger: Ledger, person: Person) -> None:
     held, waits = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     add_verdict(ledger, held, "hold")
     add_verdict(ledger, waits)
@@ -192,28 +197,30 @@ def test_forged_approvals_are_refused_by_name(workspace: Workspace, ledger: Ledg
     assert ReleaseRow.select(ledger) == [] and said_in(ledger, "approved") == []
     assert len(said_in(ledger, "approval_refused")) == len(expected) + 1
 
-    # Judged again since its reader looked: MLflow still shows the older verdict.
+    # MLflow still shows an older verdict to the person.
     add_verdict(ledger, waits)
     answer = person.says("2", approval="approved")[0]
     assert "Verdict 2 on candidate:2" in answer and "verdict 3 is 'promote'" in answer
     register_candidate(Plant(workspace, ledger), waits)
     assert person.reads("2", "approval") == "pending"
-    # A word that came before MLflow showed the new verdict is about the older one.
+    # A decision from before MLflow showed the new verdict counts for the older verdict.
     person.client.set_model_version_tag(MODEL, "2", "approval", "approved")
     add_verdict(ledger, waits)
     reconcile(Plant(workspace, ledger))
     assert person.reads("2", "approval") == "pending" and person.answers.look() == []
-    # The export on disk is another one; the ledger's row was changed with it.
+    # The export on disk has changed; later the ledger's row too.
     (workspace.exports / "candidate-2" / "config.json").write_text("{}")
-    assert "is not what was recorded" in person.says("2", approval="approved")[0]
+    assert "config.json" in person.says("2", approval="approved")[0] or "has changed" in person.reads("2")
     with ledger.begin() as tx:
         tx.execute(candidates.update().where(candidates.c.id == waits).values(export_sha256="1" * 64))
     assert "does not have the export" in person.says("2", approval="approved")[0]
     assert ReleaseRow.select(ledger) == []
 
 
-def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger: Ledger, person: Person) -> None:
-    """A thread of its own, an own ledger: as in the daemon, which trains for hours. An error of MLflow ends nothing."""
+def test_a_decision_is_answered_while_the_main_thread_works(
+    workspace: Workspace, ledger: Ledger, person: Person
+) -> None:
+    """The answering thread has its own ledger, as in the daemon, which trains for hours. An error of MLflow does not end the thread."""
     add_verdict(ledger, add_candidate(workspace, ledger))
     version = register_candidate(Plant(workspace, ledger), 1)
     said = Said()
@@ -240,7 +247,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.05)
 
 
-def test_status_says_what_waits_and_how_to_answer(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_status_lists_waiting_candidates_with_the_commands(workspace: Workspace, ledger: Ledger) -> None:
     for _ in range(2):
         add_verdict(ledger, add_candidate(workspace, ledger))
     found = waiting(workspace, Reader(workspace))

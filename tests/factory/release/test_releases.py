@@ -1,4 +1,4 @@
-"""The release saga on a real ledger and a real MLflow store; kills are real kills of a real process."""
+"""The release saga with a real ledger, a real MLflow store and real kills of a real process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from factory.show.mlflow.runs import CLOSED
 from factory.show.mlflow.store import open_client
 from tests.support.factory.shown import reconcile, release, rollback
 from tests.support.killed_at import killed_at, lines_run
+from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_candidate, add_shard, add_verdict, approval, with_store
 
 
@@ -40,7 +41,7 @@ def in_mlflow(workspace: Workspace) -> tuple[list[tuple[str, str]], dict[str, st
 
 
 def kinds(ledger: Ledger) -> list[str]:
-    """Of the events, but for those that tell what MLflow shows."""
+    """The kinds of all events, without those about MLflow's display."""
     rows = ledger.rows(sa.select(events.c.kind).order_by(events.c.id))
     return [row["kind"] for row in rows if row["kind"] not in (POINTED, CLOSED)]
 
@@ -51,7 +52,7 @@ def best(ledger: Ledger) -> ReleaseRow:
     return found
 
 
-def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_release_changes_alias_link_and_ledger_once(workspace: Workspace, ledger: Ledger) -> None:
     add_shard(ledger)
     assert champion(ledger) is None
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
@@ -74,7 +75,7 @@ def test_release_moves_alias_link_and_ledger_once(workspace: Workspace, ledger: 
     assert reconcile(Plant(workspace, ledger)) == []
 
 
-def test_the_second_release_and_back(workspace: Workspace, ledger: Ledger) -> None:
+def test_a_second_release_and_a_rollback(workspace: Workspace, ledger: Ledger) -> None:
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     release(Plant(workspace, ledger), add_verdict(ledger, first))
     assert release(Plant(workspace, ledger), add_verdict(ledger, second, against=first)) == 2
@@ -86,51 +87,51 @@ def test_the_second_release_and_back(workspace: Workspace, ledger: Ledger) -> No
     assert (serving.served(workspace) or {})["release"] == 1
     assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
     assert reconcile(Plant(workspace, ledger)) == []
-    with pytest.raises(InputError, match="no release 7; there are: 1, 2"):
+    with refused("rows.unknown_key", InputError, noun="release", key=7, known=["1", "2"]):
         rollback(Plant(workspace, ledger), 7)
 
 
 @pytest.mark.parametrize("outcome", ["hold", "reject"])
-def test_only_a_promotion_is_released_but_every_judged_candidate_is_shown(
+def test_only_promoted_candidates_are_released_but_all_judged_ones_are_shown(
     workspace: Workspace, ledger: Ledger, outcome: str
 ) -> None:
     candidate = add_candidate(workspace, ledger)
-    with pytest.raises(InputError, match="not judged yet"):
+    with refused("checks.not_judged", InputError, candidate=candidate):
         register_candidate(Plant(workspace, ledger), candidate)
     verdict = add_verdict(ledger, candidate, outcome)
-    with pytest.raises(InputError, match=f"'{outcome}', not 'promote'"):
+    with refused("checks.not_promoted", InputError, verdict=verdict, outcome=outcome):
         release(Plant(workspace, ledger), verdict)
     assert reconcile(Plant(workspace, ledger)) == []
     assert in_mlflow(workspace)[0] == [("1", outcome)]
     assert register_candidate(Plant(workspace, ledger), candidate) == "1"
     assert in_mlflow(workspace) == ([("1", outcome)], {"candidate": "1"})
     assert champion(ledger) is None and ledger.rows(releases_table.select()) == []
-    with pytest.raises(InputError, match="no verdict 99"):
+    with refused("checks.no_verdict", InputError, verdict=99):
         release(Plant(workspace, ledger), 99)
 
 
-def test_what_was_not_judged_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
+def test_an_export_that_differs_from_the_judged_one_is_not_released(workspace: Workspace, ledger: Ledger) -> None:
     candidate = add_candidate(workspace, ledger)
     verdict = add_verdict(ledger, candidate)
     export = workspace.exports / "candidate-1"
     weights = (export / "model.safetensors").read_bytes()
     (export / "model.safetensors").write_bytes(weights[:-1] + b"!")
-    with pytest.raises(InputError, match="is not what was recorded"):
+    with refused("checks.changed_export", InputError, candidate=candidate):
         release(Plant(workspace, ledger), verdict)
     (export / "model.safetensors").write_bytes(weights)
     (export / "extra.json").symlink_to("/etc/passwd")
-    with pytest.raises(InputError, match="plain files only"):
+    with refused("exports.not_a_file", InputError, path=export / "extra.json"):
         release(Plant(workspace, ledger), verdict)
     (export / "extra.json").unlink()
-    with ledger.begin() as tx:  # the candidate's row was changed after it was judged
+    with ledger.begin() as tx:  # the candidate's row changed after the verdict
         (export / "config.json").write_text("{}")
         tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
-    with pytest.raises(InputError, match="judged another export"):
+    with refused("checks.other_export", InputError, verdict=verdict):
         release(Plant(workspace, ledger), verdict)
     assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
 
 
-def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
+def test_an_interrupted_release_whose_export_changed_is_reported_and_not_shown(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = add_candidate(workspace, ledger)
@@ -139,14 +140,14 @@ def test_a_half_release_whose_export_changed_stops_nothing_and_shows_nothing(
     with monkeypatch.context() as broken, pytest.raises(RuntimeError):
         broken.setattr(serving, "publish", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
         release(Plant(workspace, ledger), add_verdict(ledger, second, against=first))
-    assert in_mlflow(workspace)[1]["champion"] == "1", "what is not public is not shown as champion"
+    assert in_mlflow(workspace)[1]["champion"] == "1", "a release that is not public is not shown as champion"
     (workspace.exports / "candidate-2" / "config.json").write_text("changed")
     done = reconcile(Plant(workspace, ledger))
-    assert any("release 2 cannot be finished" in line for line in done)
+    assert the(done, "releases.not_finished").data["release"] == 2
     assert in_mlflow(workspace)[1]["champion"] == "1" and best(ledger).number == 1
 
 
-def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: Workspace, ledger: Ledger) -> None:
+def test_changes_by_people_in_mlflow_do_not_change_the_champion(workspace: Workspace, ledger: Ledger) -> None:
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     release(Plant(workspace, ledger), add_verdict(ledger, first))
     add_verdict(ledger, second, "reject", against=first)
@@ -155,7 +156,7 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
     client.set_registered_model_alias(MODEL, "champion", "2")
     (workspace.exports / "champion").unlink()
     [done] = reconcile(Plant(workspace, ledger))
-    assert "published again" in done and kinds(ledger)[-2:] == ["repaired", "repaired"]
+    assert codes([done]) == ["releases.published_again"] and kinds(ledger)[-2:] == ["repaired", "repaired"]
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
     client.delete_model_version(MODEL, "1")
     reconcile(Plant(workspace, ledger))
@@ -164,13 +165,13 @@ def test_people_who_move_things_in_mlflow_do_not_change_the_champion(workspace: 
 
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
-KILLS = 6  # spread evenly over the lines that a release runs
+KILLS = 6  # spread evenly over the lines that a release executes
 OURS = {Path(module.__file__ or "").name for module in (releases, serving, registry, runs, store)}
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
-    """A copy of a workspace with release 1, and the verdict that makes release 2; and how many lines that release runs."""
+    """A workspace with release 1, the verdict for release 2, and the number of lines that this release executes."""
     root = tmp_path_factory.mktemp("kills")
     workspace = with_store(Workspace.create(root / "measure"))
     approval(workspace, "automatic")
@@ -186,7 +187,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int, int]:
 @pytest.mark.sample("4")  # tests/chaos kills a release at each durable effect
 @pytest.mark.parametrize("part", range(KILLS))
 @pytest.mark.slow("a release, killed at each step")
-def test_killed_anywhere_there_is_one_release_and_one_version(
+def test_after_a_kill_anywhere_the_release_exists_once(
     template: tuple[Path, int, int], tmp_path: Path, part: int
 ) -> None:
     copy, verdict, lines = template
@@ -208,8 +209,8 @@ def test_killed_anywhere_there_is_one_release_and_one_version(
     assert reconcile(Plant(workspace, ledger)) == []
 
 
-def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> None:
-    """Runs open as training runs, everything says what it is, and a version's page has the numbers that decide, one reason a line."""
+def test_mlflow_shows_a_version_with_its_numbers_and_reasons(workspace: Workspace, ledger: Ledger) -> None:
+    """Runs open as training runs. A version's page has the decisive numbers and one reason on each line."""
     first, second = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     release(Plant(workspace, ledger), add_verdict(ledger, first))
     verdict = add_verdict(ledger, second, "hold", against=first)
@@ -227,7 +228,9 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
     version = client.get_model_version(MODEL, "2")
     assert client.get_run(version.run_id).data.tags["mlflow.note.content"].startswith("Candidate 2, from segment 2")
     text = version.description
-    assert text.startswith("HOLD: candidate 2 over candidate 1\n"), "the list of versions shows it as it is"
+    assert text.startswith("HOLD: candidate 2 over candidate 1\n"), (
+        "the list of versions shows the text without formatting"
+    )
     assert "| gain of the target, bits per byte &emsp; | +0.200 (95 %: +0.178 … +0.222) |" in text
     assert "| the guard that did worst &emsp; | a\\|b −0.100 (95 %: −0.122 … −0.078) |" in text
     assert "| tokens whose licence allows a release &emsp; | 50.0% |" in text
@@ -260,7 +263,7 @@ def test_what_a_person_reads_in_mlflow(workspace: Workspace, ledger: Ledger) -> 
         "candidates": f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}?{mode}",
         "training": f"http://127.0.0.1:5000/#/experiments/{training.experiment_id}?{mode}",
     }
-    # Judged again: the page follows.
+    # After another verdict the page changes.
     add_verdict(ledger, second, "reject", against=first)
     reconcile(Plant(workspace, ledger))
     assert (client.get_model_version(MODEL, "2").description or "").startswith("REJECT: candidate 2")

@@ -1,4 +1,4 @@
-"""What is served, and that a publish is never half seen."""
+"""Publishing a release: a reader never sees half of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_publish_moves_the_link_and_writes_the_note(workspace: Workspace) -> Non
     publish(workspace, 2, second, "b" * 64)
     publish(workspace, 2, second, "b" * 64)
     assert (workspace.exports / "champion" / "config.json").read_text() == "segment-2"
-    assert os.readlink(workspace.exports / "champion") == "segment-2", "relative: a moved workspace stays whole"
+    assert os.readlink(workspace.exports / "champion") == "segment-2", "relative, so that the workspace can be moved"
     note = served(workspace)
     assert note is not None and note["release"] == 2 and note["export_sha256"] == "b" * 64
     assert sorted(p.name for p in workspace.exports.iterdir()) == ["champion", "segment-1", "segment-2", "serving.json"]
@@ -37,7 +37,7 @@ def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
     note = json.loads((workspace.exports / "serving.json").read_text())
     (workspace.exports / "serving.json").write_text(json.dumps(note | {"release": 2, "export": "segment-2"}))
     assert served(workspace) is None
-    assert (workspace.exports / "champion" / "config.json").read_text() == "segment-1", "still one whole model"
+    assert (workspace.exports / "champion" / "config.json").read_text() == "segment-1", "a whole model is still served"
     (workspace.exports / ".champion.new").symlink_to("nowhere")
     (workspace.exports / ".serving.json.0123456789ab.part").write_text("{")
     publish(workspace, 2, second, "b" * 64)
@@ -46,7 +46,7 @@ def test_an_interrupted_publish_is_noticed(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize("note", ["", "[]", "{}", '{"export": 3}'])
-def test_a_broken_note_is_nothing_served(workspace: Workspace, note: str) -> None:
+def test_with_a_broken_note_nothing_counts_as_served(workspace: Workspace, note: str) -> None:
     publish(workspace, 1, export(workspace, "segment-1"), "a" * 64)
     (workspace.exports / "serving.json").write_text(note)
     assert served(workspace) is None

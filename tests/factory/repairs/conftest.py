@@ -1,4 +1,4 @@
-"""A plant with two ingested shards, a trunk and an anneal, made once; each test gets a copy, in a folder of another name."""
+"""A plant with two ingested shards, a trunk and an anneal. It is made once, and each test gets a copy in a folder of its own."""
 
 from __future__ import annotations
 

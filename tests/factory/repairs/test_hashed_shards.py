@@ -1,4 +1,4 @@
-"""The note of what was hashed: what was touched since is hashed again."""
+"""The note of hashed token shards: changed files are hashed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a machine damaged are made again, the same to the bit; what a person sees."""
+"""Damaged files are made again, the same to the bit, and a person is told."""
 
 from __future__ import annotations
 
@@ -32,6 +32,7 @@ from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
 from tests.support.file_hashes import file_hashes
+from tests.support.messages import codes, refused, the
 from tests.support.said import Said
 from trainer.contract.checkpoint.format import find_fault, read_manifest
 
@@ -53,7 +54,7 @@ def token_shards(ledger: Ledger) -> list[dict[str, Any]]:
     return ledger.read("SELECT id, path FROM token_shards ORDER BY created_at")
 
 
-def test_what_cannot_be_read_now_says_nothing_about_what_is_damaged(copied: Copy) -> None:
+def test_nothing_is_repaired_while_no_file_handle_is_left(copied: Copy) -> None:
     workspace, ledger = copied()
     path, said = Path(token_shards(ledger)[0]["path"]), Said()
     shutil.rmtree(path)
@@ -92,26 +93,29 @@ def test_a_token_shard_that_cannot_be_made_again_says_why(copied: Copy) -> None:
     policy.write_text(old.replace("min_chars: 80\n", "min_chars: 9000\n"))
     assert policy.read_text() != old
     shutil.rmtree(row["path"])
-    assert rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"]) == "", "a backup has the policy of then"
+    assert rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"]) == "", (
+        "a backup has the policy at the time of the ingest"
+    )
     shutil.rmtree(row["path"])
     shutil.rmtree(workspace.root / "backups")
-    assert "it is another one" in rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
+    why = rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
+    assert codes([why]) == ["token_shards.differs"] and row["id"] not in why.data["found"]  # type: ignore[attr-defined]
     policy.write_text(old)
     raw = next((workspace.shards / "raw").glob("*-shard-0.jsonl"))
     flip(raw)
-    assert f"{raw} is not the file that it was made of" in rebuild_token_shard(
-        Plant(workspace, ledger, Said()), row["id"]
-    )
+    why = rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
+    assert the([why], "token_shards.other_raw_shard").data["path"] == raw
     raw.unlink()
-    assert "is gone too: put that file" in rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
+    why = rebuild_token_shard(Plant(workspace, ledger, Said()), row["id"])
+    assert the([why], "token_shards.no_raw_shard").data["shard"] == "shard-0.jsonl"
     assert not list(workspace.shards.glob(".again-*"))
 
 
 @pytest.mark.parametrize("damage", ["gone", "documents.parquet"])
-def test_training_goes_on_over_a_token_shard_that_was_damaged(copied: Copy, damage: str) -> None:
+def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, damage: str) -> None:
     workspace, ledger = copied()
     folder = Path(token_shards(ledger)[0]["path"])
-    shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # in its length
+    shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # a byte of the length in the footer
     said = Said()
     number = with_mending(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is whole again" in said.text
@@ -121,7 +125,7 @@ def test_training_goes_on_over_a_token_shard_that_was_damaged(copied: Copy, dama
     assert said.text.count(f"token shard {folder.name} is whole again") == 2
 
 
-def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.MonkeyPatch) -> None:
     workspace, ledger = copied()
     folders = [Path(row["path"]) for row in token_shards(ledger)]
     hashed: list[str] = []
@@ -140,7 +144,7 @@ def test_a_token_that_changed_is_never_trained_on(copied: Copy, monkeypatch: pyt
     assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
 
 
-def test_an_export_that_was_touched_is_made_again_and_what_read_it_goes_on(copied: Copy) -> None:
+def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) -> None:
     workspace, ledger = copied()
     row = CandidateRow.first(ledger, "ORDER BY id")
     assert row is not None
@@ -150,8 +154,8 @@ def test_an_export_that_was_touched_is_made_again_and_what_read_it_goes_on(copie
     assert f"export {row.id} is whole again" in said.text and folder_sha256(Path(row.export_path)) == row.export_sha256
 
 
-def test_an_older_factorys_export_is_made_again_as_that_one_made_it(copied: Copy) -> None:
-    """With the template of its day; a new one refuses roles that spell special tokens."""
+def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
+    """It gets the older chat template. The new template refuses roles that spell special tokens."""
     workspace, ledger = copied()
     row = CandidateRow.first(ledger, "ORDER BY id")
     assert row is not None
@@ -177,14 +181,15 @@ def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> N
     said = Said()
     train(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
-    assert "segment 1 is replayed from step " in said.text and "the same weights, to the bit" in said.text
+    assert the(said.lines, "checkpoints.replay").data["segment"] == 1
+    assert the(said.lines, "checkpoints.replayed").data["comparison"].code == "checkpoints.same_weights"
     assert weights(ledger, 1) == before and find_fault(path) == ""
     assert find_fault(path.with_name(f"bad-{path.name}"))
     event = ledger.read("SELECT detail FROM events WHERE kind = 'checkpoint_replayed'")
     assert len(event) == 1 and event[0]["detail"]["exact"] is True
 
 
-def test_a_segment_is_replayed_from_its_beginning_and_its_parent_before_it(copied: Copy) -> None:
+def test_a_replay_of_a_segment_replays_its_damaged_parent_first(copied: Copy) -> None:
     workspace, ledger = copied()
     before = [weights(ledger, number) for number in (1, 2)]
     for number in (1, 2):
@@ -193,13 +198,16 @@ def test_a_segment_is_replayed_from_its_beginning_and_its_parent_before_it(copie
     assert rebuild_token_shard(Plant(workspace, ledger, Said()), token_shards(ledger)[1]["id"]) == ""
     said = Said()
     assert replay_checkpoint(Plant(workspace, ledger, said), 2) == ""
-    assert "segment 1 is replayed from step 0" in said.text and "not comparable" in said.text
+    replays = [line.data for line in said.lines if codes([line]) == ["checkpoints.replay"]]  # type: ignore[attr-defined]
+    assert [(one["segment"], one["first"]) for one in replays] == [(1, 0), (2, replays[1]["first"])]
+    made = [line.data for line in said.lines if codes([line]) == ["checkpoints.replayed"]]  # type: ignore[attr-defined]
+    assert {one["comparison"].code for one in made} == {"checkpoints.not_comparable"}
     assert [weights(ledger, number) for number in (1, 2)] == before
     assert not list((workspace.root / "replays").glob("*-*/*"))
 
 
 @pytest.mark.slow("a plant with every fault")
-def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
+def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
     workspace, ledger = copied()
     shards, candidate = token_shards(ledger), CandidateRow.get(ledger, 1)
     flip(Path(shards[0]["path"]) / "tokens.bin")
@@ -215,15 +223,12 @@ def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
     (workspace.root / "ledger.db").write_bytes((workspace.root / "ledger.db").read_bytes()[:20_000])
     words = ("check", "--deep", "--json", "-w", str(workspace.root))
     found = {row["check"]: row for row in json.loads(factory(*words).stdout)}
-    assert (
-        not found["ledger"]["ok"]
-        and "'factory check --repair' (stop 'factory run' first) makes it again" in found["ledger"]["detail"]
-    )
+    assert not found["ledger"]["ok"] and "check --repair' makes" in found["ledger"]["detail"]
     done = factory(*words, "--repair")
-    repaired = "\n".join(json.loads(done.stdout)["repaired"])
-    assert "the ledger is the one of backup" in repaired
+    repaired = "\n".join(one["text"] if isinstance(one, dict) else one for one in json.loads(done.stdout)["repaired"])
+    assert "restored from backup" in repaired
     for name in (f"token shards {shards[0]['id']}", "checkpoints 1", "exports 1", "mlflow"):
-        assert f"{name}: mended" in repaired, repaired
+        assert f"{name}: repaired" in repaired, repaired
     found = {row["check"]: row for row in json.loads(done.stdout)["checks"]}
     for name in ("ledger", "token shards", "checkpoints", "exports", "segments", "mlflow", "orphans", "backups"):
         assert found[name]["ok"], found[name]
@@ -233,7 +238,7 @@ def test_doctor_names_each_fault_and_repairs_it(copied: Copy) -> None:
     assert "segments/00044-trunk is set aside" in repaired
 
 
-def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
+def test_every_file_is_checked_and_a_sample_is_hashed(copied: Copy) -> None:
     workspace, ledger = copied()
     kinds = {one.kind: one for one in examine_work(Plant(workspace, ledger, Said()), False)}
     assert {name: one.count for name, one in kinds.items()} == {
@@ -248,9 +253,10 @@ def test_every_file_is_looked_at_and_a_sample_is_hashed(copied: Copy) -> None:
     assert {name for name, one in kinds.items() if one.faults} == {"token shards", "segments", "exports", "orphans"}
 
 
-def test_what_cannot_be_mended_is_said_and_raised(copied: Copy) -> None:
+def test_a_failed_repair_is_an_error_with_the_reason(copied: Copy) -> None:
     workspace, ledger = copied()
     shutil.rmtree(token_shards(ledger)[0]["path"])
     shutil.rmtree(workspace.shards / "raw")
-    with pytest.raises(FactoryError, match=r"shard-0.jsonl, which it was made of, is gone too: put that file into"):
+    with refused("mending.failed", FactoryError) as raised:
         work(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
+    assert the([raised.value.data["why"]], "token_shards.no_raw_shard").data["shard"] == "shard-0.jsonl"

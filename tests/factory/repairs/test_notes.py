@@ -1,4 +1,4 @@
-"""The notes that the factory leaves for itself, damaged in each way: passes, ``status`` and ``doctor`` go on, and the ledger knows no less."""
+"""The factory's own notes, damaged in each way: passes, ``status`` and ``check`` still work, and the ledger loses nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOTES = (
     "cache/serve.json", "exports/serving.json", "model-loop.lock", "segments/00001-trunk/owner.json",
     "segments/00001-trunk/result.json", "segments/00001-trunk/metrics.jsonl", "segments/00001-trunk/anomalies.jsonl",
 )  # fmt: skip
-MADE_AGAIN = ("model-loop.lock", "exports/serving.json")  # nothing goes on while a folder is there
+MADE_AGAIN = ("model-loop.lock", "exports/serving.json")  # a folder in their place stops the daemon
 COUNTED = "SELECT (SELECT COUNT(*) FROM documents) AS documents, (SELECT COUNT(*) FROM segments WHERE state = 'done') AS segments"
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], Non
         assert error is None or isinstance(error, SystemExit) or exit_code(error) is not None, (
             f"{words}: no message for {error!r}"
         )
-    if damage is _folder:  # a person moves away what is named
+    if damage is _folder:  # a person moves away the folder that the error names
         assert fault_of(error) and "model-loop.lock" in str(error)
         for note in MADE_AGAIN:
             (workspace.root / note).rmdir()

@@ -21,6 +21,7 @@ from factory.repairs.mending import repair_all, with_mending
 from factory.repairs.token_shards import tokenizer_fault
 from factory.retrying.asking import PausedError, pause
 from tests.support.file_hashes import file_hashes
+from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_verdict
 from tests.support.said import Said
 
@@ -34,7 +35,7 @@ DAMAGE: dict[str, Callable[[Workspace], object]] = {
 
 
 @pytest.mark.parametrize(("damage", "source"), [("gone", "export"), *((damage, "backup") for damage in DAMAGE)])
-def test_doctor_puts_the_recorded_tokenizer_back(copied: Copy, damage: str, source: str) -> None:
+def test_check_repair_restores_the_recorded_tokenizer(copied: Copy, damage: str, source: str) -> None:
     workspace, ledger = copied()
     before = file_hashes(workspace.tokenizer)
     if source == "backup":
@@ -44,14 +45,14 @@ def test_doctor_puts_the_recorded_tokenizer_back(copied: Copy, damage: str, sour
     DAMAGE[damage](workspace)
     assert str(workspace.tokenizer) in tokenizer_fault(Plant(workspace, ledger))
     lines = repair_all(workspace, False, Said())
-    assert any(line.startswith("tokenizer: mended") for line in lines), lines
+    assert "tokenizer" in [line.data["name"] for line in lines if codes([line]) == ["mending.repaired"]]  # type: ignore[attr-defined]
     assert file_hashes(workspace.tokenizer) == before and set(before) == set(FILES)
     assert not tokenizer_fault(Plant(workspace, ledger))
 
 
 @pytest.mark.sample("gone")
 @pytest.mark.parametrize("damage", ["gone", "another"])
-def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -> None:
+def test_the_daemon_restores_the_tokenizer_and_holds_no_shard(copied: Copy, damage: str) -> None:
     workspace, ledger = copied()
     rows = [{"text": f"A new story of {n} rivers, {n} towns and what the people of them said. " * 3} for n in range(9)]
     (workspace.inbox / "later.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -66,15 +67,17 @@ def test_the_daemon_ingests_on_and_no_shard_is_held(copied: Copy, damage: str) -
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]
 
 
-def test_a_tokenizer_without_any_copy_says_what_to_do_and_blames_no_shard(copied: Copy) -> None:
+def test_a_lost_tokenizer_without_a_copy_is_an_error_and_no_shard_is_held(copied: Copy) -> None:
     workspace, ledger = copied()
     shutil.rmtree(workspace.exports)
     workspace.exports.mkdir()
     shutil.rmtree(workspace.tokenizer)
     (workspace.inbox / "later.jsonl").write_text(json.dumps({"text": "One more line of text for a model. " * 9}) + "\n")
-    with pytest.raises(FactoryError, match=r"no backup and no export holds it: put its files into .*tokenizer again"):
+    with refused("mending.failed", FactoryError) as raised:
         with_mending(
             Plant(workspace, ledger, Said()),
             lambda: take(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),
         )
+    why = the([raised.value.data["why"]], "token_shards.no_tokenizer_copy")
+    assert why.data["folder"] == workspace.tokenizer
     assert not held(ledger) and (workspace.inbox / "later.jsonl").exists()

@@ -1,6 +1,6 @@
-"""Histories that are drawn, with real folders and a real ledger: nothing that is needed ever goes, and what a kill leaves is finished.
+"""Random histories with real folders and a real ledger: needed files always stay, and a cleaning that was killed is finished later.
 
-What is needed is computed here from the actions that a factory may take next, each by the paths that it opens: not from ``needs``.
+The tests compute the needed files from the paths that each possible next action opens, not from ``needs``.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ from factory.training.segment_folder import spec_of
 from tests.support.factory.command import factory
 from tests.support.failing.nights import fill, small_disk
 from tests.support.git import git
+from tests.support.messages import codes
 from tests.support.plants.history import History, step_name
 
 
 def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
-    """By action that may come next, what it opens."""
+    """The paths that each possible next action opens."""
     needed: dict[str, list[Path]] = {}
     rows = SegmentRow.select(ledger)
     for row in rows:
@@ -128,11 +129,11 @@ def drawn_policy(workspace: Workspace, seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_nothing_that_an_action_opens_goes(tmp_path: Path, code: Path, seed: int) -> None:
+def test_no_path_that_an_action_opens_is_removed(tmp_path: Path, code: Path, seed: int) -> None:
     workspace, ledger = make(tmp_path / "w", code, seed)
     drawn_policy(workspace, seed)
     needed = opened_next(workspace, ledger)
-    assert needed["plan a trunk or an anneal"], "the history has nothing that could be lost"
+    assert needed["plan a trunk or an anneal"], "the history has paths that could be lost"
     rows = [
         ledger.read(f"SELECT * FROM {table}")
         for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
@@ -143,7 +144,7 @@ def test_nothing_that_an_action_opens_goes(tmp_path: Path, code: Path, seed: int
     lost = {action: [str(p) for p in paths if not os.path.lexists(p)] for action, paths in needed.items()}
     assert {action: paths for action, paths in lost.items() if paths} == {}
     assert opened_next(workspace, ledger) == needed
-    for row in SegmentRow.select(ledger):  # what a page of a past segment is drawn from
+    for row in SegmentRow.select(ledger):  # the page of a past segment reads these files
         assert (Path(row.folder) / "metrics.jsonl").exists() and (Path(row.folder) / "segment.json").exists()
     assert rows == [
         ledger.read(f"SELECT * FROM {table}")
@@ -152,10 +153,12 @@ def test_nothing_that_an_action_opens_goes(tmp_path: Path, code: Path, seed: int
     for choice in (*gone, *hard):
         assert not os.path.lexists(choice.what.path)
     assert {c.what.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)} == retired(ledger)
-    assert clean(Plant(workspace, ledger), hard=True).gone() == [], "what can go goes at once"
+    assert clean(Plant(workspace, ledger), hard=True).gone() == [], (
+        "the first cleaning removed everything that can be removed"
+    )
 
 
-def test_the_policy_keeps_what_it_says(tmp_path: Path, code: Path) -> None:
+def test_cleaning_keeps_what_the_policy_names(tmp_path: Path, code: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
     ledger = Ledger.create(workspace.ledger_url)
     history = History(workspace, ledger, 1)
@@ -172,7 +175,7 @@ def test_the_policy_keeps_what_it_says(tmp_path: Path, code: Path) -> None:
     assert left == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4} and not list((workspace.root / "ladder").iterdir())
 
 
-def test_what_a_disk_did_not_let_a_diagnosis_remove_goes_later(tmp_path: Path, code: Path) -> None:
+def test_a_worktree_that_a_diagnosis_could_not_remove_is_removed_later(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     left = checkout(workspace.repository, live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
     assert left.is_dir() and left.name in git(workspace.repository, "worktree", "list")
@@ -180,18 +183,18 @@ def test_what_a_disk_did_not_let_a_diagnosis_remove_goes_later(tmp_path: Path, c
     assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
 
 
-def test_a_folder_that_no_row_names_is_left_to_a_person(tmp_path: Path, code: Path) -> None:
+def test_a_folder_without_a_row_is_left_to_a_person(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     foreign = workspace.segments / "00099-trunk" / "checkpoints" / step_name(5)
     foreign.mkdir(parents=True)
     clean(Plant(workspace, ledger), hard=True)
     assert foreign.exists()
     (choice,) = [one for one in examine(Plant(workspace, ledger)) if one.what.path == foreign]
-    assert choice.why == "no segment of the ledger has its number: a person decides"
+    assert codes([choice.why]) == ["choosing.no_segment"]
 
 
 @pytest.mark.parametrize("point", ["recorded", "renamed", "half removed"])
-def test_killed_between_ledger_and_folder_the_next_call_finishes(
+def test_after_a_kill_the_next_call_finishes_the_removal(
     tmp_path: Path, code: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = make(tmp_path / "w", code, 5)
@@ -221,8 +224,8 @@ def test_killed_between_ledger_and_folder_the_next_call_finishes(
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
 
 
-def test_a_disk_that_is_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -> None:
-    """Not a byte is free. What goes makes room for its own record."""
+def test_a_disk_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -> None:
+    """No byte is free. The removed folders make room for their own records."""
     with small_disk(tmp_path / "disk", "64m") as disk:
         workspace, ledger = make(disk / "w", code, 5)
         going = [
@@ -238,10 +241,8 @@ def test_a_disk_that_is_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code:
         assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired(ledger)
 
 
-def test_what_went_before_a_folder_that_cannot_go_is_recorded(
-    tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ledger had no room for its record at first."""
+def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At first the disk has no room for the records in the ledger."""
     workspace, ledger = make(tmp_path / "w", code, 5)
     going = [
         one.what.path for one in examine(Plant(workspace, ledger), hard=True) if one.goes and one.what.kind != "run"
@@ -267,10 +268,10 @@ def test_what_went_before_a_folder_that_cannot_go_is_recorded(
     assert len(gone) >= 2 and gone <= retired(ledger)
 
 
-def test_only_a_full_disk_of_its_own_is_filled(
+def test_filled_is_true_only_for_the_workspaces_own_disk(
     workspace: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And nothing that fails ends the daemon, its workspace's mount among it."""
+    """A missing mount of the workspace is not an error."""
     full = OSError(errno.ENOSPC, "No space left on device")
     for free, here in ((1, True), (60, False)):
         monkeypatch.setattr(low_disk, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
@@ -280,7 +281,7 @@ def test_only_a_full_disk_of_its_own_is_filled(
     assert not filled(workspace, full) and not filled(workspace, FileNotFoundError("it is away"))
 
 
-def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> None:
+def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 7)
     home = ["--workspace", str(workspace.root)]
     before = sorted(workspace.root.rglob("*"))
@@ -299,7 +300,7 @@ def test_a_dry_run_changes_nothing_and_says_why(tmp_path: Path, code: Path) -> N
     assert len(kinds) == len(goes) and all(row["detail"]["why"] and row["detail"]["bytes"] > 0 for row in kinds)
 
 
-def test_the_code_loop_at_work_keeps_its_worktrees(tmp_path: Path, code: Path) -> None:
+def test_cleaning_keeps_the_worktrees_of_a_running_code_loop(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 9)
     (workspace.root / "policies" / "retention.yaml").write_text("worktrees: 0\n")
     with workspace.lock("code-loop"):
@@ -308,7 +309,7 @@ def test_the_code_loop_at_work_keeps_its_worktrees(tmp_path: Path, code: Path) -
     assert any(one.what.kind == "worktree" for one in clean(Plant(workspace, ledger)).gone())
 
 
-def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Path, code: Path) -> None:
+def test_checkpoints_from_which_training_continues_stay(tmp_path: Path, code: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
     ledger = Ledger.create(workspace.ledger_url)
     history = History(workspace, ledger, 2)
@@ -328,7 +329,7 @@ def test_what_is_gone_on_from_stays_though_newer_segments_are_there(tmp_path: Pa
                 created_at=0.0,
             )
         )  # fmt: skip
-    history.segment("trunk", None, "done", 0)  # begun anew by a person
+    history.segment("trunk", None, "done", 0)  # a person started training again
     clean(Plant(workspace, ledger), hard=True)
     left = {
         row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)

@@ -1,4 +1,4 @@
-"""A disk that fills: a real file system of a few megabytes, and a policy whose floor is above what this disk has."""
+"""A disk with too little free space: the policy's floor is above the size of any disk."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES, hours_left, note, samples
 from factory.retention.low_disk import training_waits
+from tests.support.messages import codes, the
 from tests.support.said import Said
 
 
@@ -26,7 +27,7 @@ def plant(tmp_path: Path, code_repository: Path) -> tuple[Workspace, Ledger]:
     return workspace, Ledger.create(workspace.ledger_url)
 
 
-def test_below_the_floor_training_waits_and_says_so_once(plant: tuple[Workspace, Ledger]) -> None:
+def test_below_the_floor_training_waits_with_one_line(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     said = Said()
     set_floor(workspace, 0)
@@ -34,11 +35,13 @@ def test_below_the_floor_training_waits_and_says_so_once(plant: tuple[Workspace,
     set_floor(workspace, 1 << 60)
     assert training_waits(Plant(workspace, ledger, said)) and training_waits(Plant(workspace, ledger, said))
     (line,) = said.lines
-    assert line.startswith("  training waits: ") and "and the floor is 1152921504.61 GB (floor_bytes" in line
-    assert "'factory clean --dry-run' says what for" in line
+    data = the([line], "low_disk.training_waits").data
+    assert data["floor_gb"] == (1 << 60) / 1e9 and data["folder"] == workspace.root
     assert (low_disk(ledger) or {})["floor"] == 1 << 60
     set_floor(workspace, 0)
-    assert not training_waits(Plant(workspace, ledger, said)) and said.about("on the disk again: training goes on")
+    assert not training_waits(Plant(workspace, ledger, said)) and codes(said.lines[1:]) == [
+        "low_disk.training_continues"
+    ]
     assert low_disk(ledger) is None and len(said.lines) == 2
 
 

@@ -1,4 +1,4 @@
-"""A real plant that was cleaned as hard as can be goes on: trunk, anneal, export, rollback, average, and doctor misses nothing."""
+"""After the hardest cleaning a real plant still works: trunk, anneal, export, rollback and average. ``check`` reports nothing missing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.plants.trained_plant import make_plant, train_anneal
 
 
 @pytest.mark.slow("five real segments and two exports")
-def test_after_cleaning_every_action_is_still_possible(tmp_path: Path, code_repository: Path) -> None:
+def test_after_cleaning_every_action_still_works(tmp_path: Path, code_repository: Path) -> None:
     workspace, ledger = make_plant(tmp_path, code_repository)
     first = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
@@ -32,10 +32,10 @@ def test_after_cleaning_every_action_is_still_possible(tmp_path: Path, code_repo
     second = export_candidate(Plant(workspace, ledger), number)
     clean(Plant(workspace, ledger), hard=True)
     assert {row.state for row in SegmentRow.select(ledger)} == {"done"} and second > first
-    for candidate in (first, second):  # neither is judged: both are open
+    for candidate in (first, second):  # neither candidate has a verdict: both are open
         assert os.listdir(
             ledger.read("SELECT export_path FROM candidates WHERE id = :id", id=candidate)[0]["export_path"]
         )
-    # The plant keeps none.
+    # This plant has no raw shards.
     examined = [kind for kind in examine_work(Plant(workspace, ledger), True) if kind.kind != "raw shards"]
     assert [fault for kind in examined for fault in kind.faults] == []

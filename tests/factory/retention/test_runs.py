@@ -1,4 +1,4 @@
-"""Runs of MLflow, and logs that belong to no segment: what is old goes, also out of MLflow's store; the rest stays."""
+"""Old runs of MLflow are removed, from MLflow's store too, and old logs without a segment. Newer ones stay."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import clean
 from factory.show.catching_up import catch_up
 from factory.show.mlflow.runs import Tracking
+from tests.support.messages import the
 from tests.support.plants.history import DAY, History
 
 
@@ -41,18 +42,21 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
     gone = [one for one in clean(Plant(workspace, ledger)).gone() if one.what.kind == "run"]
     assert [one.what.path.name for one in gone] == runs[:2]
     catch_up(Plant(workspace, ledger))
-    assert "segment 1 ended 400.0 days ago (run_days: 180)" in gone[0].why
+    data = the([gone[0].why], "choosing.age").data
+    assert (round(data["days"]), data["key"], data["limit"]) == (400, "run_days", 180.0)
     for run in runs[:2]:
         with pytest.raises(MlflowException, match="not found"):
             tracking.client.get_run(run)
     with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
         assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
     assert all(one.what.kind != "run" for one in clean(Plant(workspace, ledger)).gone())
-    tracking.delete_runs(runs[:1])  # whoever was killed behind MLflow's removal does it again
+    tracking.delete_runs(runs[:1])  # after a kill behind MLflow's removal the factory removes them again
     assert len(SegmentRow.select(ledger)) == 4
 
 
-def test_old_logs_of_ranks_and_of_exchanges_go_once_mlflow_has_them(tmp_path: Path, code_repository: Path) -> None:
+def test_old_logs_of_ranks_and_exchanges_are_removed_after_mlflow_has_them(
+    tmp_path: Path, code_repository: Path
+) -> None:
     workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)
     folder = workspace.logs / "exchanges"

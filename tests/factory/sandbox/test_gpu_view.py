@@ -1,4 +1,4 @@
-"""The sandbox beside a GPU. Any device file stands for the GPU's here: what CUDA's driver needs was seen on an H200."""
+"""The sandbox with a GPU. Another device file stands in for the GPU's. The needs of CUDA's driver were observed on an H200."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.support.paths import ROOT
 pytestmark = pytest.mark.usefixtures("isolates")
 
 
-def test_beside_a_gpu_threads_can_be_named_and_nothing_else_in_proc_changes(
+def test_with_a_gpu_threads_can_be_named_and_nothing_else_in_proc_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CUDA's driver starts only where it can name its threads: seen on an H200. Any device file stands for a GPU's here."""
+    """CUDA's driver starts only if it can name its threads (observed on an H200)."""
     code = """
         import threading
         name = f'/proc/self/task/{threading.get_native_id()}/comm'
@@ -47,8 +47,8 @@ def test_beside_a_gpu_threads_can_be_named_and_nothing_else_in_proc_changes(
     )
 
 
-def test_init_is_out_of_reach_beside_a_gpu_without_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the command could write its own end into init, which holds the lock and says how the command ended."""
+def test_with_a_gpu_init_is_protected_without_landlock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the command could change the memory of init, which holds the lock and reports how the command ended."""
     launcher = view.LAUNCHER.read_text(encoding="utf-8")
     assert launcher.count(call := '    forbid_writing_outside(rules["writable"])\n') == 1
     (tmp_path / "launch.py").write_text(launcher.replace(call, ""))
@@ -79,8 +79,8 @@ sys.exit(started.wait(60))
 
 
 @pytest.mark.skipif(os.geteuid() != 0 or bool(bubblewrap._refused("unshare", "--mount", "true")), reason="not root")
-def test_what_is_mounted_later_does_not_appear_inside(tmp_path: Path) -> None:
-    """Where mounts have peers, as under systemd: binfmt_misc mounted during a run of root's would be writable in it."""
+def test_a_later_mount_does_not_appear_inside(tmp_path: Path) -> None:
+    """Under systemd mounts are shared: binfmt_misc, mounted while root's sandbox runs, would be writable inside."""
     shared = 'mount --make-rshared / && exec "$@"'
     words = ["unshare", "--mount", "sh", "-c", shared, "sh", sys.executable, "-c", SEEN_LATER, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""``live.start``: what it lets in, GPUs included, and how it ends."""
+"""``live.start``: what the command sees, with GPUs too, and how it ends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from factory.core.file_lock import LockedError, file_lock
 from factory.sandbox import bubblewrap, live
 from factory.sandbox.live import Running
 from factory.sandbox.pipes import Opening
+from tests.support.messages import refused
 
 RANKS = """
 import os, signal, socket, sys, time
@@ -43,7 +44,7 @@ def started(tmp_path: Path, script: str, lock: int | None = None, nodes: tuple[s
     )
 
 
-def test_a_loopback_of_its_own_a_lock_out_of_reach_and_sigterm(tmp_path: Path) -> None:
+def test_the_command_has_its_own_loopback_cannot_reach_the_lock_and_gets_sigterm(tmp_path: Path) -> None:
     with file_lock(tmp_path / "lock") as lock:
         running = started(tmp_path, RANKS, lock)
     out = running.process.stdout
@@ -57,15 +58,15 @@ def test_a_loopback_of_its_own_a_lock_out_of_reach_and_sigterm(tmp_path: Path) -
         pass
 
 
-def test_how_it_ended_is_known(tmp_path: Path) -> None:
+def test_wait_returns_how_the_command_ended(tmp_path: Path) -> None:
     assert started(tmp_path, "import os; os.kill(os.getpid(), 9)").wait() == -9
     assert started(tmp_path, "raise SystemExit(2)").wait() == 2
-    with pytest.raises(IsolationError, match="nothing was run"):
+    with refused("sandbox.not_started", IsolationError):
         started(tmp_path, "", nodes=("/dev/none-such",)).wait()
 
 
-def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
-    """Killed outright, with no time to tell anybody."""
+def test_the_sandbox_dies_with_its_parent(tmp_path: Path) -> None:
+    """The parent is killed with SIGKILL."""
     script = (
         "import sys, time; sys.path.insert(0, sys.argv[1]); from pathlib import Path; from tests.factory.sandbox.test_live import started\n"
         "running = started(Path(sys.argv[2]), 'import time; time.sleep(300)')\n"
@@ -81,7 +82,7 @@ def test_it_dies_with_who_started_it(tmp_path: Path) -> None:
     os.close(handle)
 
 
-def test_only_harmless_variables_come_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_harmless_variables_reach_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("OPENAI_API_KEY", "AWS_SECRET_ACCESS_KEY", "DATABASE_URL", "SSH_AUTH_SOCK"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
@@ -94,7 +95,7 @@ def test_only_harmless_variables_come_in(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_gpus_are_device_files_of_the_view(tmp_path: Path) -> None:
-    """No GPU is here: what bubblewrap is told to show."""
+    """This machine has no GPU: the test checks bubblewrap's arguments."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
     with Opening() as opening:
         words = bubblewrap.command(

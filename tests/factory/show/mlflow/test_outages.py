@@ -100,7 +100,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert len([line for line in said.lines if codes([line]) == ["outages.away"]]) == 1
     done = repair_all(workspace, False, said)
     catch_up(plant)
-    assert any(line.startswith("mlflow: mended") for line in done), done
+    assert any(line.startswith("mlflow: repaired") for line in done), done
     assert any("the one of backup" in line for line in said.lines)
     client = open_client(workspace)
     version = client.get_model_version_by_alias(MODEL, CHAMPION)
