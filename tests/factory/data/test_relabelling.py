@@ -190,7 +190,7 @@ def test_a_filter_takes_the_name_of_the_file_or_of_its_shards(plant: tuple[Works
     assert len(ingest_path(Plant(workspace, ledger), workspace.root / "a.json")) == 2
     ingest(plant, reviews(100, 20, license=None), "b.jsonl")
     (first, *_) = do(plant, Filter(shard=["a.json"]), NewLabels(license="MIT"))
-    assert (first.data["changed"], first.data["selected"]) == (60, 60)  # type: ignore[attr-defined]
+    assert (first.data["changed"], first.data["selected"]) == (60, 60)
     near = "; did you mean 'a.json'?"
     with refused("data.no_document_has", InputError, noun="shard", name="c.json", near=near):
         look(Plant(*plant), Filter(shard=["c.json"]), NewLabels(license="MIT"))
