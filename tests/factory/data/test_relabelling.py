@@ -363,7 +363,7 @@ def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, L
         ("--domain review --group none", "data.no_document_has", "review"),
         ("--shard b.jsonl --group none", "data.no_document_has", "b.jsonl"),
         ("--source revew --group none", "data.no_document_has", "revew"),
-        ("--domain reviews --license none --to-domain All", "data.no_match", None),
+        ("--domain reviews --license none --to-domain All", "ingest.domain_name", "All"),
     ):
         done = command_here("data", "relabel", *words.split(), "--yes", home=plant[0])
         assert isinstance(done.exception, InputError) and "\n" not in str(done.exception)
