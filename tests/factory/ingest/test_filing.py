@@ -170,7 +170,7 @@ def test_a_quarantined_file_is_tried_again_by_the_daemon(workspace: Workspace, l
         assert said.returncode == 0 and "tries 1 quarantined file again" in " ".join(said.stdout.split())
         assert tries(ledger) == count and list(workspace.quarantine.iterdir()) == [file]
         lines = one_pass(workspace, ledger).lines
-        assert codes(lines) == ["ingest.asked_again", "ingest.shard"] and lines[0].data["file"] == "a.jsonl"  # type: ignore[attr-defined]
+        assert codes(lines) == ["ingest.asked_again", "ingest.shard"] and lines[0].data["file"] == "a.jsonl"
         assert "QUARANTINED" in lines[1]
         assert tries(ledger) == count + 1 and quarantined(ledger) == ["a.jsonl"]
         assert not one_pass(workspace, ledger).lines, "once"

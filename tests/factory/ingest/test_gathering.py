@@ -96,7 +96,7 @@ def test_of_many_small_files_only_those_without_a_mapped_column_are_refused(
     assert "f07.jsonl is not ingested: " in done.output and "fields.0.text" in done.output
     said = one_pass(workspace, ledger)
     assert the(said.lines, "ingest.together").data["files"] == 38
-    stays = [line.data for line in said.lines if codes([line]) == ["ingest.stays"]]  # type: ignore[attr-defined]
+    stays = [line.data for line in said.lines if codes([line]) == ["ingest.stays"]]
     assert [one["file"] for one in stays] == ["f07.jsonl", "f27.jsonl"]
     assert codes(one["why"] for one in stays) == ["shapes.no_row_has_column"] * 2
     assert sorted(path.name for path in workspace.inbox.iterdir()) == ["f07.jsonl", "f27.jsonl"]

@@ -42,7 +42,7 @@ def small_vocabulary(workspace: Workspace) -> None:
 def waits(said: Said) -> dict[str, Any]:
     """By file, why it waits in the inbox."""
     lines = [line for line in said.lines if codes([line]) == ["ingest.waits"]]
-    return {line.data["file"]: line.data["why"] for line in lines}  # type: ignore[attr-defined]
+    return {line.data["file"]: line.data["why"] for line in lines}
 
 
 def test_a_name_that_is_not_utf8_is_ingested_under_one_that_is(workspace: Workspace, ledger: Ledger) -> None:

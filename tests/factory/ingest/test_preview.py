@@ -87,8 +87,8 @@ def test_only_the_first_rows_are_read_of_a_long_file(workspace: Workspace, tmp_p
     [
         (["--again", "a.csv"], "needs the names of files"),
         ([], "needs the names of files"),
-        (["b.csv"], "names the column 'heading', which no row has"),
-        (["a.pdf"], "extract its text first"),
+        (["b.csv"], "no row has the column 'heading'"),
+        (["a.pdf"], "extract the text first"),
     ],
 )
 def test_a_file_that_cannot_be_previewed_is_an_error(

@@ -128,7 +128,7 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
             assert list(arrived(Plant(workspace, ledger))) == [path]
             take(Plant(workspace, ledger, said), path)
     time.sleep(0.01)
-    last = the([said.lines[-1].data["why"]], "ingest.worker_died_last")  # type: ignore[attr-defined]
+    last = the([said.lines[-1].data["why"]], "ingest.worker_died_last")
     assert last.data["tries"] == 3 and not list(arrived(Plant(workspace, ledger)))
     (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
     assert "factory retry" in str(told)

@@ -154,8 +154,10 @@ def test_a_tokenizer_too_large_for_the_recipe_is_not_frozen(plant: Workspace) ->
     lines = [json.dumps({"id": str(i), "text": prose(i), "domain": "docs", "license": "MIT"}) for i in range(30)]
     shard = plant.inbox / "shard.jsonl"
     shard.write_text("\n".join(lines) + "\n")
-    with pytest.raises(ConfigError, match="model.vocab_size.* 512.*tokenizer.vocab_size.* 4096"):
+    with pytest.raises(ConfigError) as found:
         ingest_shard(Plant(plant, ledger), shard, workers=0)
+    assert found.value.code == "ingest.vocabularies_differ"
+    assert (found.value.data["size"], found.value.data["wanted"]) == (512, 4096)
     assert ledger.rows(sa.select(tokenizers)) == [] and not (plant.tokenizer / "tokenizer.json").exists()
     use_vocabulary(plant, 512)
     assert ingest_shard(Plant(plant, ledger), shard, workers=0).state == "ingested"

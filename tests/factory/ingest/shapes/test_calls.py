@@ -333,7 +333,7 @@ def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is
     assert reports[0].counts["held_out"] > 0 and "unread" not in reports[0].counts
     read_as = reports[0].counts["read_as"]
     assert list(read_as.values()) == [24, 24, 24]
-    assert [re.search(r"<\w+>", how)[0] for how in sorted(read_as)] == ["<think>", "<tool_call>", "<tools>"]  # type: ignore[index]
+    assert [re.search(r"<\w+>", how)[0] for how in sorted(read_as)] == ["<think>", "<tool_call>", "<tools>"]
     tokenizer = Tokenizer.load(workspace.tokenizer)
     token_shards = [TokenShard(path) for path in workspace.shards.glob("[0-9a-f]*")]
     for shard in token_shards:

@@ -143,7 +143,7 @@ def test_ignored_fields_are_dropped_and_reported() -> None:
     words, notes = of(row, ignore=["tools", "tool_calls", "tool_call_id"])
     assert words == [ASKED, {"role": "assistant", "content": "", "weight": 0}, {"role": "tool", "content": "3"}, SAID]
     assert codes(notes.said) == ["shapes.ignored"] * 3
-    assert {one.data["name"] for one in notes.said} == {"tools", "tool_calls", "tool_call_id"}  # type: ignore[attr-defined]
+    assert {one.data["name"] for one in notes.said} == {"tools", "tool_calls", "tool_call_id"}
     with refused("shapes.field_not_shown", fields=["tool_call_id"]):
         of(row, ignore=["tools", "tool_calls"])
 
