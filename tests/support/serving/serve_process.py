@@ -54,7 +54,7 @@ def served(workspace: Workspace, *words: str) -> Iterator[Process]:
     )
     process = Process(inner, [], "")
     try:
-        process.until("listens at")
+        process.until("is open")
         process.address = process.lines[-1].split()[0]
         yield process
     finally:
