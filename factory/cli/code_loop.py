@@ -72,7 +72,7 @@ def propose(
         agent = AGENT if wants_model(plant.workspace, options) else "search"
         if agent != AGENT:
             terminal.line(
-                Message("code_loop.no_endpoint", "  No LLM endpoint is configured, so the search proposer works.")
+                Message("cli.no_llm_endpoint", "  No LLM endpoint is configured, so the search proposer works.")
             )
     try:
         with plant.workspace.lock("code-loop"):
@@ -109,7 +109,7 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     gain = f" (predicted {gain_words(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
         Message(
-            "code_loop.proposal",
+            "cli.proposal",
             "proposal {number} by {agent} on branch {branch}\n  target      {target}\n  change      {title}\n  hypothesis  {hypothesis}{gain}",
             number=row.number,
             agent=row.agent,

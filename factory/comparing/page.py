@@ -51,7 +51,7 @@ def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves,
         diverge = f", diverging at {unit} {one.first.x:,.0f}" if one.first else ""
         said.append(
             Message(
-                "comparing.compared",
+                "comparing.metric_compared",
                 "{metric}: {points:,|point|points} compared, {unit}s {first:,.0f}–{last:,.0f}{largest}{diverge}",
                 metric=one.metric,
                 points=len(one.grid),
@@ -75,7 +75,7 @@ def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves,
             if xs:
                 said.append(
                     Message(
-                        "comparing.not_finite",
+                        "comparing.values_not_finite",
                         "{metric}: {curve} is not finite at {places}",
                         metric=one.metric,
                         curve=whose,

@@ -81,7 +81,7 @@ def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None =
             return _curves(path, rows, x, metrics, x_column)
     except UnicodeDecodeError as error:
         raise InputError(
-            "reading.not_utf8",
+            "reading.file_not_utf8",
             "{file} is not UTF-8 at byte {byte}. Give CSV or JSON lines in UTF-8.",
             file=path,
             byte=error.start,

@@ -85,7 +85,7 @@ def ingest(
     if not paths and not again:
         if small_vocabulary:
             said = Message(
-                "ingest.small_vocabulary", "The next ingest trains the tokenizer, however little text there is."
+                "ingest.trains_tokenizer", "The next ingest trains the tokenizer, however little text there is."
             )
             say({"files": [], "says": said}, f"  {said}")
             return
@@ -107,7 +107,7 @@ def ingest(
                 ) from None
             ask_again(plant.ledger, files)
             again_later = Message(
-                "ingest.asked_again",
+                "ingest.tries_again",
                 "In its next pass, the running daemon tries {files:,|quarantined file|quarantined files} again.",
                 files=len(files),
             )

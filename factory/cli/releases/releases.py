@@ -39,7 +39,7 @@ def list_releases(plant: Plant, say: Say) -> None:
         words = [f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {local(row['at'])}", f"{judged:<24}"]
         say.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
     if not found:
-        say.line(Message("releases.none", "  There is no candidate yet."))
+        say.line(Message("releases.no_candidate", "  There is no candidate yet."))
     for row in found:
         if row["state"] == "waits for approval":
             number = row["candidate"]
@@ -243,7 +243,7 @@ def _say_released(plant: Plant, say: Say, number: int, key: str, how: str) -> No
         say(found, Message("releases.champion", "  Release {release} is champion, {how} {person}.", **facts))
         return
     published = Message(
-        "releases.published",
+        "cli.release_published",
         "  Release {release} is published, {how} {person}. The champion is still release {champion}.",
         champion=best.number if best else None,
         **facts,

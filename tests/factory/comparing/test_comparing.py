@@ -149,7 +149,7 @@ def test_two_runs_in_one_export_are_ambiguous(tmp_path: Path) -> None:
         ("[", "reading.not_json", {}),
         ("", "reading.no_rows", {}),
         ("step,loss\n", "reading.no_rows", {}),
-        (b"\xff\xfe\x00", "reading.not_utf8", {"byte": 0}),
+        (b"\xff\xfe\x00", "reading.file_not_utf8", {"byte": 0}),
         ('step,loss\n1,"2\n', "reading.bad_csv", {"line": 2}),
     ],
 )
