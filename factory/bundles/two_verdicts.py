@@ -14,7 +14,7 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, difference, shown
-from factory.gates.release.guards import SEEN
+from factory.gates.release.guards import ESTIMATES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judged_by import JudgedBy, judged_by
 from factory.gates.release.recorded import not_overridable
@@ -72,7 +72,7 @@ class TwoVerdicts:
         """What speaks against the record. Raises: BundleError for one that cannot be read."""
         here: dict[str, Any] = {"outcome": self.again.outcome, "against": self.against}
         if self.same_judge:
-            here["reasons"] = list(self.again.reasons)
+            here["reasons"] = [str(reason) for reason in self.again.reasons]
         told = {key: self.recorded.get(key) for key in here}
         found = [f"judged again, it is {here['outcome']}: {words}"] if (words := difference(told, here)) else []
         if not self.same_judge and (words := self._other_numbers()):
@@ -123,9 +123,9 @@ class TwoVerdicts:
 
     def _other_numbers(self) -> str:
         """A sentence that both say, but for its numbers, and that may decide; '': none."""
-        ours = {NUMBER.sub("#", reason): reason for reason in self.again.reasons}
+        ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATES}
         for reason in self.otherwise:
-            if SEEN not in reason and (own := ours.get(NUMBER.sub("#", reason))):
+            if own := ours.get(NUMBER.sub("#", reason)):
                 return f"{shown(reason, 300)!r}, expected {own!r}"
         return ""
 

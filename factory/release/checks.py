@@ -87,7 +87,7 @@ def check_training(plant: Plant, verdict: VerdictRow) -> None:
     policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
     if held := of_training(policy, ReleaseEvidence(**now)):
         raise OutOfDate(
-            f"{verdict.subject} would be held now: {held[0].text} 'factory evaluate {verdict.number}' judges it again"
+            f"{verdict.subject} would be held now: {held[0].message} 'factory evaluate {verdict.number}' judges it again"
         )
 
 
