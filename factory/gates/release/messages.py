@@ -196,7 +196,8 @@ Or take the domain out: 'factory data remove'.
     return Message(
         "release.unguarded",
         "Not guarded, by share of the supervised tokens: {named}. The candidate was trained on documents of these domains. No sealed document of "
-        "them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). Or take the domain out: 'factory data remove'.",
+        "them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). Or take the "
+        "domain out: 'factory data remove'.",
         named=[*named, *more], shares={name: -share for share, name in known},
     )  # fmt: skip
 

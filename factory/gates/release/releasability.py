@@ -101,21 +101,21 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
         size = None if needed is None else max(needed, policy.clusters_min)
         found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
         if few:
-            known = {"domain": name, "documents": domain.documents, "groups": domain.groups}
+            held = {"domain": name, "documents": domain.documents, "groups": domain.groups}
             least = {"least_documents": policy.documents_min, "least_groups": policy.clusters_min}
             holds.append(
                 Message(
                     "release.too_little_held_out",
                     "{domain}: {documents} held-out documents of {groups:|document group|document groups}. At least {least_documents} documents of "
                     "{least_groups} groups are needed",
-                    **known, **least,
+                    **held, **least,
                 )
                 if domain.dev_groups
                 else Message(
                     "release.nothing_in_dev_half",
                     "{domain}: {documents} held-out documents of {groups:|document group|document groups}, none in the dev half. At least "
                     "{least_documents} documents of {least_groups} groups are needed",
-                    **known, **least,
+                    **held, **least,
                 )
             )  # fmt: skip
     if (cloze := cloze_guard(policy, assumed)) is not None:
