@@ -50,6 +50,10 @@ keep_ledger()
 typer.testing._get_command = functools.cache(typer.testing._get_command)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--write-golden", action="store_true", help="write the files of tests/golden/ again")
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_make_collect_report(
     collector: pytest.Collector,

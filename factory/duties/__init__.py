@@ -3,7 +3,7 @@
     table     the list: read it to know what the daemon does; a duty's place in it is its rank
     duty      what a duty says of itself (``Duty``), what it is asked (``Look``), and one thing to do now (``Errand``)
     runner    the one loop that does them (``work``: a pass; ``run``: the daemon)
-    steady    what becomes of one that fails: it rests, longer each time, is said once, and the others go on
+    back_off    what becomes of one that fails: it rests, longer each time, is said once, and the others go on
     listing   ``factory duties``: the list with what is due, rests, is held, and when each was last done
 
 To add a duty: one file here (or an entry in the file whose idea it is), and one line in ``table``. A duty is::

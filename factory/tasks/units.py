@@ -53,8 +53,10 @@ NOTHING = NumberWords()
 def number_words(before: str, after: str) -> NumberWords | None:
     """What stands before and after a number, in words; None when it is not that number that is said (``not 18``, ``18 and a half``).
 
-    >>> beside("", "cm^2").unit, beside("", "million dollars").times, sorted(beside("She has", "red apples").nouns), number_words("not", "")
-    ('length^2', 1000000, ['apple', 'red'], None)
+    >>> sorted(number_words("She has", "red apples").nouns), number_words("not", "")
+    (['apple', 'red'], None)
+    >>> number_words("", "cm^2").unit, number_words("", "million dollars").times
+    ('length^2', 1000000)
     """
     words = _words(before) + _words(after)
     if any(word.casefold() in _ALTERS or word.casefold().endswith("n't") for word in words):

@@ -48,7 +48,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "unchecked": SOUND,
 }
 made = {name: Implementation(name, function, "planted") for name, function in FUNCTIONS.items()}
-made["unchecked"] = replace(made["unchecked"], instead=lambda shape, dtype: "sound: planted")
+made["unchecked"] = replace(made["unchecked"], fallback=lambda shape, dtype: "sound: planted")
 right.compile_every_shape()
 if TIMES:
     del made["hangs"]

@@ -109,9 +109,10 @@ class Site:
             names = self.names
         except ValueError as error:
             return [*found, f"{where}: {error}"]
-        if odd := sorted(name for name in names if not name.isidentifier()):
+        odd = sorted(name for name in names if not name.isidentifier())
+        if odd:
             found.append(f"{where}: a template has plain names, not {odd}")
-        if self.data is not None and (missing := names - self.data):
+        if self.data is not None and (missing := names - self.data - set(odd)):
             found.append(f"{where}: no data for {sorted(missing)}")
         return found
 
@@ -136,16 +137,15 @@ def files(*below: str) -> list[Path]:
 
 def sites_and_prose(paths: Iterable[Path]) -> tuple[list[Site], list[Prose]]:
     """Every message made in these files, and every other text of several words."""
-    sites: list[Site] = []
-    prose: list[Prose] = []
-    for path in paths:
-        name = path.relative_to(ROOT).as_posix()
-        reader = _Reader(name)
-        reader.visit(ast.parse(path.read_text()))
-        sites += reader.sites
-        if not any(name.startswith(exempt) for exempt in NOT_MESSAGES):
-            prose += reader.prose
-    return sites, prose
+    found = [read_source(path.relative_to(ROOT).as_posix(), path.read_text()) for path in paths]
+    return [site for sites, _ in found for site in sites], [text for _, texts in found for text in texts]
+
+
+def read_source(name: str, source: str) -> tuple[list[Site], list[Prose]]:
+    """The messages and the other texts of one file, which ``name`` places in the repository."""
+    reader = _Reader(name)
+    reader.visit(ast.parse(source))
+    return reader.sites, [] if any(name.startswith(exempt) for exempt in NOT_MESSAGES) else reader.prose
 
 
 class _Reader(ast.NodeVisitor):

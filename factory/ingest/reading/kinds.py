@@ -91,7 +91,7 @@ def is_archive(name: str) -> bool:
 def conversion_hint(name: str) -> str:
     """What to do with a file that is not read, after a colon; '': nothing is known of its kind.
 
-    >>> instead("a.pdf"), conversion_hint("b.unheard")
+    >>> conversion_hint("a.pdf"), conversion_hint("b.unheard")
     (': extract its text first, for example with pdftotext', '')
     """
     known = _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(kind_of(name)[0])

@@ -86,7 +86,7 @@ def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, t
     before = tokens.read_bytes()
     tokens.write_bytes(bytes([before[0] ^ 1]) + before[1:])
     (tmp_path / ".out.0123456789ab.part").mkdir()  # of a bundle whose writing was killed
-    with pytest.raises(InputError, match=r"tokens.bin is damaged.*doctor --repair"):
+    with pytest.raises(InputError, match=r"tokens.bin is damaged.*check --repair"):
         write_bundle(Plant(released.workspace, released.ledger), 2, BundleOptions(out=tmp_path / "out", data=True))
     tokens.write_bytes(before)
     assert list(tmp_path.iterdir()) == []

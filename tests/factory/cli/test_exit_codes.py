@@ -21,7 +21,7 @@ from factory.cli.app import exit_code
 from factory.core import faults, file_lock
 from factory.core.faults import Fault
 from factory.core.workspace import Workspace
-from factory.duties import steady
+from factory.duties import back_off
 from factory.ledger.ledger import Ledger
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here
@@ -167,7 +167,7 @@ def test_for_its_lock_it_waits(
             raise SystemExit
 
     monkeypatch.setattr(file_lock.os, "open", refuses)
-    monkeypatch.setattr(steady.time, "sleep", sleep)
+    monkeypatch.setattr(back_off.time, "sleep", sleep)
     said = command_here("run", home=workspace).output
     monkeypatch.undo()
     assert waits == [1.0, 2.0, 4.0]

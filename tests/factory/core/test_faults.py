@@ -22,7 +22,7 @@ from factory.core.errors import ConfigError, DiskFullError, SegmentError, Worksp
 from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machine
 from factory.core.left_files import open_file
 from factory.core.workspace import Workspace, load_yaml
-from factory.duties import steady
+from factory.duties import back_off
 from factory.duties.back_off import words_of
 from factory.git.git_store import RepositoryError
 from factory.git.git_store import git as factory_git
@@ -255,7 +255,7 @@ def test_a_command_whose_ledger_is_locked(workspace: Workspace, ledger: Ledger, 
 
 def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A server that does not answer is named; a port that only root may have is a mistake in factory.yaml, whatever the system called it."""
-    monkeypatch.setattr(steady, "START_SECONDS", 0.0)
+    monkeypatch.setattr(back_off, "START_SECONDS", 0.0)
     said: list[str] = []
     left = [
         WorkspaceError("the ledger at host a cannot be read"),
@@ -267,7 +267,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
             raise left.pop() from OSError(errno.EIO, "Input/output error")
         return "began"
 
-    assert steady.patiently(start, said.append) == "began"
+    assert back_off.with_retries(start, said.append) == "began"
     assert said == ["  the ledger at host a cannot be read", f"  {words_of(faults.BROKEN)}"]
 
     def unread() -> object:
@@ -275,7 +275,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
             return load_yaml(tmp_path / "factory.yaml")
 
     (tmp_path / "factory.yaml").write_text("recipe: tiny\n")
-    assert steady.patiently(unread, said.append) == {"recipe": "tiny"}
+    assert back_off.with_retries(unread, said.append) == {"recipe": "tiny"}
     assert said[2].endswith(f"{tmp_path / 'factory.yaml'}'") and "The factory waits" in said[3] and not said[4:]
 
     def mistaken() -> None:
@@ -284,4 +284,4 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
         )
 
     with pytest.raises(ConfigError):
-        steady.patiently(mistaken, said.append)
+        back_off.with_retries(mistaken, said.append)

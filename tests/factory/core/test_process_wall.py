@@ -45,7 +45,7 @@ STARTS = [
 ]
 
 
-@pytest.mark.sample("status-", "status-kernels", "doctor-")
+@pytest.mark.sample("status-", "status-kernels", "check-")
 @pytest.mark.parametrize(("words", "inside"), STARTS)
 @pytest.mark.slow("a process for each command")
 def test_a_command_started_in_a_checkout_loads_nothing_of_it(

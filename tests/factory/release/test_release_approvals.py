@@ -10,7 +10,7 @@ from mlflow.tracking import MlflowClient
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.duties.back_off import beside
+from factory.duties.back_off import in_background
 from factory.ledger.decisions import undecided
 from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
@@ -219,7 +219,7 @@ def test_it_is_answered_while_the_main_thread_works(workspace: Workspace, ledger
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
-    with beside(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
+    with in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
         until(lambda: said.about("Training and releases go on") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")

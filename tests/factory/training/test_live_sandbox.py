@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory import doctor
+from factory import machine_check
 from factory.core.errors import IsolationError, SegmentError
 from factory.core.left_files import DEPTH, count_lines, read_tail, sweep
 from factory.core.workspace import Workspace
@@ -174,7 +174,7 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
         False,
         f"training_sandbox is off in {workspace.root / 'factory.yaml'}",
     )
-    row = next(row for row in doctor.examine(policy("off")) if row["check"] == "training")
+    row = next(row for row in machine_check.examine(policy("off")) if row["check"] == "training")
     assert row["ok"] is False and "NOT in the sandbox" in row["detail"]
 
 

@@ -45,7 +45,7 @@ def add_segment(workspace: Workspace, ledger: Ledger, kind: str = "anneal", pare
         number = len(tx.execute(segments.select()).all()) + 1
         folder = workspace.segments / f"{number:04d}-{kind}"
         folder.mkdir(parents=True)
-        recipe = {"name": "demo", "model": {"d_model": 64, "layers": 2}, "phases": [0.5, 0.5]}
+        recipe = {"name": "demo", "model": {"d_model": 64, "layers": 2}, "phases": [0.5, 0.5], "precision": "fp32"}
         plan = {"token_shards": [{"id": "t" * 64, "path": "shards/t", "generation": 1}], "weights": {"code": 1.0}}
         if not tx.execute(data_plans.select().where(data_plans.c.id == "p" * 64)).first():
             tx.execute(data_plans.insert().values(id="p" * 64, plan=plan, created_at=time.time()))
