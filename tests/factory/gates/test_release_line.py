@@ -15,8 +15,8 @@ from factory.evals.evaluator import current_suite
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import decide
-from factory.gates.release.overfitting import dev_alone
 from factory.gates.release.line import look_at, lost_since_best
+from factory.gates.release.overfitting import dev_alone
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reward_hacking import Point, rise_since, watched
 from factory.ledger.anomalies import DEV_ALONE, every_anomaly
