@@ -16,11 +16,11 @@ from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.guards import bounds, groups_needed, set_aside
-from factory.gates.release.judge import Verdict, judge
+from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, Target
 from factory.gates.release.reasons import is_to_do, may_be_overridden
 from factory.tasks.comparing import TaskEvidence
-from kernels.contract.message import Message
+from tests.support.gates.reasons import Expected, expect, has, tells
 from tests.support.gates.release_evidence import DOMAINS, FIRST, POLICY, changed, evidence, gain
 from tests.support.messages import codes
 
@@ -31,29 +31,8 @@ def small(cloze: Gain | None = None) -> ReleaseEvidence:
     return replace(base, guards={**base.guards, "cloze": cloze or Gain(0.0, None, None, None)})
 
 
-def said(code: str, /, **data: Any) -> tuple[str, dict[str, Any]]:
-    """What a verdict must say: a message ``release.<code>`` in which, at any depth, each name has this value (of a message: its code)."""
-    return f"release.{code}", data
-
-
-def says(verdict: Verdict, expected: tuple[str, dict[str, Any]]) -> bool:
-    code, data = expected
-    return any(
-        reason.code == code and all(known(reason, name, value) for name, value in data.items())
-        for reason in verdict.reasons
-    )
-
-
-def known(message: Message, name: str, value: Any) -> bool:
-    found = message.data.get(name)
-    if name in message.data and (same(found, value) or (isinstance(found, Message) and found.code == value)):
-        return True
-    parts = [one for part in message.data.values() for one in (part if isinstance(part, list) else [part])]
-    return any(isinstance(part, Message) and known(part, name, value) for part in parts)
-
-
-def same(found: Any, value: Any) -> bool:
-    return found == pytest.approx(value, abs=5e-4) if isinstance(value, int | float) else found == value
+def said(code: str, /, **data: Any) -> Expected:
+    return expect(f"release.{code}", **data)
 
 
 CASES = [
@@ -207,10 +186,10 @@ CASES = [
 
 
 @pytest.mark.parametrize(("outcome", "given_", "expected"), CASES)
-def test_table(outcome: str, given_: ReleaseEvidence, expected: tuple[str, dict[str, Any]]) -> None:
+def test_table(outcome: str, given_: ReleaseEvidence, expected: Expected) -> None:
     verdict = judge(POLICY, given_)
     assert verdict.outcome == outcome, verdict.reasons
-    assert says(verdict, expected), [reason.to_json() for reason in verdict.reasons]
+    assert tells(verdict.reasons, expected), [reason.to_json() for reason in verdict.reasons]
     assert judge(POLICY, copy.deepcopy(given_)) == verdict
 
 
@@ -233,7 +212,7 @@ def test_the_judge_is_pure_and_each_reason_has_a_code_of_its_own() -> None:
 
 def test_a_person_reads_the_change_not_the_gain() -> None:
     reasons = judge(POLICY, changed(evidence(), "guards", "code", gain(0.08, 0.02))).reasons
-    change = next(one.data["change"] for one in reasons if known(one, "name", "code"))
+    change = next(one.data["change"] for one in reasons if has(one, "name", "code"))
     assert change == "code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)"
     assert change.data["change"] == pytest.approx(-0.08) and change.data["low"] < change.data["high"] < 0
 
@@ -242,7 +221,7 @@ def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
     verdict = judge(ReleasePolicy(target=Target(weights={"law": 1.0})), evidence())
     assert verdict.outcome == "hold" and verdict.reasons[0].code == "release.to_do"
     assert verdict.reasons[0].data["remedy"].code == "release.remedy_target_domain"
-    assert known(verdict.reasons[0], "domain", "law")
+    assert has(verdict.reasons[0], "domain", "law")
 
 
 @pytest.mark.parametrize("given_", [given_ for outcome, given_, _ in CASES if outcome == "hold"])
@@ -295,7 +274,7 @@ def test_more_groups_are_asked_for_by_number() -> None:
     lost = remedy(evidence(code=-0.015))
     assert lost.code == "release.remedy_domain" and lost.data["domain"] == "code"
     few = remedy(changed(evidence(), "guards", "code", gain(0.0, 0.05, 8)))
-    assert few.code == "release.remedy_groups" and known(few, "groups", 8) and few.data["more"].data["needed"] > 8
+    assert few.code == "release.remedy_groups" and has(few, "groups", 8) and few.data["more"].data["needed"] > 8
     assert "'factory data relabel --domain code --group document'" in few
 
 

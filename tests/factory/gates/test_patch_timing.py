@@ -15,6 +15,7 @@ from factory.gates.patch.judge import gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, noise_of, timing, too_noisy
 from tests.support.gates.patch_evidence import evidence
+from tests.support.gates.reasons import expect, tells
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 POLICY = TrainingPolicy(steps=100, pairs=2)
@@ -184,10 +185,9 @@ def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], o
     verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **(told | others)))
     assert verdict.outcome == outcome, verdict
     if outcome == "promote":
-        assert "1.249× whole-step gain by CPU time" in verdict.reasons[0] and "too noisy" in verdict.reasons[0]
+        assert tells(verdict.reasons[:1], expect("patch.decided_by_cpu", ratio=1.249, noisy="patch.too_noisy"))
     if outcome == "hold":
-        assert "too noisy to judge by the wall clock" in verdict.reasons[0]
-        assert "judged again" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
+        assert tells(verdict.reasons[:1], expect("patch.held_by_noise", noisy="patch.too_noisy", pairs=4))
 
 
 def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
@@ -200,12 +200,13 @@ def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
             "discarded": [{"noise": 1.7}, 3, {}],
         }
         verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **told))
-        assert verdict.outcome == "promote" and verdict.reasons[0].startswith("1.249× whole-step gain by CPU time")
-        assert "differ 1.70×, 1.60×" in verdict.reasons[0]
+        assert verdict.outcome == "promote" and tells(
+            verdict.reasons[:1], expect("patch.decided_by_cpu", ratio=1.249, noises=[1.7, 1.6])
+        )
         each = {"all processes": tree, "the busiest thread": thread}
         for reason, (name, of) in zip(verdict.reasons[1:], each.items()):
-            assert reason.startswith(f"by CPU time of {name} {1.249 if of is LESS else 1.99:.4g}"), reason
-        assert "by the wall clock" in verdict.reasons[3]
+            assert tells([reason], expect("patch.cpu_gain", clock=name, ratio=1.249 if of is LESS else 1.99)), reason
+        assert verdict.reasons[3].code == "patch.wall_gain"
 
 
 EVEN, ALIKE, LOWER = [1.0] * 4, [1.0, 1.01, 1.0, 1.0], [0.95, 0.975, 0.925, 0.95]
@@ -233,13 +234,15 @@ def test_what_cpu_time_must_show(
     }
     verdict = judge_patch(SHIPPED, evidence([1.0, 1.6, 1.0, 1 / 1.6], [wall] * 4, **told))
     assert verdict.outcome == outcome, verdict
-    assert outcome == "promote" or f"measured {discarded + 1} of at most 3 times" in verdict.reasons[0]
+    assert outcome == "promote" or tells(
+        verdict.reasons[:1], expect("patch.held_by_noise", measurements=discarded + 1, tries=3)
+    )
 
 
 def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:
     told = {"device": "cpu", "new_code": False, "cpu": {"tree": LESS, "thread": LESS}}
     verdict = judge_patch(SHIPPED, evidence([1.0, 1.01, 1.0, 1.0], [1.0, 1.01, 1.0, 1.0], **told))
-    assert verdict.outcome == "reject" and "by the wall clock" in verdict.reasons[1]
+    assert verdict.outcome == "reject" and verdict.reasons[1].code == "patch.wall_gain"
 
 
 def test_how_often_cpu_time_errs() -> None:
