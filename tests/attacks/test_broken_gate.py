@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from tests.support.gates.reasons import expect, tells
+from tests.support.messages import codes
+from kernels.contract.message import Message
+
 import os
 import sys
 import textwrap
@@ -87,10 +91,10 @@ def test_a_mess_in_the_gates_folder_ends_in_a_verdict(
     def run(case: PatchCase[Any]) -> StageResult:
         result = in_sandbox(case, f"KEPT = {str(tmp_path)!r}\n{MESSES[name]}")
         assert result.returncode == 0 or result.stopped == "output", result
-        return StageResult(failed("a mess"))
+        return StageResult(failed(Message("attacks.mess", "a mess")))
 
     row, seen = judged(monkeypatch, run)
-    assert (row["outcome"], row["reasons"]) == ("reject", ["a mess"]) and len(seen) == 1
+    assert row["outcome"] == "reject" and codes(row["reasons"]) == ["attacks.mess"] and len(seen) == 1
     assert (tmp_path / "kept").read_text() == "mine"
 
 
@@ -104,7 +108,7 @@ def test_bytes_below_a_path_that_is_too_long_count(monkeypatch: pytest.MonkeyPat
 
     def run(case: PatchCase[Any]) -> StageResult:
         stopped.append(in_sandbox(case, hide).stopped)
-        return StageResult(failed("hidden"))
+        return StageResult(failed(Message("attacks.hidden", "hidden")))
 
     row, _ = judged(monkeypatch, run)
     assert stopped == ["output"] and row["outcome"] == "reject"
@@ -115,14 +119,16 @@ def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -
         return run(case)
 
     row, _ = judged(monkeypatch, run)
-    assert row["outcome"] == "hold" and "RecursionError" in row["reasons"][0]
+    assert row["outcome"] == "hold" and tells(
+        row["reasons"], expect("gates.stage_error", kind="RecursionError")
+    )
 
 
 @pytest.mark.slow("20,000 folders are made and removed")
 def test_twenty_thousand_folders_one_in_the_other_end_in_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PatchCase[Any]) -> StageResult:
         in_sandbox(case, NEST + "nest(20000)\n")
-        return StageResult(failed("a mess"))
+        return StageResult(failed(Message("attacks.mess", "a mess")))
 
     row, _ = judged(monkeypatch, run)
     assert row["outcome"] == "reject"

@@ -5,6 +5,8 @@ README.md says which test answers which attack.
 
 from __future__ import annotations
 
+from tests.support.gates.reasons import expect, tells
+
 import subprocess
 from pathlib import Path
 
@@ -279,18 +281,18 @@ def test_sources_that_reach_too_far(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "how"),
+    ("source", "code"),
     [
-        ("import os\n", "imports os; use what model code needs: abc, "),
-        ("f = getattr(torch, name)\n", "write the attribute's name out"),
-        ("try:\n    f()\nexcept Exception:\n    pass\n", "name the exceptions that are expected"),
-        ("from . import batch\n", "as 'from trainer."),
-        ("g(torch)\n", "name what is used of it"),
+        ("import os\n", "patch.advice_imports"),
+        ("f = getattr(torch, name)\n", "patch.advice_getattr"),
+        ("try:\n    f()\nexcept Exception:\n    pass\n", "patch.advice_catches"),
+        ("from . import batch\n", "patch.relative_import"),
+        ("g(torch)\n", "patch.advice_hands_on"),
     ],
 )
-def test_what_is_found_comes_with_how_to_write_it_otherwise(source: str, how: str) -> None:
+def test_what_is_found_comes_with_how_to_write_it_otherwise(source: str, code: str) -> None:
     (problem,) = source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
-    assert how in problem, problem
+    assert tells([problem], expect(code)), problem
 
 
 # -- honest patches --------------------------------------------------------------------------------------------------------

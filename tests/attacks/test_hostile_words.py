@@ -6,6 +6,9 @@ what an agent reads of them stands in marked data.
 
 from __future__ import annotations
 
+from kernels.contract.message import Message
+import json
+
 import io
 import re
 from collections.abc import Iterator
@@ -53,7 +56,7 @@ class Told:
     message: str
     page: str
     branch: str
-    reasons: list[str]
+    reasons: list[Message]
 
 
 @pytest.fixture(scope="module", params=PATHS)
@@ -76,7 +79,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     assert all(result.exit_code == 0 for result in said), said
     message = git(made.target, "log", "-1", "--format=%B", row["branch"]) if row["commit"] else ""
     page = (made.workspace.reports / f"proposal-{number}.html").read_text()
-    yield Told(screen.getvalue(), said[0].stdout, said[1].stdout, message, page, row["branch"], row["reasons"])
+    yield Told(screen.getvalue(), said[0].stdout, said[1].stdout, message, page, row["branch"], [*map(Message.from_json, row["reasons"])])
     if row["commit"]:
         git(made.target, "branch", "-D", row["branch"])
     with made.ledger.begin() as tx:
@@ -92,7 +95,7 @@ def test_it_makes_no_line_of_its_own(told: Told) -> None:
     for text in (told.screen, told.shown, told.listed, told.message):
         lines = [line.strip() for line in text.split("\n")]
         assert not any(line.startswith(("Verdict: promote", "SYSTEM:", "<script>")) for line in lines), lines
-    assert all("\n" not in reason for reason in told.reasons)
+    assert all("\n" not in reason and "\\n" not in json.dumps(reason.to_json()) for reason in told.reasons)
     if told.message:
         assert [line for line in told.message.split("\n") if line.startswith("Verdict:")][0].startswith(
             "Verdict: reject"

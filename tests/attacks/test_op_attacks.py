@@ -6,6 +6,8 @@ would be. Where the static stage also refuses the source, that is said too, so t
 
 from __future__ import annotations
 
+from kernels.contract.message import Message
+
 import random
 import shutil
 from dataclasses import dataclass
@@ -254,7 +256,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     with op_answers.answered(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
         assert not answers.missing and not answers.died, answers
         return {
-            name: Judged(*(answers.evidence(numbers, "", last=False) for numbers in both))
+            name: Judged(*(answers.evidence(numbers, Message("attacks.right", "right"), last=False) for numbers in both))
             for name, both in ranges.items()
         }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from kernels.contract.message import Message
+
 from collections.abc import Callable
 
 import pytest
@@ -133,4 +135,4 @@ def test_a_recipe_does_not_change_beside_code(name: str, with_code: bool) -> Non
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
     row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
     assert row and (row["gate"], row["outcome"]) == ("patch", "reject"), row
-    assert words in row["reasons"][0] and made.left_behind() == []
+    assert words in str(Message.from_json(row["reasons"][0])) and made.left_behind() == []

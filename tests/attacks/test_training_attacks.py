@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.gates.reasons import expect, tells
+
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -149,17 +151,17 @@ def test_left_out_work_is_found_by_the_weights(
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages | {"training": found | {"state": "passed"}}, "tries": 1})
-    assert verdict.outcome == "reject" and "training results differ" in verdict.reasons[0], (verdict, found)
+    assert verdict.outcome == "reject" and verdict.reasons[0].code == "patch.training_differs", (verdict, found)
     shortest = {name: min(seconds) for name, seconds in found["total_seconds"].items()}
     assert shortest["candidate"] > 1e-3 * shortest["baseline"]  # by our clock; theirs runs a million times as slow
 
 
 WRITTEN = {
-    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg differs"),
+    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "patch.optimiser_apart"),
     "the data that was read, to be read again": (
         '"sampler": self.sampler',
         '"sampler": self.sampler | {"step": self.spec.first_step}',
-        "a different sampler",
+        "patch.state_differs",
     ),
 }
 
@@ -170,16 +172,12 @@ def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     """The weights are right, and the next segment would start from them alone."""
-    old, new, words = WRITTEN[name]
+    old, new, code = WRITTEN[name]
     text = (made.target / "trainer/run.py").read_text()
     assert old in text
     code = candidate("trainer/run.py", text.replace(old, new))
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
-    assert (
-        found["state"] == "failed"
-        and "would not continue training" in found["reasons"][0]
-        and words in found["reasons"][0]
-    )
+    assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=code))
 
 
 LINE = '    """The loop, and the files it leaves."""\n'

@@ -29,6 +29,7 @@ from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.errands import do, next_due
+from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_verdict, promote, write_replicas
 from tests.support.plants.trained_plant import make_plant, train_anneal
 from trainer.contract.checkpoint import format as checkpoints
@@ -72,7 +73,7 @@ def undisturbed(plant: Opened) -> Path:
     for number, arm in enumerate(arms, 1):
         shutil.copytree(runs.folder(arm), kept / str(number))
     overflows(runs.folder(arms[1]) / "checkpoints")
-    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
+    with refused("replicas.no_finite_loss", FactoryError, domains=["chat", "code", "docs"], segment=2):
         replicate(Plant(workspace, ledger), 2)
     shutil.copytree(kept / "2" / "checkpoints", runs.folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
     assert newest_measured(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE

@@ -102,8 +102,8 @@ def hideable(overhead: float, steps_alone: float, steps: int) -> float:
 def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
     return Message(
         "patch.too_short",
-        "{steps} steps take less time than the overhead of a run, {overhead:.2f} s, varies. Raise training.steps in policies/gates/patch.yaml, or "
-        "close other programs and judge the patch again",
+        "the overhead of a run ({overhead:.2f} s) varies by more than the time of {steps} steps. Raise training.steps in policies/gates/patch.yaml, "
+        "or close other programs and judge the patch again",
         steps=policy.steps, overhead=overhead,
     )  # fmt: skip
 

@@ -31,6 +31,7 @@ from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
 from tests.support.factory.errands import do, next_due
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
+from tests.support.messages import codes
 from tests.support.paths import ROOT
 from tests.support.plants.saved_plant import SavedPlant, saved_plant
 from tests.support.plants.trained_plant import commit_edit
@@ -121,7 +122,8 @@ def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
     folder = Path(SegmentRow.get(site.ledger, segment).folder)
     folder.rename(folder.with_name("unmounted"))
     verdict = site.audited(segment)
-    assert verdict.outcome == "hold" and "is not there: mount or restore it" in verdict.reasons[0], verdict
+    assert verdict.outcome == "hold" and verdict.reasons[0].data.get("segment", segment) == segment, verdict
+    assert str(segment) in verdict.reasons[0] and "Mount or restore" in verdict.reasons[0]
 
 
 @pytest.mark.slow("trains a plant and replays a window of it")
@@ -150,7 +152,8 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
     segment = site.trained()
     verdict = site.audited(segment)
-    assert verdict.outcome == "promote" and "to the last bit over 5 steps" in verdict.reasons[0]
+    assert verdict.outcome == "promote" and codes(verdict.reasons) == ["audit.same_bits"]
+    assert verdict.reasons[0].data == {"steps": 5}
     assert agreed(ledger) == {1: 1} and not list(folder_of(workspace, segment).iterdir())
     assert waiting(ledger, AuditPolicy()) == []
     assert repository.live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
@@ -162,12 +165,12 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
 @pytest.mark.parametrize(
     ("path", "old", "new", "drift", "window", "words"),
     [
-        (RUN, STEP, FROZEN, 0.0, (5, 10), "the weights are"),
+        (RUN, STEP, FROZEN, 0.0, (5, 10), "audit.weights_apart"),
         (RUN, STEP, FROZEN, 0.0, (0, 5), ""),  # not yet: the other windows are drawn as often
         (RUN, STEP, ROUNDED, 0.001, (5, 10), ""),
-        (RUN, STEP, ROUNDED, 0.0, (5, 10), "differ in some bits"),  # the gate saw the same bits, on the same machine
+        (RUN, STEP, ROUNDED, 0.0, (5, 10), "audit.bits_differ"),  # the gate saw the same bits, on the same machine
         (RUN, STEP, ROUNDED, None, (0, 5), ""),
-        ("trainer/segment.py", *UNTOLD, 0.0, (5, 10), "no line of step"),
+        ("trainer/segment.py", *UNTOLD, 0.0, (5, 10), "lacks the line of step"),
     ],
     ids=[
         "frozen later",
@@ -184,7 +187,7 @@ def test_what_differs_is_found(
     site.merge(1, path, old, new, drift)
     verdict = site.audited(site.trained(*window))
     assert verdict.outcome == ("reject" if words else "promote"), verdict
-    assert any(words in reason for reason in verdict.reasons), verdict
+    assert any(words in (reason.code if words.startswith("audit.") else reason) for reason in verdict.reasons), verdict
     assert open_reverts(Plant(site.workspace, site.ledger)) == ([2] if words else [])
 
 

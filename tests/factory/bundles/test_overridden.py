@@ -93,7 +93,7 @@ def test_what_is_no_override(bundle: Path, what: str) -> None:
     [
         (lambda e: e["checks"].update(smoke=[None, "no time"]), "Check smoke could not be made: no time."),
         (lambda e: e.update(releasable=0.5), "licence does not allow"),
-        (lambda e: e.update(anomalies=["loss_spike"]), "Its training went wrong: loss_spike."),
+        (lambda e: e.update(anomalies=["loss_spike"]), "The training had an anomaly: loss_spike."),
     ],
 )
 def test_a_forged_override_of_what_no_person_overrides_is_found(bundle: Path, change: Change, words: str) -> None:

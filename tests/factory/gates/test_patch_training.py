@@ -184,13 +184,13 @@ def linked(folder: Path) -> None:
             lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"),
             "SHA-256 is not the one in the manifest",
         ),
-        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
+        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "cannot be read: maximum recursion"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "names no state.json"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged"),
-        (linked, "state.json is not there"),
-        (lambda folder: os.truncate(folder / "state.json", 1 << 27), "bytes, at most"),
-        (shutil.rmtree, "is not there"),
+        (linked, "state.json is missing"),
+        (lambda folder: os.truncate(folder / "state.json", 1 << 27), "bytes; at most"),
+        (shutil.rmtree, "is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:

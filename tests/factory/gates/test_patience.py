@@ -224,7 +224,7 @@ FASTER = {("candidate", number): [0.7, 0.7, 0.7] for number in range(9)}
             {"steps": 4},
             6,
             "hold",
-            expect("patch.still_noisy", measurements=3, tries=3),
+            expect("patch.held_by_noise", measurements=3, tries=3),
         ),
     ],
 )

@@ -199,7 +199,7 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Filled
     ):
         verdict = verdict_of(plant, decide(plant, candidate))
         assert verdict["outcome"] == "reject"
-        assert words in verdict["reasons"][0], verdict["reasons"]
+        assert words in str(Message.from_json(verdict["reasons"][0])), verdict["reasons"]
 
 
 def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
@@ -227,14 +227,14 @@ def test_one_document_without_a_finite_loss_is_named(plant: FilledPlant, better:
     verdict = verdict_of(plant, decide(plant, spoiled))
     assert verdict["outcome"] == "reject"
     assert tells(verdict["reasons"][:1], expect("release.check_failed", check="finite_loss"))
-    assert key in verdict["reasons"][0]
+    assert key in Message.from_json(verdict["reasons"][0])
     before = plant.ledger.read("SELECT * FROM releases")
     with as_champion(plant, spoiled):
         held = verdict_of(plant, decide(plant, better))
         assert plant.ledger.read("SELECT COUNT(*) AS n FROM releases")[0]["n"] == 1
     assert held["outcome"] == "hold" and not tells(held["reasons"], expect("release.no_common_items"))
     expected = expect("release.champion_failed", champion=f"candidate {spoiled}", check="finite_loss")
-    assert tells(held["reasons"][1:2], expected) and key in held["reasons"][1]
+    assert tells(held["reasons"][1:2], expected) and key in Message.from_json(held["reasons"][1])
     assert tells(held["reasons"][:1], expect("release.to_do", remedy="release.remedy_champion_failed"))
     assert plant.ledger.read("SELECT * FROM releases") == before
 

@@ -34,6 +34,7 @@ from factory.show.pages.release_facts import listed, shown
 from tests.support.factory.shown import override, reconcile, release
 from tests.support.gates.release_evidence import changed, evidence, gain
 from tests.support.killed_at import killed_at, lines_run
+from tests.support.messages import refused
 from tests.support.plants.release_scene import (
     add_candidate,
     add_document,
@@ -114,13 +115,13 @@ REFUSED: dict[str, tuple[ReleaseEvidence, str]] = {
         replace(HELD, releasable=0.5, not_releasable={"no licence": 0.5}),
         "whose licence does not allow the release",
     ),
-    "licences unknown": (replace(HELD, releasable=None), "licences of what it was trained on are not known"),
+    "licences unknown": (replace(HELD, releasable=None), "licences of the documents"),
     "an anomaly": (
         replace(HELD, anomalies=("loss_spike at step 4",)),
-        "Its training went wrong: loss_spike at step 4.",
+        "The training had an anomaly: loss_spike at step 4.",
     ),
-    "it saw the exam": (replace(HELD, on_sealed=gain(0.6), halves_gap=gain(0.6)), "it has seen the sealed documents"),
-    "nothing was measured": (replace(HELD, sealed_looks=1000.0), "nothing was measured"),
+    "it saw the exam": (replace(HELD, on_sealed=gain(0.6), halves_gap=gain(0.6)), "trained on sealed documents"),
+    "nothing was measured": (replace(HELD, sealed_looks=1000.0), "Nothing was measured"),
 }
 
 
@@ -143,10 +144,10 @@ def test_it_binds_to_what_was_judged(workspace: Workspace, scene: Ledger) -> Non
             tx.execute(verdicts.update().where(verdicts.c.id == newest).values(values))
 
     put(evidence=stored | {"target": None})
-    with pytest.raises(InputError, match="its policy or evidence is not what was recorded: judge it again"):
+    with refused("release.record_changed", InputError):
         override(Plant(workspace, scene), 2, "ada", WHY)
     put(evidence=stored, policy_sha256="0" * 64)
-    with pytest.raises(InputError, match="its policy or evidence is not what was recorded"):
+    with refused("release.record_changed", InputError):
         override(Plant(workspace, scene), 2, "ada", WHY)
     put(policy_sha256=VerdictRow.get(scene, newest - 1).policy_sha256, subject_sha256="0" * 64)
     with pytest.raises(InputError, match="judged another export"):
@@ -163,21 +164,21 @@ def test_what_changed_since_it_was_judged_is_looked_at_again(workspace: Workspac
     """A licence that a person corrected, a policy, an anomaly: evidence from before says nothing of them."""
     add_judged(scene, 2, HELD, against=1)
 
-    def refused(words: str) -> None:
+    def held_now(words: str) -> None:
         with pytest.raises(InputError, match=f"candidate:2 would be held now for what no person overrides: .*{words}"):
             override(Plant(workspace, scene), 2, "ada", WHY)
 
     licence(scene, "CC-BY-NC-4.0")
-    refused("CC-BY-NC-4.0 100.0%.*'factory evaluate 2' judges it again")
+    held_now("CC-BY-NC-4.0 100.0%.*'factory evaluate 2' judges it again")
     licence(scene, "MIT")
     policy = workspace.root / "policies" / "data.yaml"
     policy.write_text("licences: {known: {MIT: {train: true, release: false}}}\n")
-    refused("MIT 100.0%")
+    held_now("MIT 100.0%")
     policy.unlink()
     segment = {"segment": 2, "step": 4, "kind": "loss_spike", "detail": {"step": 4, "kind": "loss_spike"}}
     with scene.begin() as tx:
         tx.execute(anomalies.insert().values(**segment))
-    refused("Its training went wrong: loss_spike at step 4")
+    held_now("loss_spike at step 4")
     with scene.begin() as tx:
         tx.execute(anomalies.delete())
     assert recorded(scene) == [] and override(Plant(workspace, scene), 2, "ada", WHY) == 2

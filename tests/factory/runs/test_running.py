@@ -38,6 +38,7 @@ from factory.runs.trace import Trace, lines_in, read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here
@@ -120,7 +121,8 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
     ) | {"no data": "failed"}
-    assert rows["no data"]["ended"] == done.line and "no data (steps 0–4): failed: exit 2" in in_words(rows["no data"])
+    assert rows["no data"]["ended"] == done.line and in_words(rows["no data"]).data["state"] == "failed"
+    assert in_words(rows["no data"]).data["why"].startswith(": exit 2")
     assert {(run["subject"], run["purpose"]) for run in rows.values()} == {("segment:3", "audit")}
     assert rows["low rate"]["arm"]["recipe"] == {"optimizer.lr": 1e-5} and rows["low rate"]["steps"] == STEPS
     assert Path(rows["straight"]["folder"]) == runs.folder(arm)
@@ -153,10 +155,17 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
         runs.live(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
     assert (row.state, row.ended) == ("stopped", "stopped by a person")
-    assert in_words(every_run(runs.plant.ledger)[0]) == (
-        f"{arm.key}  audit of segment 3: straight (steps 0–4): stopped: stopped by a person"
-    )
-    with pytest.raises(InputError, match="no recipe has the key 'optimizer.lrr'"):
+    line = {
+        "key": arm.key,
+        "purpose": "audit",
+        "number": "3",
+        "arm": "straight",
+        "first": 0,
+        "last": 4,
+        "state": "stopped",
+    }
+    assert in_words(every_run(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
+    with refused("runs.unknown_recipe_key", InputError, key="optimizer.lrr"):
         runs.live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
     home = runs.plant.workspace
     (shown,) = json.loads(command_here("runs", "--json", home=home).stdout)
@@ -195,7 +204,8 @@ def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
     for ended in (None, process.format(killed.pid), process.format(os.getpid())):
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(state="running", ended=ended, started_at=1.0))
-        assert "(steps 0–4): stopped: its process ended" in in_words(every_run(runs.plant.ledger)[0])
+        stopped = in_words(every_run(runs.plant.ledger)[0]).data
+        assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
 def test_one_of_another_machine_runs_while_it_writes(runs: Runs, arm: Arm) -> None:
@@ -275,7 +285,7 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
             with pytest.raises(UntrustedFileError):
                 read()
         # what is there before an arm is asked for is not its result
-        assert list(trained) == [Ended(output / "2", failed="it could not be begun: File exists")]
+        assert list(trained) == [Ended(output / "2", failed="the run could not begin: File exists")]
     assert [path.name for path in victim.iterdir()] == ["secret"]
     assert RunRow.get(runs.plant.ledger, arms[output / "2"].key).state == "failed"
 

@@ -27,6 +27,7 @@ from factory.tasks.task_file import load_task
 from tests.support.factory import published_files as published
 from tests.support.factory.exports import FilledPlant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
+from tests.support.gates.reasons import expect, tells
 from tests.support.gates.release_evidence import evidence
 
 POLICY = TasksPolicy()
@@ -114,10 +115,8 @@ def test_a_small_task_informs_and_a_large_one_guards(
     task = of_size(items, before, after)
     verdict = judge(ReleasePolicy(), evidence(), task)
     assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict.reasons
-    assert (outcome == "hold") == (
-        verdict.reasons[0]
-        == "To do: train on ('factory run'), or allow the task a wider margin (as 'factory config set tasks tasks.NAME.margin 0.05')."
-    )
+    to_do = expect("release.to_do", remedy="release.remedy_task_not_shown")
+    assert (outcome == "hold") == tells(verdict.reasons[:1], to_do)
 
 
 def test_the_size_that_a_task_needs_is_said_and_is_enough() -> None:

@@ -95,7 +95,9 @@ WORDS = "from trainer.contract.errors import Odd\nimport json as Plain\nfrom mat
         ("raise Odd(f'{x()}')", False),
         ("raise Odd(x[0])", False),
         ("raise Odd('a') from x()", False),
-        ("raise Odd(words='a')", False),
+        ("raise Odd(words='a', x=x.y)", True),
+        ("raise Odd(words=x())", False),
+        ("raise Odd(**x)", False),
         ("raise Odd(*x)", False),
         ("raise Unknown('a')", False),
         ("raise Plain('a')", False),  # not imported from approved code

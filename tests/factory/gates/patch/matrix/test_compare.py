@@ -28,6 +28,7 @@ from factory.runs.distance import Apart
 from factory.runs.running import every_run
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.matrix import prepare
+from tests.support.gates.reasons import expect, tells
 
 
 def test_a_ranks_part_of_a_tensor_is_measured_by_its_own_size() -> None:
@@ -129,7 +130,8 @@ def test_a_checkpoints_state_is_told_apart_but_for_what_is_the_machines(tmp_path
             folders.append(os.open(tmp_path / side, os.O_RDONLY))
             opened.callback(os.close, folders[-1])
         found = [one.what for one in compare._checkpoint("whole", *folders, None)]
-    assert found == ["whole, state.json: step: 6 where the baseline has 5"]
+    assert tells(found, expect("runs.other_value", where="whole, state.json: step", value="6", baseline="5"))
+    assert len(found) == 1
 
 
 def test_libraries_are_copied_without_following_links_or_waiting_for_pipes(tmp_path: Path) -> None:
@@ -267,6 +269,8 @@ def test_only_what_no_twin_does_is_a_difference(
 def test_a_difference_is_told_with_its_size_if_it_has_one() -> None:
     told = [str(Difference("a", "loss", share, 0.25)) for share in (0.5, math.inf)]
     assert "0.5 of its scale" in told[0] and "0.25" in told[0] and told[1] == "run 'a': loss"
+    sized = Difference("a", "loss", 0.5, 0.25).message
+    assert sized.data == {"run": "a", "what": "loss", "share": 0.5, "allowed": 0.25}
 
 
 @pytest.mark.long("tiny trainings of several processes")

@@ -204,23 +204,23 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (text("metrics.jsonl", '"tokens_per_s": ', '"tokens_per_s": 1'), ""),  # a clock
     (anomaly('{"kind": "throughput_drop", "step": 1}\n'), ""),
     (anomaly('{"kind": "loss_drop", "step": 1}\n'), "anomalies.jsonl has"),
-    (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines, the baseline's 6"),
+    (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines, the baseline's has 6"),
     (text("metrics.jsonl", '"loss": [0-9]', '"loss": 9'), "metrics.jsonl, line 1: loss differs by"),
     (text("metrics.jsonl", '"lr"', '"rate"'), "metrics.jsonl, line 1: "),
     (text("result.json", '"last_step": 6', '"last_step": 7'), "result.json: last_step"),
     (text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'), "other skipped checkpoints"),
-    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not the hash of its checkpoint's manifest"),
-    (text("parameters.txt", "embedding", "embeddings"), "parameters.txt is another"),
+    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not have the hash of its"),
+    (text("parameters.txt", "embedding", "embeddings"), "parameters.txt differs"),
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
-    (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "it left the checkpoints step-00000002, step-00000006"),
-    (lambda folder: shutil.rmtree(folder / "checkpoints"), "is not there"),
-    (lambda folder: damage(folder / "checkpoints" / "step-00000004"), "model.safetensors is not what its manifest says"),
+    (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
+    (lambda folder: shutil.rmtree(folder / "checkpoints"), "there is no folder checkpoints"),
+    (lambda folder: damage(folder / "checkpoints" / "step-00000004"), "model.safetensors differs from its"),
     (times(1 + 1e-6), "rounds"),
     (times(1.01), "step-00000006: embedding differs by"),
-    (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "embedding holds numbers of a lower precision"),
+    (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "holds numbers of a lower precision"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].double())), "embedding has shape [64, 16] and torch.float64"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].T.contiguous())), "embedding has shape [16, 64]"),
-    (saved(lambda model, state: model.update(more=torch.zeros(1))), "model.safetensors has other tensors: more"),
+    (saved(lambda model, state: model.update(more=torch.zeros(1))), "has other tensors: more"),
     (saved(lambda model, state: model["embedding"][0].fill_(math.nan)), "step-00000006: embedding"),
     (saved(lambda model, state: state["sampler"].update(step=7)), "state.json: sampler: step"),
 ]  # fmt: skip
@@ -269,9 +269,9 @@ def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, t
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
-        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json has not the hash",
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json does not have the hash",
         "result.json names other skipped",
-        "parameters.txt", "step-00000002: model.safetensors is not what", "step-00000002: ", f"{last}, state.json: sampler: step",
+        "parameters.txt", "step-00000002: model.safetensors differs", "step-00000002: ", f"{last}, state.json: sampler: step",
         f"{last}: {weights[0]} has shape", f"{last}: {weights[1]} holds numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
     ]  # fmt: skip
     found[9:] = sorted(found[9:], key=lambda one: one.what)
@@ -285,8 +285,8 @@ def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, t
     [
         ("in OUT", True, ""),
         ("in OUT,", True, "it prints something else"),
-        ("in OUT", False, "it left the checkpoints none, the baseline step-00000002"),
-        (None, True, "printed.txt is not there"),
+        ("in OUT", False, "checkpoints [], the baseline [step-00000002]"),
+        (None, True, "printed.txt is missing"),
     ],
 )
 def test_what_a_tool_printed_and_left_is_compared(
