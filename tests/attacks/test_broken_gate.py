@@ -119,9 +119,7 @@ def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -
         return run(case)
 
     row, _ = judged(monkeypatch, run)
-    assert row["outcome"] == "hold" and tells(
-        row["reasons"], expect("gates.stage_error", kind="RecursionError")
-    )
+    assert row["outcome"] == "hold" and tells(row["reasons"], expect("gates.stage_error", kind="RecursionError"))
 
 
 @pytest.mark.slow("20,000 folders are made and removed")
