@@ -232,9 +232,7 @@ def test_a_trainer_that_no_signal_ends_is_named(tmp_path: Path, ledger: Ledger) 
         ):
             _kill(Running(process), row, process.pid, "no step")
         with (
-            pytest.raises(
-                SegmentError, match=rf"still works there \(process {process.pid}\)"
-            ),
+            pytest.raises(SegmentError, match=rf"still works there \(process {process.pid}\)"),
             folder_lock(Path(row.folder)),
         ):
             pass

@@ -38,6 +38,7 @@ from factory.runs.trace import Trace, lines_in, read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
+from tests.support.gates.reasons import expect, tells
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -285,7 +286,8 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
             with pytest.raises(UntrustedFileError):
                 read()
         # what is there before an arm is asked for is not its result
-        assert list(trained) == [Ended(output / "2", failed="the run could not begin: File exists")]
+        (second,) = trained
+        assert second.folder == output / "2" and tells([second.failed], expect("runs.not_begun", error="File exists"))
     assert [path.name for path in victim.iterdir()] == ["secret"]
     assert RunRow.get(runs.plant.ledger, arms[output / "2"].key).state == "failed"
 

@@ -147,8 +147,9 @@ def test_notes_that_cannot_be_read_are_none(tmp_path: Path, left: str) -> None:
 
 def test_jobs_have_names() -> None:
     wrong = Message("patch.test", "wrong")
-    assert op_answers._of_job(JOB, wrong) == "swiglu (fast; small, fp32, normal values): wrong"
-    assert op_answers._of_job(JOB | {"about": "call 3"}, wrong) == "swiglu (fast; call 3): wrong"
+    said = {"op": "swiglu", "implementation": "fast", "about": "small, fp32, normal values", "problem": wrong}
+    assert op_answers._of_job(JOB, wrong).data == said
+    assert op_answers._of_job(JOB | {"about": "call 3"}, wrong).data == said | {"about": "call 3"}
 
 
 # -- one answer --------------------------------------------------------------------------------------------------------
