@@ -1,4 +1,4 @@
-"""What code in the sandbox may leave or write so that the gate breaks: the gate ends with a verdict, and nothing is left behind."""
+"""Code in the sandbox that tries to break the gate: the gate still ends with a verdict, and nothing is left behind."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def in_sandbox(case: PatchCase[Any], script: str, folder: str = "run", limits: L
 
 
 @pytest.mark.parametrize("name", MESSES)
-def test_a_mess_in_the_gates_folder_ends_in_a_verdict(
+def test_any_mess_in_the_gates_folder_ends_in_a_verdict(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "kept").write_text("mine")
@@ -123,7 +123,7 @@ def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow("20,000 folders are made and removed")
-def test_twenty_thousand_folders_one_in_the_other_end_in_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_twenty_thousand_nested_folders_end_in_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PatchCase[Any]) -> StageResult:
         in_sandbox(case, NEST + "nest(20000)\n")
         return StageResult(failed(Message("attacks.mess", "a mess")))
@@ -132,7 +132,7 @@ def test_twenty_thousand_folders_one_in_the_other_end_in_a_verdict(monkeypatch: 
     assert row["outcome"] == "reject"
 
 
-def test_a_link_left_by_code_that_is_timed_is_not_written_through(tmp_path: Path) -> None:
+def test_a_link_of_timed_code_is_not_followed(tmp_path: Path) -> None:
     """The folder is used again by the next timing, with a new recipe."""
     code, work, kept = tmp_path / "code", tmp_path / "work", tmp_path / "kept"
     contract = code / "kernels" / "contract"

@@ -162,7 +162,7 @@ AROUND = [name for name in HONEST if name not in KERNELS]
 @pytest.mark.long("two whole gate runs, one of which compiles")
 @pytest.mark.parametrize("names", [KERNELS, AROUND], ids=["kernels", "around"])
 def test_honest_patches_go_through_the_whole_gate(names: list[str], tmp_path: Path) -> None:
-    """And whatever judges them loads no file that agents may patch."""
+    """The judging processes load no file that agents may patch."""
     made = make()
     with fewer_steps(made.workspace):
         processes = judged(

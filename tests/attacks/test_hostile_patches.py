@@ -93,7 +93,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
-def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path: str) -> None:
+def test_forbidden_paths_are_out_of_scope(target: Path, tmp_path: Path, path: str) -> None:
     base = repository.live_commit(target)
     with pytest.raises(ScopeError):
         repository.apply_proposal(
@@ -109,7 +109,7 @@ def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path
 
 
 @pytest.mark.parametrize("pair", [("kernels/a.py", "kernels/a/b.py"), ("trainer/a/__init__.py", "trainer/A.py")])
-def test_two_new_files_that_are_one_module(pair: tuple[str, str]) -> None:
+def test_two_new_files_of_one_module_are_refused(pair: tuple[str, str]) -> None:
     found = patch_scope.problems(AGENTS, [Change(path, b"x = 1\n") for path in pair], {"kernels/__init__.py": "100644"})
     assert any("would be one module" in problem for problem in found)
 
@@ -136,7 +136,7 @@ CONTENTS = {"not assigned": "x = 1  # \u0378\n", "a NUL": "x = 1\0\n", "bidirect
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_contents_that_hide(target: Path, tmp_path: Path, content: str) -> None:
+def test_hidden_contents_are_refused(target: Path, tmp_path: Path, content: str) -> None:
     with pytest.raises(ScopeError):
         repository.apply_proposal(
             target, repository.live_commit(target), [("kernels/a.py", content)],
@@ -276,7 +276,7 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_sources_that_reach_too_far(source: str) -> None:
+def test_forbidden_sources_are_found(source: str) -> None:
     assert source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
 
 
@@ -290,7 +290,7 @@ def test_sources_that_reach_too_far(source: str) -> None:
         ("g(torch)\n", "patch.advice_hands_on"),
     ],
 )
-def test_what_is_found_comes_with_how_to_write_it_otherwise(source: str, code: str) -> None:
+def test_each_finding_has_advice(source: str, code: str) -> None:
     (problem,) = source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
     assert tells([problem], expect(code)), problem
 

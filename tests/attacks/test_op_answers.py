@@ -1,4 +1,4 @@
-"""Patches that change what ops are tested with, or end a process in place of an answer: the judge reads what is left and is not misled.
+"""Patches that change the tests of ops, or end a process without an answer: the judge reads the remaining files and is not misled.
 
 What they do stands in the answers, not in the sandbox's walls: their processes may be forks (``tests/support/forks``).
 """
@@ -70,7 +70,7 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
 
 
 @pytest.mark.parametrize("name", REDEFINED)
-def test_a_patch_does_not_change_what_ops_are_tested_with(
+def test_a_patch_cannot_change_the_tests_of_ops(
     tested: tuple[Path, list[dict[str, Any]], op_answers.Answers], tmp_path: Path, name: str
 ) -> None:
     baseline, jobs, answers = tested

@@ -1,4 +1,4 @@
-"""Recipes changed by the back door: whatever training would read otherwise is a difference, and what YAML could hide is refused."""
+"""Recipes that are changed covertly: every value that training would read differently is a difference, and hidden YAML is refused."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ GONE = [
 
 
 @pytest.mark.parametrize("path", GONE, ids=".".join)
-def test_a_key_that_is_gone_is_a_difference(path: tuple[str, ...]) -> None:
+def test_a_removed_key_is_a_difference(path: tuple[str, ...]) -> None:
     found = learnt(recipe_changes(Change(TINY, without(*path).encode(), old_mode="100644"), BASE))
     assert any(key.startswith(".".join(path)) for key in found), found
 
@@ -112,7 +112,7 @@ BACK_DOORS: dict[str, tuple[Callable[[str], str], str]] = {
 
 @pytest.mark.parametrize("name", BACK_DOORS)
 @pytest.mark.parametrize("with_code", [True, False])
-def test_a_recipe_does_not_change_beside_code(name: str, with_code: bool) -> None:
+def test_a_recipe_cannot_change_together_with_code(name: str, with_code: bool) -> None:
     change, words = BACK_DOORS[name]
     made = make()
     text = (made.target / TINY).read_text()

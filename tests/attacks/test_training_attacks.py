@@ -141,7 +141,7 @@ def test_every_cheat_fits_the_code_of_today(made: Made) -> None:
 @pytest.mark.sample(*EVERY_DAY)
 @pytest.mark.parametrize("name", CHEATS)
 @pytest.mark.slow("two sides' training for each attack")
-def test_left_out_work_is_found_by_the_weights(
+def test_skipped_work_is_found_by_the_weights(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     path, change = CHEATS[name]
@@ -171,7 +171,7 @@ WRITTEN = {
 def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
-    """The weights are right, and the next segment would start from them alone."""
+    """The weights are right, but the next segment would start without the other state."""
     old, new, code = WRITTEN[name]
     text = (made.target / "trainer/run.py").read_text()
     assert old in text
@@ -208,10 +208,10 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
 
 
 @pytest.mark.long("a timed comparison with a start that dawdles")
-def test_a_quicker_way_to_the_first_step_is_no_gain(
+def test_a_quicker_start_is_no_gain(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """The baseline dawdles before its first step, and the candidate does not: their steps are the same."""
+    """The baseline waits before its first step, the candidate does not. Their steps are the same."""
     slow = candidate("trainer/segment.py", dawdling((made.target / "trainer/segment.py").read_text()))
     never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)
 
@@ -220,7 +220,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
 def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """As above, and the candidate dawdles in runs of two steps alone, where its own overhead would show: short runs credit it."""
+    """As above, but the candidate waits in runs of two steps, which show its overhead. So short runs credit a gain."""
     text = (made.target / "trainer/segment.py").read_text()
     slow = tmp_path / "slow"
     baseline = repository.checkout_live(made.workspace, made.base)

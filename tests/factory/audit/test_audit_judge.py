@@ -1,4 +1,4 @@
-"""The decision on a window is a table; and what live code wrote down is held against what the replay did."""
+"""The decision on a window, as a table, and the comparison of live training's records with the replay's."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def rounded(lines: list[dict[str, Any]]) -> None:
         (lambda lines: lines[0].update(loss=0.0), "", {}),  # before the window
     ],
 )
-def test_what_was_written_down_must_agree(change: Any, code: str, data: dict[str, Any], tmp_path: Path) -> None:
+def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any], tmp_path: Path) -> None:
     base, live = trace(tmp_path / "base"), trace(tmp_path / "live", change)
     found = lines_differ(live, base, POLICY.lines)
     if not code:
@@ -141,14 +141,14 @@ def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", ["[" * 100_000 + "\n", '{"loss": 1}\n', '{"step": "6"}\n', "7\n"])
-def test_lines_that_cannot_be_read_say_so(harm: str, tmp_path: Path) -> None:
+def test_unreadable_lines_are_an_error(harm: str, tmp_path: Path) -> None:
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").write_text(harm)
     with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):
         read_whole(Trace(tmp_path / "live", 5, 8, ends=False))
 
 
-def test_weights_that_are_not_finite_and_links_cannot_be_read(tmp_path: Path) -> None:
+def test_infinite_weights_and_links_are_refused(tmp_path: Path) -> None:
     with refused("audit.not_finite", UntrustedFileError):
         trace(tmp_path / "nan", weights=float("nan"))
     trace(tmp_path / "live")

@@ -1,4 +1,4 @@
-"""Audits of real segments, trained with merged patches: what waits is found and undone, what is honest stays."""
+"""Audits of real segments with merged patches: a delayed hostile patch is found and undone, an honest patch stays."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def site(saved: SavedPlant) -> Iterator[Site]:
 
 
 @pytest.mark.slow("trains a plant")
-def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
+def test_a_segment_with_a_missing_folder_is_not_measured(site: Site) -> None:
     """A disk that is not mounted says nothing about a patch."""
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
@@ -127,7 +127,7 @@ def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
 
 
 @pytest.mark.slow("trains a plant and replays a window of it")
-def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: Site) -> None:
+def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
     site.merge(2, RUN, STEP, DOUBLED)
@@ -181,7 +181,7 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
         "lines left out",
     ],
 )
-def test_what_differs_is_found(
+def test_differences_are_found(
     path: str, old: str, new: str, drift: float | None, window: tuple[int, int], words: str, site: Site
 ) -> None:
     site.merge(1, path, old, new, drift)
@@ -192,7 +192,7 @@ def test_what_differs_is_found(
 
 
 @pytest.mark.slow("trains a plant and replays a window of it several times")
-def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -> None:
+def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Site) -> None:
     workspace, ledger = site.workspace, site.ledger
     site.merge(1, RUN, STEP, DOUBLED)
     segment = site.trained()
@@ -214,7 +214,7 @@ def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -
 
 @pytest.mark.slow("trains a plant and replays a window of it")
 def test_a_replay_that_cannot_run_says_nothing_about_the_patch(site: Site) -> None:
-    """People made later code need the patch: without it nothing runs, and that is no reason to undo it."""
+    """Later code of people needs the patch, so the replay without it cannot run. That is not a reason to undo the patch."""
     site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
     poll = "            writer.poll()\n"
     commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")

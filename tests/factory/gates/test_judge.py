@@ -186,7 +186,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("outcome", "given_", "expected"), CASES)
-def test_table(outcome: str, given_: ReleaseEvidence, expected: Expected) -> None:
+def test_each_evidence_gets_its_outcome_and_reason(outcome: str, given_: ReleaseEvidence, expected: Expected) -> None:
     verdict = judge(POLICY, given_)
     assert verdict.outcome == outcome, verdict.reasons
     assert tells(verdict.reasons, expected), [reason.to_json() for reason in verdict.reasons]
@@ -225,7 +225,7 @@ def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
 
 
 @pytest.mark.parametrize("given_", [given_ for outcome, given_, _ in CASES if outcome == "hold"])
-def test_a_hold_says_first_what_to_do_and_who_may_override(given_: ReleaseEvidence) -> None:
+def test_a_hold_begins_with_what_to_do(given_: ReleaseEvidence) -> None:
     verdict = judge(POLICY, replace(given_, candidate=7))
     held_by = verdict.found.missing
     todo = [reason for reason in verdict.reasons if is_to_do(reason)]
@@ -260,7 +260,7 @@ NOT_BY_A_PERSON = {
 
 
 @pytest.mark.parametrize("code", NOT_BY_A_PERSON)
-def test_what_no_person_overrides(code: str) -> None:
+def test_reasons_that_no_person_overrides(code: str) -> None:
     found = judge(POLICY, NOT_BY_A_PERSON[code]).found.missing
     assert f"release.{code}" in [reason.code for reason in found] and not may_be_overridden(found)
     beside = judge(POLICY, replace(NOT_BY_A_PERSON[code], target=gain(0.005))).found.missing

@@ -1,4 +1,4 @@
-"""What nobody would write, but a patch may hold: the gate answers it with a verdict, and never with a crash."""
+"""Odd contents of patches: the gate answers with a verdict, never with a crash."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainer.contract.errors import RecipeError
 
 
 @pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
-def test_a_choice_that_is_no_mapping_of_words_is_read_without_a_crash(section: str) -> None:
+def test_an_odd_kernel_choice_is_read_without_a_crash(section: str) -> None:
     found = changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu", {})
     assert any(op.op == "swiglu" and op.after == "reference" for op in found)
     assert changed_ops(None, b"- cpu", [], "cpu", {}) == []

@@ -185,7 +185,7 @@ def test_a_recipe_that_does_not_train_here_is_not_measured() -> None:
 
 
 def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trunk trained a row at a time; the live recipe, merged since, takes all; the patch only says the same anew."""
+    """The trunk trained one row at a time. The live recipe, merged later, takes all rows. The patch only repeats that setting."""
     made, sides = make(), []
     text = (made.target / TINY).read_text()
     stored = made.ledger.one(sa.select(segments.c.recipe_json).where(segments.c.id == 1))

@@ -184,8 +184,8 @@ NEEDED = POLICY.training.min_gain
         ({}, [0.0, 0.0294, 0.0588], "hold"),
     ],
 )
-def test_what_lies_on_a_border(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
-    """No more than what is allowed is allowed; as much as what is needed is not enough."""
+def test_values_on_a_threshold(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
+    """A value equal to an upper limit passes. A value equal to a lower limit does not."""
     found = evidence(EQUAL, [0.8, 0.8], new_code="long" in training, **training)
     if gains is not None:
         found["stages"]["evals"]["gains"] = {"code": gains}
@@ -196,11 +196,11 @@ def test_what_lies_on_a_border(training: dict[str, Any], gains: list[float] | No
 @pytest.mark.parametrize(
     ("candidate", "outcome"), [(1 / 1.02, "reject"), (1 / 1.0201, "promote"), (1.0, "reject"), (1.1, "reject")]
 )
-def test_a_gain_of_just_the_least_that_counts_is_none(candidate: float, outcome: str) -> None:
+def test_a_gain_equal_to_the_threshold_is_not_enough(candidate: float, outcome: str) -> None:
     assert judge_patch(POLICY, evidence(EQUAL, [candidate] * 2)).outcome == outcome
 
 
-def test_what_was_measured_twice_is_reported_by_the_smaller_gain() -> None:
+def test_the_smaller_of_two_gains_is_reported() -> None:
     policy, once = POLICY.training, {"baseline_seconds": EQUAL, "candidate_seconds": [0.8, 0.8]}
     twice = [once | {"again": {"baseline_seconds": EQUAL, "candidate_seconds": [other] * 2}} for other in (0.9, 0.7)]
     unmeasured = {"again": {"state": "missing"}}

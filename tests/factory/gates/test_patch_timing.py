@@ -1,4 +1,4 @@
-"""From seconds of runs to seconds of a step: what a candidate may not gain by, in tables; and what CPU time may decide."""
+"""From seconds of runs to seconds of a step: gains that do not count, in tables; and what CPU time may decide."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def runs(
         (runs(0.5, 0.5, brief=0.1), 1.0 / (1 + 0.4 / 0.99)),  # slower where it does not show helps nobody
     ],
 )
-def test_what_counts_as_a_gain(measured: RunSeconds, ratio: float) -> None:
+def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> None:
     found = timing(POLICY, measured)
     shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
@@ -62,7 +62,7 @@ def test_what_counts_as_a_gain(measured: RunSeconds, ratio: float) -> None:
 
 @pytest.mark.parametrize("steps", [200, 800, 3200])
 def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps: int) -> None:
-    """The candidate does not dawdle but where it would show: over short runs that is credited, over long ones never enough."""
+    """The candidate waits only in the runs that show its overhead. Short runs credit a gain, long runs never enough."""
     overhead = 0.5
     found = timing(POLICY, runs(overhead, 0.05, brief=overhead))
     shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
@@ -83,7 +83,7 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
         (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "patch.too_short", {"steps": 100, "overhead": 1}),
     ],
 )
-def test_when_the_baseline_is_no_measure(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
+def test_doubts_about_the_baseline_are_found(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
     found = timing(POLICY, measured)
     said = too_noisy(POLICY, found, 1)
     assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
@@ -103,7 +103,7 @@ SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
         (RunSeconds([2.0, 2.0], [1.01, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), False),
     ],
 )
-def test_when_seconds_are_no_measure(measured: RunSeconds, doubtful: bool) -> None:
+def test_doubtful_seconds_are_found(measured: RunSeconds, doubtful: bool) -> None:
     found = timing(SHORT, measured)
     assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
     assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
@@ -123,7 +123,7 @@ def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
     )
 
 
-def test_what_a_quicker_start_could_hide() -> None:
+def test_the_gain_of_a_quick_start() -> None:
     assert long_timing(11.0, 6.0, 11, 1.0) == {"steps": 11, "ratio": 2.0, "hideable": 1.0}  # the start is one step
     assert hideable(3.0, 10.0, 10) == pytest.approx(10 / 8) and hideable(0.5, 10.0, 10) == 1.0
     assert long_timing(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
@@ -137,7 +137,7 @@ times = st.lists(st.floats(0.6, 9), min_size=2, max_size=2)
 def test_the_candidates_runs_never_cause_a_repetition(
     baseline: list[float], candidate: list[float], other: list[float], briefs: list[float]
 ) -> None:
-    """Else lucky outcomes could be waited for."""
+    """Otherwise a patch could be measured until its result is lucky."""
     said = {
         too_noisy(POLICY, timing(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1)
         for ours in (candidate, other, [0.1, 0.1])

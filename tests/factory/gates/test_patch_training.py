@@ -1,4 +1,4 @@
-"""How the last stages see what training left: the judge's own model of the weights, and the rest that the next run goes on from."""
+"""How the last stages read a training's files: the weights in the judge's own model, and the state from which the next run continues."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def left_in(folder: Path) -> Checkpoint:
         os.close(descriptor)
 
 
-def test_what_was_read_is_no_view_of_a_file(tmp_path: Path) -> None:
+def test_read_tensors_are_not_views_of_a_file(tmp_path: Path) -> None:
     written(tmp_path, optimizer())
     left = left_in(tmp_path)
     assert (
@@ -106,7 +106,7 @@ def test_what_was_read_is_no_view_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("regions", ["[]", "1", '"x"', '{"w": 7}', "{"])
 def test_odd_regions_are_the_codes_fault(tmp_path: Path, regions: str) -> None:
-    """And no error that nobody expected, which would hold the patch in place of rejecting it."""
+    """The error is an expected one: an unexpected error would hold the patch instead of rejecting it."""
     path = written(tmp_path, optimizer()) / "model.safetensors"
     save_file(WEIGHTS, path, metadata={REGIONS: regions})
     manifest = json.loads((path.parent / "manifest.json").read_text())

@@ -1,4 +1,4 @@
-"""Time limits of a candidate: by what the baseline took, once more with longer, then hold; and noise that is measured anew."""
+"""Time limits of a candidate: relative to the baseline, one longer second attempt, then a hold; and repeated measurements of noise."""
 
 from __future__ import annotations
 
@@ -346,7 +346,7 @@ class Bars:
         pass
 
 
-def test_a_quiet_measurement_says_all_that_it_measured(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_the_evidence_of_a_quiet_measurement_is_complete(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.seconds = {("baseline", 0): 50.0}
     plant.weights = {("candidate", 1): [1.0, 1.004]}  # of the four pairs the last is apart
     bars, seen = Bars(), POLICY.model_copy(update={"pairs": 5})
@@ -373,7 +373,7 @@ def test_a_quiet_measurement_says_all_that_it_measured(plant: Sessions, tmp_path
     assert bars.moved == [10, 2, 2, 3, 3] and plant.limits["candidate"] == [300.0, 300.0]
 
 
-def test_cpu_time_that_was_not_read_once_is_not_told(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_partly_missing_cpu_time_is_left_out(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.unclocked = {("candidate", 1)}
     found, _ = compared(plant, POLICY, tmp_path, workspace)
     assert found["state"] == "passed" and "cpu" not in found
@@ -406,7 +406,7 @@ def test_weights_that_are_apart_end_the_measurement(
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_moments_that_are_apart_fail_the_patch(plant: Sessions, tmp_path: Path, workspace: Any, number: int) -> None:
-    """Of each half one pair's checkpoints are compared whole."""
+    """One pair's checkpoints of each half are compared whole."""
     plant.moments = {("candidate", number): 1.009}
     assert compared(plant, POLICY, tmp_path, workspace)[0]["state"] == "passed"
     plant.limits, plant.moments = {"baseline": [], "candidate": []}, {("candidate", number): 1.011}
@@ -471,7 +471,7 @@ def test_of_two_measurements_the_pair_that_is_further_apart_is_scored(
     assert found["drift"] == pytest.approx(first - 1, rel=1e-3)
 
 
-def test_what_a_session_is_asked_for(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_the_arms_of_each_session(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.busy = FASTER
     compared(plant, POLICY, tmp_path, workspace)
     assert [(side, [arm.last - arm.first for arm in arms]) for side, arms, *_ in plant.given] == [

@@ -1,4 +1,4 @@
-"""The gate of recipe changes on real runs: nothing is no gain, harm is rejected, a gain is promoted, merged and trained with."""
+"""The gate of recipe changes on real runs: a null change has no gain, harm is rejected, a gain is promoted, merged and used in training."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         ),
     ],
 )
-def test_what_may_not_change_is_refused_before_any_run(
+def test_forbidden_changes_are_refused_before_any_run(
     made: Made, swap: tuple[str, str], outcome: str, expected: Expected | None
 ) -> None:
     found = submitted(made, swap)
@@ -187,7 +187,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     assert len(spent) == 4 and spent[-1]["tokens"] == 1000 and made.left_behind() == []
 
 
-def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
@@ -221,7 +221,7 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
 
 
-def test_what_a_short_run_favours_is_run_longer() -> None:
+def test_changes_that_short_runs_favour_run_longer() -> None:
     policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5, calmer_longer=3), recipe()
     for parts, times in (
         ({"optimizer": {"lr": 2e-3}}, 3),

@@ -68,7 +68,7 @@ SLOW = {"candidate_tokens_per_s": [80.0, 81.0, 79.0, 80.0]}
         (evidence([0.03] * 4, **SLOW, same_cost="True"), "reject", expect("recipe.slower", slower=1.25)),
     ],
 )
-def test_what_is_decided(found: dict[str, Any], outcome: str, expected: Expected) -> None:
+def test_each_evidence_has_its_verdict(found: dict[str, Any], outcome: str, expected: Expected) -> None:
     verdict = judge_recipe(POLICY, found)
     assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
 
@@ -110,7 +110,7 @@ FINE: dict[str, Any] = {
         ({"memory": 2.01, "slower": 1.6, "surely": 1.0}, "reject"),
     ],
 )
-def test_what_lies_on_a_border(shown: dict[str, Any], outcome: str) -> None:
+def test_values_on_a_threshold(shown: dict[str, Any], outcome: str) -> None:
     of = FINE | shown
     wide = lambda mean, lower: Bounded(mean, lower, 9.0)
     domains = {"code": wide(1.0, 1.0), "docs": wide(of["docs"], of["least"])}

@@ -1,4 +1,4 @@
-"""The runs stage of the recipe gate without a trainer: which runs are planned, in what order, and what is made of what they leave."""
+"""The runs stage of the recipe gate without a trainer: the planned runs, their order, and the evidence from their files."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], tr
         ({"schedule__anneal_steps": 18}, "recipe.anneal_too_long", {"times": 3.0, "steps": 18}),
     ],
 )
-def test_runs_that_cannot_be_are_refused(keys: dict[str, Any], code: str, data: dict[str, Any]) -> None:
+def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict[str, Any]) -> None:
     with refused(code, RecipeError, **data):
         lengths(POLICY, 6, recipe(), recipe(**keys))
 
@@ -385,7 +385,7 @@ def test_the_stage_plans_both_sides_runs(tmp_path: Path, monkeypatch: pytest.Mon
         (MeasuredRuns(failed="late", out_of_time=True), "missing", expect(""), True),
     ],
 )
-def test_whose_failure_it_was(
+def test_a_failure_is_attributed_to_its_side(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: MeasuredRuns, state: str, expected: Expected, late: bool
 ) -> None:
     told, _, _ = staged(monkeypatch, tmp_path, found, start=start_of(tmp_path / "shards"))
@@ -427,7 +427,7 @@ def test_a_change_must_show_in_the_runs(
         assert asked[2][2]["candidate"].raw["schedule"]["final_lr_share"] == (0.5 if changes is FLOOR else 0.0)
 
 
-def test_what_the_runs_need_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
     other = [
         Start(start.checkpoint, 6, with_keys(RAW, keys), start.plan)

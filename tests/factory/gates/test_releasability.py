@@ -1,4 +1,4 @@
-"""What is said before there is any candidate: the judge's own answer, of sizes alone."""
+"""The report before the first candidate: the judge's own computation from the sizes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def guard(sizes: Sizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
         (DomainSize(0, 0, 0), "missing", "release.nothing_in_dev_half"),
     ],
 )
-def test_a_domain(domain: DomainSize, state: str, code: str) -> None:
+def test_a_domain_without_enough_documents_holds(domain: DomainSize, state: str, code: str) -> None:
     found = releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
     law = next(one for one in found.guards if one.name == "law")
     assert (law.state, law.have, law.needed) == (state, domain.groups, 17)
@@ -82,7 +82,7 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
 
 
 def test_it_is_the_judges_own_answer() -> None:
-    """Of drawn pairs that have the sizes and the spread, the verdicts say the same gain, and set the same guards aside."""
+    """Verdicts on drawn pairs with these sizes and this spread name the same gain, and set the same guards aside."""
     kind, rng = calibration.KINDS[0], np.random.default_rng(0)
     none = dict.fromkeys(calibration.DOMAINS, 0.0)
     sizes = Sizes(dict.fromkeys(calibration.DOMAINS, DomainSize(100, 100, 33, kind.spread)), cloze_items=96)

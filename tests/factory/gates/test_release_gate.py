@@ -132,7 +132,7 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(
 def test_a_candidate_that_was_trained_on_the_exam_is_held(
     plant: FilledPlant, weak: int, better: int, tmp_path: Path
 ) -> None:
-    """It is better than all others on the sealed half, and no better than they are on what it did not see."""
+    """The candidate is better than all others on the sealed half, but not on documents that it did not see."""
     exam = [d for d in plant.documents if d.held and is_sealed(d.source)]
     encode = lambda d: (
         plant.tokenizer.encode_text(d.content["text"])
@@ -221,7 +221,7 @@ def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
 
 
 def test_one_document_without_a_finite_loss_is_named(plant: FilledPlant, better: int, tmp_path: Path) -> None:
-    """Of the candidate it rejects; where the champion has none nothing can be compared, which holds, and nothing is released."""
+    """The candidate is rejected. If the champion has no finite loss, nothing can be compared: the candidate is held."""
     export, key = spoil_one(plant, tmp_path / "one")
     spoiled = plant.add_candidate(export)
     verdict = verdict_of(plant, decide(plant, spoiled))
@@ -261,7 +261,7 @@ def as_champion(plant: FilledPlant, candidate: int) -> Iterator[None]:
 
 
 def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPlant, weak: int, better: int) -> None:
-    """A champion's too: a stray file in it says nothing of the models."""
+    """The same holds for a champion's export: a stray file in it says nothing about the models."""
     for candidate, judged in ((better, better), (weak, better)):
         stray = Path(CandidateRow.get(plant.ledger, candidate).export_path) / "README.md"
         stray.write_text("# Ours")
@@ -292,8 +292,8 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 
-def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: FilledPlant, weak: int, better: int) -> None:
-    """By the policy as it is now: a person who has the right says so, and the next verdict knows."""
+def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: int) -> None:
+    """The current policy decides: after a person with the right allows the licence, the next verdict follows."""
     with_champion(plant, weak)
     allowed = verdict_of(plant, decide(plant, better))
     assert allowed["evidence"]["releasable"] == 1 and not tells(allowed["reasons"], expect("release.licences"))
@@ -406,8 +406,8 @@ def test_unknown_candidate(plant: FilledPlant) -> None:
         evaluate(plant, 99)
 
 
-def test_what_changed_and_was_changed_back_is_judged_as_before(tmp_path: Path) -> None:
-    """The newest verdict says what is: a wrong licence that a person corrects does not hold a candidate for ever."""
+def test_an_undone_change_gets_a_new_verdict(tmp_path: Path) -> None:
+    """A wrong licence that a person corrects does not hold a candidate for ever."""
     plant = released_plant(tmp_path)
     candidate = plant.add_candidate(
         save_export(tiny_model(3), plant.workspace.exports / "candidate-3", plant.tokenizer)

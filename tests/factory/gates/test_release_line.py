@@ -1,4 +1,4 @@
-"""Looks at one champion, and losses that add up along the line of releases."""
+"""The number of comparisons with one champion, and losses that add up along the line of releases."""
 
 from __future__ import annotations
 
@@ -73,9 +73,7 @@ def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger:
     assert lost_since_best(ledger, line[2], ["docs"]) == pytest.approx({"docs": 0.02})  # made champion again
 
 
-def test_what_a_rolled_back_release_lost_or_gained_is_nothing_to_those_that_do_not_descend_from_it(
-    workspace: Workspace, ledger: Ledger
-) -> None:
+def test_a_rolled_back_release_does_not_count(workspace: Workspace, ledger: Ledger) -> None:
     first, second, third, fourth = (add_candidate(workspace, ledger) for _ in range(4))
     released(ledger, 1, first, judged(ledger, first, "a", None))
     released(ledger, 2, second, judged(ledger, second, "a", first, {"code": -0.018, "docs": 0.1}))
@@ -127,7 +125,7 @@ def test_rises_along_the_line_add_up() -> None:
     assert rise_since(few[0], few[2], few)["on_dev"] == Gain(), "one group has no spread that is known"
 
 
-def test_what_was_fitted_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
+def test_fitting_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
     plant = released_plant(tmp_path)
     suite = current_suite(Plant(plant.workspace, plant.ledger))
     export = save_export(tiny_model(3), plant.workspace.exports / "fitted", plant.tokenizer)

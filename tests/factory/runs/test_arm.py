@@ -1,4 +1,4 @@
-"""An arm is what it is: its key follows from that alone, and what cannot be an arm is refused by name."""
+"""The key of an arm follows from its content alone, and impossible arms are refused."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARM = Arm("one", base(), "c0ffee")
         {"repeat": 1},
     ],
 )
-def test_whatever_decides_what_is_trained_decides_the_key(keys: dict[str, Any]) -> None:
+def test_everything_that_decides_the_training_is_in_the_key(keys: dict[str, Any]) -> None:
     other = replace(ARM, name="other", **keys)
     assert other.key != ARM.key
     refuse_impossible([ARM, other])
@@ -92,7 +92,7 @@ def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where
         ),
     ],
 )
-def test_what_is_no_arm_is_refused_in_one_line(arms: list[Arm], code: str, data: dict[str, Any]) -> None:
+def test_impossible_arms_are_refused(arms: list[Arm], code: str, data: dict[str, Any]) -> None:
     with refused(code, InputError, **data) as raised:
         refuse_impossible(arms)
     assert "\n" not in str(raised.value)

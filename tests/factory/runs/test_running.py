@@ -1,4 +1,4 @@
-"""Arms are trained, with real trainers: each once, those of one code in one process, to the same bits wherever."""
+"""Real trainers train arms: each arm once, the arms of one code in one process, to the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -194,8 +194,8 @@ def test_a_pause_stops_them_and_they_go_on(
     assert runs.live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
 
 
-def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
-    """Killed, or of an older factory, which noted no process; or its number is another process's now."""
+def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
+    """The process was killed, or an older factory recorded none, or another process now has its number."""
     with pytest.raises(SegmentError), runs.noted({runs.folder(arm): arm}):
         assert (every_run(runs.plant.ledger)[0]["state"], every_run(runs.plant.ledger)[0]["ended"]) == ("running", None)
         raise SegmentError("stopped")
@@ -209,7 +209,7 @@ def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
         assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
-def test_one_of_another_machine_runs_while_it_writes(runs: Runs, arm: Arm) -> None:
+def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) -> None:
     with runs.noted({runs.folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
@@ -269,7 +269,7 @@ time.sleep(600)
 """
 
 
-def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, tmp_path: Path) -> None:
     victim, code = tmp_path / "victim", code_of(tmp_path, WAITS + HOSTILE.replace("VICTIM", str(tmp_path / "victim")))
     victim.mkdir()
     (victim / "secret").write_text('{"step": 0}\n')
@@ -307,7 +307,7 @@ def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_code
     assert [run["state"] for run in every_run(runs.plant.ledger)] == ["stopped"]
 
 
-def test_one_that_resumes_does_not_need_what_its_segment_began_with(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: Runs, arm: Arm, tmp_path: Path) -> None:
     start = tmp_path / name_of(2)
     start.mkdir()
     (start / "manifest.json").write_text("{}")
@@ -338,7 +338,7 @@ def test_the_time_until_a_device_is_free_does_not_count(
     assert [(one.failed, one.seconds) for one in found] == [("", 0.0)]
 
 
-def test_one_that_is_too_slow_is_stopped_and_one_that_ended_well_is_kept(
+def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = runs.alone(arm, ROOT, "00003-trunk", 0.1)

@@ -1,4 +1,4 @@
-"""Files that a candidate left: whatever they are, reading them ends, follows no link, and runs nothing."""
+"""Reading a candidate's files always ends, follows no link and runs no code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_of_tensors_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_tensors_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "ran"
     monkeypatch.setenv("ATTACK_MARK", str(mark))
     folder = tmp_path / "out"

@@ -1,4 +1,4 @@
-"""What the two processes of the op checks are asked, see and may take; and tests of ops that a patch changes."""
+"""The requests, visible files and limits of the two processes of the op checks; and changed tests of ops."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
         ([ended(), ended(9, "wall"), ended()], None, None, False),
     ],
 )  # fmt: skip
-def test_what_ended_early_is_told(
+def test_early_ends_are_reported(
     processes: Callable[..., Processes], tmp_path: Path, runs: Any, missing: Any, died: Any, late: bool
 ) -> None:
     told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
@@ -138,14 +138,14 @@ def test_what_ended_early_is_told(
 
 
 @pytest.mark.parametrize("left", ["{", "[]", "{}", '{"lines": 3}', "[" * 100_000, "null"])
-def test_notes_that_cannot_be_read_are_none(tmp_path: Path, left: str) -> None:
+def test_an_unreadable_record_is_empty(tmp_path: Path, left: str) -> None:
     (tmp_path / "executed.json").write_text(left)
     folder = os.open(tmp_path, os.O_RDONLY)
     assert op_answers.executed_in(folder) == Executed()
     os.close(folder)
 
 
-def test_jobs_have_names() -> None:
+def test_reasons_name_the_job() -> None:
     wrong = Message("patch.test", "wrong")
     said = {"op": "swiglu", "implementation": "fast", "about": "small, fp32, normal values", "problem": wrong}
     assert op_answers._of_job(JOB, wrong).data == said
@@ -174,7 +174,7 @@ UNCHANGED = {"inputs changed": torch.zeros(0, dtype=torch.int64)}
         ({"output 0": torch.zeros(2), "launches": torch.tensor(0)}, ["patch.op_changes_inputs", "patch.op_no_launch", "patch.op_off"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_answer(tmp_path: Path, left: dict[str, torch.Tensor], expected: list[str]) -> None:
+def test_problems_of_an_answer_are_named(tmp_path: Path, left: dict[str, torch.Tensor], expected: list[str]) -> None:
     save_file({"output 0": torch.ones(2, dtype=torch.float64)}, tmp_path / "exact-7.safetensors")
     save_file(ONE, tmp_path / "eager-7.safetensors")
     save_file(left, tmp_path / "answer-7.safetensors")
@@ -194,7 +194,7 @@ def opened(folder: Path) -> Any:
         os.close(held)
 
 
-def test_what_was_raised_is_cut() -> None:
+def test_long_exceptions_are_cut() -> None:
     said = op_answers._text(torch.tensor([list(b"a" * 300)] * 9, dtype=torch.int32))
     assert said.startswith("a" * 300) and len(said) <= 400
     assert len(op_answers._text(torch.tensor(list(b"\x01 " * 1000 + b"end")))) <= 400
@@ -296,7 +296,7 @@ def test_only_people_may_change_an_ops_tests(
         ),
     ],
 )
-def test_tests_that_cannot_be_made_again(
+def test_tests_that_cannot_be_made_fail_or_hold(
     processes: Callable[..., Processes],
     tmp_path: Path,
     truth: Answers,
@@ -314,7 +314,7 @@ def test_tests_that_cannot_be_made_again(
     assert len(os.listdir("/proc/self/fd")) == before, "every folder is closed"
 
 
-def test_of_many_wrong_tests_five_are_listed(
+def test_at_most_five_wrong_tests_are_listed(
     processes: Callable[..., Processes], tmp_path: Path, truth: Answers
 ) -> None:
     jobs = [JOB | {"op": f"op {number}"} for number in range(7)]

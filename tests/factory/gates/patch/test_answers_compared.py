@@ -1,4 +1,4 @@
-"""How a candidate's answers are held against the truth: which error is too large, and what a process left is worth."""
+"""The comparison of a candidate's answers with the truth: allowed errors, and the evidence from a process's files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_each_result_is_judged_and_in_its_own_precision() -> None:
 
 
 @pytest.mark.parametrize("first", [[NAN, INF], [0.0, NAN], [2.0, 2.0], [1.0]])
-def test_what_is_odd_in_one_result_hides_nothing_in_the_next(first: list[float]) -> None:
+def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
     exact = {f"output {number}": torch.ones(2, dtype=torch.float64) for number in range(3)}
     if first[-1] == INF:
         exact["output 0"].fill_(NAN)
@@ -95,7 +95,7 @@ def test_what_is_odd_in_one_result_hides_nothing_in_the_next(first: list[float])
         (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
     ],
 )
-def test_what_is_identical(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+def test_identical_tensors(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
     assert identical(a, b) == identical(b, a) == same
 
 
@@ -110,7 +110,7 @@ def test_what_is_identical(a: torch.Tensor, b: torch.Tensor, same: bool) -> None
         ([1.0], False),
     ],
 )
-def test_another_truth_is_one_beyond_rounding(mine: list[float], same: bool) -> None:
+def test_a_truth_may_differ_by_rounding_only(mine: list[float], same: bool) -> None:
     theirs = torch.tensor([1.0, -100.0], dtype=torch.float64)
     assert op_answers._same_truth(torch.tensor(mine, dtype=torch.float64), theirs) == same
     assert not op_answers._same_truth(torch.tensor(mine), theirs)  # in fewer bits
@@ -198,7 +198,7 @@ def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
         ([GOOD], {"missing": NO_TRUTH, "out_of_time": True}, True, "missing", None, expect("patch.test_truth")),
     ],
 )
-def test_what_a_process_left_is_evidence(
+def test_answers_become_evidence(
     answers: Callable[..., Answers],
     left: list[str],
     more: dict[str, Any],

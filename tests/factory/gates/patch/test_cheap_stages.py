@@ -1,4 +1,4 @@
-"""The stages before any training: what each is given, what it asks for, and what it makes of the answer."""
+"""The stages before any training: their input, their requests, and their evidence."""
 
 from __future__ import annotations
 
@@ -94,7 +94,9 @@ STEPWISE = RECIPE.replace("  sequences: 8\n", "  sequences: 8\n  micro_sequences
         ({f"policies/recipes/a{n}.yaml": (RECIPE, STEPWISE) for n in range(9)}, False, "missing", [expect("gates.unused_recipe", used=TINY)] * 8),
     ],
 )  # fmt: skip
-def test_what_reading_finds(tmp_path: Path, files: Files, own: bool, state: str, expected: list[Expected]) -> None:
+def test_problems_of_the_source_are_found(
+    tmp_path: Path, files: Files, own: bool, state: str, expected: list[Expected]
+) -> None:
     found = static.run(case_of(tmp_path, files, own)).evidence
     assert found["state"] == state, found
     if state != "passed":
@@ -117,7 +119,7 @@ FAST = b"cpu: {swiglu: native, rms_norm: reference}\ncuda: {swiglu: triton}\n"
         (b"- 1", b"- 2", [], 0),
     ],
 )
-def test_which_sections_a_patch_changes(
+def test_changed_sections_are_found(
     before: bytes | None, after: bytes | None, sections: list[str], others: int
 ) -> None:
     assert changed_sections(before, after) == sections
@@ -138,14 +140,14 @@ def test_which_sections_a_patch_changes(
         (CPU, CPU, ["trainer/run.py", CODE], "cpu", {}, [(op, "reference", "reference") for op in ("rms_norm", "swiglu")]),
     ],
 )  # fmt: skip
-def test_which_ops_a_patch_changes(
+def test_changed_ops_are_found(
     before: str, after: str, paths: list[str], device: str, tuned: dict[str, str], found: list[tuple[str, str, str]]
 ) -> None:
     told = changed_ops(before.encode(), after.encode(), paths, device, tuned)
     assert told == [ChangedOp(*one) for one in found]
 
 
-def test_names_of_no_op_are_told_with_their_section() -> None:
+def test_unknown_ops_are_named_with_their_section() -> None:
     told = unknown_ops(b"cpu: {swiglu: a, swigul: b}\ncuda: {attentio: c}\ntpu: {x: y}\n")
     assert codes(told) == ["patch.unknown_op"] * 2 and unknown_ops(None) == []
     assert [(one.data["device"], one.data["op"]) for one in told] == [("cpu", "swigul"), ("cuda", "attentio")]
@@ -224,7 +226,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         assert case.policy.exploits.calls <= count - 6 <= case.policy.exploits.calls * 5 // 4
 
 
-def test_no_op_is_no_question(tmp_path: Path) -> None:
+def test_without_changed_ops_nothing_is_checked(tmp_path: Path) -> None:
     case = case_of(tmp_path, {"trainer/run.py": (None, "x = 1\n")}, handed_on={"oracle": None})
     assert oracle.run(case).evidence == exploits.run(case).evidence == NO_OP and oracle.run(case).handed_on is None
 
@@ -330,7 +332,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
          expect("patch.slower_alone", after="native", before="reference", ratio=1.0, high=1.24, least=1.25)),
     ],
 )  # fmt: skip
-def test_what_is_made_of_a_timing(
+def test_timings_become_evidence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     told: list[Any],

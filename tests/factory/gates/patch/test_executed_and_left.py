@@ -1,4 +1,4 @@
-"""What a process notes of the code that it executes; and how far what two runs left is apart, as weights, moments and scores."""
+"""The record of executed code; and the distance of two runs in weights, moments and scores."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: 
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
 
 
-def test_code_that_is_not_the_files_is_not_noted_as_the_files(tmp_path: Path) -> None:
+def test_code_of_the_compiler_is_not_recorded_as_the_files(tmp_path: Path) -> None:
     """torch.compile makes functions of its own, under a file's name."""
     made = written(tmp_path, "trainer/a.py")["trainer/a.py"]["names"]
     other: dict[str, Any] = {}
@@ -100,7 +100,7 @@ def test_code_that_is_not_the_files_is_not_noted_as_the_files(tmp_path: Path) ->
     assert recorder.to_json()["lines"] == {"trainer/a.py": [1, 2, 3, 4]}
 
 
-def test_a_file_that_is_no_python_has_no_code(tmp_path: Path) -> None:
+def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
     for name, text in (("a", "x = = 1"), ("b", "x = 1\0"), ("c", "x = 1")):
         (tmp_path / name).write_text(text)
     found = ExecutionRecorder(str(tmp_path), ["a", "b", "c", "d"]).precise
@@ -115,7 +115,7 @@ def test_names_tell_functions_of_one_line_apart() -> None:
     assert names == [name_of(code) for code in code_objects(compile(lines, "b", "exec"))]
 
 
-def test_what_several_processes_executed_is_added() -> None:
+def test_records_of_several_processes_are_added() -> None:
     left = {
         "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]}
     }  # fmt: skip
@@ -160,7 +160,7 @@ COMPILED = """
 """
 
 
-def test_what_is_launched_and_what_is_traced_is_noted_in_place_of_lines(tmp_path: Path) -> None:
+def test_launched_and_traced_code_is_recorded_in_place_of_lines(tmp_path: Path) -> None:
     """In a process of its own: the recorder changes the compilers."""
     pytest.importorskip("triton")
     written(tmp_path, "kernels/a.py", "kernels/b.py", "elsewhere/c.py")
@@ -196,7 +196,9 @@ def weights(**values: list[float]) -> dict[str, torch.Tensor]:
         ({}, {}, True, 0.0),
     ],
 )
-def test_weights_are_apart_by_a_share_of_their_way(candidate: Any, baseline: Any, of_one: bool, found: float) -> None:
+def test_the_distance_of_weights_is_a_share_of_their_movement(
+    candidate: Any, baseline: Any, of_one: bool, found: float
+) -> None:
     origin = {name: torch.zeros(len(value)) for name, value in baseline.items()}
     assert drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
     if of_one:
@@ -252,7 +254,7 @@ AWAY = {"exp_avg": 4.0, "exp_avg_sq": 1.0}
         ({}, {"more.w": [1.0]}, expect("patch.optimiser_apart", kind="more", share=math.inf)),
     ],
 )
-def test_how_a_checkpoint_may_not_differ(
+def test_differences_of_checkpoints_are_found(
     state: dict[str, Any], moments: dict[str, Any], expected: Expected | None
 ) -> None:
     ours = {key: value for key, value in (STATE | state).items() if value is not None}

@@ -78,7 +78,7 @@ class Bars:
 
 @pytest.mark.sample("words", "another rate", "rounding", "unexecuted", "a setting")
 @pytest.mark.parametrize(("path", "change", "message", "state", "expected"), PATCHES.values(), ids=PATCHES)
-def test_what_a_patch_leaves_is_held_against_the_baselines(
+def test_the_runs_of_a_patch_are_compared_with_the_baselines(
     prepared: Prepared,
     monkeypatch: pytest.MonkeyPatch,
     path: str,
@@ -131,10 +131,10 @@ FAR = compare.Difference("a", "loss", 9.0, 0.1)
         ([Rounding(problem="no room")], "missing", ["abc"]),
     ],
 )
-def test_what_rounding_decides_is_run_on_other_data_three_times_at_most(
+def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: list[Rounding], state: str, asked: list[str]
 ) -> None:
-    """The runs are told by the test: which data decide nothing cannot be chosen."""
+    """The test supplies the results of the runs, because no data can be chosen on which rounding decides nothing."""
     cases, drawn, told, places = [MatrixCase(name) for name in "abc"], [], iter(draws), []
 
     def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any) -> Any:
@@ -196,7 +196,7 @@ def left_out(*paths: str) -> list[Unexecuted]:
         (["trainer/run.py"], None),
     ],
 )
-def test_what_only_another_device_executes_waits_for_it(paths: list[str], waits: str | None) -> None:
+def test_code_for_another_device_waits_for_it(paths: list[str], waits: str | None) -> None:
     found = matrix._unexecuted(left_out(*paths))
     assert found.get("waits_for") == waits and len(found["unexecuted"]) == len(paths)
     reasons = matrix._reasons(left_out(*paths))
@@ -211,7 +211,7 @@ def test_a_long_list_is_cut_and_says_so() -> None:
     assert codes(last) == ["patch.more_lines"] * 2 and [one.data["more"] for one in last] == [1, 3]
 
 
-def test_only_python_that_is_there_must_be_executed() -> None:
+def test_only_existing_python_must_be_executed() -> None:
     base = {"trainer/a.py": b"# \xff\nx = 1\n"}
     changes = [
         Change("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
@@ -336,7 +336,7 @@ LATE, BROKEN = MatrixRuns(failed="late", out_of_time=True, seconds=9.0), MatrixR
         ({"_2": LATE}, "", None, 4),
     ],
 )  # fmt: skip
-def test_whose_runs_failed(
+def test_failed_runs_are_attributed_to_their_side(
     tmp_path: Path,
     workspace: Workspace,
     ledger: Ledger,
@@ -369,7 +369,9 @@ def test_whose_runs_failed(
         (["trainer/kernels/a.py"], "rounded", False),
     ],
 )
-def test_who_may_round(monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool) -> None:
+def test_only_ops_and_declared_patches_may_round(
+    monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool
+) -> None:
     monkeypatch.setattr(
         repository, "message", lambda at, commit: message if (at, commit) == ("code", "c") else "rounding"
     )
@@ -379,8 +381,8 @@ def test_who_may_round(monkeypatch: pytest.MonkeyPatch, paths: list[str], messag
     assert matrix.may_round(case) == may
 
 
-def test_what_the_op_checks_executed_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of all that differs eight are told."""
+def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the reasons name at most eight differences."""
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
     code = compile(text, path, "exec")
     at = lambda line: {

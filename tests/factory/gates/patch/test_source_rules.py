@@ -1,4 +1,4 @@
-"""What reading finds in a patch's source, and where: a table of lines, and of the like that is harmless."""
+"""The findings in a patch's source with their lines, as a table, beside similar harmless code."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def found(path: str, text: str, base: str | None = None) -> list[Message]:
 
 
 @pytest.mark.parametrize("source", FOUND)
-def test_what_is_found_is_named_with_its_line(source: str) -> None:
+def test_findings_are_named_with_their_line(source: str) -> None:
     told = [problem.partition(";")[0] for problem in found("kernels/a.py", PYTHON + source)]
     assert sorted(problem.split(":")[1] for problem in told) == sorted(f" line {line}" for line, _ in FOUND[source])
     assert all(any(f"line {line}: " in one and word in one for one in told) for line, word in FOUND[source]), told
@@ -95,7 +95,7 @@ def test_a_failing_kernel_is_not_hidden_but_the_trainer_may_expect_an_error() ->
         ("import os\nx = = 1\n", 2),
     ],
 )
-def test_only_what_is_new_is_found(base: str | None, count: int) -> None:
+def test_only_new_findings_count(base: str | None, count: int) -> None:
     assert len(found("kernels/a.py", "import os\nimport os\n", base)) == count
 
 

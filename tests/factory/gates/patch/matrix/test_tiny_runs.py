@@ -1,4 +1,4 @@
-"""The tiny runs themselves, without the patches that they are for: what they begin with, and that each ends as its case says."""
+"""The tiny runs without patches: their start, and that each ends with its case's exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def begun(prepared: Prepared, case: MatrixCase, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", range(len(QUICK)))  # not by name: that is of what is tested
-def test_a_case_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int) -> None:
+def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     case = QUICK[number]
     folder = begun(prepared, case, tmp_path)
     assert train(folder, case.stop_after, waits=False, slow_threads=case.slow_threads) == case.exit_code
@@ -61,7 +61,7 @@ def test_a_case_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int)
 
 
 @pytest.mark.parametrize("number", range(len(TOOLS)))
-def test_a_tool_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int) -> None:
+def test_a_tool_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     tool = TOOLS[number]
     (tmp_path / "checkpoints").mkdir()
     assert use(tmp_path, tool.module, prepared.plan.arguments(tool, tmp_path)) == tool.exit_code
@@ -69,9 +69,7 @@ def test_a_tool_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int)
     assert bool(left) == (not tool.exit_code)
 
 
-def test_each_refusal_of_a_tool_is_another(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_of_tools_are_distinct(prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And each word in capitals stands for a path that is there."""
     said = []
     for number, tool in enumerate(TOOLS):
@@ -84,7 +82,7 @@ def test_each_refusal_of_a_tool_is_another(
     assert len(set(said)) == len(said) == 11 and not any("unrecognized" in words for words in said), said
 
 
-def test_a_run_that_is_told_to_stop_goes_on_where_it_stopped(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_where_it_stopped(prepared: Prepared, tmp_path: Path) -> None:
     left = []
     for stop_after in (0, 3):
         folder = begun(prepared, CASES[0], tmp_path / str(stop_after))
@@ -95,7 +93,7 @@ def test_a_run_that_is_told_to_stop_goes_on_where_it_stopped(prepared: Prepared,
     assert all(torch.equal(weights, stopped[name]) for name, weights in straight.items())
 
 
-def test_what_the_runs_begin_with(prepared: Prepared) -> None:
+def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     plan = prepared.plan
     trunk = checkpoints.load(plan.starts["trunk"])
     found = {
@@ -123,7 +121,7 @@ def test_what_the_runs_begin_with(prepared: Prepared) -> None:
     assert checkpoints.steps_in(other / "checkpoints")[-1][0] == 2
 
 
-def test_what_a_kill_left(prepared: Prepared) -> None:
+def test_an_interrupted_copy_looks_like_a_killed_run(prepared: Prepared) -> None:
     plan = prepared.plan
     left = {name: dict(checkpoints.steps_in(plan.starts[name] / "checkpoints")) for name in INTERRUPTED}
     assert [max(left[name]) for name in ("half", "damaged")] == [4, 6]
@@ -138,7 +136,7 @@ def test_what_a_kill_left(prepared: Prepared) -> None:
     assert all(torch.equal(weights, 0.9 * whole[name]) for name, weights in half.items())
 
 
-def test_what_is_drawn_for_one_verdict(prepared: Prepared) -> None:
+def test_each_verdict_draws_its_own_data(prepared: Prepared) -> None:
     plan = prepared.plan
     assert len(set(plan.names.values())) == len(plan.names) and all(len(name) == 5 for name in plan.names.values())
     (long,) = (case.name for case in CASES if case.steps > 500)
@@ -227,7 +225,7 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("change", "words"), ALIKE, ids=range(len(ALIKE)))
-def test_all_that_a_run_left_is_compared_but_clocks(
+def test_all_files_of_a_run_are_compared_except_clocks(
     prepared: Prepared, tmp_path: Path, change: Callable[[Path], object], words: str
 ) -> None:
     case = CASES[0]
@@ -243,7 +241,7 @@ def test_all_that_a_run_left_is_compared_but_clocks(
         assert found.worst is not None and not found.same_bits and words in str(found.worst), found
 
 
-def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, tmp_path: Path) -> None:
+def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     case = CASES[0]
     folder = shutil.copytree(prepared.baseline.folders[case.name], tmp_path / "run")
     damage(folder / "checkpoints" / "step-00000002")
@@ -289,7 +287,7 @@ def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, t
         (None, True, "printed.txt is missing"),
     ],
 )
-def test_what_a_tool_printed_and_left_is_compared(
+def test_output_and_checkpoints_of_a_tool_are_compared(
     prepared: Prepared, tmp_path: Path, printed: str | None, checkpoint: bool, words: str
 ) -> None:
     tool, sides = TOOLS[0], []
