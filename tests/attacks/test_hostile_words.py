@@ -6,8 +6,9 @@ what an agent reads of them stands in marked data.
 
 from __future__ import annotations
 
+from typing import Any
+
 from kernels.contract.message import Message
-import json
 
 import io
 import re
@@ -99,11 +100,18 @@ def test_no_control_character_reaches_a_terminal(told: Told) -> None:
         assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", text), ascii(text)
 
 
+def texts(value: Any) -> list[str]:
+    """All texts in a JSON value."""
+    if isinstance(value, dict | list):
+        return [text for one in (value.values() if isinstance(value, dict) else value) for text in texts(one)]
+    return [value] if isinstance(value, str) else []
+
+
 def test_hostile_text_makes_no_line_of_its_own(told: Told) -> None:
     for text in (told.screen, told.shown, told.listed, told.message):
         lines = [line.strip() for line in text.split("\n")]
         assert not any(line.startswith(("Verdict: promote", "SYSTEM:", "<script>")) for line in lines), lines
-    assert all("\n" not in reason and "\\n" not in json.dumps(reason.to_json()) for reason in told.reasons)
+    assert all("\n" not in text for reason in told.reasons for text in texts(reason.to_json()))
     if told.message:
         assert [line for line in told.message.split("\n") if line.startswith("Verdict:")][0].startswith(
             "Verdict: reject"

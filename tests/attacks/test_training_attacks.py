@@ -157,7 +157,11 @@ def test_skipped_work_is_found_by_the_weights(
 
 
 WRITTEN = {
-    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "patch.optimiser_apart"),
+    "moments of zero": (
+        "{key: state[key] for key",
+        "{key: torch.zeros_like(state[key]) for key",
+        "patch.optimiser_apart",
+    ),
     "the data that was read, to be read again": (
         '"sampler": self.sampler',
         '"sampler": self.sampler | {"step": self.spec.first_step}',
@@ -208,9 +212,7 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
 
 
 @pytest.mark.long("a timed comparison with a start that dawdles")
-def test_a_quicker_start_is_no_gain(
-    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
-) -> None:
+def test_a_quicker_start_is_no_gain(made: Made, candidate: Callable[[str, str], Path], tmp_path: Path) -> None:
     """The baseline waits before its first step, the candidate does not. Their steps are the same."""
     slow = candidate("trainer/segment.py", dawdling((made.target / "trainer/segment.py").read_text()))
     never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)

@@ -75,7 +75,7 @@ class Answers:
                 if self.died:
                     broken = True
                     break
-                wrong, share = [Message("patch.no_answer", "no answer: {error}", error=error)], math.inf
+                wrong, share = [Message("patch.no_answer", "no answer: {error}", error=error.message)], math.inf
             if wrong and wrong[0].code == RAISED and self.jobs[number].get("optional"):
                 continue
             worst = max(worst, share)

@@ -144,7 +144,7 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
             bench.read(path)
     misspelt = bench.read("policies/kernels.yaml").replace("swiglu:", "swigul:", 1)
     checked = bench.check([Edit("policies/kernels.yaml", misspelt)])
-    assert checked.stage == "static" and "no op 'swigul'; did you mean 'swiglu'?" in checked.problems[0]
+    assert checked.stage == "static" and "no op has the name 'swigul'; did you mean 'swiglu'?" in checked.problems[0]
     bench.spent = 1e9
     with pytest.raises(MeasurementError, match="used up"):
         bench.measure("attention", "recompute", "reference")
