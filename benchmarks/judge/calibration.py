@@ -168,7 +168,7 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         target = honest.target
         assert target is not None
         false += promoted(honest)
-        gaps += any("which are drawn alike" in reason for reason in judge(POLICY, honest).reasons)
+        gaps += any(one.code in ("release.sealed_seen", "release.dev_fitted") for one in judge(POLICY, honest).reasons)
         seen += promoted(evidence_of(better_by(pair, SEEN, (TASK,)), 1, nothing))
         low, high = target.bound(0.025), target.bound(0.025, above=True)
         assert low is not None and high is not None
@@ -251,7 +251,7 @@ def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> d
         if gain is not None:
             gains.append(gain)
             there = judge(POLICY, evidence_of(better_by(other, gain), 1, nothing))
-            if not any(CLOZE in one.text for one in (*there.found.missing, *there.found.against)):
+            if not any(CLOZE in one.message for one in (*there.found.missing, *there.found.against)):
                 power.append(there.outcome == PROMOTE)
     share = lambda before, outcome: harmed[before].count(outcome) / pairs
     return {

@@ -1,6 +1,6 @@
 """One audit: replay the drawn window without the patches, compare, judge, record.
 
-Killed at any moment, the same call goes on: the window is kept, and so are replays that ended.
+After a kill at any moment, the same call continues: the window and finished replays are kept.
 """
 
 from __future__ import annotations
@@ -40,21 +40,30 @@ from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import spec_of
 from kernels.contract.choice import resolved_text
 from kernels.contract.files import finite
+from kernels.contract.message import CodedError, Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
 from trainer.contract.errors import TrainerError
 
 
 def audit(plant: Plant, segment: int) -> VerdictRow | None:
-    """Audit the window that was drawn for a segment; returns its verdict. None where no window of it could be kept.
+    """Audit the window that was drawn for a segment. Returns the verdict; None if no window of the segment could be kept.
 
-    Raises: InputError when no window was drawn or the segment is not done; ConfigError.
+    Raises: InputError if no window was drawn or the segment is not done; ConfigError.
     """
     policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
     row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.of(plant.ledger, segment)
     if window is None or not window.steps:
-        raise InputError(f"segment {segment} is not audited: no window of it was drawn while it trained")
+        raise InputError(
+            "audit.not_drawn",
+            "Segment {segment} is not audited: no window of it was drawn while it trained.",
+            segment=segment,
+        )
     if row.state != "done":
-        raise InputError(f"segment {segment} is {row.state}: only what is done is audited")
+        raise InputError(
+            "audit.not_done",
+            "Segment {segment} is {state}: only segments that are done are audited.",
+            segment=segment, state=row.state,
+        )  # fmt: skip
     settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
     if settled is not None and settled.outcome != "hold":
         return settled
@@ -62,7 +71,12 @@ def audit(plant: Plant, segment: int) -> VerdictRow | None:
     if not window.steps:
         return None
     number = tries(plant.ledger, segment) + 1
-    with plant.progress.task(f"audit of segment {segment}, steps {window.first}–{window.last}"):
+    title = Message(
+        "audit.task",
+        "audit of segment {segment}, steps {first}–{last}",
+        segment=segment, first=window.first, last=window.last,
+    )  # fmt: skip
+    with plant.progress.task(title):
         evidence = finite(gather(plant, row, window, policy, number * policy.wall_seconds))
     verdict = judge_audit(policy, evidence)
     subject = Subject("segment", segment)
@@ -74,30 +88,33 @@ def audit(plant: Plant, segment: int) -> VerdictRow | None:
         )  # fmt: skip
         record(tx, AUDITED, subject, detail)
     words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
-    patches = ", ".join(map(str, window.patches))
     plant.progress.line(
-        f"  audit of segment {segment} (steps {window.first}–{window.last} without proposals {patches}): {words}; {verdict.reasons[0]}"
-    )
+        Message(
+            "audit.judged",
+            "  audit of segment {segment} (steps {first}–{last} without proposals {patches}): {outcome}. {reason}",
+            segment=segment, first=window.first, last=window.last, patches=list(window.patches), outcome=words, reason=verdict.reasons[0],
+        )
+    )  # fmt: skip
     if verdict.outcome != "reject":
         _clear(folder_of(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
     return VerdictRow.get(plant.ledger, recorded)
 
 
 def _clear(folder: Path, all_of_it: bool) -> None:
-    """Remove the replays, so that another try begins anew; after the last one the window too."""
+    """Remove the replays, so that the next try begins anew. ``all_of_it``: remove the window too."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name != "live" or all_of_it:
             remove(path)
 
 
 # -- evidence ----------------------------------------------------------------------------------------------------------
-class _NotMeasured(Exception):
-    """Something that the comparison needs is not there, which says nothing about the patches."""
+class _NotMeasured(CodedError):
+    """The comparison lacks something, which says nothing about the patches."""
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """What live training left, with what the replays are held against."""
+    """The files of live training, with everything that the comparison with replays needs."""
 
     policy: AuditPolicy
     runs: Runs
@@ -105,13 +122,13 @@ class _Measured:
     window: AuditWindow
     tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
     wall_seconds: float
-    live: Trace | None  # None: it cannot be read
+    live: Trace | None  # None: unreadable
     origin: Tensors
     claims: dict[str, Any]
 
     def arm(self, name: str, commit: str, code: Path, until: int) -> Arm:
-        """The window again: the same specification, checkpoint and data, but for the kernels, whose choice is the code's own, and for what one
-        rank cannot do. Undoing the same patches makes another commit each time, of the same tree."""
+        """The arm of a replay: the same specification, checkpoint and data. It differs in the kernels, which the code chooses, and in what one
+        rank cannot do. The code's tree stands for the commit: undoing the same patches makes a new commit of the same tree each time."""
         plant, row, window = self.runs.plant, self.row, self.window
         spec = spec_of(plant.ledger, row)
         if ranks(plant.workspace) > 1:
@@ -129,26 +146,42 @@ class _Measured:
         )  # fmt: skip
 
     def trace(self, name: str, commit: str, until: int) -> Trace:
-        """Of a replay. Raises: _NotMeasured, IsolationError."""
+        """Replay the window and return its trace. Raises: _NotMeasured, IsolationError."""
         workspace = self.runs.plant.workspace
         code = repository.checkout(workspace.repository, commit, workspace.worktrees / f"audit-{self.row.id}")
         arm = self.arm(name, commit, code, until)
         found = self.runs.alone(arm, code, Path(self.row.folder).name, self.wall_seconds)
         if found.failed:
-            limit = f"; its limit was {self.wall_seconds:.0f} s (wall_seconds in policies/gates/audit.yaml)"
-            raise _NotMeasured(f"the replay '{name}' failed: {found.failed}{limit if found.out_of_time else ''}")
+            if found.out_of_time:
+                raise _NotMeasured(
+                    "audit.replay_stopped",
+                    "The replay '{name}' failed: {problem}. Its limit was {seconds:.0f} s (wall_seconds in policies/gates/audit.yaml).",
+                    name=name, problem=found.failed, seconds=self.wall_seconds,
+                )  # fmt: skip
+            raise _NotMeasured(
+                "audit.replay_failed", "The replay '{name}' failed: {problem}", name=name, problem=found.failed
+            )
         try:
             return read_whole(Trace(found.folder, self.window.first, until, ends=False))
         except UntrustedFileError as error:
-            raise _NotMeasured(f"the replay '{name}' left nothing to compare with: {error}") from error
+            raise _NotMeasured(
+                "audit.replay_unreadable",
+                "The replay '{name}' left nothing to compare with: {error}",
+                name=name, error=error.message,
+            ) from error  # fmt: skip
 
     def compare(self, base: Trace, shorter: Checkpoint | None) -> dict[str, Any]:
-        """How live training differs from a replay, as evidence. ``shorter``: what a replay left that leaves the last step out."""
+        """Evidence of how live training differs from a replay. ``shorter``: the checkpoint of a replay without the last step."""
         live, window = self.live, self.window
         assert live is not None
         found: dict[str, Any] = {"same_bits": same_bits(live.left, base.left)}
         if missing := unlike(live.left, base.left):
-            return found | {"told": [f"the checkpoint's {missing} is missing, or has another shape or dtype"]}
+            unlike_tensor = Message(
+                "audit.tensor_unlike",
+                "The checkpoint's {tensor} is missing, or has another shape or dtype.",
+                tensor=missing,
+            )
+            return found | {"told": [unlike_tensor]}
         share = allowed_share(self.policy, self.claims | {"steps": window.steps})
         away: dict[str, float] = {}
         if shorter is not None:
@@ -158,15 +191,15 @@ class _Measured:
                 "control_drift": drift(shorter.model, base.left.model, self.origin, of_one=False),
             }
         told = shorter is not None or found["same_bits"]
-        state = differs(rest_of(live.left), rest_of(base.left), away, share) if told else ""
-        words = (state, lines_differ(live, base, self.policy.lines), anomalies_differ(live, base))
-        return found | {"told": [word for word in words if word]}
+        state = differs(rest_of(live.left), rest_of(base.left), away, share) if told else None
+        each = (state, lines_differ(live, base, self.policy.lines), anomalies_differ(live, base))
+        return found | {"told": [one for one in each if one]}
 
 
 def gather(
     plant: Plant, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
 ) -> dict[str, Any]:
-    """Everything ``judge_audit`` decides from; ``missing`` says why a replay was not possible."""
+    """The evidence for ``judge_audit``. ``missing``: why a replay was not possible."""
     patches = [ProposalRow.get(plant.ledger, number) for number in window.patches]
     evidence: dict[str, Any] = {
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
@@ -181,19 +214,31 @@ def gather(
         base_commit = _without(plant.workspace, row.code_commit, patches)
         if not Path(row.folder).is_dir():
             raise _NotMeasured(
-                f"{row.folder}, where segment {row.id} trained, is not there: mount or restore it, then audit again"
-            )
+                "audit.folder_missing",
+                "The folder of segment {segment} is missing: {folder}. Mount or restore the folder, then audit again: 'factory audit {segment}'.",
+                segment=row.id, folder=row.folder,
+            )  # fmt: skip
         live = None
         try:
             live = read_whole(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))
         except UntrustedFileError as error:
-            evidence["told"] = [f"what segment {row.id} left cannot be read: {error}"]
+            unreadable = Message(
+                "audit.segment_unreadable",
+                "The files of segment {segment} cannot be read: {error}",
+                segment=row.id, error=error.message,
+            )  # fmt: skip
+            evidence["told"] = [unreadable]
         measured = _Measured(policy, runs, row, window, tuned, wall_seconds, live, origin, evidence)
         return evidence | _replay(measured, evidence, base_commit, patches)
-    except (_NotMeasured, FactoryError, TrainerError, OSError) as error:  # no sandbox, files that people changed since
+    except (
+        _NotMeasured,
+        FactoryError,
+        TrainerError,
+        OSError,
+    ) as error:  # no sandbox, or files that people changed since
         if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
-            raise  # of a full disk, say: it is measured once that is over
-        return evidence | {"missing": str(error)}
+            raise  # a fault of the machine, such as a full disk: the audit is made afterwards
+        return evidence | {"missing": error.message if isinstance(error, CodedError) else str(error)}
     finally:
         repository.remove_worktree(plant.workspace.repository, plant.workspace.worktrees / f"audit-{row.id}")
 
@@ -201,7 +246,7 @@ def gather(
 def _replay(
     measured: _Measured, evidence: dict[str, Any], commit: str, patches: Sequence[ProposalRow]
 ) -> dict[str, Any]:
-    """The replays, as many as are needed. Raises: _NotMeasured, FactoryError."""
+    """Make as many replays as are needed and return their evidence. Raises: _NotMeasured, FactoryError."""
     window, row, policy = measured.window, measured.row, measured.policy
     base = measured.trace("without", commit, window.last)
     if measured.live is None:
@@ -231,7 +276,7 @@ def _replay(
 def _suspect(
     measured: _Measured, evidence: dict[str, Any], shorter: Checkpoint | None, patches: Sequence[ProposalRow]
 ) -> ProposalRow:
-    """The patch that made the difference: the newest one without which, and without those after it, there is one."""
+    """The patch that made the difference: the newest patch without which, and without later patches, there is a difference."""
     workspace, row = measured.runs.plant.workspace, measured.row
     exact = {"exact": evidence["exact"]} if "exact" in evidence else {}
     for count in range(1, len(patches)):
@@ -243,7 +288,7 @@ def _suspect(
 
 
 def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) -> str:
-    """A commit as ``commit`` without these patches, the newest undone first. Raises: RepositoryError when people changed their files since."""
+    """A commit like ``commit`` without these patches, the newest undone first. Raises: RepositoryError if people changed the files since."""
     for patch in reversed(patches):
         message = f"without proposal {patch.number}"
         commit = repository.undoing(workspace.repository, commit, patch.base_commit, patch.patch_commit, message)
@@ -251,8 +296,8 @@ def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) 
 
 
 def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
-    """How far the patches' weights ended from their baselines' in the gate, as a share of what leaving out a step caused; and after how many
-    steps. None: not known of every patch."""
+    """``claimed``: the distance of the patches' weights from their baselines' in the gate, as a share of the effect of a left-out step;
+    ``gate_steps``: after this many steps. None: not known of every patch."""
     shares, steps = [], 0
     for patch in patches:
         found = (patch.evidence(ledger).get("stages") or {}).get("training") or {}
@@ -265,7 +310,7 @@ def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
 
 
 def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
-    """What ``auto`` stood for in the newest segment before the patches, else in this one."""
+    """The implementations that ``auto`` stood for in the newest segment before the patches, else in this segment."""
     for before in SegmentRow.select(plant.ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
         if before.computing and not repository.contains(
             plant.workspace.repository, before.code_commit, oldest.patch_commit
@@ -274,75 +319,98 @@ def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]
     return dict(row.computing["kernels"]) if row.computing else {}
 
 
-# Of a line of metrics.jsonl, what depends on the clock and the machine's memory.
+# Keys of metrics.jsonl that depend on the clock and the machine's memory.
 OF_THE_CLOCK = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
 OF_THE_MACHINE = (
     "throughput_drop",
     "rank_grad_norm",
-)  # anomalies that a replay by one rank at another speed need not have
-# Computed by what the step learns from: must agree. Other numbers are diagnoses, some of them small differences of large ones.
+)  # anomalies that a replay by one rank at another speed may lack
+# Results of the step, which must agree. Other numbers are diagnoses, some of them small differences of large numbers.
 LEARNT = ("loss", "grad_norm", "lr")
 LAYOUT = {
     "parallel": None,
     "checkpoint_every": None,
     "keep_checkpoints": None,
-}  # of a recipe, what a replay may have otherwise
+}  # keys of a recipe that may differ in a replay
 
 
 def read_whole(trace: Trace) -> Trace:
-    """All of what a window left, read. Raises: UntrustedFileError saying what is missing or wrong."""
+    """The trace with all its parts read. Raises: UntrustedFileError for a missing or wrong part."""
     if not all(bool(tensor.isfinite().all()) for tensor in trace.left.model.values() if tensor.is_floating_point()):
-        raise UntrustedFileError(f"the weights of {trace.checkpoint.name} are not finite")
+        raise UntrustedFileError(
+            "audit.not_finite", "the weights of {checkpoint} are not finite", checkpoint=trace.checkpoint.name
+        )
     assert trace.lines is not None and trace.anomalies is not None
     return trace
 
 
 def rest_of(left: Checkpoint) -> Checkpoint:
-    """Without what a replay may have otherwise in state.json."""
+    """The checkpoint without the keys of state.json that may differ in a replay."""
     recipe = left.state["recipe"] | LAYOUT
-    return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # of a run that was stopped
+    return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # a stopped run may have skipped steps
 
 
-def lines_differ(live: Trace, base: Trace, share: float) -> str:
-    """The first way in which what live code wrote down is not what the replay did; '': none.
+def lines_differ(live: Trace, base: Trace, share: float) -> Message | None:
+    """The first difference of metrics.jsonl between live training and the replay. None: no difference.
 
-    A line may say more than the replay's. Counts are equal; a loss, a gradient's norm or a rate may differ by ``share``.
+    A line of live training may have more keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``share``.
     """
     if lost := sorted(base.lines.keys() - live.lines.keys()):
-        return f"metrics.jsonl has no line of step {lost[0]}, and {len(lost)} are missing in all"
+        return Message(
+            "audit.lines_missing",
+            "metrics.jsonl lacks the line of step {step}. In all, {missing:|line is|lines are} missing.",
+            step=lost[0], missing=len(lost),
+        )  # fmt: skip
     for step, theirs in sorted(base.lines.items()):
         ours = live.lines[step]
         for key, value in theirs.items():
             if key in OF_THE_CLOCK:
                 continue
             if key not in ours:
-                return f"metrics.jsonl has no {key} of step {step}"
+                return Message("audit.key_missing", "metrics.jsonl lacks {key} of step {step}.", key=key, step=step)
             other = ours[key]
             learnt = key.partition("/")[0] in LEARNT
             if isinstance(value, float) or isinstance(other, float):
                 if learnt and not _near(value, other, share):
-                    return f"metrics.jsonl has {key} {other} of step {step}, the replay {value}"
+                    return _other_value(key, step, other, value)
             elif other != value and (learnt or not isinstance(value, list | dict)):
-                return f"metrics.jsonl has {key} {other!r} of step {step}, the replay {value!r}"
-    return ""
+                return _other_value(key, step, other, value)
+    return None
+
+
+def _other_value(key: str, step: int, live: object, replay: object) -> Message:
+    return Message(
+        "audit.value_differs",
+        "metrics.jsonl has {key} {live!r:.200} of step {step}, the replay has {replay!r:.200}.",
+        key=key, step=step, live=live, replay=replay,
+    )  # fmt: skip
 
 
 def _near(one: object, other: object, share: float) -> bool:
     numbers = [x for x in (one, other) if isinstance(x, int | float) and math.isfinite(x)]
-    if len(numbers) < 2:  # neither, or one alone, is a finite number
+    if len(numbers) < 2:  # at most one of them is a finite number
         return not numbers
     return abs(numbers[0] - numbers[1]) <= share * max(map(abs, numbers))
 
 
-def anomalies_differ(live: Trace, base: Trace) -> str:
-    """The first anomaly that one of them has and the other has not; '': none."""
+def anomalies_differ(live: Trace, base: Trace) -> Message | None:
+    """The first anomaly that only live training or only the replay has. None: no difference."""
     ours, theirs = (
         Counter((one["step"], str(one.get("kind"))) for one in trace.anomalies if one.get("kind") not in OF_THE_MACHINE)
         for trace in (live, base)
     )
-    for words, more in (("does not have", theirs - ours), ("has", ours - theirs)):
-        if more:
-            step, kind = min(more)
-            other = "the replay has" if words != "has" else "the replay does not have"
-            return f"anomalies.jsonl {words} the {kind[:60]} of step {step} that {other}"
-    return ""
+    if lost := theirs - ours:
+        step, kind = min(lost)
+        return Message(
+            "audit.anomaly_missing",
+            "anomalies.jsonl lacks the {kind} of step {step}, which the replay has.",
+            kind=kind[:60], step=step,
+        )  # fmt: skip
+    if more := ours - theirs:
+        step, kind = min(more)
+        return Message(
+            "audit.anomaly_added",
+            "anomalies.jsonl has the {kind} of step {step}, which the replay lacks.",
+            kind=kind[:60], step=step,
+        )  # fmt: skip
+    return None

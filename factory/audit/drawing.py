@@ -1,7 +1,6 @@
-"""Which segments are audited, for which patches, and which of their windows: drawn by the factory before a segment trains. And which audits wait
-to be done, and what became of those that were.
+"""Draws, before a segment trains, whether it is audited, for which patches, and in which window. Lists the waiting and the finished audits.
 
-A window is what lies between two checkpoints that follow one another. The draw is in the ledger alone, which the trainer cannot read.
+A window is the steps between two consecutive checkpoints. Only the ledger has the draw, and the trainer cannot read the ledger.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ DRAWN = "audit_drawn"
 
 @dataclass(frozen=True)
 class AuditWindow:
-    """Steps [first, last) of a segment, and the numbers of the proposals under audit, in the order in which they were merged.
+    """Steps [first, last) of a segment, and the numbers of the proposals under audit, in the order of their merges.
 
-    ``first`` = ``last``: this segment is not audited.
+    ``first`` = ``last``: the segment is not audited.
     """
 
     first: int
@@ -40,7 +39,7 @@ class AuditWindow:
 
     @classmethod
     def of(cls, db: Reads, segment: int) -> Self | None:
-        """What was drawn for a segment; None: nothing yet."""
+        """The window that was drawn for a segment. None: nothing was drawn yet."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
         detail: dict[str, Any] = found[0]["detail"] if found else {}
@@ -52,7 +51,7 @@ class AuditWindow:
 
 
 def draw(plant: Plant, row: SegmentRow) -> AuditWindow | None:
-    """The window of a segment that is about to train, drawn once and recorded; None where it trains with no agent's patch.
+    """The window of a segment that is about to train, drawn once and recorded. None if it trains without patches of agents.
 
     Raises: ConfigError, RepositoryError.
     """
@@ -70,14 +69,14 @@ def draw(plant: Plant, row: SegmentRow) -> AuditWindow | None:
 
 
 def note(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
-    """Record a draw."""
+    """Record a draw, and return it."""
     with ledger.begin() as tx:
         record(tx, DRAWN, Subject("segment", segment), asdict(window))
     return window
 
 
 def windows_of(row: SegmentRow) -> list[tuple[int, int]]:
-    """(first, last) of every window of a segment, in order. Its first window only where a checkpoint goes before it.
+    """(first, last) of every window of a segment, in order. The first window counts only if a checkpoint precedes it.
 
     >>> from types import SimpleNamespace
     >>> windows_of(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
@@ -89,7 +88,7 @@ def windows_of(row: SegmentRow) -> list[tuple[int, int]]:
 
 
 def under_audit(patches: Sequence[int], agreed: Counter[int], policy: AuditPolicy) -> tuple[Sequence[int], float]:
-    """(the patches to audit, the share of segments). From the oldest new one on: an older patch cannot be undone below a newer one.
+    """(the patches to audit, the share of segments). All patches from the oldest new one on: a patch cannot be undone below a newer one.
 
     >>> under_audit([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
     ([7, 9], 1.0)
@@ -99,15 +98,15 @@ def under_audit(patches: Sequence[int], agreed: Counter[int], policy: AuditPolic
 
 
 def agreed(ledger: Ledger) -> Counter[int]:
-    """By proposal: the windows that agreed with the code without it."""
+    """The number of windows that agreed with the code without a proposal, by proposal."""
     rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=AUDITED)
     return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
 
 
 def merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
-    """The approved patches of agents in a commit that change what training reads, in the order in which they were merged.
+    """The approved patches of agents in a commit that change files of training, in the order of their merges.
 
-    A patch that undoes another brings back what was there before it: it is none. Raises: RepositoryError.
+    A patch that undoes another does not count, because it restores the code before. Raises: RepositoryError.
     """
     code = plant.workspace.repository
     approved = ProposalRow.select(plant.ledger, "WHERE state = 'approved' ORDER BY number")
@@ -126,7 +125,7 @@ def merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
 
 
 def waiting(db: Reads, policy: AuditPolicy) -> list[int]:
-    """The segments whose audit should be done now, oldest first."""
+    """The segments whose audit is due now, oldest first."""
     drawn = {
         Subject.parse(row["subject"]).number
         for row in db.read("SELECT subject FROM events WHERE kind = :kind", kind=DRAWN)
@@ -146,13 +145,13 @@ def _waits(db: Reads, number: int, policy: AuditPolicy) -> bool:
 
 
 def tries(db: Reads, number: int) -> int:
-    """How often the audit of a segment was judged, 'hold' included."""
+    """The number of verdicts on the audit of a segment, also of 'hold'."""
     which = "WHERE gate = :gate AND subject = :subject"
     return len(VerdictRow.select(db, which, gate=AUDIT, subject=str(Subject("segment", number))))
 
 
 def every_audit(ledger: Reads) -> list[dict[str, Any]]:
-    """All that was drawn, oldest first: segment, window, patches, and the verdict where there is one."""
+    """All drawn audits, oldest first: segment, window, patches, and the verdict if there is one."""
     subjects = dict.fromkeys(
         row["subject"] for row in ledger.read("SELECT subject FROM events WHERE kind = :kind ORDER BY id", kind=DRAWN)
     )

@@ -1,7 +1,7 @@
 """``judge_audit(policy, evidence) -> Verdict``: the decision on a window as a pure function.
 
-Evidence is what the replays measured (``auditing.gather``); distances of weights are ‖difference‖ / ‖how far the window moved them‖. What
-could not be measured is 'hold'; 'reject' needs a difference that a second replay of the same code does not have.
+The evidence is what the replays measured (``auditing.gather``). Distances of weights are ‖difference‖ / ‖movement during the window‖. Missing
+measurements give 'hold'. 'reject' needs a difference that a second replay of the same code does not have.
 
 Apart because it is the pure decision, and imports nothing that measures.
 """
@@ -14,36 +14,43 @@ from typing import Any
 
 from factory.audit.policy import AuditPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
+from kernels.contract.message import Message
 
 
 def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
-    """promote: live training did what the code without the patches does."""
+    """The verdict. 'promote': live training did the same as the code without the patches."""
     if why := evidence.get("missing"):
-        return Verdict(HOLD, (str(why),))
+        return Verdict(HOLD, (Message.from_json(why),))
     found = differences(policy, evidence)
     if not found:
         return Verdict(PROMOTE, (_agreement(policy, evidence),))
     again = evidence.get("again")
     if not isinstance(again, Mapping) or again.get("missing"):
-        return Verdict(
-            HOLD, (f"a difference was not confirmed: {(again or {}).get('missing', 'no second replay')}", *found)
-        )
+        why = (again or {}).get("missing", "no second replay")
+        unconfirmed = Message("audit.not_confirmed", "A difference was not confirmed: {why}.", why=why)
+        return Verdict(HOLD, (unconfirmed, *found))
     repeats = bool(again.get("same_bits")) or float(again.get("drift", math.inf)) <= float(evidence.get("drift", 0)) / 2
     if not repeats:
-        return Verdict(HOLD, ("the code without the patches does not repeat itself on this machine", *found))
+        unsteady = Message(
+            "audit.not_repeatable", "The code without the patches does not repeat its own results on this machine."
+        )
+        return Verdict(HOLD, (unsteady, *found))
     return Verdict(REJECT, tuple(found))
 
 
-def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[str]:
-    """What live training did otherwise, beyond what the patches' rounding explains; a sentence each."""
+def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Message]:
+    """A message for each difference of live training that the patches' rounding does not explain."""
     if evidence.get("same_bits") and not evidence.get("told"):
         return []
-    found = [str(words) for words in evidence.get("told") or ()]
+    found = [Message.from_json(one) for one in evidence.get("told") or ()]
     if evidence.get("same_bits"):
         return found
     if evidence.get("exact"):
         found.append(
-            "weights or moments differ in some bits, which the patch did not do when it was judged, and live code does every time"
+            Message(
+                "audit.bits_differ",
+                "Weights or moments differ in some bits. The patch changed no bits when it was judged, and live code repeats its bits.",
+            )
         )
     drift, control = evidence.get("drift"), evidence.get("control_drift")
     if drift is None or control is None:
@@ -51,14 +58,18 @@ def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[str]:
     share = allowed_share(policy, evidence)
     if not drift <= share * control:
         found.append(
-            f"the weights are {drift:.2g} away from the replay's (relative to how far the {evidence['steps']} steps moved them); at most "
-            f"{share * control:.2g} is allowed, {share:.2g} of what leaving out one step causes"
-        )
+            Message(
+                "audit.weights_apart",
+                "The weights are {drift:.2g} away from the replay's, as a share of how far the {steps} steps moved them. At most {allowed:.2g} is "
+                "allowed, which is {share:.2g} of the effect of leaving out one step.",
+                drift=drift, steps=evidence["steps"], allowed=share * control, share=share,
+            )
+        )  # fmt: skip
     return found
 
 
 def allowed_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
-    """Of what leaving out one step causes: by how far the patches' weights ended in the gate, after ``gate_steps`` steps.
+    """The allowed distance as a share of the effect of leaving out one step, by the distance of the patches' weights in the gate.
 
     >>> of = lambda claimed: allowed_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
     >>> of(0.0), of(0.03), of(0.4), of(None)
@@ -71,11 +82,15 @@ def allowed_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
     return min(policy.most, max(policy.least, policy.times * claimed * longer))
 
 
-def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> str:
+def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
     if evidence.get("same_bits"):
-        return f"the same to the last bit over {evidence['steps']} steps"
+        return Message(
+            "audit.same_bits", "The results are the same to the last bit over {steps} steps.", steps=evidence["steps"]
+        )
     share = allowed_share(policy, evidence)
-    return (
-        f"the weights are {evidence['drift']:.2g} away from the replay's after {evidence['steps']} steps; at most "
-        f"{share * evidence['control_drift']:.2g} is allowed, {share:.2g} of what leaving out one step causes"
-    )
+    return Message(
+        "audit.agrees",
+        "The weights are {drift:.2g} away from the replay's after {steps} steps. At most {allowed:.2g} is allowed, which is {share:.2g} of the "
+        "effect of leaving out one step.",
+        drift=evidence["drift"], steps=evidence["steps"], allowed=share * evidence["control_drift"], share=share,
+    )  # fmt: skip

@@ -1,11 +1,10 @@
-"""What is copied aside while a segment trains, before the trainer removes it: the two checkpoints of a drawn window, and a ladder of checkpoints
-that a diagnosis replays from.
+"""Copies checkpoints of a segment while it trains, before the trainer removes them: the two of a drawn window, and a ladder for diagnoses.
 
-The trainer may be hostile: it sees no link to its files and no time at which they were read, so that it cannot learn which window was drawn;
-no link of its own is followed. What is copied is what its manifest says, byte for byte, or it is not kept.
+The trainer may be hostile. It sees no link to its files and no time of access, so it cannot learn which window was drawn. No link of the trainer is
+followed. A copy must equal its manifest byte for byte, or it is not kept.
 
-The ladder has the last ``NEWEST``, then one at each doubling of the distance: an anomaly that is noticed late finds a checkpoint from before its
-onset that is not much further away than it is itself.
+The ladder has the last ``NEWEST`` checkpoints, then one at each doubling of the distance. So an anomaly that is noticed late has a checkpoint from
+before its onset that is not much further away than the onset.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_tree
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import name_of, steps_in
 
 POLL_SECONDS = 0.05
@@ -39,12 +39,12 @@ CHUNK = 1 << 22
 
 
 def folder_of(workspace: Workspace, segment: int) -> Path:
-    """Where an audit keeps what it needs until its verdict; nothing that trains sees it."""
+    """The folder of an audit until its verdict. No trainer sees it."""
     return workspace.root / "audits" / f"{segment:05d}"
 
 
 def kept(plant: Plant, row: SegmentRow, step: int) -> Path:
-    """The folder of the checkpoint that a window begins or ends with; it may be missing."""
+    """The folder of the checkpoint at which a window begins or ends. The folder may be missing."""
     if step == row.first_step and row.parent:
         return Path(last_checkpoint(plant.ledger, row.parent)["path"])
     return folder_of(plant.workspace, row.id) / "live" / name_of(step)
@@ -52,11 +52,18 @@ def kept(plant: Plant, row: SegmentRow, step: int) -> Path:
 
 @contextmanager
 def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
-    """While the block trains a segment, keep the window that is drawn for it. Training never fails because of that."""
+    """While the block trains a segment, keep the window that was drawn for it. A failure here does not stop training."""
     try:
         window = draw(plant, row)
     except FactoryError as error:
-        plant.progress.line(f"  segment {row.id} will not be audited: {error}")
+        plant.progress.line(
+            Message(
+                "audit.will_not_be",
+                "  segment {segment} will not be audited: {error}",
+                segment=row.id,
+                error=error.message,
+            )
+        )
         window = None
     if window is None or not window.steps:
         yield
@@ -69,12 +76,10 @@ def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
 
 
 def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
-    """The window of a finished segment that is kept: the one that was drawn, else the whole segment.
+    """Keep the drawn window of a finished segment, else the whole segment. Returns the kept window.
 
-    So a trainer gains nothing by writing no checkpoints, or broken ones, where it does not want to be looked at. A window without steps, and a
-    line for a person, where there is none.
-
-    Raises: what a fault of the machine made of it: the window is not given up for that.
+    So a trainer gains nothing by missing or broken checkpoints around steps that it wants to hide. If neither can be kept, the returned window
+    has no steps, and a line tells a person. Raises: a fault of the machine, after which the window can still be kept.
     """
     problem = ""
     whole = [(row.first_step, row.last_step)] if row.parent else windows_of(row)[-1:]
@@ -85,13 +90,20 @@ def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
         if keeper.fault:
             raise keeper.fault
         problem = problem or keeper.problem
-    plant.progress.line(f"  no window of segment {row.id} could be kept for its audit{problem and f': {problem}'}")
+    no_checkpoints = Message("audit.no_checkpoints", "its checkpoints are missing")
+    plant.progress.line(
+        Message(
+            "audit.not_kept",
+            "  no window of segment {segment} could be kept for its audit: {problem}",
+            segment=row.id, problem=problem or no_checkpoints,
+        )
+    )  # fmt: skip
     return note(plant.ledger, row.id, replace(window, first=0, last=0))
 
 
 @contextmanager
 def looking(look: Callable[[], bool]) -> Iterator[None]:
-    """Call ``look`` again and again, in a thread, while the block runs and once after it, until it returns True."""
+    """Call ``look`` repeatedly in a thread while the block runs, and once after the block, until it returns True."""
     over = threading.Event()
 
     def looks() -> None:
@@ -114,12 +126,12 @@ class _Keeper:
 
     def __init__(self, plant: Plant, row: SegmentRow, window: AuditWindow) -> None:
         self.window, self.problem = window, ""
-        self.fault: Exception | None = None  # of the machine, when it last looked
+        self.fault: Exception | None = None  # of the machine, at the last look
         self.source = Path(row.folder) / "checkpoints"
         self.targets = [kept(plant, row, step) for step in (window.first, window.last)]
 
     def look(self) -> bool:
-        """Keep what is there; returns whether the window is whole."""
+        """Copy the checkpoints that exist. Returns True once both are kept."""
         self.fault = None
         for target in self.targets:
             if not target.exists():
@@ -127,16 +139,16 @@ class _Keeper:
                     copy_checkpoint(self.source / target.name, target)
                 except FileNotFoundError:
                     pass  # not written yet, or removed again
-                except (OSError, ValueError) as error:  # a full disk, or a checkpoint that is none
-                    lease = isinstance(error, BlockingIOError)  # which the trainer may hold on what it left
+                except (OSError, ValueError) as error:  # a full disk, or a broken checkpoint
+                    lease = isinstance(error, BlockingIOError)  # the trainer may hold a lease on its files
                     self.problem, self.fault = str(error), error if is_of_no_file(error) and not lease else None
         return all(target.exists() for target in self.targets)
 
 
 def copy_checkpoint(source: Path, target: Path) -> None:
-    """Copy a checkpoint that a trainer wrote, whole or not at all.
+    """Copy a trainer's checkpoint, whole or not at all.
 
-    Raises: FileNotFoundError when it is not there (any more); ValueError when a file is not what the manifest says; OSError.
+    Raises: FileNotFoundError if it is missing or was removed; ValueError if a file differs from the manifest; OSError.
     """
     aside = target.with_name(f".{target.name}")
     shutil.rmtree(aside, ignore_errors=True)
@@ -152,19 +164,19 @@ def copy_checkpoint(source: Path, target: Path) -> None:
             raise ValueError(f"{source.name}: its manifest cannot be read") from None
         if odd := [name for name in listed if "/" in name or name.startswith(".")]:
             raise ValueError(f"{source.name}: its manifest names {odd[0]!r}")
-        # All are opened first: what is removed meanwhile can still be read.
+        # All files are opened first, so that they stay readable if the trainer removes them.
         files = {name: opened.enter_context(_open(folder, name, size)) for name, (_, size) in listed.items()}
         aside.mkdir(parents=True)
         for name, file in files.items():
             if _copied(file, aside / name) != listed[name][0]:
-                raise ValueError(f"{source.name}: {name} is not what its manifest says")
+                raise ValueError(f"{source.name}: {name} differs from its manifest")
         (aside / "manifest.json").write_bytes(manifest)
     sync_tree(aside)
     os.rename(aside, target)
 
 
 def _open(folder: int, name: str, size: int) -> IO[bytes]:
-    """A regular file of at most ``size`` bytes. Reading it leaves no time of access. Raises: OSError, ValueError."""
+    """Open a regular file of at most ``size`` bytes. Reading leaves no time of access. Raises: OSError, ValueError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         handle = os.open(name, flags | os.O_NOATIME, dir_fd=folder)
@@ -173,12 +185,12 @@ def _open(folder: int, name: str, size: int) -> IO[bytes]:
     status = os.fstat(handle)
     if not stat.S_ISREG(status.st_mode) or status.st_size > size:
         os.close(handle)
-        raise ValueError(f"{name} is no regular file of at most {size} bytes")
+        raise ValueError(f"{name} is not a regular file of at most {size} bytes")
     return os.fdopen(handle, "rb")
 
 
 def _copied(file: IO[bytes], target: Path) -> str:
-    """Copies and returns the SHA-256."""
+    """Copy a file and return its SHA-256."""
     digest = hashlib.sha256()
     with open(target, "xb") as out:
         while chunk := file.read(CHUNK):
@@ -191,12 +203,12 @@ NEWEST = 3
 
 
 def ladder_of(workspace: Workspace, segment: int) -> Path:
-    """Where the rungs of a segment lie."""
+    """The folder of a segment's ladder."""
     return workspace.root / "ladder" / f"{segment:05d}"
 
 
 def rungs(steps: Collection[int], every: int) -> list[int]:
-    """Which of the checkpoints to keep, oldest first: what is left out once is never asked for later.
+    """The steps of the checkpoints to keep, oldest first. A step that is left out once is not needed later.
 
     >>> rungs(range(5, 105, 5), every=5)
     [40, 80, 90, 95, 100]
@@ -208,7 +220,7 @@ def rungs(steps: Collection[int], every: int) -> list[int]:
     for step in ordered[:-1]:
         if step % every == 0:
             distance = ordered[-1] // every - step // every
-            band = 1 << max(0, distance.bit_length() - 1)  # the greatest power of two that is not above the distance
+            band = 1 << max(0, distance.bit_length() - 1)  # the greatest power of two up to the distance
             if (step // every) % band == 0:
                 kept.add(step)
     return sorted(kept)
@@ -216,7 +228,7 @@ def rungs(steps: Collection[int], every: int) -> list[int]:
 
 @contextmanager
 def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
-    """While the block trains a segment, keep its ladder. Training never fails because of that. Retention removes old ladders."""
+    """While the block trains a segment, keep its ladder. A failure here does not stop training. Retention removes old ladders."""
     if row.kind == "average":
         yield
         return
@@ -226,8 +238,8 @@ def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
 
 
 def keep_rungs(source: Path, target: Path, every: int) -> bool:
-    """Copy each checkpoint that is there, and remove the rungs that are no longer wanted. False: there may be more."""
-    for left in target.glob(".*"):  # of one that was killed
+    """Copy each wanted checkpoint, and remove unwanted rungs. Returns False: more checkpoints may follow."""
+    for left in target.glob(".*"):  # left by a killed process
         remove(left)
     held, there = ({step for step, _ in steps_in(folder)} for folder in (target, source))
     wanted = rungs(held | there, every)
@@ -236,10 +248,10 @@ def keep_rungs(source: Path, target: Path, every: int) -> bool:
             try:
                 copy_checkpoint(source / name_of(step), target / name_of(step))
             except (OSError, ValueError):
-                continue  # removed again, not whole, or the disk is full: a ladder with a rung less
+                continue  # removed, not whole, or the disk is full: the ladder lacks a rung
     for step in held - set(wanted):
         with suppress(OSError):
-            aside = target / f".{name_of(step)}"  # half a rung bears no name of one
+            aside = target / f".{name_of(step)}"  # a half-removed rung must not have a rung's name
             os.rename(target / name_of(step), aside)
             remove(aside)
     return False

@@ -14,7 +14,7 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, difference, shown
-from factory.gates.release.guards import SEEN
+from factory.gates.release.guards import ESTIMATES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judged_by import JudgedBy, judged_by
 from factory.gates.release.recorded import not_overridable
@@ -183,10 +183,10 @@ class TwoVerdicts:
         )  # fmt: skip
 
     def _other_number(self) -> Message | None:
-        """The first deciding sentence that both verdicts give with different numbers. None: no such sentence."""
-        ours = {NUMBER.sub("#", reason): reason for reason in self.again.reasons}
+        """The first sentence that both verdicts give with different numbers, and that can decide. None: no such sentence."""
+        ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATES}
         for reason in self.otherwise:
-            if SEEN not in reason and (own := ours.get(NUMBER.sub("#", reason))):
+            if own := ours.get(NUMBER.sub("#", reason)):
                 return Message(
                     "two_verdicts.other_number", "Judged again, a reason has other numbers: {recorded!r}, expected {expected!r}",
                     recorded=shown(reason, 300), expected=own,

@@ -19,6 +19,7 @@ from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
+from factory.gates.case import reasons_of
 from factory.gates.patch.stages.gate import patch_gate
 from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
 from factory.gates.release.judge import REJECT, Verdict
@@ -268,7 +269,7 @@ def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any
     if drafted.predicted_gain:
         lines.append(f"Predicted: {gain_words(drafted.target, drafted.predicted_gain)}.")
     for name, stage in ((evidence or {}).get("stages") or {}).items():
-        lines.append(f"{name.capitalize()}: {stage['state']}; {'; '.join(stage['reasons'])[:300]}")
+        lines.append(f"{name.capitalize()}: {stage['state']}; {' '.join(map(str, reasons_of(stage)))[:300]}")
     if verdict:
         lines += [f"Verdict: {verdict.outcome}; {'; '.join(verdict.reasons)[:600]}"]
     return "\n".join([*lines, "", f"Agent: {drafted.agent}", f"Target: {drafted.target}", ""])

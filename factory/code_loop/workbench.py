@@ -138,11 +138,11 @@ class LiveWorkbench:
         baseline = repository.checkout_live(self.plant.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
-            found = source_problems(change, base)
+            refused = source_problems(change, base)
             if change.path == KERNELS:
-                found += unknown_ops(change.content) + other_devices(base, change.content)
-            if found:
-                return Checked("static", tuple(found))
+                refused += unknown_ops(change.content) + other_devices(base, change.content)
+            if refused:
+                return Checked("static", tuple(refused))
         with devices.one():
             began, spent = time.monotonic(), self.spent
             checked = self._checked(baseline, changes, op, timed)

@@ -1,8 +1,8 @@
-"""What a stage of a gate is given, and what it returns.
+"""The input and the result of a stage of a gate.
 
-A stage is a module that is named as the stage and has ``run(case) -> StageResult``. A gate is an ordered tuple of such modules
-(``factory.gates.staged_gate``): to add a stage, write its file, put it into the tuple, and its name at the same
-place into ``STAGES`` of the gate's judge.
+A stage is a module with the stage's name and a function ``run(case) -> StageResult``. A gate is an ordered tuple of such modules
+(``factory.gates.staged_gate``). To add a stage, write its file, add the module to the tuple, and add its name at the same
+place in ``STAGES`` of the gate's judge.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ from factory.git.repository import Applied
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
+from kernels.contract.message import Message
 
 Policy = TypeVar("Policy", bound=StrictPolicy)
 StageEvidence = dict[str, Any]
-"""``{"state": …, "reasons": […]}`` and what was measured, as the ledger stores it. The states are 'passed', 'failed', 'missing' (it could
-not be measured) and 'not needed'."""
+"""``{"state": …, "reasons": […]}`` and the measurements, as the ledger stores them. The states are 'passed', 'failed', 'missing' (it could
+not be measured) and 'not needed'. A reason is a message; in the ledger it is the message's JSON (``reasons_of``)."""
 
 
 @dataclass(frozen=True)
 class PatchCase(Generic[Policy]):
-    """A patch that is being judged: everything that a stage may use."""
+    """A patch that is judged, with everything that a stage may use."""
 
     plant: Plant
     subject: Subject  # the proposal
@@ -41,9 +42,9 @@ class PatchCase(Generic[Policy]):
     baseline: Path  # worktree of the base commit
     work: Path  # scratch folder, removed after the last stage
     start: Start | None  # where the gate's training starts; None: the trunk has no checkpoint yet
-    tries: int  # how often this target was tried, this time included
-    handed_on: Mapping[str, Any] = field(default_factory=dict)  # by earlier stages, by the stage's name
-    after_stages: ExitStack = field(default_factory=ExitStack)  # closed after the last stage, whatever happened
+    tries: int  # of this target, this one included
+    handed_on: Mapping[str, Any] = field(default_factory=dict)  # from earlier stages, by name of the stage
+    after_stages: ExitStack = field(default_factory=ExitStack)  # closed after the last stage, also after an error
 
     @property
     def workspace(self) -> Workspace:
@@ -63,45 +64,79 @@ class PatchCase(Generic[Policy]):
         return self.applied.worktree
 
     def base_bytes(self, path: str) -> bytes | None:
-        """The file before the patch; None: there was none."""
+        """The content of a file before the patch. None: the file did not exist."""
         file = self.baseline / path
         return file.read_bytes() if file.is_file() else None
 
 
 @dataclass(frozen=True)
 class StageResult:
-    """``handed_on``: what a later stage needs of this one (``case.handed_on[name]``); it is not stored."""
+    """``handed_on``: the values for later stages (``case.handed_on[name]``). They are not stored."""
 
     evidence: StageEvidence
     handed_on: Any = None
 
 
 class Stage(Protocol):
-    """A module of one stage."""
+    """The interface of a stage's module."""
 
     __name__: str
 
     def run(self, case: PatchCase[Any]) -> StageResult:
-        """Raises: FactoryError where the machine or a policy is at fault; any other exception holds the patch back."""
+        """Raises: FactoryError for a fault of the machine or a policy. Any other exception holds the patch."""
         ...
 
 
-def passed(*reasons: str, **measured: Any) -> StageEvidence:
+def passed(*reasons: Message, **measured: Any) -> StageEvidence:
+    """Evidence of a stage that passed."""
     return {"state": "passed", "reasons": list(reasons), **measured}
 
 
-def failed(*reasons: str, **measured: Any) -> StageEvidence:
+def failed(*reasons: Message, **measured: Any) -> StageEvidence:
+    """Evidence that rejects the patch."""
     return {"state": "failed", "reasons": list(reasons), **measured}
 
 
-def missing(*reasons: str, **measured: Any) -> StageEvidence:
-    """It could not be measured, which says nothing about the patch and holds it back."""
+def missing(*reasons: Message, **measured: Any) -> StageEvidence:
+    """Evidence that could not be measured. It says nothing about the patch and holds it."""
     return {"state": "missing", "reasons": list(reasons), **measured}
 
 
-def not_needed(reason: str) -> StageEvidence:
+def not_needed(reason: Message) -> StageEvidence:
+    """Evidence of a stage that this patch does not need."""
     return {"state": "not needed", "reasons": [reason]}
 
 
-NO_START = missing("the trunk has no checkpoint to train from yet: 'factory run' makes one")
-NOTHING_HELD_OUT = missing("there is no held-out document to score weights on: ingest more documents")
+def reasons_of(stage: Mapping[str, Any]) -> list[Message]:
+    """The reasons of a stage's evidence, as the stage returned them or as the ledger stores them.
+
+    >>> [(one.code, str(one)) for one in reasons_of({"reasons": [Message("gates.no_start", "No.").to_json(), "as older factories wrote it"]})]
+    [('gates.no_start', 'No.'), ('', 'as older factories wrote it')]
+    """
+    return [Message.from_json(reason) for reason in stage.get("reasons") or []]
+
+
+NO_START = missing(
+    Message("gates.no_start", "The trunk has no checkpoint to train from yet. 'factory run' makes the first one.")
+)
+NOTHING_HELD_OUT = missing(
+    Message(
+        "gates.nothing_held_out",
+        "No document is held out, so no weights can be scored. Ingest more documents: 'factory ingest PATH'.",
+    )
+)
+
+
+def stage_failed(name: str) -> Message:
+    """The reason where a failed stage gives none."""
+    return Message("gates.stage_failed", "The stage {stage} failed.", stage=name)
+
+
+def no_evidence(name: str) -> Message:
+    """The reason where a stage left no evidence."""
+    return Message("gates.no_evidence", "There is no evidence from the stage {stage}.", stage=name)
+
+
+def tries_unknown() -> Message:
+    """The reason where the number of tries is missing."""
+    return Message("gates.tries_unknown", "The evidence does not say how often this target was tried.")

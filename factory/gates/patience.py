@@ -1,8 +1,8 @@
-"""How long a candidate's process may take: by what approved code took for the same, on this machine, just before.
+"""Time limits of a candidate's process: multiples of the time that approved code just took for the same work on this machine.
 
-A fixed number of seconds would measure how busy the machine is, and not how good a patch is. So only approved code has one, a large one;
-and what a limit stopped is missing evidence, which holds a patch back and does not reject it. A candidate that was stopped is tried
-once more, with a longer limit.
+A fixed limit would measure how busy the machine is, not how good a patch is. So only approved code has a fixed, large limit. A process that
+a limit stopped leaves missing evidence, which holds a patch and does not reject it. A stopped candidate is tried once more, with a
+longer limit.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pydantic import Field
 
 from factory.core.policy_file import StrictPolicy
 from factory.gates.case import StageEvidence, missing
+from kernels.contract.message import Message
 
 Seconds = Annotated[float, Field(gt=0)]
 Ratio = Annotated[float, Field(ge=1)]
@@ -24,16 +25,16 @@ class Patience(StrictPolicy):
     """Time limits of a process that runs a candidate's code."""
 
     times: Ratio = 5.0
-    """It may take this many times as long as the baseline took for the same."""
+    """The limit, as a multiple of the baseline's time for the same work."""
     least_seconds: Seconds = 300.0
-    """It may always take this long: new code must be compiled first, the baseline's is compiled already."""
+    """The limit is never shorter: new code must be compiled first, and the baseline's code is compiled already."""
     again: Ratio = 3.0
-    """One that was stopped is tried once more, with a limit this many times as long; 1: it is not tried again."""
+    """A stopped process is tried once more with this multiple of the limit. 1: no second attempt."""
     again_seconds: Seconds = 3600.0
-    """The longest limit of that second attempt, which is left out where the first's was longer."""
+    """The longest limit of the second attempt. If the first limit was longer, no second attempt follows."""
 
     def limits(self, baseline_seconds: float) -> tuple[float, ...]:
-        """Of each attempt, in order."""
+        """The limits of the attempts in seconds, in order."""
         first = max(self.least_seconds, self.times * baseline_seconds)
         second = min(self.again * first, self.again_seconds)
         return (first, second) if second > first else (first,)
@@ -42,7 +43,7 @@ class Patience(StrictPolicy):
 def patiently(
     limits: Sequence[float], attempt: Callable[[int, float], Found], out_of_time: Callable[[Found], bool]
 ) -> Found:
-    """The result of the first attempt that was not stopped, else of the last. ``attempt`` takes its number, from 0, and its limit."""
+    """The result of the first attempt that was not stopped, else of the last one. ``attempt`` takes its number, from 0, and its limit."""
     for number, limit in enumerate(limits):
         found = attempt(number, limit)
         if not out_of_time(found):
@@ -50,35 +51,39 @@ def patiently(
     return found
 
 
-def out_of_time(reason: str, **measured: Any) -> StageEvidence:
-    """Evidence of a stage that a time limit ended: it is missing, and the patch is judged again later."""
+def out_of_time(reason: Message, **measured: Any) -> StageEvidence:
+    """Missing evidence of a stage that a time limit ended. The patch is judged again later."""
     return missing(reason, out_of_time=True, **measured)
 
 
 def missing_alone(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The stage whose missing evidence alone held a patch back; empty where another stage has a say. ``evidence``: of its verdict."""
+    """The evidence of the stage that alone held a patch, because it is missing; else empty. ``evidence``: of the patch's verdict."""
     stages = evidence.get("stages") or {}
     found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
     return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
 
 
 def ran_out(evidence: Mapping[str, Any]) -> bool:
-    """Was a patch held back by a time limit alone? ``evidence``: of its verdict."""
+    """True if only a time limit held a patch. ``evidence``: of the patch's verdict."""
     return missing_alone(evidence).get("out_of_time") is True
 
 
-def stopped(who: str, limits: Sequence[float], baseline_seconds: float, key: str) -> str:
-    """A reason: ``who`` was stopped at each limit; ``key``: the policy's section that has the limits."""
-    each = ", then ".join(f"{limit:.0f} s" for limit in limits)
-    return (
-        f"{who} did not end within its time limit ({each}; the baseline took {baseline_seconds:.0f} s for the same): either it never "
-        f"ends, or the machine is too busy; close other programs and have it judged again, or raise {key} in policies/gates/patch.yaml"
-    )
+def stopped(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
+    """The reason that each limit stopped the candidate's process ``what``. ``key``: the policy's section with the limits."""
+    return Message(
+        "gates.stopped",
+        "The candidate's {what} did not end within the time limit of each attempt ({limits:.0f} s; the baseline took {baseline:.0f} s). Either the "
+        "process never ends, or the machine is too busy. Close other programs and judge the patch again, or raise {key} in "
+        "policies/gates/patch.yaml.",
+        what=what, limits=list(limits), baseline=baseline_seconds, key=key,
+    )  # fmt: skip
 
 
-def baseline_stopped(what: str, seconds: float, key: str) -> str:
-    """A reason: approved code itself ran out of time."""
-    return (
-        f"{what} did not end within {seconds:.0f} s with approved code, which says nothing about the patch: close other "
-        f"programs and have it judged again, or raise {key} in policies/gates/patch.yaml"
-    )
+def baseline_stopped(what: str, seconds: float, key: str) -> Message:
+    """The reason that a limit stopped the process ``what`` of approved code."""
+    return Message(
+        "gates.baseline_stopped",
+        "The baseline's {what} did not end within {seconds:.0f} s, which says nothing about the patch. Close other programs and judge the patch "
+        "again, or raise {key} in policies/gates/patch.yaml.",
+        what=what, seconds=seconds, key=key,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a patch changes in recipes, and whether those recipes train here."""
+"""The changes that a patch makes to recipes, and whether those recipes train here."""
 
 from __future__ import annotations
 
@@ -7,37 +7,52 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.git.scope import Change
+from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
 from trainer.contract.recipe import Recipe
 
 RECIPES = "policies/recipes/"
-COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # how a step is computed, not what it computes
+COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # they change how a step is computed, not its result
 Changes = dict[str, tuple[Any, Any]]  # flat key → (old value, new value)
 
 
 def used_recipe(workspace: Workspace) -> str:
-    """The repository's path of the recipe that trains here."""
+    """The path, in the repository, of the recipe that trains here."""
     return f"{RECIPES}{workspace.config.recipe}.yaml"
 
 
-def unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[str]:
-    """A sentence for each changed recipe that no run here can judge."""
+def unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Message]:
+    """A message for each changed recipe that no run here can judge."""
     used, own = used_recipe(workspace), workspace.own_recipe()
     recipes = [path for path in paths if path.startswith(RECIPES)]
-    found = [f"{path} cannot be judged here: only {used} trains here" for path in recipes if path != used]
+    found = [
+        Message(
+            "gates.unused_recipe",
+            "{path} cannot be judged in this workspace: only {used} trains here.",
+            path=path, used=used,
+        )
+        for path in recipes
+        if path != used
+    ]  # fmt: skip
     if used in recipes and own.exists():
-        found.append(f"this workspace trains with {own}, so a patch to {used} has no effect")
+        found.append(
+            Message(
+                "gates.own_recipe",
+                "This workspace trains with {own}, so a patch to {used} has no effect.",
+                own=own, used=used,
+            )
+        )  # fmt: skip
     return found
 
 
 def recipe_changes(change: Change, base: str) -> Changes:
-    """What a changed recipe says otherwise than ``base``, its text before ('': a new recipe): ``{"batch.sequences": (8, 16)}``.
+    """The changed keys, each with its old and new value: ``{"batch.sequences": (8, 16)}``. ``base``: the recipe before; '': a new recipe.
 
-    A key that is gone has the new value None. Raises: RecipeError for text that is not a recipe, and for a deleted one.
+    A removed key has the new value None. Raises: RecipeError for text that is not a recipe, and for a deleted recipe.
     """
     if change.content is None:
-        raise RecipeError(f"{change.path}: a patch may not delete a recipe")
+        raise RecipeError("gates.recipe_deleted", "{path}: a patch may not delete a recipe.", path=change.path)
     new = flat(_parse(change.content.decode("utf-8", "replace"), change.path).model_dump())
     old = flat(_parse(base, change.path).model_dump()) if base else {}
     return {
@@ -46,7 +61,7 @@ def recipe_changes(change: Change, base: str) -> Changes:
 
 
 def learnt(changes: Changes) -> list[str]:
-    """The keys that change what is computed, and so what is learnt."""
+    """The keys that change what is computed, and thus what is learnt."""
     return [key for key in changes if key not in COMPUTING_KEYS]
 
 
@@ -55,7 +70,7 @@ def _parse(text: str, where: str) -> Recipe:
 
 
 def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one; an empty mapping is a value.
+    """Nested mappings as one mapping with dotted keys. An empty mapping is a value.
 
     >>> flat({"seed": 1, "batch": {"sequences": 8}, "phases": {}})
     {'seed': 1, 'batch.sequences': 8, 'phases': {}}

@@ -1,4 +1,4 @@
-"""A gate of patches: run its stages from cheap to expensive until one does not pass, judge the evidence, record the verdict."""
+"""A gate of patches. It runs its stages from cheap to expensive until one does not pass, judges the evidence and records the verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.removal import remove
-from factory.gates.case import PatchCase, Policy, Stage, StageResult, failed, missing
+from factory.gates.case import PatchCase, Policy, Stage, StageEvidence, StageResult, failed, missing, reasons_of
 from factory.gates.release.judge import Verdict
 from factory.gates.training_start import find_start
 from factory.git import repository
@@ -25,6 +25,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import record_verdict
 from kernels.contract.files import finite
+from kernels.contract.message import Message
+
+LONGEST_REASON = 1000  # characters
 
 
 class ReportedGain(Protocol):
@@ -33,7 +36,7 @@ class ReportedGain(Protocol):
 
 @dataclass(frozen=True)
 class StagedGate(Generic[Policy]):
-    """``judge`` decides from ``{"stages": {name: evidence}, "tries": n, …}``; ``gain`` is what reports show of the stages' evidence."""
+    """``judge`` decides from ``{"stages": {name: evidence}, "tries": n, …}``. ``gain`` computes the gain that reports show."""
 
     name: str
     policy: Policy
@@ -50,7 +53,7 @@ class StagedGate(Generic[Policy]):
         tries: int,
         patch_id: str,
     ) -> tuple[int, Verdict, dict[str, Any]]:
-        """Judge a proposal: (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; nothing is recorded then."""
+        """Judge a proposal. Returns (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; then nothing is recorded."""
         subject = Subject("proposal", number)
         evidence = self.gather(plant, subject, applied, tries) | {"gate": self.name, "patch_id": patch_id}
         verdict = self.judge(self.policy, evidence)
@@ -70,7 +73,7 @@ class StagedGate(Generic[Policy]):
         return recorded, verdict, evidence
 
     def gather(self, plant: Plant, subject: Subject, applied: Applied, tries: int) -> dict[str, Any]:
-        """The evidence of every stage up to the first that did not pass."""
+        """The evidence of every stage up to the first stage that did not pass."""
         repo = plant.workspace.repository
         work = gate_folder(applied.worktree)
         remove(work)
@@ -92,7 +95,8 @@ class StagedGate(Generic[Policy]):
             )
             found = self._run_stages(case)
         if repository.patch_sha256(repo, applied.base, applied.commit) != applied.patch_sha256:
-            found["scope"] = failed("the branch does not hold the patch that was proposed")
+            changed = Message("gates.branch_changed", "The branch does not hold the patch that was proposed.")
+            found["scope"] = stored(failed(changed))
         gain = self.gain(self.policy, found, tries)
         evidence: dict[str, Any] = {
             "base": applied.base,
@@ -112,23 +116,41 @@ class StagedGate(Generic[Policy]):
             with case.progress.task(f"gate: {name}"):
                 result = _run(stage, name, case)
             case = replace(case, handed_on={**case.handed_on, name: result.handed_on})
-            reasons = [one_line(reason, 1000) for reason in result.evidence["reasons"]]  # some quote the patch
-            seconds = round(time.monotonic() - began, 2)
-            found[name] = result.evidence | {"reasons": reasons, "stage_seconds": seconds}
+            found[name] = stored(result.evidence) | {"stage_seconds": round(time.monotonic() - began, 2)}
             state = found[name]["state"]
-            case.progress.line(f"  {name:<9} {state:<10} {'; '.join(reasons)[:160]}")
+            case.progress.line(
+                Message(
+                    "gates.stage",
+                    "  {stage:<9} {state:<10} {reasons:.160}",
+                    stage=name, state=state, reasons=" ".join(map(str, reasons_of(found[name]))),
+                )
+            )  # fmt: skip
             if state not in ("passed", "not needed"):
                 break
         return found
 
 
 def gate_folder(worktree: Path) -> Path:
-    """Where the gate works while it judges the patch that is checked out at ``worktree``."""
+    """The gate's work folder while it judges the patch in ``worktree``."""
     return worktree.with_name(worktree.name + "-gate")
 
 
+def stored(evidence: StageEvidence) -> StageEvidence:
+    """The evidence with its reasons as the ledger stores them. Some quote the patch: each text becomes one line without control characters."""
+    return evidence | {"reasons": [_one_line(reason.to_json()) for reason in reasons_of(evidence)]}
+
+
+def _one_line(value: Any) -> Any:
+    """A message's JSON with every text in it bounded and on one line."""
+    if isinstance(value, str):
+        return one_line(value, LONGEST_REASON)
+    if isinstance(value, dict):
+        return {one_line(key, LONGEST_REASON): _one_line(part) for key, part in value.items()}
+    return [_one_line(part) for part in value] if isinstance(value, list) else value
+
+
 def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
-    """An exception that a stage did not expect is evidence that is missing: it holds the patch back and says where.
+    """Run a stage. An unexpected exception becomes missing evidence, which holds the patch and names the stage.
 
     Raises: FactoryError.
     """
@@ -137,5 +159,9 @@ def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
     except FactoryError:
         raise
     except Exception as error:
-        reason = f"the {name} stage ended with an error: {type(error).__name__}: {error}"
+        reason = Message(
+            "gates.stage_error",
+            "The stage {stage} ended with an error: {kind}: {error}",
+            stage=name, kind=type(error).__name__, error=error,
+        )  # fmt: skip
         return StageResult(missing(reason, log=traceback.format_exc()))

@@ -1,4 +1,4 @@
-"""Where the gates' training starts: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
+"""The start of the gates' training: the trunk's last checkpoint, with the recipe, data plan and kernels that made it."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def check_training(plant: Plant, verdict: VerdictRow) -> None:
             "checks.held_now",
             "The release gate would hold {subject} now: {why} Judge it again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
-            why=held[0].text,
+            why=held[0].message,
             candidate=verdict.number,
         )
 

@@ -1,1 +1,1 @@
-"""Trains an anneal again on another order of its data, and measures how far that moves the model. No replica becomes a candidate."""
+"""Trains an anneal again on another order of its data, and measures how much that changes the model. A replica never becomes a candidate."""

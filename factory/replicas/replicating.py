@@ -1,9 +1,10 @@
-"""The noise that another data order makes: an anneal trained again and again from the checkpoint that it branched off, and measured.
+"""The noise of the data order: an anneal is trained again several times from the checkpoint before it, and measured.
 
-A replica has the anneal's recipe, code, precision and steps; its data plan names the next documents of another permutation of the same token
-shards (``DataPlan.reshuffled``). It is no segment of the ledger, so nothing goes on from it and it cannot be exported as a candidate. Its
-folder below ``replicas/<anneal>/`` (``factory.runs``) holds all that a killed factory goes on from; one event records what all of them showed, and
-the folder is removed. A permutation may bring documents that the trunk saw in this epoch: the noise is an upper estimate where the data are few.
+A replica has the anneal's recipe, code, precision and steps. Its data plan names the next documents of another permutation of the same token
+shards (``DataPlan.reshuffled``). A replica is not a segment of the ledger, so no training continues from it, and it cannot become a candidate.
+After a kill, the factory continues from the replica's folder below ``replicas/<anneal>/`` (``factory.runs``). One event records the results of all
+replicas, and then the folder is removed. A permutation may bring documents that the trunk saw in this epoch, so with little data the noise is an
+upper estimate.
 """
 
 from __future__ import annotations
@@ -35,14 +36,13 @@ from factory.runs.running import Runs
 from factory.runs.trace import read_checkpoint
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import spec_of
-
-ENDS_THEM = "'replicas: {count: 0}' in gates/release.yaml ends them"
+from kernels.contract.message import Message
 
 
 def replicate(plant: Plant, anneal: int) -> None:
-    """Train the next replica of an anneal; once all are trained, measure them and record what they showed. Safe to repeat.
+    """Train the next replica of an anneal. Once all are trained, measure them and record the results. Safe to repeat.
 
-    What is left of an anneal that is not due is removed. Raises: FactoryError when a trainer fails; PausedError.
+    The folder of an anneal that is not due is removed. Raises: FactoryError if a trainer fails; PausedError.
     """
     policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
     wanted = wanted_now(plant.workspace, plant.ledger, policy)
@@ -61,7 +61,7 @@ def replicate(plant: Plant, anneal: int) -> None:
 
 
 def waits(workspace: Workspace, db: Reads, policy: ReleasePolicy) -> int | None:
-    """The anneal whose replicas are to be trained, measured or cleared away; None: there is none."""
+    """The anneal whose replicas must be trained, measured or removed. None: no such anneal."""
     if wanted := wanted_now(workspace, db, policy):
         return wanted[0].id
     left = sorted(int(path.name) for path in folder_of(workspace).glob("*") if path.name.isdigit())
@@ -69,8 +69,8 @@ def waits(workspace: Workspace, db: Reads, policy: ReleasePolicy) -> int | None:
 
 
 def wanted_now(workspace: Workspace, db: Reads, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
-    """The anneal that is due, and its release. One whose parent's checkpoint is gone is not: the next release's is; nor is one while replicas
-    would take more than their share of all steps, unless some of its are there."""
+    """The anneal that is due, and its release. None if its parent's checkpoint is missing, or if its replicas would take more than their share of
+    all steps and none of them has begun."""
     wanted = due(db, policy.replicas)
     if wanted is None:
         return None
@@ -91,7 +91,7 @@ def runs_of(plant: Plant, anneal: int) -> Runs:
 
 
 def replica(plant: Plant, row: SegmentRow, number: int) -> Arm:
-    """The anneal, on the next documents of another order of the same data."""
+    """The arm of a replica: the anneal, on the next documents of another order of the same data."""
     spec = spec_of(plant.ledger, row)
     spec["data_plan"] = with_contents(plant.ledger, spec["data_plan"])
     order = {"reshuffled": spec["data_plan"].get("reshuffled", 0) + number}
@@ -99,7 +99,7 @@ def replica(plant: Plant, row: SegmentRow, number: int) -> Arm:
 
 
 def _fault(runs: Runs, arm: Arm) -> str:
-    """Why a replica is not there, whole."""
+    """Why a replica is not finished and whole; '': it is."""
     from trainer.contract.checkpoint.format import find_fault
 
     try:
@@ -113,37 +113,51 @@ def _fault(runs: Runs, arm: Arm) -> str:
 def _train(runs: Runs, row: SegmentRow, number: int, arm: Arm) -> None:
     plant, folder = runs.plant, runs.folder(arm)
     if (folder / "result.json").exists():
-        remove(folder)  # it is damaged
+        remove(folder)  # the replica is damaged
     plant.progress.line(
-        f"  segment {row.id}: replica {number}, another order of the same data (steps {row.first_step}–{row.last_step})"
-    )
+        Message(
+            "replicas.training",
+            "  segment {segment}: replica {number}, another order of the same data (steps {first}–{last})",
+            segment=row.id, number=number, first=row.first_step, last=row.last_step,
+        )
+    )  # fmt: skip
     title = f"replica {number} of segment {row.id}"
     done = runs.live(LiveCode.of(plant, row.code_commit), [arm], title, usual_of(plant.ledger, row))
     if done.code:
-        raise FactoryError(f"{title} failed: {done.line} (log: {folder}.log); {ENDS_THEM}")
+        raise FactoryError(
+            "replicas.failed",
+            "{title} failed: {problem} (log: {log}). To train no replicas, write 'replicas: {{count: 0}}' in gates/release.yaml.",
+            title=title.capitalize(), problem=done.line, log=f"{folder}.log",
+        )  # fmt: skip
 
 
 def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Path], policy: ReleasePolicy) -> None:
-    """Bits per byte of the anneal and of its replicas on the dev half; one event. The sealed half is for candidates."""
+    """Measure bits per byte of the anneal and its replicas on the dev half, and record an event. The sealed half is for candidates."""
     from trainer.contract.checkpoint.format import manifest_sha256
 
     evals = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     texts, _ = held_out_texts(evals.documents_per_domain, evals.document_bytes, plant)
     if not texts:
         raise FactoryError(
-            f"no held-out document can be read, so segment {row.id}'s replicas cannot be measured; {ENDS_THEM}"
+            "replicas.nothing_held_out",
+            "No held-out document can be read, so the replicas of segment {segment} cannot be measured. To train no replicas, write 'replicas: "
+            "{{count: 0}}' in gates/release.yaml.",
+            segment=row.id,
         )
     checkpoints = [Path(last_checkpoint(plant.ledger, row.id)["path"]), *replicas]
     runs = []
-    with plant.progress.task(f"measuring replicas of segment {row.id}", len(checkpoints)) as task:
+    title = Message("replicas.measuring", "measuring replicas of segment {segment}", segment=row.id)
+    with plant.progress.task(title, len(checkpoints)) as task:
         for checkpoint in checkpoints:
             found = weights_bits(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
             task.advance(1, "bits per byte")
             if broken := sorted(domain for domain, bits in found.items() if not math.isfinite(bits)):
                 raise FactoryError(
-                    f"{checkpoint} has no finite loss on held-out documents of {', '.join(broken)}, so segment {row.id}'s replicas say "
-                    f"nothing of the data order's noise; {ENDS_THEM}"
-                )
+                    "replicas.no_finite_loss",
+                    "{checkpoint} has no finite loss on held-out documents of {domains}, so the replicas of segment {segment} do not show the noise "
+                    "of the data order. To train no replicas, write 'replicas: {{count: 0}}' in gates/release.yaml.",
+                    checkpoint=checkpoint, domains=broken, segment=row.id,
+                )  # fmt: skip
             runs.append(found)
     documents = {"items": [item_identity(text.document) for text in texts]}
     detail: dict[str, Any] = {
@@ -152,14 +166,19 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
     }  # fmt: skip
     with plant.ledger.begin() as tx:
         record(tx, MEASURED, Subject("segment", row.id), detail)
-    plant.progress.line(f"  {describe(ReplicaNoise.of(runs, policy.target.weights))}")
+    noise = describe(ReplicaNoise.of(runs, policy.target.weights))
+    plant.progress.line(Message("replicas.measured", "  {noise}", noise=noise))
 
 
-def describe(noise: ReplicaNoise) -> str:
-    """In words.
+def describe(noise: ReplicaNoise) -> Message:
+    """The noise as a line.
 
     >>> describe(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
-    'another order of the same data moves bits per byte by 0.0042 (code), 0.0050 (docs): standard deviation of 3 trainings'
+    'Another order of the same data changes bits per byte by 0.0042 (code), 0.0050 (docs), the standard deviation of 3 trainings.'
     """
-    each = ", ".join(f"{value:.4f} ({domain})" for domain, value in sorted(noise.by_domain.items()))
-    return f"another order of the same data moves bits per byte by {each}: standard deviation of {noise.runs} trainings"
+    return Message(
+        "replicas.noise",
+        "Another order of the same data changes bits per byte by {named}, the standard deviation of {runs} trainings.",
+        named=[f"{value:.4f} ({domain})" for domain, value in sorted(noise.by_domain.items())],
+        domains=dict(noise.by_domain), runs=noise.runs,
+    )  # fmt: skip

@@ -1,6 +1,6 @@
-"""One way to train a variant of some steps, and to say how far two of them are apart.
+"""Trains variants of some steps, and measures how far two of them are apart.
 
-An errand (a certificate, a preflight, an audit, a diagnosis, a gate) says what it varies as ``Arm``s; ``Runs`` trains them, each once: in trainers of
-live code (``live``) or in the sandbox for code that is not trusted (``sandboxed``). What they left is read as ``Trace``s, and ``distance`` says
-how far two are apart. The ledger has a row for each (``factory runs``). Nothing here judges.
+A task (a certificate, a preflight, an audit, a diagnosis, a gate) describes its variants as ``Arm``s. ``Runs`` trains each arm once: in trainers of
+live code (``live``), or in the sandbox for untrusted code (``sandboxed``). A ``Trace`` reads the files of a run, and ``distance`` measures how far
+two runs are apart. The ledger has a row for each run (``factory runs``). Nothing in this folder judges.
 """

@@ -1,4 +1,4 @@
-"""An arm: one way to train some steps, by what it is. Two that are the same have one key, whoever asks for them.
+"""An arm: one way to train some steps. Two arms that train the same have the same key, whoever asks for them.
 
 >>> plan = {"token_shards": [{"id": "a", "path": "shards/a"}], "seed": 1}
 >>> base = {"kind": "trunk", "recipe": {"precision": "fp32", "optimizer": {"lr": 0.1}}, "data_plan": plan, "first_step": 0, "last_step": 20,
@@ -30,42 +30,42 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True)
 class Arm:
-    """What is varied, and how: the specification of a segment with some keys changed.
+    """A segment's specification with some keys changed.
 
-    An arm that changes nothing is the segment itself, from ``base["first_step"]``, or from ``start`` where that is of a later step.
+    An arm without changes is the segment itself, from ``base["first_step"]``, or from ``start`` if that is at a later step.
     """
 
-    name: str  # for people, unique within an errand; no part of what the arm is
-    base: Mapping[str, Any]  # segment.json of what is varied
-    code: str  # commit, or tree where commits of the same tree are one code
+    name: str  # for people, unique within a task; not a part of the key
+    base: Mapping[str, Any]  # segment.json of the varied segment
+    code: str  # a commit, or a tree if commits of the same tree count as one
     recipe: Mapping[str, Any] = field(default_factory=dict)  # keys that differ, with dots between their parts
     plan: Mapping[str, Any] = field(default_factory=dict)  # keys of the data plan that differ
-    start: Path | None = None  # the checkpoint to go on from; None: the base's
-    until: int | None = None  # it ends once there is a checkpoint of this step; None: at the base's last step
-    seed: int | None = None  # of the data's order, which is then walked from its beginning
+    start: Path | None = None  # the checkpoint to continue from; None: the base's
+    until: int | None = None  # the arm ends at the checkpoint of this step; None: at the base's last step
+    seed: int | None = None  # of the data's order, which then starts from its beginning
     precision: str | None = None
     kernels: str = ""  # the text of kernels.yaml; empty: the code's own
-    ranks: int | None = None  # None: as many as the workspace trains with
+    ranks: int | None = None  # None: the workspace's number
     environment: str = ""  # the interpreter of another environment
-    repeat: int = 0  # above 0: the same again, on purpose
+    repeat: int = 0  # above 0: the same arm again, on purpose
 
     @property
     def first(self) -> int:
-        """The step that it begins at."""
+        """The step at which the arm begins."""
         return int(self.base["first_step"]) if self.start is None else int(self.start.name.rpartition("-")[2])
 
     @property
     def last(self) -> int:
-        """The step of its last checkpoint."""
+        """The step of the arm's last checkpoint."""
         return int(self.base["last_step"]) if self.until is None else self.until
 
     @property
     def resumes(self) -> Path | None:
-        """The checkpoint that it finds as its own, as a segment does that was stopped."""
+        """The checkpoint from which the arm resumes, like a stopped segment; None: it starts."""
         return self.start if self.first > self.base["first_step"] else None
 
     def spec(self, kernels: Path | str | None = None) -> Spec:
-        """segment.json. ``kernels``: where the text lies."""
+        """The content of segment.json. ``kernels``: the path of the kernels' text."""
         keys = dict(self.recipe) | ({} if self.precision is None else {"precision": self.precision})
         spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels and str(kernels)}))
         spec["recipe"] = with_keys(spec["recipe"], keys)
@@ -78,7 +78,7 @@ class Arm:
 
     @cached_property
     def key(self) -> str:
-        """The hash of all that decides what it trains: of files by what they hold, wherever they lie."""
+        """The hash of everything that decides the training. Files count by content, not by path."""
         spec = self.spec(self.kernels or None)
         begins = [_content(path) for path in (spec.pop("initial_checkpoint"), self.resumes)]
         spec["data_plan"]["token_shards"] = [
@@ -88,7 +88,7 @@ class Arm:
         return hashlib.sha256(json.dumps([spec, rest], sort_keys=True).encode()).hexdigest()[:16]
 
     def to_json(self) -> dict[str, Any]:
-        """As the ledger keeps it: what is varied by its hash, and what differs from it."""
+        """The arm as the ledger stores it: the hash of the base, and the differences from it."""
         base = hashlib.sha256(json.dumps(dict(self.base), sort_keys=True, default=str).encode()).hexdigest()[:16]
         found = {
             "name": self.name, "base": base, "code": self.code, "recipe": dict(self.recipe), "plan": dict(self.plan),
@@ -101,22 +101,28 @@ class Arm:
 
 
 def for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The recipe for the sandbox's one rank: nothing is split over ranks; recomputation stays."""
+    """The recipe for the sandbox's single rank: nothing is split over ranks. Recomputation stays."""
     return with_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
 
 
 def refuse_impossible(arms: Sequence[Arm]) -> None:
-    """Raises: InputError, one line, for an arm with a key that no recipe has, and for two that differ in nothing."""
+    """Raises: InputError for an arm with an unknown key, and for two equal arms."""
     seen: dict[str, str] = {}
     for arm in arms:
         for path in arm.recipe:
             _refuse_unknown(arm, path)
         for key in arm.plan.keys() - DataPlan.model_fields.keys():
-            raise InputError(f"arm {arm.name!r}: no data plan has the key {key!r}{nearest(key, DataPlan.model_fields)}")
+            raise InputError(
+                "runs.unknown_plan_key",
+                "arm {arm!r}: no data plan has the key {key!r}{hint}",
+                arm=arm.name, key=key, hint=nearest(key, DataPlan.model_fields),
+            )  # fmt: skip
         if (other := seen.setdefault(arm.key, arm.name)) != arm.name:
             raise InputError(
-                f"the arms {other!r} and {arm.name!r} differ in nothing: leave one out, or give it 'repeat' to run the same again"
-            )
+                "runs.equal_arms",
+                "The arms {one!r} and {other!r} are equal. Leave one out, or give it 'repeat' to run the same arm again.",
+                one=other, other=arm.name,
+            )  # fmt: skip
 
 
 def _refuse_unknown(arm: Arm, path: str) -> None:
@@ -124,14 +130,18 @@ def _refuse_unknown(arm: Arm, path: str) -> None:
     for number, part in enumerate(parts):
         try:
             known = fields_at(Recipe, parts[:number])
-        except AttributeError:  # below it names are the user's own, such as a mixture's domains
+        except AttributeError:  # below this key the user chooses names, such as a mixture's domains
             return
         if part not in known:
-            raise InputError(f"arm {arm.name!r}: no recipe has the key {path!r}{nearest(part, known)}")
+            raise InputError(
+                "runs.unknown_recipe_key",
+                "arm {arm!r}: no recipe has the key {key!r}{hint}",
+                arm=arm.name, key=path, hint=nearest(part, known),
+            )  # fmt: skip
 
 
 def _content(checkpoint: Path | str | None) -> str | None:
-    """The hash of a checkpoint's manifest, which holds the hashes of its files; its place, where it has none."""
+    """The hash of a checkpoint's manifest, which holds the hashes of its files; the path, if there is no manifest."""
     if checkpoint is None:
         return None
     try:

@@ -1,16 +1,15 @@
-"""What compilers made for one commit of live code is where the next commit's cache begins.
+"""The compile cache of a commit of live code, which begins as a copy of an older commit's cache.
 
-A commit has a folder of its own, ``devices.compiled``: torch.compile's files in ``inductor/`` (graphs with the kernels that were made of
-them, what autotuning chose, C++ and the project's own C++ kernels) and Triton's in ``triton/``. Segments, certificates, preflights,
-exports and profiles of the commit all use it, and it survives kills and restarts. An entry is found by a hash of all that it was made from
-(the graph, the compilers' settings and versions, the device), whatever commit and folder that came from: a patch that leaves a graph as
-it was finds it compiled.
+Each commit has its own folder, ``devices.compiled``: torch.compile's files in ``inductor/`` (graphs with their kernels, the choices of
+autotuning, C++ and the project's own C++ kernels) and Triton's in ``triton/``. Segments, certificates, preflights, exports and profiles of the
+commit use it, and it survives kills and restarts. An entry is found by a hash of its sources (the graph, the compilers' settings and
+versions, the device), independent of commit and folder. So a patch that leaves a graph unchanged finds it compiled.
 
-Who reads an entry runs it, so that a cache is as trustworthy as the code that wrote it. A copy goes from older approved code to newer
-code that still holds it, and never back: a copy, not hard links, through which newer code could change what older code reads. From code
-with agents' patches it goes only across more patches that were judged and take none back: a person's commit, or an undoing proposal, may
-be there because a patch turned out hostile, and then what that compiled is hostile too. Where nothing may be copied the commit compiles
-for itself. A candidate is not live code: gates hand it a copy that nobody else reads.
+Reading an entry means running it, so a cache is as trustworthy as the code that wrote it. A cache is copied from older approved code to newer
+code that contains the older code, never back. It is a copy, not hard links, through which newer code could change what older code reads. From code
+with agents' patches, a cache is copied only across further judged patches that undo none. A person's commit, or an undoing proposal, may follow a
+hostile patch, whose compiled files are hostile too. Where nothing may be copied, the commit compiles for itself. A candidate is not live code: gates
+give it a private copy.
 """
 
 from __future__ import annotations
@@ -26,16 +25,14 @@ from factory.git import repository
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO, ProposalRow, SegmentRow
 
-MOST_BYTES = (
-    2 << 30
-)  # of a cache that is copied: what no graph uses any more is never removed from it, so a larger one is left behind
-PATIENCE_SECONDS = 600.0  # for another process that copies
+MOST_BYTES = 2 << 30  # of a copied cache; unused entries are never removed, so a larger cache is not copied
+PATIENCE_SECONDS = 600.0  # wait for another process that copies
 
 
 def begin_cache(plant: Plant, commit: str) -> Path | None:
-    """Before a commit's code first runs here, copy the cache of the newest code that it may read from; returns that folder.
+    """Before a commit's code first runs here, copy the newest cache that the commit may read. Returns the copied folder.
 
-    None: the commit has a cache already, or there is none to begin with. Raises: RepositoryError; OSError, and nothing is left.
+    None: the commit has a cache already, or no cache may be copied. Raises: RepositoryError; OSError, which leaves nothing behind.
     """
     own = devices.compiled(plant.workspace.root, commit)
     if own.exists():
@@ -46,7 +43,7 @@ def begin_cache(plant: Plant, commit: str) -> Path | None:
         if found is None or _bytes(found) > MOST_BYTES:
             return None
         aside = own.with_name("beginning")
-        shutil.rmtree(aside, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
         try:
             _copy(found, aside)
             aside.rename(own)
@@ -57,7 +54,7 @@ def begin_cache(plant: Plant, commit: str) -> Path | None:
 
 
 def readable(plant: Plant, commit: str) -> Iterator[Path]:
-    """The caches of code that trained here, newest first, that ``commit`` may read: it holds all of that code. Raises: RepositoryError."""
+    """The caches that ``commit`` may read, newest first: those of code that trained here and that the commit contains. Raises: RepositoryError."""
     code = plant.workspace.repository
     rows = ProposalRow.select(plant.ledger, "WHERE state IN ('approved', 'reverted')")
     patches = {row.commit: row for row in rows if row.commit}
@@ -75,13 +72,13 @@ def readable(plant: Plant, commit: str) -> Iterator[Path]:
 
 
 def copy_cache(compiled: Path, cache: Path) -> None:
-    """Give a gate's run its own copy of what approved code compiled: nobody else ever reads what a candidate writes there."""
+    """Give a gate's run a private copy of the cache of approved code. No other process reads what a candidate writes there."""
     if compiled.is_dir():
         shutil.copytree(compiled, cache, symlinks=True)
 
 
 def _copy(source: Path, target: Path) -> None:
-    """Folders and plain files alone: code that may be hostile wrote them."""
+    """Copy only folders and plain files, because code that may be hostile wrote them."""
     for folder, _, names in os.walk(source):
         into = target / Path(folder).relative_to(source)
         into.mkdir(parents=True)

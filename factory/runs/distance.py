@@ -1,11 +1,11 @@
-"""How far apart are two runs? The one place that says it: of weights and of moments tensor by tensor, of what they wrote down number by number.
+"""Measures how far apart two runs are: weights and moments tensor by tensor, recorded values number by number.
 
     distance(a, b)                     ‖b − a‖ beside ‖a‖
     distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
     distance(a, b, begun=c, other=d)   as before, where b began with d: (b − d) − (a − c)
 
-What rounding alone does is measured beside it: ``perturbed`` copies a checkpoint with each weight one rounding larger or smaller, and the
-distance of a run that goes on from the copy is the least that another distance means anything by.
+``perturbed`` measures the effect of rounding: it copies a checkpoint with each weight one rounding larger or smaller. A distance is meaningful
+only if it is larger than that of a run from the copy.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 
-RANDOM = "rng"  # among the moments: a state, of which half a difference means as much as a whole one
+RANDOM = "rng"  # a state among the moments, of which any difference counts as whole
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Apart:
-    """One tensor, or several together: how far two runs are apart, beside the size that it is a share of."""
+    """The distance ``apart`` of one tensor, or of several together, in two runs, and the size that it is a share of."""
 
     apart: float
     size: float
@@ -44,23 +45,23 @@ class Apart:
 
 @dataclass(frozen=True)
 class Distance:
-    """By the tensor's name. A tensor that only one has, or of another shape, is infinitely far."""
+    """Distances by name of the tensor. A tensor that only one run has, or of another shape, is infinitely far."""
 
     weights: Mapping[str, Apart]
     moments: Mapping[str, Apart]
 
     def shares(self) -> dict[str, float]:
-        """Of all tensors."""
+        """The shares of all tensors, by name."""
         return {name: one.share for name, one in (*self.weights.items(), *self.moments.items())}
 
 
 def distance(a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None) -> Distance:
-    """Of ``b`` from ``a``, in fp64. ``begun``: the weights that they began with; ``other``: those that ``b`` did, if they are not the same."""
+    """The distance of ``b`` from ``a``, in fp64. ``begun``: the weights at the start; ``other``: those of ``b``, if they differ."""
     return Distance(apart(a.model, b.model, begun, other), apart(a.optimizer, b.optimizer))
 
 
 def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None) -> dict[str, Apart]:
-    """``distance`` of some tensors alone."""
+    """``distance`` of some tensors."""
     found = {}
     other = begun if other is None else other
     for name in sorted((a.keys() | b.keys()) - {RANDOM}):
@@ -75,7 +76,7 @@ def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors |
 
 
 def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None) -> Apart:
-    """``distance`` of two tensors of one shape."""
+    """``distance`` of two tensors of the same shape."""
     way, others = one.double(), two.double()
     if begun is not None and other is not None:
         way, others = way - begun.double(), others - other.double()
@@ -83,13 +84,13 @@ def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor
 
 
 def by_kind(moments: Mapping[str, Apart]) -> dict[str, Apart]:
-    """Of moments together, by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), as their sizes are unrelated."""
+    """The distances of moments added up by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), because the sizes of kinds are unrelated."""
     kinds = sorted({name.partition(".")[0] for name in moments})
     return {kind: together(one for name, one in moments.items() if name.partition(".")[0] == kind) for kind in kinds}
 
 
 def unlike(a: Checkpoint, b: Checkpoint) -> str:
-    """The first tensor that has no counterpart of its shape and dtype; '': none."""
+    """The name of the first tensor without a counterpart of its shape and dtype; '': none."""
     for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer)):
         for name in sorted(ours.keys() | theirs.keys()):
             one, two = ours.get(name), theirs.get(name)
@@ -99,8 +100,7 @@ def unlike(a: Checkpoint, b: Checkpoint) -> str:
 
 
 def same_bits(a: Checkpoint, b: Checkpoint) -> bool:
-    """Are weights and moments equal? What was written down is not asked: a diagnosis may round otherwise where its numbers lie otherwise
-    in memory."""
+    """True if weights and moments are equal. Recorded values do not count: another memory layout may round a diagnosis differently."""
     pairs = [
         (ours[name], theirs[name])
         for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer))
@@ -111,7 +111,7 @@ def same_bits(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def weights_apart(a: Tensors, b: Tensors) -> list[str]:
-    """The names of weights that are not the same to the bit in both."""
+    """The names of weights that differ in some bit."""
     same = lambda name: name in a and name in b and a[name].equal(b[name])
     return sorted(name for name in a.keys() | b.keys() if not same(name))
 
@@ -122,7 +122,7 @@ def sizes(tensors: Tensors) -> dict[str, float]:
 
 
 def together(parts: Iterable[Apart]) -> Apart:
-    """Several tensors as one long one.
+    """The distance of several tensors as one long tensor.
 
     >>> together([Apart(3.0, 1.0), Apart(4.0, 0.0)])
     Apart(apart=5.0, size=1.0)
@@ -132,12 +132,12 @@ def together(parts: Iterable[Apart]) -> Apart:
 
 
 def length(parts: Iterable[float]) -> float:
-    """The norm of a vector that is given by the norms of its parts."""
+    """The norm of a vector from the norms of its parts."""
     return math.sqrt(math.fsum(part * part for part in parts))
 
 
 def share(difference: float, size: float) -> float:
-    """A difference as a share of a size; infinite where that is nothing, or the difference no number."""
+    """A difference as a share of a size; infinite if the size is 0 or the difference is not a number."""
     if difference == 0:
         return 0.0
     found = difference / size if size > 0 else math.inf
@@ -145,8 +145,8 @@ def share(difference: float, size: float) -> float:
 
 
 def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str = "") -> Iterator[tuple[str, Apart]]:
-    """Where two JSON values differ, and how far. Floats differ by a share of the larger one; all else wholly or not at all. Of the keys in
-    ``ignored`` only the type counts.
+    """(place, distance) of each difference of two JSON values. Floats differ by a share of the larger one, other values wholly or not at all. Of the
+    keys in ``ignored`` only the type counts.
 
     >>> list(values_apart({"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 9.0}, {"time"}, "line 1"))
     [('line 1: loss', Apart(apart=0.5, size=2.5))]
@@ -154,13 +154,18 @@ def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str
     wholly = Apart(math.inf, 1.0)
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
-            yield f"{where}: other keys: {', '.join(sorted(map(str, one.keys() ^ other.keys()))[:5])}", wholly
+            keys = sorted(map(str, one.keys() ^ other.keys()))[:5]
+            yield Message("runs.other_keys", "{where}: other keys: {keys}", where=where, keys=keys), wholly
             return
         for key in one:
             if key not in ignored:
                 yield from values_apart(one[key], other[key], ignored, f"{where}: {key}")
             elif type(one[key]) is not type(other[key]):
-                yield f"{where}: {key} is no {type(one[key]).__name__}", wholly
+                kind = type(one[key]).__name__
+                yield (
+                    Message("runs.other_type", "{where}: {key} is not of type {kind}", where=where, key=key, kind=kind),
+                    wholly,
+                )
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other)):
             yield from values_apart(*pair, ignored, f"{where}[{number}]")
@@ -169,11 +174,18 @@ def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str
             finite = math.isfinite(one) and math.isfinite(other)
             yield where, Apart(abs(one - other), max(abs(one), abs(other))) if finite else wholly
     elif type(one) is not type(other) or one != other:
-        yield f"{where}: {str(other)[:80]} where the baseline has {str(one)[:80]}", wholly
+        yield (
+            Message(
+                "runs.other_value",
+                "{where}: {value} where the baseline has {baseline}",
+                where=where, value=str(other)[:80], baseline=str(one)[:80],
+            ),
+            wholly,
+        )  # fmt: skip
 
 
 def shares_of(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
-    """How far ``others`` are from ``values``, as shares of them; infinite where one is missing.
+    """The distances of ``others`` from ``values`` as shares of these; infinite where a value is missing.
 
     >>> shares_of([2.0, 4.0, None], [2.0, 3.0, 1.0])
     [0.0, 0.25, inf]
@@ -185,9 +197,9 @@ def shares_of(values: Sequence[float | None], others: Sequence[float | None]) ->
     return found
 
 
-# -- what rounding does ------------------------------------------------------------------------------------------------
+# -- the effect of rounding --------------------------------------------------------------------------------------------
 def perturbed(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
-    """Save a copy of a checkpoint in ``target`` whose weights are each ``unit`` of themselves larger or smaller, by a coin; once."""
+    """Save, once, a copy of a checkpoint in ``target`` with each weight larger or smaller by the share ``unit``, at random."""
     made = target / checkpoint.name
     if not made.exists():
         whole = checkpoints.load(checkpoint)

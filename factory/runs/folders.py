@@ -1,4 +1,4 @@
-"""A trainer's folder: its specification, the lock on it, whether a checkpoint fits, and what it says once it has ended."""
+"""A trainer's folder: its specification, its lock, the room for a checkpoint, and the trainer's result."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from factory.core.left_files import read_object, sweep
 from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_SECONDS
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
-LOCK_SECONDS = 3 * TRAINER_SECONDS  # for a trainer whose factory was killed, on a busy machine too
+PART = "segment.json.part"
+LOCK_SECONDS = 3 * TRAINER_SECONDS  # wait for a trainer whose factory was killed, also on a busy machine
 
 
 def write_spec(folder: Path, spec: dict[str, Any]) -> None:
@@ -26,18 +28,18 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
 
 
 def reveal(folder: int, spec: Mapping[str, Any]) -> None:
-    """Write a run's ``segment.json`` into its folder, a descriptor, where code in the sandbox writes too. Raises: OSError."""
-    handle = os.open("segment.json.part", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    """Write a run's ``segment.json`` into its folder, given as a descriptor. Code in the sandbox writes there too. Raises: OSError."""
+    handle = os.open(PART, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(handle, "w") as out:
         json.dump(dict(spec), out)
-    os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
+    os.rename(PART, "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 @contextmanager
 def folder_lock(folder: Path) -> Iterator[int]:
-    """A lock that the trainer's sandbox has too: held while either lives, so that a restarted factory waits for the old trainer to end.
+    """Hold a lock that the trainer's sandbox holds too, so that a restarted factory waits for the end of the old trainer.
 
-    It lies beside the folder, where the trainer cannot take its name.
+    The lock's file is beside the folder, where the trainer cannot take its name. Raises: SegmentError.
     """
     path = folder.with_name(f"{folder.name}.lock")
     with ExitStack() as held:
@@ -46,26 +48,36 @@ def folder_lock(folder: Path) -> Iterator[int]:
         except LockedError as holder:
             old = ", ".join(map(str, holders(path))) or "of another machine"
             raise SegmentError(
-                f"{folder}: a trainer that process {holder} started is still at work there (process {old}); end it, then try again"
+                "runs.still_training",
+                "{folder}: a trainer of process {holder} still works there (process {trainer}). End that process, then try again.",
+                folder=folder,
+                holder=holder,
+                trainer=old,
             ) from None
         yield descriptor
 
 
 def refuse_full(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
-    """Where no checkpoint of a recipe fits, no trainer starts, and one that says so is right.
+    """Refuse to train where no checkpoint of the recipe fits. ``line``: a trainer's last line, which is repeated in the error.
 
-    Raises: DiskFullError, with ``line``, what the trainer said.
+    Raises: DiskFullError.
     """
     size = checkpoint_bytes(recipe)
     if not fits(folder, size):
-        cause = f": {line}" if line else f": a checkpoint takes up to {size / 1e9:.2f} GB"
-        raise DiskFullError(
-            f"{title}: the disk is full{cause}. Free some space and run the same command again: its last checkpoint is whole"
+        cause = (
+            Message.from_json(line)
+            if line
+            else Message("runs.checkpoint_size", "a checkpoint takes up to {size:.2f} GB", size=size / 1e9)
         )
+        raise DiskFullError(
+            "runs.disk_full",
+            "{title}: the disk is full: {cause}. Free some space and run the same command again: the last checkpoint is whole.",
+            title=title, cause=cause,
+        )  # fmt: skip
 
 
 def checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
-    """Most that a checkpoint takes: weights and two moments in fp32, and a third of that for all else; 1 where only other code reads the recipe."""
+    """The most bytes of a checkpoint: weights and two moments in fp32, plus a third. 1 if only other code can read the recipe."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
 
@@ -76,26 +88,35 @@ def checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
 
 
 def clear(folder: Path, progress: Progress) -> None:
-    """Remove what no trainer should leave in its folder: links, pipes. Raises: SegmentError (``sweep``)."""
+    """Remove links and pipes, which no trainer should leave in its folder. Raises: SegmentError (``sweep``)."""
     if removed := sweep(folder):
-        names = ", ".join(map(repr, sorted(removed)[:5]))
         progress.line(
-            f"  WARNING: the trainer left what is no file in {folder}; removed: {names} ({len(removed)} in all)"
-        )
+            Message(
+                "runs.odd_files",
+                "  WARNING: the trainer left links, pipes or the like in {folder}. They were removed: {names} ({count} in all)",
+                folder=folder, names=[repr(name) for name in sorted(removed)[:5]], count=len(removed),
+            )
+        )  # fmt: skip
 
 
 def result_of(folder: Path, last_step: int) -> dict[str, Any]:
-    """result.json of a trainer that has ended, if it is about this folder's last checkpoint. Raises: SegmentError."""
+    """The result.json of an ended trainer. Raises: SegmentError if it is not about this folder's last checkpoint."""
     from trainer.contract.checkpoint.format import name_of
 
     path = folder / "result.json"
     result = read_object(path)
     for key, kind in RESULT_KEYS.items():
         if not isinstance(result.get(key), kind):
-            raise SegmentError(f"{path}: {key} is missing, or no {kind.__name__}")
+            raise SegmentError(
+                "runs.wrong_result",
+                "{file}: {key} is missing, or is not of type {kind}.",
+                file=path, key=key, kind=kind.__name__,
+            )  # fmt: skip
     expected = ("checkpoints", name_of(last_step))  # the workspace may have been moved since
     if (result["last_step"], Path(result["checkpoint"]).parts[-2:]) != (last_step, expected):
         raise SegmentError(
-            f"{path} names step {result['last_step']} and {result['checkpoint'][:300]}, and not step {last_step} and {'/'.join(expected)}"
-        )
+            "runs.other_result",
+            "{file} names step {step} and {checkpoint}. Step {expected_step} and {expected} were expected.",
+            file=path, step=result["last_step"], checkpoint=result["checkpoint"][:300], expected_step=last_step, expected="/".join(expected),
+        )  # fmt: skip
     return result | {"checkpoint": str(folder.joinpath(*expected))}

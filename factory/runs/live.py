@@ -1,7 +1,7 @@
-"""Trains arms with live code: those of one commit in one trainer (one import, one compilation, one read of the data), which waits for each
-(``python -m trainer --wait``); in as many trainers as there are devices, where each arm needs one.
+"""Trains arms with live code. One trainer trains all arms of one commit, with one import, one compilation and one read of the data, and waits for
+each (``python -m trainer --wait``). Arms that need one device each are divided among as many trainers as there are devices.
 
-A killed factory goes on where it was: an arm that has its result is not run again, one that was cut short resumes. A pause stops them all.
+A restarted factory continues: an arm with a result is not run again, and an unfinished arm resumes. A pause stops all arms.
 """
 
 from __future__ import annotations
@@ -29,15 +29,16 @@ from factory.runs.arm import Arm, Spec
 from factory.runs.folders import checkpoint_bytes, clear, folder_lock, refuse_full, write_spec
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
 UNMEASURED = UsualTimes()
-MAYBE_THE_MACHINES = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they come again and again
+MAYBE_THE_MACHINES = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they repeat
 
 
 @dataclass(frozen=True)
 class Trained:
-    """How a trainer ended: its exit code, and its last line. 0: every arm left its result."""
+    """The end of a trainer: exit code and last line. Code 0: every arm left its result."""
 
     code: int = 0
     line: str = ""
@@ -46,18 +47,18 @@ class Trained:
 def train(
     plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str, usual: UsualTimes = UNMEASURED
 ) -> Trained:
-    """Train ``arms``, by the folder below ``home`` that each is trained in; all of one number of ranks. How the first that failed ended.
-    ``usual``: what was measured of such a trainer before.
+    """Train ``arms``, each in its folder below ``home``. All have the same number of ranks. Returns the end of the first failed trainer.
 
-    Raises: PausedError while training is paused; SegmentError when a trainer was stopped or killed, hung, had too little memory, or the disk is
-    full; not the last time of as many in turn, without a new result, as ``policies/retries.yaml`` has tries.
+    ``usual``: the measured times of such a trainer. Raises: PausedError while training is paused; SegmentError if a trainer was stopped or
+    killed, hung, had too little memory, or the disk is full. After as many such ends without a new result as ``policies/retries.yaml`` has
+    tries, the last end is returned.
     """
     refuse_paused(plant.ledger)
     home.mkdir(parents=True, exist_ok=True)
     (count,) = {arm.ranks for arm in arms.values()}
     alone = (ranks(plant.workspace) if count is None else count) == 1
     lanes = _lanes(arms, len(devices.names()) if alone and len(arms) > 1 else 1)
-    with folder_lock(home) as lock:  # a trainer of a killed factory may still write its last checkpoint
+    with folder_lock(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
         clear(home, plant.progress)
         specs = {folder: prepare(home, folder, arm) for folder, arm in arms.items()}
         if all((folder / "result.json").exists() for folder in arms):
@@ -73,13 +74,13 @@ def train(
 
 
 def _lanes(arms: Mapping[Path, Arm], count: int) -> list[list[Path]]:
-    """Folders by trainer."""
+    """The folders of each trainer."""
     folders = list(arms)
     return [lane for number in range(count) if (lane := folders[number::count])]
 
 
 def _on_one(lane: _Lane, task: Task, lock: int) -> Callable[[], Trained]:
-    """Train with one of the devices."""
+    """A job that trains on one of the devices."""
 
     def job() -> Trained:
         with devices.one():
@@ -90,7 +91,7 @@ def _on_one(lane: _Lane, task: Task, lock: int) -> Callable[[], Trained]:
 
 @dataclass(frozen=True)
 class _Lane:
-    """Arms that one trainer trains, one after the other."""
+    """Arms that one trainer trains in sequence."""
 
     plant: Plant
     code: LiveCode
@@ -144,18 +145,22 @@ class _Lane:
             ends = _count_end(log.with_suffix(".ends"), folders)
             if ends < policy.tries:
                 raise SegmentError(
-                    f"{self.title}: its trainer {ending.says} (log: {log}). Run the same command again to go on: {ends} of {policy.tries} tries "
-                    "without a new result"
-                )
-            return Trained(status or 1, f"{policy.tries} times, it {ending.says}")
+                    "runs.trainer_ended",
+                    "{title}: the trainer {ending} (log: {log}). Run the same command again to continue. Of {tries} tries, {ends} had no new result.",
+                    title=self.title, ending=ending.says, log=log, ends=ends, tries=policy.tries,
+                )  # fmt: skip
+            repeated = Message(
+                "runs.ended_each_time", "{times} times, it {ending}", times=policy.tries, ending=ending.says
+            )
+            return Trained(status or 1, repeated)
         if status == 0 and not all((folder / "result.json").exists() for folder in folders):
-            return Trained(1, "it ended without a result")
+            return Trained(1, Message("runs.no_result", "the trainer ended without a result"))
         return Trained(status, f"exit {status}: {line or 'nothing'}" if status else "")
 
 
 @contextmanager
 def not_for_the_machine() -> Iterator[None]:
-    """A ledger or a disk that is locked, full or gone for a while is no reason to stop a trainer."""
+    """Ignore faults of the machine: a locked, full or missing ledger or disk does not stop a trainer."""
     try:
         yield
     except WaitingError:
@@ -166,7 +171,7 @@ def not_for_the_machine() -> Iterator[None]:
 
 
 def _count_end(path: Path, folders: Sequence[Path]) -> int:
-    """How often in turn, this time included, the runs ended without a new result and for what may be the machine's fault."""
+    """The number of consecutive ends, with this one, without a new result and possibly by the machine's fault."""
     results = sum((folder / "result.json").exists() for folder in folders)
     try:
         before = read_object(path)
@@ -178,8 +183,8 @@ def _count_end(path: Path, folders: Sequence[Path]) -> int:
 
 
 def prepare(home: Path, folder: Path, arm: Arm) -> Spec:
-    """The arm's folder, kept when it was begun with the same specification; else made, with a copy of the checkpoint that it resumes from.
-    Returns the specification."""
+    """Make the arm's folder with a copy of the checkpoint from which it resumes, or keep a folder with the same specification. Returns the
+    specification."""
     kernels = home / f"{arm.key}.yaml" if arm.kernels else None
     if kernels is not None:
         write_atomically(kernels, arm.kernels)

@@ -1,8 +1,8 @@
-"""Runs live code in the sandbox: the trainer, and the tools that come with it (export, averaging, tuning, the line profiler).
+"""Runs live code in the sandbox: the trainer and its tools (export, averaging, tuning, the line profiler).
 
-Live code is approved, but an agent may have written it, and no gate has executed all that it can do. So it sees what its work needs and
-nothing else: its worktree, token shards and a checkpoint to read, its own folder and its commit's compile cache to write, GPUs, and a
-loopback of its own for its ranks. ``training_sandbox`` in ``factory.yaml`` says what happens where no sandbox can be made.
+Live code is approved, but an agent may have written it, and no gate executes everything that code can do. So it sees only what it needs. It reads its
+worktree, token shards and a checkpoint. It writes its own folder and its commit's compile cache. It has GPUs, and a private loopback for its
+ranks. ``training_sandbox`` in ``factory.yaml`` decides what happens if no sandbox can be made.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from factory.runs.compile_cache import begin_cache
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
+from kernels.contract.message import Message
 from trainer.contract import stopping
 
 
@@ -40,18 +41,20 @@ class LiveCode:
     """A commit's worktree, and whether its code runs in the sandbox."""
 
     folder: Path
-    cache: Path | None  # of what this commit's code compiled, which no other code reads; None: torch's own
+    cache: Path | None  # of this commit's code alone; None: torch's own
     isolated: bool
-    hung_seconds: float = RetryPolicy().hung_seconds  # a tool that does nothing for so long is killed
+    hung_seconds: float = RetryPolicy().hung_seconds  # a tool that is idle for this long is killed
 
     @classmethod
     def of(cls, plant: Plant, commit: str) -> LiveCode:
-        """Raises: RepositoryError; IsolationError when the code may not run here, as there is no sandbox."""
+        """The live code of a commit. Raises: RepositoryError; IsolationError if the code may not run here without a sandbox."""
         from factory.git.repository import checkout_live
 
         isolated, why = isolation(plant)
         if not isolated:
-            plant.progress.line(f"  WARNING: live code runs, and NOT in the sandbox: {why}")
+            plant.progress.line(
+                Message("runs.not_isolated", "  WARNING: live code runs, and NOT in the sandbox: {why}", why=why)
+            )
         cache = devices.compiled(plant.workspace.root, commit)
         begin_cache(plant, commit)
         patience = RetryPolicy.load(plant.workspace.policy("retries.yaml")).hung_seconds
@@ -68,7 +71,7 @@ class LiveCode:
         stderr: IO[bytes] | int,
         lock: int | None = None,
     ) -> Running:
-        """Start ``command`` in its folder; ``live.start`` says the rest. It dies with the factory. Raises: IsolationError; OSError."""
+        """Start ``command`` in its folder, as ``live.start`` does. The process ends with the factory. Raises: IsolationError; OSError."""
         own = {"PYTHONPATH": str(self.folder), **environment}
         if self.isolated:
             assert self.cache is not None
@@ -93,7 +96,7 @@ class LiveCode:
             stderr=stderr,
             pass_fds=[] if lock is None else [lock],
             preexec_fn=die_with(os.getpid()),
-            start_new_session=True,  # Ctrl-C is ours: the trainer gets a SIGTERM, to leave a checkpoint
+            start_new_session=True,  # the factory handles Ctrl-C: the trainer gets a SIGTERM, to leave a checkpoint
         )
         return Running(process)
 
@@ -105,7 +108,7 @@ class LiveCode:
         on_line: Callable[[str], object] = lambda _: None,
         environment: Mapping[str, str] = {},
     ) -> subprocess.CompletedProcess[str]:
-        """``python words`` to its end; ``on_line`` gets its standard error line by line. One that hangs is killed, and says so last there.
+        """Run ``python words`` to its end. ``on_line`` gets each line of its standard error. A hanging process is killed, and the last line says so.
 
         Raises: IsolationError.
         """
@@ -127,7 +130,11 @@ class LiveCode:
                     process.wait()
                 errors += [f"{line}\n" for line in killed]
             except IsolationError as error:
-                raise IsolationError(f"{error}: {(errors or [''])[-1].strip()}") from None
+                raise IsolationError(
+                    "runs.not_run",
+                    "{error}: {line}",
+                    error=error.message, line=(errors or [""])[-1].strip(),
+                ) from None  # fmt: skip
             finally:
                 process.kill()
             out.seek(0)
@@ -137,24 +144,40 @@ class LiveCode:
 
 
 def isolation(plant: Plant) -> tuple[bool, str]:
-    """(does live code run in the sandbox, why not). Raises: IsolationError when it may not run at all."""
+    """(True if live code runs in the sandbox, else the reason). Raises: IsolationError if live code may not run at all."""
     chosen, where = plant.workspace.config.training_sandbox, plant.workspace.root / "factory.yaml"
     if chosen == "off":
-        return False, f"training_sandbox is off in {where}"
+        return False, Message("runs.sandbox_off", "training_sandbox is off in {file}", file=where)
     if plant.workspace.config.launcher:
-        why = f"the launcher in {where} starts processes that this factory cannot put into one"
+        why: str = Message(
+            "runs.own_launcher",
+            "the launcher in {file} starts processes outside any sandbox of this factory",
+            file=where,
+        )
     else:
         why = live.refusal()
     if not why:
         return True, ""
-    advice = f"'factory check' shows what is missing; 'training_sandbox: off' in {where} trains without, on this machine's trust in all merged code"
+    advice = Message(
+        "runs.sandbox_advice",
+        "'factory check' shows what is missing. 'training_sandbox: off' in {file} trains without a sandbox: this machine then trusts merged code.",
+        file=where,
+    )
     if chosen == "required":
-        raise IsolationError(f"nothing is trained: training_sandbox is 'required', and {why}. {advice}")
+        raise IsolationError(
+            "runs.sandbox_required",
+            "Nothing is trained: training_sandbox is 'required', but {why}. {advice}",
+            why=why, advice=advice,
+        )  # fmt: skip
     if number := merged_by_agent(plant.ledger):
         raise IsolationError(
-            f"nothing is trained: the live code holds proposal {number}, which an agent wrote, and {why}. {advice}"
-        )
-    return False, f"{why}; it stops once a patch that an agent wrote is merged"
+            "runs.sandbox_for_agents",
+            "Nothing is trained: the live code contains proposal {proposal} of an agent, but {why}. {advice}",
+            proposal=number, why=why, advice=advice,
+        )  # fmt: skip
+    return False, Message(
+        "runs.until_merge", "{why}. Live code stops running once a patch of an agent is merged", why=why
+    )
 
 
 def merged_by_agent(ledger: Ledger) -> int | None:
@@ -166,7 +189,7 @@ def merged_by_agent(ledger: Ledger) -> int | None:
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
 def read_by(spec: Mapping[str, Any]) -> list[Path]:
-    """What a trainer reads besides its folder and its code: token shards, a checkpoint, ``kernels.yaml``."""
+    """The paths that a trainer reads besides its folder and code: token shards, a checkpoint, ``kernels.yaml``."""
     names = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
     return [Path(name) for name in (*names, spec["initial_checkpoint"], spec["kernels"]) if name]
 
@@ -182,11 +205,11 @@ def start_trainer(
     lock: int,
     count: int | None = None,
 ) -> Running:
-    """``-m trainer …`` of that code, with its output in ``out``; ``lock`` is held as long as it lives.
+    """Start ``-m trainer …`` of this code, with its output in ``out``. The process holds ``lock`` while it lives.
 
-    ``count``: so many ranks, on this machine; else those that the workspace trains with. A caller that holds one device keeps it to that.
+    ``count``: the number of ranks, on this machine; None: the workspace's. A caller that holds one device limits the trainer to that device.
 
-    Raises: ConfigError when the launcher cannot be started; IsolationError.
+    Raises: ConfigError if the launcher cannot be started; IsolationError.
     """
     environment = {
         "PYTHONUNBUFFERED": "1",
@@ -209,11 +232,15 @@ def start_trainer(
             lock=lock,
         )
     except OSError as error:
-        raise ConfigError(f"{workspace.root / 'factory.yaml'}: launcher: {words[0]}: {error.strerror}") from error
+        raise ConfigError(
+            "runs.launcher",
+            "{file}: launcher: {program}: {error}",
+            file=workspace.root / "factory.yaml", program=words[0], error=error.strerror,
+        ) from error  # fmt: skip
 
 
 def ended(process: Running, seconds: float) -> bool:
-    """Has it ended? Waits for at most so many seconds. Raises: IsolationError when nothing was run."""
+    """True if the process has ended. Waits at most ``seconds``. Raises: IsolationError if nothing was run."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -222,7 +249,7 @@ def ended(process: Running, seconds: float) -> bool:
 
 
 def stop_trainer(process: Running) -> None:
-    """Returns once it has ended, in order or not: code of an older commit ends its step first, however long that takes."""
+    """Stop a trainer, and return once it has ended. Code of an older commit may first end its step, which may take long; then it is killed."""
     process.terminate()
     try:
         if ended(process, TRAINER_SECONDS):

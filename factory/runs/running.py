@@ -1,4 +1,4 @@
-"""``Runs``: the arms of one errand, trained where they are asked for, with a row each in the ledger."""
+"""``Runs``: the arms of one task. Each is trained when it is requested, and has a row in the ledger."""
 
 from __future__ import annotations
 
@@ -27,33 +27,35 @@ from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
 
-PROCESS = "process "  # how ``ended`` begins of one that runs: who trains it, and on which machine
-SLACK_SECONDS = 60.0  # by which a machine's clock may be set back
-SILENT_SECONDS = 3600.0  # after which a run of another machine that wrote nothing counts as stopped
+PROCESS = "process "  # begins ``ended`` of a running row, with the process and the machine
+SLACK_SECONDS = 60.0  # a machine's clock may be set back by this much
+SHOWN = ("purpose", "subject", "state", "folder", "started_at", "finished_at", "ended")  # columns of a run's JSON
+SILENT_SECONDS = 3600.0  # a run on another machine that wrote nothing for this long counts as stopped
 
 
 @dataclass(frozen=True)
 class Runs:
-    """Arms of one errand, below ``home``, by their keys: one that was trained there is not trained again."""
+    """The arms of one task, below ``home``, by their keys. An arm that was trained there is not trained again."""
 
     plant: Plant
     home: Path
     purpose: str  # 'certificate', 'preflight', 'audit', 'diagnosis', 'patch gate', 'recipe gate'
-    subject: Subject  # what they are for
+    subject: Subject  # of the task
 
     def folder(self, arm: Arm) -> Path:
-        """Where its trainer writes."""
+        """The folder of the arm's trainer."""
         return self.home / arm.key
 
     def trace(self, arm: Arm) -> Trace:
-        """What an arm left that was trained to its end."""
+        """The trace of an arm that was trained to its end."""
         return Trace(self.folder(arm), arm.first, arm.last)
 
     def live(self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = UNMEASURED) -> Trained:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live``).
 
-        Raises: InputError for arms that are none; PausedError, SegmentError when they were stopped: asked for again, they go on.
+        Raises: InputError for impossible arms; PausedError, SegmentError if they were stopped. The same call then continues.
         """
         refuse_impossible(arms)
         folders = {self.folder(arm): arm for arm in arms}
@@ -66,11 +68,11 @@ class Runs:
     def sandboxed(
         self, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
     ) -> Generator[Ended, None, None]:
-        """Train arms in the sandbox, each when it is asked for (``factory.runs.sandboxed.train``): close the iterator.
+        """Train arms in the sandbox, each when it is requested (``factory.runs.sandboxed.train``). Close the iterator.
 
-        Raises: InputError for an arm that is none; IsolationError.
+        Raises: InputError for an impossible arm; IsolationError.
         """
-        refuse_impossible(list(arms.values()))  # their keys, too, before anything that is not trusted runs
+        refuse_impossible(list(arms.values()))  # computes their keys too, before untrusted code runs
         with closing(sandboxed.train(output, code, arms, wall_seconds)) as trained:
             for folder, arm in arms.items():
                 with self.noted({folder: arm}) as ends:
@@ -81,11 +83,11 @@ class Runs:
                     return
 
     def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> Ended:
-        """Train an arm in a sandbox of its own, in a folder of this name; one that ended well is not trained again. Raises: IsolationError."""
+        """Train an arm in its own sandbox, in a folder of this name, unless it already ended well. Raises: IsolationError."""
         output, done = self.folder(arm), self.home / f"{arm.key}.json"
         if done.exists():
             return Ended(output / name, **json.loads(done.read_text()))
-        remove(output)  # of a process that was killed here
+        remove(output)  # left by a killed process
         (found,) = self.sandboxed(output, code, {output / name: arm}, wall_seconds)
         if not found.failed:
             write_atomically(done, json.dumps({"seconds": found.seconds}))
@@ -93,7 +95,7 @@ class Runs:
 
     @contextmanager
     def noted(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
-        """The rows of ``arms``: running, then as the block says how each ended ('': well); stopped, where it raises."""
+        """Keep the rows of ``arms``: running, then ended as the block sets ('': done), or stopped if the block raises."""
         self._note(arms)
         ends: dict[str, str] = {}
         try:
@@ -106,7 +108,7 @@ class Runs:
         _finish(self.plant, {key: ("failed", why[:400]) if why else ("done", None) for key, why in ends.items()})
 
     def _note(self, arms: Mapping[Path, Arm]) -> None:
-        """A row for each that is not done, before it begins."""
+        """Write a row for each arm that is not done, before it begins."""
         now, ledger = time.time(), self.plant.ledger
         with ledger.begin() as tx:
             for folder, arm in arms.items():
@@ -131,7 +133,7 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 # -- for people --------------------------------------------------------------------------------------------------------
 def as_it_stands(row: RunRow) -> RunRow:
-    """One whose process is gone was stopped, whatever its row says; of another machine's process, its folder tells."""
+    """The row with its real state: a run whose process is gone was stopped. For a process of another machine, the folder decides."""
     import psutil
 
     if row.state != "running":
@@ -140,16 +142,22 @@ def as_it_stands(row: RunRow) -> RunRow:
     if host not in ("", socket.gethostname()):
         if time.time() - max(row.started_at, _last_written(Path(row.folder))) < SILENT_SECONDS:
             return replace(row, ended=None)
-        return replace(row, state="stopped", ended=f"it has written nothing for {span(SILENT_SECONDS)} on {host}")
+        return replace(
+            row,
+            state="stopped",
+            ended=Message(
+                "runs.silent", "it has written nothing for {time} on {host}", time=span(SILENT_SECONDS), host=host
+            ),
+        )
     try:
         lives = psutil.Process(int(number)).create_time() < row.started_at + SLACK_SECONDS
-    except (psutil.Error, ValueError):  # an older factory noted no process
+    except (psutil.Error, ValueError):  # an older factory recorded no process
         lives = False
     return replace(row, ended=None) if lives else replace(row, state="stopped", ended="its process ended")
 
 
 def _last_written(folder: Path) -> float:
-    """When a trainer's folder, or something in it, changed last; 0: it is gone."""
+    """The time of the last change in a trainer's folder; 0: the folder is gone."""
     found = [0.0]
     with suppress(OSError):
         for path in (folder, *folder.iterdir()):
@@ -159,26 +167,26 @@ def _last_written(folder: Path) -> float:
 
 
 def every_run(db: Reads, newest: int | None = None) -> list[dict[str, Any]]:
-    """The newest runs, oldest first, as JSON: what a list, a page or MLflow shows."""
+    """The newest runs, oldest first, as JSON for lists, pages and MLflow."""
     limit = "" if newest is None else f" LIMIT {newest}"
     return [describe(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
 
 
 def describe(row: RunRow) -> dict[str, Any]:
-    """A run as JSON, with the seconds that it took and the newest step that it wrote down, while its folder is there."""
+    """A run as JSON, with its duration and, while its folder exists, its newest recorded step."""
     from factory.core.left_files import count_lines
 
     row = as_it_stands(row)
     took = None if row.finished_at is None else row.finished_at - row.started_at
     there = Path(row.folder).is_dir()
     return {
-        "key": row.id, **row.only("purpose subject state folder started_at finished_at ended"), "seconds": took,
+        "key": row.id, **row.only(" ".join(SHOWN)), "seconds": took,
         "there": there, "steps": count_lines(Path(row.folder) / "metrics.jsonl") if there else None, "arm": row.arm,
     }  # fmt: skip
 
 
-def in_words(run: dict[str, Any]) -> str:
-    """One line of a list.
+def in_words(run: dict[str, Any]) -> Message:
+    """A run as one line of a list.
 
     >>> arm = {"name": "old code, again", "code": "c0ffee" * 6, "first": 20, "last": 40, "repeat": 1}
     >>> run = {"key": "ab12", "purpose": "certificate", "subject": "segment:3", "state": "done", "seconds": 4.25, "ended": None}
@@ -190,7 +198,9 @@ def in_words(run: dict[str, Any]) -> str:
     took = f" in {run['seconds']:.1f} s" if run["state"] == "done" and run["seconds"] is not None else ""
     after = f" after {run['steps']} steps" if run["state"] == "running" and run["steps"] else ""
     why = f": {run['ended']}" if run["ended"] else ""
-    return (
-        f"{run['key']}  {run['purpose']} of {kind} {number}: {arm['name']} (steps {arm['first']}–{arm['last']}): "
-        f"{run['state']}{took}{after}{why}"
-    )
+    return Message(
+        "runs.line",
+        "{key}  {purpose} of {kind} {number}: {arm} (steps {first}–{last}): {state}{took}{after}{why}",
+        key=run["key"], purpose=run["purpose"], kind=kind, number=number, arm=arm["name"], first=arm["first"], last=arm["last"],
+        state=run["state"], took=took, after=after, why=why, seconds=run["seconds"], steps=run["steps"],
+    )  # fmt: skip

@@ -1,12 +1,12 @@
-"""Trains arms in one sandboxed trainer, one after the other, with code that is not trusted, or that is run again to see what it does.
+"""Trains arms in sequence in one sandboxed trainer, with untrusted code, or with code that is replayed.
 
-A single arm finds its folder ready when its trainer starts, as a segment does. A trainer of several is started once, with all their folders
-(``python -m trainer --wait …``), says in each that it waits for it, and is shown an arm by its ``segment.json`` when the caller asks for it:
-start-up and compilation are not timed, and nothing of an arm can be computed before. While the caller reads what an arm left, the
-trainer waits. Time is taken here, outside: of the clock, and of the CPU by the sandbox's processes.
+For a single arm, the folder is ready before the trainer starts, as for a segment. For several arms the trainer starts once with all folders
+(``python -m trainer --wait …``). It marks each folder for which it waits, and gets an arm as ``segment.json`` when the caller requests the
+arm. So start-up and compilation are not timed, and nothing of an arm can be computed before. While the caller reads the files of an arm, the trainer
+waits. Time is taken outside the sandbox, from the clock and from the CPU time of the sandbox's processes.
 
-What runs in the sandbox may write in all of its folders at any time, so that they are entered through descriptors of folders that were made
-before it began, and no link in them is followed. It compiles for itself: what live code compiled is not trusted.
+Code in the sandbox may write in all of its folders at any time. So they are entered through descriptors of folders that were made before the code
+began, and no link in them is followed. The code compiles for itself, because the cache of live code is not trusted.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from factory.runs.folders import reveal
 from factory.sandbox import clock, sandbox
 from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import name_of
 
 POLL_SECONDS = 0.003
@@ -39,27 +40,27 @@ POLL_SECONDS = 0.003
 
 @dataclass(frozen=True)
 class Ended:
-    """How an arm ended. ``failed``: why there is no last checkpoint; '': there is one in ``folder``."""
+    """The end of an arm. ``failed``: why there is no last checkpoint; '': ``folder`` has one."""
 
     folder: Path
-    seconds: float = 0.0  # from when it was shown to the trainer, or the trainer was started with it
+    seconds: float = 0.0  # since the trainer got the arm, or started with it
     failed: str = ""
-    out_of_time: bool = False  # a time limit ended it, which says nothing about its code
-    cpu: CpuSeconds | None = None  # of the sandbox over the same seconds; None: of a single arm, or not known
-    opened: int = -1  # of one of several: the descriptor of ``folder``, until the iterator is closed
+    out_of_time: bool = False  # a time limit ended the arm, which says nothing about its code
+    cpu: CpuSeconds | None = None  # of the sandbox during the same time; None: unknown, or a single arm
+    opened: int = -1  # of one of several arms: the descriptor of ``folder``, until the iterator is closed
 
 
 def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float) -> Generator[Ended, None, None]:
-    """Train ``arms``, by their folders below ``output``, which is all that their trainer may write in; each when it is asked for.
+    """Train ``arms``, each when it is requested, in their folders below ``output``. The trainer may write only there.
 
-    The iterator ends after the first that fails. Close it: that ends the trainer. Of an arm that would go on the trainer ends at its last
-    checkpoint. ``wall_seconds``: of all together. Raises: IsolationError; OSError for a fault of the machine.
+    The iterator ends after the first failed arm. Close it, which ends the trainer. If an arm's steps continue after its last checkpoint, the
+    trainer is ended there. ``wall_seconds``: for all arms together. Raises: IsolationError; OSError for a fault of the machine.
     """
     with ExitStack() as held:
         waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
         if len(waiting) == 1:
             reveal(waiting[0].opened, waiting[0].spec)
-        held.enter_context(devices.one())  # others may hold it for long, which does not count
+        held.enter_context(devices.one())  # the wait for a device does not count
         trainer = _Trainer(held, output, code, arms, wall_seconds)
         for one in waiting:
             ended = trainer.train(one, shown=len(waiting) == 1)
@@ -70,17 +71,17 @@ def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: floa
 
 @dataclass(frozen=True)
 class _Waiting:
-    """An arm's folder, with all but the specification that shows it."""
+    """An arm's folder with everything but its specification."""
 
     path: Path
     opened: int
     spec: Spec
     last: int
-    holds: frozenset[str]  # names, with the one that says that the trainer waits for it
+    holds: frozenset[str]  # names, with the mark of the waiting trainer
 
     @classmethod
     def made(cls, path: Path, arm: Arm, held: ExitStack) -> _Waiting:
-        remove(path)  # of a process before this one
+        remove(path)  # left by an earlier process
         path.mkdir(parents=True)
         if arm.resumes is not None:
             shutil.copytree(arm.resumes, path / "checkpoints" / arm.resumes.name)
@@ -93,7 +94,7 @@ class _Waiting:
 
 
 class _Trainer:
-    """One process tree in the sandbox, which a thread of its own waits for."""
+    """One process tree in the sandbox, and the thread that waits for it."""
 
     def __init__(
         self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
@@ -105,7 +106,7 @@ class _Trainer:
         of_python = [Path(path).parent.parent for path in (python, os.path.realpath(python)) if python]
         limits = _limits(arms.values(), output, wall_seconds)
         self._process = Future[sandbox.Result]()
-        context = contextvars.copy_context()  # with the device that is held
+        context = contextvars.copy_context()  # with the held device
 
         def run() -> None:
             try:
@@ -114,7 +115,7 @@ class _Trainer:
                     begun=self._inits.append, enough=self._enough,
                 )  # fmt: skip
                 self._process.set_result(result)
-            except BaseException as error:  # raised where its end is asked for
+            except BaseException as error:  # raised where the result is requested
                 self._process.set_exception(error)
 
         thread = threading.Thread(target=run, daemon=True)  # an interrupt does not wait for it
@@ -123,20 +124,22 @@ class _Trainer:
         thread.start()
 
     def train(self, arm: _Waiting, shown: bool) -> Ended:
-        """``shown``: the trainer was started with it. Raises: IsolationError when nothing was run; OSError."""
+        """Train an arm. ``shown``: the trainer was started with it. Raises: IsolationError if nothing was run; OSError."""
         used, began = clock.Reading(), time.monotonic()
         if not shown:
             if not self._wait_for(arm.opened, "ready"):
                 return self._failed(arm.path, 0.0)
             try:
-                if set(os.listdir(arm.opened)) - arm.holds:  # what was there before would be taken for its own
+                if set(os.listdir(arm.opened)) - arm.holds:  # older files would be taken for the arm's own
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 used, began = clock.read(self._inits[0]), time.monotonic()
                 reveal(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
                 if is_of_no_file(error):
                     raise
-                return Ended(arm.path, failed=f"it could not be begun: {error.strerror}")
+                return Ended(
+                    arm.path, failed=Message("runs.not_begun", "the run could not begin: {error}", error=error.strerror)
+                )
         goes_on = arm.last < arm.spec["last_step"]
         left = f"checkpoints/{name_of(arm.last)}/manifest.json" if goes_on else "result.json"
         there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
@@ -149,7 +152,7 @@ class _Trainer:
         return Ended(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
 
     def _wait_for(self, folder: int, name: str) -> bool:
-        """Is the file there? Each is renamed into place, so it is whole; the trainer may have ended right after."""
+        """True once the file exists. Files are renamed into place, so they are whole. The trainer may have ended right after."""
         while True:
             over = self._process.done()
             try:
@@ -162,19 +165,20 @@ class _Trainer:
 
     def _failed(self, path: Path, seconds: float) -> Ended:
         result = self._process.result()
-        why = "the trainer ended before it was done" if result.ok else result.why()
+        early = Message("runs.ended_early", "the trainer ended before the run was done")
+        why = early if result.ok else result.why()
         return Ended(path, seconds, why, result.timed_out)
 
 
 def _read_by(arm: Arm) -> list[Path]:
-    """The shards, and the checkpoint that it begins with: one that resumes does not read it, and it may be gone."""
+    """The shards, and the checkpoint at the start. A resumed arm does not read that checkpoint, which may be gone."""
     spec = arm.spec()
     begins = None if arm.resumes else spec["initial_checkpoint"]
     return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
 
 
 def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> Limits:
-    """Room for a checkpoint of each arm, and a few being written, by the size of what they begin with."""
+    """Limits with room for a checkpoint of each arm and a few more, by the size of the checkpoints at the start."""
     begins = {Path(path) for arm in arms if (path := arm.resumes or arm.spec()["initial_checkpoint"])}
     size = max(
         (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),

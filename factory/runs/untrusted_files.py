@@ -1,6 +1,6 @@
-"""Reads a file that a candidate wrote, without trusting that it is a file, its size, or where it leads.
+"""Reads a file that a candidate wrote, without trust in its type, size or links.
 
-The folder is entered through a descriptor opened before the candidate ran; no link is followed, a pipe does not block, and at most
+The folder is entered through a descriptor that was opened before the candidate ran. No link is followed, a pipe does not block, and at most
 ``limit`` bytes are read.
 """
 
@@ -17,40 +17,56 @@ from safetensors.torch import load
 
 from factory.core.faults import is_of_no_file
 from factory.core.left_files import parse_json_object
+from kernels.contract.message import CodedError
 
 
-class UntrustedFileError(Exception):
-    """Says what is wrong with the file, for a report. It names no cause: what untrusted code left is never taken for a fault of the machine."""
+class UntrustedFileError(CodedError):
+    """A wrong file of untrusted code. It has no cause, so that it is never taken for a fault of the machine."""
+
+
+def unreadable_file(name: str, error: BaseException) -> UntrustedFileError:
+    """The error that a file cannot be read."""
+    return UntrustedFileError("runs.unreadable", "{file} cannot be read: {error}", file=name, error=str(error)[:300])
+
+
+def missing_file(name: str, error: OSError) -> UntrustedFileError:
+    """The error that a file or folder is missing."""
+    return UntrustedFileError("runs.missing", "{file} is missing: {error}", file=name, error=error.strerror)
+
+
+def not_regular(name: str) -> UntrustedFileError:
+    """The error that a name is a link, a pipe or the like."""
+    return UntrustedFileError("runs.not_regular", "{file} is not a regular file", file=name)
 
 
 def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, torch.Tensor]:
-    """The tensors of the safetensors file ``parts``, as ``read_bytes`` finds it. Raises: UntrustedFileError."""
+    """The tensors of the safetensors file ``parts`` (``read_bytes``). Raises: UntrustedFileError."""
     return tensors_of(read_bytes(folder, parts, limit), parts[-1])
 
 
 def tensors_of(stored: bytes, name: str) -> dict[str, torch.Tensor]:
-    """Raises: UntrustedFileError."""
+    """The tensors of a safetensors file's content. ``name``: for the error. Raises: UntrustedFileError."""
     try:
         return load(stored)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
-        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from None
+        raise unreadable_file(name, error) from None
 
 
 def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
-    """The JSON object in the file ``parts``, as ``read_bytes`` finds it. Raises: UntrustedFileError."""
+    """The JSON object in the file ``parts`` (``read_bytes``). Raises: UntrustedFileError."""
     return object_of(read_bytes(folder, parts, limit), parts[-1])
 
 
 def object_of(stored: bytes, name: str) -> dict[str, Any]:
-    """Raises: UntrustedFileError."""
+    """The JSON object of a file's content. ``name``: for the error. Raises: UntrustedFileError."""
     try:
         return parse_json_object(stored)
     except ValueError as error:
-        raise UntrustedFileError(f"{name} cannot be read: {str(error)[:300]}") from None
+        raise unreadable_file(name, error) from None
 
 
 def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
-    """The file ``parts[0]/…/parts[-1]`` below the descriptor's folder. Raises: UntrustedFileError; OSError for a fault that no file can cause."""
+    """The content of ``parts[0]/…/parts[-1]`` below the descriptor's folder. Raises: UntrustedFileError; OSError for a fault of the machine."""
     opened: list[int] = []
     try:
         inner = folder
@@ -61,19 +77,22 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
         opened.append(handle)
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise UntrustedFileError(f"{parts[-1]} is not a regular file")
+            raise not_regular(parts[-1])
         if status.st_size > limit:
-            raise UntrustedFileError(f"{parts[-1]} has {status.st_size} bytes, at most {limit} are allowed")
+            raise UntrustedFileError(
+                "runs.file_too_large",
+                "{file} has {size} bytes; at most {limit} are allowed",
+                file=parts[-1], size=status.st_size, limit=limit,
+            )  # fmt: skip
         with os.fdopen(os.dup(handle), "rb") as file:
             return file.read(limit + 1)[:limit]
     except OSError as error:
-        if is_of_no_file(error) and not isinstance(
-            error, BlockingIOError
-        ):  # that is a lease, which the candidate may hold
+        leased = isinstance(error, BlockingIOError)  # the candidate may hold a lease on the file
+        if is_of_no_file(error) and not leased:
             raise
-        raise UntrustedFileError(f"{parts[-1]} is not there: {error.strerror}") from None
+        raise missing_file(parts[-1], error) from None
     except MemoryError as error:
-        raise UntrustedFileError(f"{parts[-1]} cannot be read: {str(error)[:300]}") from None
+        raise unreadable_file(parts[-1], error) from None
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -5,6 +5,8 @@ README.md says which test answers which attack.
 
 from __future__ import annotations
 
+from tests.support.gates.reasons import expect, tells
+
 import subprocess
 from pathlib import Path
 
@@ -92,7 +94,7 @@ PATHS = {
 
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
-def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path: str) -> None:
+def test_forbidden_paths_are_out_of_scope(target: Path, tmp_path: Path, path: str) -> None:
     base = repository.live_commit(target)
     with pytest.raises(ScopeError):
         repository.apply_proposal(
@@ -108,7 +110,7 @@ def test_paths_that_are_not_a_patchs_business(target: Path, tmp_path: Path, path
 
 
 @pytest.mark.parametrize("pair", [("kernels/a.py", "kernels/a/b.py"), ("trainer/a/__init__.py", "trainer/A.py")])
-def test_two_new_files_that_are_one_module(pair: tuple[str, str]) -> None:
+def test_two_new_files_of_one_module_are_refused(pair: tuple[str, str]) -> None:
     found = patch_scope.problems(AGENTS, [Change(path, b"x = 1\n") for path in pair], {"kernels/__init__.py": "100644"})
     assert "scope.same_module" in codes(problem.data["problem"] for problem in found)  # type: ignore[attr-defined]
 
@@ -135,7 +137,7 @@ CONTENTS = {"not assigned": "x = 1  # \u0378\n", "a NUL": "x = 1\0\n", "bidirect
 
 
 @pytest.mark.parametrize("content", CONTENTS.values(), ids=CONTENTS.keys())
-def test_contents_that_hide(target: Path, tmp_path: Path, content: str) -> None:
+def test_hidden_contents_are_refused(target: Path, tmp_path: Path, content: str) -> None:
     with pytest.raises(ScopeError):
         repository.apply_proposal(
             target, repository.live_commit(target), [("kernels/a.py", content)],
@@ -275,23 +277,23 @@ SOURCES = {
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
-def test_sources_that_reach_too_far(source: str) -> None:
+def test_forbidden_sources_are_found(source: str) -> None:
     assert source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
 
 
 @pytest.mark.parametrize(
-    ("source", "how"),
+    ("source", "code"),
     [
-        ("import os\n", "imports os; use what model code needs: abc, "),
-        ("f = getattr(torch, name)\n", "write the attribute's name out"),
-        ("try:\n    f()\nexcept Exception:\n    pass\n", "name the exceptions that are expected"),
-        ("from . import batch\n", "as 'from trainer."),
-        ("g(torch)\n", "name what is used of it"),
+        ("import os\n", "patch.advice_imports"),
+        ("f = getattr(torch, name)\n", "patch.advice_getattr"),
+        ("try:\n    f()\nexcept Exception:\n    pass\n", "patch.advice_catches"),
+        ("from . import batch\n", "patch.relative_import"),
+        ("g(torch)\n", "patch.advice_hands_on"),
     ],
 )
-def test_what_is_found_comes_with_how_to_write_it_otherwise(source: str, how: str) -> None:
+def test_each_finding_has_advice(source: str, code: str) -> None:
     (problem,) = source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
-    assert how in problem, problem
+    assert tells([problem], expect(code)), problem
 
 
 # -- honest patches --------------------------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_a_tiny_run_shows_it(prepared: Prepared, tmp_path: Path, name: str) -> N
 @pytest.mark.sample("a branch for the hour", "a function that nothing calls yet")
 @pytest.mark.slow("some tiny trainings, a process each")
 @pytest.mark.parametrize("name", NEVER_EXECUTED)
-def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
+def test_unexecuted_code_is_listed(prepared: Prepared, tmp_path: Path, name: str) -> None:
     path, edits = NEVER_EXECUTED[name]
     found = judge(prepared, changed(tmp_path / "code", path, edits), path, COMMON)
     assert not found.differences and found.same_bits and found.unexecuted, found.differences
@@ -193,13 +193,13 @@ def test_what_no_run_executes_is_listed(prepared: Prepared, tmp_path: Path, name
     "all tiny trainings once more; that two of them leave the same bits, the patches that no run executes show"
 )
 def test_the_same_code_leaves_the_same_bits(prepared: Prepared, tmp_path: Path) -> None:
-    """In the runs that this session's attacks need."""
+    """Only the runs that the selected attacks need are compared."""
     found = judge(prepared, copy_of_code(tmp_path / "code"), None)
     assert found.same_bits and not found.differences
 
 
 @pytest.mark.long("all tiny trainings of the attacks, up to five times")
-def test_other_kernels_of_ours_are_within_rounding(prepared: Prepared, tmp_path: Path) -> None:
+def test_our_other_kernels_are_within_rounding(prepared: Prepared, tmp_path: Path) -> None:
     others = "cpu: {attention: recompute, linear_cross_entropy: chunked, adamw: reference}\n"
     found = judge(prepared, copy_of_code(tmp_path / "code"), None, chosen=others)
     assert not found.differences and not found.same_bits, found.differences

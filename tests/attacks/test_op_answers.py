@@ -1,9 +1,11 @@
-"""Patches that change what ops are tested with, or end a process in place of an answer: the judge reads what is left and is not misled.
+"""Patches that change the tests of ops, or end a process without an answer: the judge reads the remaining files and is not misled.
 
 What they do stands in the answers, not in the sandbox's walls: their processes may be forks (``tests/support/forks``).
 """
 
 from __future__ import annotations
+
+from tests.support.gates.reasons import expect, tells
 
 import random
 import shutil
@@ -29,24 +31,24 @@ RIGHT = "\n\ndef right(gate, up):\n    return F.silu(gate) * up\n\n\n"
 # -- what ops are tested with ------------------------------------------------------------------------------------------------
 BODY, DRAWN = "    return F.silu(gate_XF) * up_XF\n", "normal(generator, size, device, dtype), normal("
 REDEFINED = {
-    "a reference that is wrong": (BODY, BODY.replace("up_XF\n", "up_XF * 1.001\n"), "computes something else"),
+    "a reference that is wrong": (BODY, BODY.replace("up_XF\n", "up_XF * 1.001\n"), "patch.test_reference"),
     "a reference in fp32": (
         BODY,
         "    return (F.silu(gate_XF.float()) * up_XF.float()).to(up_XF.dtype)\n",
-        "something else",
+        "patch.test_reference",
     ),
     "a reference in bf16, but where fp64 is asked": (
         BODY,
         f"    if gate_XF.dtype == torch.float32:\n        gate_XF = gate_XF.bfloat16().float()\n{BODY}",
-        "is less accurate",
+        "patch.test_accuracy",
     ),
-    "inputs of zero": (DRAWN, f"{DRAWN.removesuffix('normal(')}0 * normal(", "changes its inputs"),
-    "no gradients": ("gradients=(0, 1)", "gradients=()", "which inputs get gradients"),
-    "no tests": ("OP = op(", "raise SystemExit\nOP = op(", "could not make"),
+    "inputs of zero": (DRAWN, f"{DRAWN.removesuffix('normal(')}0 * normal(", "patch.test_inputs"),
+    "no gradients": ("gradients=(0, 1)", "gradients=()", "patch.test_model"),
+    "no tests": ("OP = op(", "raise SystemExit\nOP = op(", "patch.no_tests"),
     "a link to the inputs as they were": (
         "OP = op(",
         "import os, sys\nif sys.argv[1] == 'make':\n    os.symlink('/etc/passwd', sys.argv[3] + '/inputs/given-0.json')\n    os._exit(0)\nOP = op(",
-        "given-0.json is not there",
+        "runs.missing",
     ),
     # honest: the truth is the same but for rounding (in bf16 three roundings for two are, in some draws, off by more than twice as much)
     "": (
@@ -68,17 +70,18 @@ def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, lis
 
 
 @pytest.mark.parametrize("name", REDEFINED)
-def test_a_patch_does_not_change_what_ops_are_tested_with(
+def test_a_patch_cannot_change_the_tests_of_ops(
     tested: tuple[Path, list[dict[str, Any]], op_answers.Answers], tmp_path: Path, name: str
 ) -> None:
     baseline, jobs, answers = tested
-    old, new, words = REDEFINED[name]
+    old, new, code = REDEFINED[name]
     candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))
     op = candidate / "kernels" / "swiglu" / "__init__.py"
     assert old in op.read_text()
     op.write_text(op.read_text().replace(old, new, 1))
     found = op_answers.changed_tests(answers, SHIPPED.oracle.patience, candidate, tmp_path)
-    assert words in "; ".join(found.get("reasons", [])) and found.get("state") == ("failed" if words else None), found
+    assert found.get("state") == ("failed" if code else None), found
+    assert not code or tells(found["reasons"], expect(code)), found
 
 
 # -- what a process does instead of computing ------------------------------------------------------------------------------
@@ -105,23 +108,23 @@ def fast(gate, up):
     return right(gate, up)
 """
 ENDS = {
-    "an exit at once": ("import os\n\nos._exit(0)\n\n\n", "failed", ["no answer"]),
+    "an exit at once": ("import os\n\nos._exit(0)\n\n\n", "failed", ["patch.no_answer"]),
     "an exit in a late call, other files left behind": (
         LATE,
         "failed",
-        ["cannot be read", "is not there", "is not a regular file", "536870912 bytes", "no answer"],
+        ["runs.unreadable", "runs.missing", "runs.not_regular", "runs.file_too_large", "patch.no_answer"],
     ),  # fmt: skip
     "an endless import": (
         "while True:\n    pass\n\n\n",
         "missing",
-        ["did not end within its time limit", "s, then ", "raise oracle.patience"],
+        ["gates.stopped"],
     ),
 }
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_process_that_ends_early_fails_and_one_that_never_ends_is_missing(name: str, tmp_path: Path) -> None:
-    source, state, words = ENDS[name]
+    source, state, expected = ENDS[name]
     baseline = make_target(tmp_path / "baseline")
     candidate = shutil.copytree(baseline, tmp_path / "candidate", ignore=shutil.ignore_patterns(".git"))
     op = candidate / "kernels" / "swiglu" / "__init__.py"
@@ -137,5 +140,5 @@ def test_a_process_that_ends_early_fails_and_one_that_never_ends_is_missing(name
         found = oracle.evidence(answers), exploits.evidence(answers)
     assert found[0]["state"] == found[1]["state"] == state, found
     assert all(one.get("out_of_time", False) == (state == "missing") for one in found), found
-    said = "; ".join(found[0]["reasons"])
-    assert all(word in said for word in words), said
+    assert all(tells(found[0]["reasons"], expect(code)) for code in expected), found[0]["reasons"]
+    assert state == "failed" or tells(found[0]["reasons"], expect("gates.stopped", key="oracle.patience"))

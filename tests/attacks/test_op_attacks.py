@@ -6,6 +6,8 @@ would be. Where the static stage also refuses the source, that is said too, so t
 
 from __future__ import annotations
 
+from kernels.contract.message import Message
+
 import random
 import shutil
 from dataclasses import dataclass
@@ -101,7 +103,7 @@ ATTACKS = {
         "            done = [right(*a.parts) if isinstance(a, Lazy) else a for a in args]\n"
         "            return function(*done, **(kwargs or {}))\n\n\n"
         "def fast(gate, up):\n    out = torch.empty_like(gate).as_subclass(Lazy)\n    out.parts = gate, up\n    return out\n",
-        read="a kind of tensor of its own",
+        read="its own kind of tensor",
     ),
     "a changed input": Attack(
         ORACLE,
@@ -254,7 +256,9 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     with op_answers.answered(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
         assert not answers.missing and not answers.died, answers
         return {
-            name: Judged(*(answers.evidence(numbers, "", last=False) for numbers in both))
+            name: Judged(
+                *(answers.evidence(numbers, Message("attacks.right", "right"), last=False) for numbers in both)
+            )
             for name, both in ranges.items()
         }
 

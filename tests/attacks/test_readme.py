@@ -1,4 +1,4 @@
-"""The table of attacks names tests that there are."""
+"""The table of attacks names existing tests."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from tests.support.gates.reasons import expect, tells
+
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -139,7 +141,7 @@ def test_every_cheat_fits_the_code_of_today(made: Made) -> None:
 @pytest.mark.sample(*EVERY_DAY)
 @pytest.mark.parametrize("name", CHEATS)
 @pytest.mark.slow("two sides' training for each attack")
-def test_left_out_work_is_found_by_the_weights(
+def test_skipped_work_is_found_by_the_weights(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
     path, change = CHEATS[name]
@@ -149,17 +151,21 @@ def test_left_out_work_is_found_by_the_weights(
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages | {"training": found | {"state": "passed"}}, "tries": 1})
-    assert verdict.outcome == "reject" and "training results differ" in verdict.reasons[0], (verdict, found)
+    assert verdict.outcome == "reject" and verdict.reasons[0].code == "patch.training_differs", (verdict, found)
     shortest = {name: min(seconds) for name, seconds in found["total_seconds"].items()}
     assert shortest["candidate"] > 1e-3 * shortest["baseline"]  # by our clock; theirs runs a million times as slow
 
 
 WRITTEN = {
-    "moments of zero": ("{key: state[key] for key", "{key: torch.zeros_like(state[key]) for key", "exp_avg differs"),
+    "moments of zero": (
+        "{key: state[key] for key",
+        "{key: torch.zeros_like(state[key]) for key",
+        "patch.optimiser_apart",
+    ),
     "the data that was read, to be read again": (
         '"sampler": self.sampler',
         '"sampler": self.sampler | {"step": self.spec.first_step}',
-        "a different sampler",
+        "patch.state_differs",
     ),
 }
 
@@ -169,17 +175,13 @@ WRITTEN = {
 def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path, name: str
 ) -> None:
-    """The weights are right, and the next segment would start from them alone."""
-    old, new, words = WRITTEN[name]
+    """The weights are right, but the next segment would start without the other state."""
+    old, new, code = WRITTEN[name]
     text = (made.target / "trainer/run.py").read_text()
     assert old in text
     code = candidate("trainer/run.py", text.replace(old, new))
     found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
-    assert (
-        found["state"] == "failed"
-        and "would not continue training" in found["reasons"][0]
-        and words in found["reasons"][0]
-    )
+    assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=code))
 
 
 LINE = '    """Run the loop, and write its files."""\n'
@@ -210,10 +212,8 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
 
 
 @pytest.mark.long("a timed comparison with a start that dawdles")
-def test_a_quicker_way_to_the_first_step_is_no_gain(
-    made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
-) -> None:
-    """The baseline dawdles before its first step, and the candidate does not: their steps are the same."""
+def test_a_quicker_start_is_no_gain(made: Made, candidate: Callable[[str, str], Path], tmp_path: Path) -> None:
+    """The baseline waits before its first step, the candidate does not. Their steps are the same."""
     slow = candidate("trainer/segment.py", dawdling((made.target / "trainer/segment.py").read_text()))
     never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)
 
@@ -222,7 +222,7 @@ def test_a_quicker_way_to_the_first_step_is_no_gain(
 def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     made: Made, candidate: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """As above, and the candidate dawdles in runs of two steps alone, where its own overhead would show: short runs credit it."""
+    """As above, but the candidate waits in runs of two steps, which show its overhead. So short runs credit a gain."""
     text = (made.target / "trainer/segment.py").read_text()
     slow = tmp_path / "slow"
     baseline = repository.checkout_live(made.workspace, made.base)

@@ -1,4 +1,4 @@
-"""Replicas of a champion's anneal, trained by the real trainer from the real parent, and what the ledger keeps of them."""
+"""Replicas of a champion's anneal, trained by the real trainer from the real parent, and their record in the ledger."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.errands import do, next_due
+from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_verdict, promote, write_replicas
 from tests.support.plants.trained_plant import make_plant, train_anneal
 from trainer.contract.checkpoint import format as checkpoints
@@ -72,7 +73,7 @@ def undisturbed(plant: Opened) -> Path:
     for number, arm in enumerate(arms, 1):
         shutil.copytree(runs.folder(arm), kept / str(number))
     overflows(runs.folder(arms[1]) / "checkpoints")
-    with pytest.raises(FactoryError, match="no finite loss on held-out documents of chat, code, docs, so segment 2's"):
+    with refused("replicas.no_finite_loss", FactoryError, domains=["chat", "code", "docs"], segment=2):
         replicate(Plant(workspace, ledger), 2)
     shutil.copytree(kept / "2" / "checkpoints", runs.folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
     assert newest_measured(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
@@ -142,7 +143,7 @@ def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
     assert schedule(ledger, every_releases=2) == (4, 4), "another recipe"
 
 
-def test_they_take_a_share_of_the_steps_at_most(workspace: Workspace, ledger: Ledger) -> None:
+def test_replicas_take_a_limited_share_of_the_steps(workspace: Workspace, ledger: Ledger) -> None:
     for number in (1, 2, 3):  # anneals of 100 steps
         candidate = add_candidate(workspace, ledger)
         promote(ledger, number, candidate, add_verdict(ledger, candidate))
@@ -158,7 +159,7 @@ def test_they_take_a_share_of_the_steps_at_most(workspace: Workspace, ledger: Le
     assert waits_no_more(count=1, steps_max=1.0) and not waits_no_more(count=1, steps_max=0.99), "since the newest ones"
 
 
-def test_what_is_left_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
+def test_the_folder_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
     left = folder_of(workspace) / "00007" / "1"
     left.mkdir(parents=True)
     assert next_due(Plant(workspace, ledger)) == "replicate 7"

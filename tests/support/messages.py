@@ -61,6 +61,8 @@ NOT_MESSAGES = {
     "factory/show/telling/sending.py": "a process of its own that imports nothing of this project",
     "factory/show/pages/pictures.py": "drawings as SVG",
     "factory/status/metrics.py": "HELP lines of Prometheus' format",
+    "factory/gates/patch/source_names.py": "lists of names that are looked for in source",
+    "factory/gates/patch/matrix/cases.py": "a table of runs with their names",
 }
 SQL = re.compile(
     r"\s*(SELECT|INSERT|UPDATE|DELETE|CREATE|WHERE|PRAGMA|LEFT JOIN|JOIN|AND|OR|ORDER|ALTER|DROP|FROM|VACUUM|WITH|GROUP|SET TRANSACTION)\b|\(SELECT"

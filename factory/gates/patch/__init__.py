@@ -1,5 +1,5 @@
-"""The patch gate: ``stages`` measures, ``judge`` is the pure function of the evidence, ``policy`` has its thresholds.
+"""The patch gate. ``stages`` measures, ``judge`` decides as a pure function of the evidence, ``policy`` has the thresholds.
 
-What the stages use: ``source_rules`` reads source; ``changed_ops`` and ``op_answers`` ask about ops; ``training``, with
-``session``, ``timing`` and ``likeness``, compares training steps; ``held_out`` scores weights. ``driver`` and the trainer run in the sandbox.
+The stages use: ``source_rules`` reads source. ``changed_ops`` and ``op_answers`` check ops. ``session``, ``timing`` and ``likeness`` compare
+training steps. ``held_out`` scores weights. ``driver`` and the trainer run in the sandbox.
 """

@@ -13,8 +13,9 @@ from factory.core.errors import nearest
 from factory.gates.case import PatchCase, not_needed
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.choice import EVERY_OP, UNTUNED, names_in, resolve, section_of
+from kernels.contract.message import Message
 
-NO_OP = not_needed("the patch changes no op")
+NO_OP = not_needed(Message("patch.no_op", "The patch changes no op."))
 
 
 @dataclass(frozen=True)
@@ -27,37 +28,48 @@ class ChangedOp:
 
 
 def changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
-    """The top-level keys of kernels.yaml (a device each, and ``fallback``) whose values differ."""
+    """The top-level keys of kernels.yaml (the devices, and ``fallback``) whose values differ."""
     old, new = (found if isinstance(found := yaml.safe_load(text or b"{}"), dict) else {} for text in (before, after))
     return sorted(str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
-def other_devices(before: bytes | None, after: bytes | None) -> list[str]:
-    """A sentence for each changed section of kernels.yaml that no run here can judge."""
+def other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
+    """A message for each changed section of kernels.yaml that no run here can judge."""
     here = devices.kind()
     return [
-        f"{KERNELS}: the section {key!r} does not apply to this machine and cannot be judged here: change {here!r} only"
+        Message(
+            "patch.other_device",
+            "{file}: the section {section!r} does not apply to this machine, so it cannot be judged here. Change only {here!r}.",
+            file=KERNELS, section=key, here=here,
+        )
         for key in changed_sections(before, after)
         if key != here
-    ]
+    ]  # fmt: skip
 
 
-def unknown_ops(text: bytes | None) -> list[str]:
-    """A sentence for each name in kernels.yaml that is no op. What stands there in place of a map, who loads it refuses.
+def unknown_ops(text: bytes | None) -> list[Message]:
+    """A message for each name in kernels.yaml that is not an op. A value that is not a map is refused when the file is loaded.
 
     >>> unknown_ops(b"cpu: {swigul: reference}")
-    ["policies/kernels.yaml: cpu: there is no op 'swigul'; did you mean 'swiglu'?"]
+    ["policies/kernels.yaml: cpu: no op has the name 'swigul'; did you mean 'swiglu'?"]
     """
     wrong = [(device, op) for device in UNTUNED for op in section_of(text, device) if op not in EVERY_OP]
-    return [f"{KERNELS}: {device}: there is no op {op!r}{nearest(op, EVERY_OP)}" for device, op in wrong]
+    return [
+        Message(
+            "patch.unknown_op",
+            "{file}: {device}: no op has the name {op!r}{hint}",
+            file=KERNELS, device=device, op=op, hint=nearest(op, EVERY_OP),
+        )
+        for device, op in wrong
+    ]  # fmt: skip
 
 
 def changed_ops(
     before: bytes | None, after: bytes | None, paths: Sequence[str], device: str, tuned: Mapping[str, str]
 ) -> list[ChangedOp]:
-    """``before``, ``after``: kernels.yaml; ``tuned``: op → the implementation that ``auto`` stands for.
+    """The ops that a patch changes. ``before``, ``after``: kernels.yaml. ``tuned``: op → the implementation that ``auto`` stands for.
 
-    A patch to a file of ``kernels/`` may change any op, so all ops that kernels.yaml names count then.
+    A patch to a file of ``kernels/`` may change any op, so then all ops that kernels.yaml names count as changed.
     """
     old, new = (
         {op: names_in(choice)[0] for op, choice in resolve(section_of(text, device), tuned).items()}

@@ -1,14 +1,14 @@
-"""Runs inside the sandbox, from a worktree: makes an op's test inputs, or answers them with that worktree's implementation.
+"""Runs inside the sandbox, from a worktree: makes an op's test inputs, or computes the results with the worktree's implementation.
 
-``python driver.py make REQUEST OUT`` (approved code): writes inputs and upstream gradients to OUT/inputs, exact and eager results to
+``python driver.py make REQUEST OUT`` (approved code) writes inputs and upstream gradients to OUT/inputs, exact and eager results to
 OUT/truth.
-``python driver.py answer REQUEST IN OUT`` (the candidate's code): writes outputs and gradients. It never sees the right ones.
-OUT/executed.json (OUT/truth/executed.json) is what it executed of the files ``instructions``, if there are any.
+``python driver.py answer REQUEST IN OUT`` (the candidate's code) writes outputs and gradients. It never sees the right ones.
+OUT/executed.json (OUT/truth/executed.json) is the record of executed code in the files ``instructions``, if there are any.
 REQUEST is a JSON object: ``device`` ('cpu' or 'cuda'), where everything is computed, ``recorder`` (the path of
 ``factory.gates.patch.executed``), ``instructions`` (paths in the worktree), and ``jobs``, a list of
 ``{"op", "implementation", "case", "dtype", "values", "seed"}``. A job with a ``shape`` (the fields of kernels.contract.op.Shape) has
-no ``case``; ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same ``storage`` get their data in the same
-tensors, one after the other, and what they returned is read again after the op's last one (``later …``). An exception becomes the
+no ``case``. ``swap``, a seed, exchanges two elements of each tensor. Jobs of one op with the same ``storage`` get their data in the same
+tensors, one after the other, and their results are read again after the op's last job (``later …``). An exception becomes the
 answer ``raised``. Nothing here judges.
 """
 
@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 from kernels.contract.op import Case, Shape  # noqa: E402
 from kernels.contract.registry import OPS, get, load_choice  # noqa: E402
 
-DEVICE = torch.device("cpu")  # of this process: the request's
+DEVICE = torch.device("cpu")  # of this process; the request sets it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
@@ -47,7 +47,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         part.mkdir(exist_ok=True)
     for number, job in enumerate(jobs):
         if job["op"] not in OPS:
-            continue  # kernels.yaml names something that is no op: the answer says so
+            continue  # kernels.yaml names an unknown op: the answer says so
         op = OPS[job["op"]]
         drawn = Case("drawn", Shape(**job["shape"])) if "shape" in job else None
         case = drawn or next(c for c in op.cases if c.name == job["case"])
@@ -83,7 +83,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
 def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
-    waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call is made
+    waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call
     launches: Launches | None = None
     for number, job in enumerate(jobs):
         if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
@@ -126,10 +126,10 @@ def call(
     upstream: list[Tensor],
     outputs: Sequence[int],
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs and gradients by name, as copies made when the call returned, and the tensors that the op returned.
+    """Call an op. Returns copies of outputs and gradients by name, made when the call returned, and the returned tensors themselves.
 
-    ``copied``: the positions that the op gets copies of. ``outputs``: those that it writes in place, which are its outputs.
-    Raises: TypeError for anything but plain tensors (a subclass may put off its work).
+    ``copied``: positions of the arguments that are copied for the op. ``outputs``: positions that the op writes in place as its outputs.
+    Raises: TypeError for anything but plain tensors, because a subclass may delay its work.
     """
     arguments = list(inputs)
     for position in copied:
@@ -143,7 +143,7 @@ def call(
     own = {f"output {i}": _plain(f"output {i}", o) for i, o in enumerate(returned)}
     copies = {name: o.detach().contiguous().clone() for name, o in own.items()}
     if gradients:
-        # Inside the sums, not as an argument: for that torch imports sympy, which takes half a second.
+        # The weights are in the sums, not an argument of ``grad``, for which torch would import sympy for half a second.
         weighted = [(o * u).sum() for o, u in zip([o for o in returned if o.requires_grad], upstream, strict=True)]
         found = torch.autograd.grad(weighted, [arguments[p] for p in gradients])
         grads = {f"gradient {p}": _plain(f"gradient {p}", g) for p, g in zip(gradients, found)}
@@ -159,7 +159,7 @@ def _plain(name: str, x: Any) -> Tensor:
 
 
 def _as_bytes(error: Exception) -> Tensor:
-    """What was raised, and where in this worktree, as UTF-8 in a tensor."""
+    """The exception and its place in this worktree, as UTF-8 in a tensor."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename.startswith(os.getcwd() + os.sep)]
     where = f" ({os.path.relpath(inside[-1].filename)}, line {inside[-1].lineno})" if inside else ""
@@ -170,7 +170,7 @@ def _as_bytes(error: Exception) -> Tensor:
 def _look_again(
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]], storages: dict[Any, Any], out: Path
 ) -> None:
-    """Read again what the calls had returned, and save everything."""
+    """Read the returned tensors again, and save everything."""
     for number, found, own in waiting:
         later = {f"later {name}": x.detach().contiguous().clone() for name, x in own.items()}
         _save(found | later, out, number)
@@ -183,7 +183,7 @@ def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
 
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """One job's inputs and upstream gradients, as ``make`` wrote them."""
+    """One job's inputs and upstream gradients from the files of ``make``."""
     inputs = [_given(value, tensors) for value in words["inputs"]]
     if not words["contiguous"]:
         inputs = tree_map_only(Tensor, _strided, inputs)
@@ -197,7 +197,7 @@ def _into(
     inputs: list[Any],
     upstream: list[Tensor],
 ) -> tuple[list[Any], list[Tensor]]:
-    """The same tensors (objects, pointers, version counters) as the calls before, with new values."""
+    """The tensors of the earlier calls (same objects, pointers, version counters) with new values."""
     if key not in storages:
         for position in gradients:
             inputs[position].requires_grad_()
@@ -209,7 +209,7 @@ def _into(
 
 
 class Launches:
-    """Counts the Triton kernels that this process launches from now on."""
+    """Counts the Triton kernels that this process launches."""
 
     def __init__(self) -> None:
         from triton.runtime.interpreter import InterpretedFunction
@@ -236,12 +236,12 @@ def _upstream(op: Any, inputs: list[Any], seed: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed + 1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     draw = lambda o: torch.randn(o.shape, generator=generator).to(o.dtype)
-    # A loss's gradient is one: a power of two scales every gradient without another rounding.
+    # The gradient of a loss is a scalar: a power of two scales every gradient without more rounding.
     return [draw(o) if o.ndim else torch.full((), -0.5, dtype=o.dtype) for o in outputs if o.requires_grad]
 
 
 def _told(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """One argument as JSON; its tensors go into ``tensors``."""
+    """One argument as JSON. Its tensors go into ``tensors``."""
     if isinstance(value, list):
         return [_told(one, tensors) for one in value]
     if not isinstance(value, Tensor):
@@ -252,7 +252,7 @@ def _told(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _given(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """What ``_told`` was given."""
+    """The argument from the JSON of ``_told``."""
     if isinstance(value, list):
         return [_given(one, tensors) for one in value]
     return tensors[value["tensor"]] if isinstance(value, dict) else value
@@ -264,12 +264,12 @@ def _same(before: Any, after: Any) -> bool:
 
 
 def _copy(x: Tensor) -> Tensor:
-    """The same values in the same layout: a plain clone would be contiguous."""
+    """A copy in the same layout. A plain clone would be contiguous."""
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _swapped(x: Tensor, seed: int) -> Tensor:
-    """``x`` with two elements exchanged, which changes neither its sum nor its norm, and few of its elements."""
+    """``x`` with two elements exchanged, which keeps its sum, its norm and most elements."""
     if x.numel() < 2:
         return x
     first, second = torch.randint(x.numel(), (2,), generator=torch.Generator().manual_seed(seed)).tolist()

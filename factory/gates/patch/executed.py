@@ -1,9 +1,9 @@
-"""Runs inside the sandbox, beside a candidate's code: records what of ``trainer/`` and ``kernels/`` a process executes.
+"""Runs inside the sandbox, in the process of a candidate's code: records the executed code of ``trainer/`` and ``kernels/``.
 
-Drivers load it by its path; the judge imports it for ``Executed``. The candidate's code shares the
-process and could forge what is recorded: it is used only to hold patches back.
+Drivers load this file by its path, and the judge imports it for ``Executed``. The candidate's code shares the process and could forge the
+record, so the record can only hold patches back.
 
-A function that torch.compile traced counts by the parts that were traced, a Triton kernel as a whole once it was launched.
+A function that torch.compile traced counts by its traced parts. A Triton kernel counts as a whole once it was launched.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from types import CodeType, FrameType
 from typing import Any
 
 EXECUTED = Path(__file__)
-Instruction = tuple[str, int]  # a code object, as ``name_of`` names it, and an offset in it
+Instruction = tuple[str, int]  # (name of a code object by ``name_of``, offset in it)
 Place = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
 
 def name_of(code: CodeType) -> str:
-    """The same in every process for the same place and code of a file, and another for another function on the same line."""
+    """A name that is the same in every process for the same place and code, and differs for another function on the same line."""
     made = zlib.crc32(code.co_code + repr(list(code.co_positions())).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{made:08x}"
 
 
 def _names(path: str) -> Iterator[str]:
-    """Of every code object of a file, as compiled from its text."""
+    """The names of all code objects of a file, compiled from its text."""
     try:
         yield from map(name_of, code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError):
@@ -39,7 +39,7 @@ def _names(path: str) -> Iterator[str]:
 
 
 def code_objects(code: CodeType) -> Iterator[CodeType]:
-    """A module's code and all that lies in it."""
+    """A module's code object and all code objects inside it."""
     pending = [code]
     while pending:
         code = pending.pop()
@@ -49,10 +49,10 @@ def code_objects(code: CodeType) -> Iterator[CodeType]:
 
 @dataclass
 class Executed:
-    """What runs executed, by path in the worktree.
+    """The code that runs executed, by path in the worktree.
 
-    lines: line numbers. instructions, of the files that were asked for: each instruction. traced, of those files: places whose
-    instructions torch.compile traced. launched: (first line, last line) of Triton kernels.
+    lines: line numbers. instructions: each instruction, of the requested files. traced: places that torch.compile traced, of the requested
+    files. launched: (first line, last line) of Triton kernels.
     """
 
     lines: dict[str, set[int]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Executed:
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, left: Mapping[str, Any]) -> None:
-        """What ``ExecutionRecorder.to_json`` left. Raises: KeyError, TypeError, ValueError where it is none."""
+        """Add a record of ``ExecutionRecorder.to_json``. Raises: KeyError, TypeError, ValueError for a malformed record."""
         for path, lines in left["lines"].items():
             self.lines.setdefault(path, set()).update(int(line) for line in lines)
         for path, parts in left["instructions"].items():
@@ -76,7 +76,7 @@ class Executed:
 
 
 class ExecutionRecorder:
-    """A trace function that costs nothing outside ``trainer/`` and ``kernels/`` of ``root``. ``precise``: files whose instructions are recorded."""
+    """A trace function for ``trainer/`` and ``kernels/`` of ``root``, free of cost elsewhere. ``precise``: files whose instructions are recorded."""
 
     def __init__(self, root: str, precise: list[str]) -> None:
         self.root = root
@@ -84,7 +84,7 @@ class ExecutionRecorder:
         self.precise = {f"{root}/{path}": set(_names(f"{root}/{path}")) for path in precise}
         self.seen: dict[
             int, tuple[CodeType, str]
-        ] = {}  # by id: hashing code takes long; its name, or none: not as in the file
+        ] = {}  # by id, because hashing code is slow: (code, name; '' if the code differs from the file)
         self.lines: dict[str, set[int]] = defaultdict(set)
         self.instructions: dict[str, set[Instruction]] = defaultdict(set)
         self.traced: dict[str, set[Place]] = defaultdict(set)
@@ -106,7 +106,7 @@ class ExecutionRecorder:
         }
 
     def watch_compiler(self) -> None:
-        """Record what torch.compile and Triton execute in place of Python. Imports torch."""
+        """Also record the code that torch.compile and Triton execute in place of Python. Imports torch."""
         from torch._dynamo.symbolic_convert import InstructionTranslatorBase as Translator
 
         step = Translator.step
@@ -151,7 +151,7 @@ class ExecutionRecorder:
                 own = name_of(code)
                 self.seen[id(code)] = code, own if own in self.precise[name] else ""
             if not self.seen[id(code)][1]:
-                return None  # torch.compile runs code of its own under the function's name
+                return None  # torch.compile runs its own code under the function's name
             frame.f_trace_opcodes = True
             self.lines[name].add(frame.f_lineno)
             return self._instruction

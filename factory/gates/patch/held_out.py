@@ -22,7 +22,7 @@ from trainer.contract.recipe import Recipe
 
 
 def held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText], EvalPolicy]:
-    """At most ``count`` documents of the dev half a domain, cut to ``size`` bytes, and how they are scored; none without a tokenizer."""
+    """At most ``count`` documents of the dev half per domain, cut to ``size`` bytes, and the policy for scoring. No documents without a tokenizer."""
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     try:
         tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
@@ -33,13 +33,13 @@ def held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText
 
 
 def reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
-    """The judge's own model of weights with the trainer's names, as the recipe's export would be."""
+    """The judge's own model with these weights, whose names are the trainer's."""
     shape = Recipe.parse(recipe).model
     return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
 
 def scores(weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[EvalItem]:
-    """An item a document: its nats, and its bytes as weight."""
+    """One item per document: its nats as value, its bytes as weight."""
     return bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None)
 
 
@@ -51,7 +51,7 @@ def weights_bits(
 
 
 def gains(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
-    """By domain, one number a source document: how many bits per byte fewer ``ours`` needs for its held-out items."""
+    """The gain of ``ours`` over ``theirs`` in bits per byte: by domain, one number per source document."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for mine, other in zip(ours, theirs, strict=True):
         assert (mine.item, mine.weight) == (other.item, other.weight)

@@ -1,6 +1,7 @@
-"""Do two runs on the same data leave the same weights, and the same of what else the next segment continues from?
+"""Compares what two runs on the same data left: the weights, and the other state from which the next segment continues.
 
-The distance of two weights is a share of how far training moved them; that of two optimiser states, of what leaving out steps changes.
+The distance of two weights is a share of how far training moved them. The distance of two optimiser states is a share of the change that left-out
+steps cause.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from collections.abc import Mapping
 import torch
 
 from factory.runs.distance import apart, by_kind, share, together, values_apart
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 # Keys of state.json that must be equal, and those that must be equal up to rounding.
@@ -20,7 +22,7 @@ ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
 
 
 def drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
-    """‖candidate − baseline‖ / ‖baseline − origin‖; ``of_one``: or half that of the worst tensor, if that is larger."""
+    """‖candidate − baseline‖ / ‖baseline − origin‖. ``of_one``: or half that ratio of the worst tensor, if that is larger."""
     each = apart(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
     whole = together(each).share
@@ -35,33 +37,45 @@ def squares(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float
 
 def differs(
     candidate: Checkpoint | None, baseline: Checkpoint | None, away: Mapping[str, float], max_drift: float
-) -> str:
-    """How the candidate's checkpoint differs from the baseline's for a run that continues from it; '': it does not.
+) -> Message | None:
+    """How the candidate's checkpoint differs from the baseline's for a run that continues from it. None: they are alike.
 
-    Moments are compared by kind, as their sizes are unrelated. They may differ by ``max_drift`` of the squared distance ``away``, which
-    leaving out steps causes.
+    Moments are compared by kind, because the sizes of kinds are unrelated. A kind may differ by ``max_drift`` of the distance whose square is
+    ``away``, which left-out steps cause.
     """
     assert candidate is not None and baseline is not None
     if lost := sorted(baseline.state.keys() - candidate.state.keys()):
-        return f"state.json has no {', '.join(lost)}"
+        return Message("patch.state_lacks", "state.json lacks {keys}", keys=lost)
     if other := [key for key in EQUAL if candidate.state.get(key) != baseline.state.get(key)]:
-        return f"state.json has a different {', '.join(other)}"
+        return _different_state(other)
     for key in ROUGHLY_EQUAL:
         if any(far.share > ROUNDED for _, far in values_apart(baseline.state.get(key), candidate.state.get(key))):
-            return f"state.json has a different {key}"
+            return _different_state([key])
     if _without_computing(candidate.state.get("recipe")) != _without_computing(baseline.state.get("recipe")):
-        return "state.json has a different recipe"
+        return _different_state(["recipe"])
     for name, tensor in sorted(baseline.optimizer.items()):
         found = candidate.optimizer.get(name)
         if found is None or found.shape != tensor.shape or found.dtype != tensor.dtype:
-            return f"the optimiser's {name} is missing, or has a different shape or dtype"
+            return Message(
+                "patch.optimiser_shape",
+                "the optimiser's {tensor} is missing, or has another shape or dtype",
+                tensor=name,
+            )
         if name.startswith("step.") and not torch.equal(found, tensor):
-            return f"the optimiser's {name} differs"
+            return Message("patch.optimiser_step", "the optimiser's {tensor} differs", tensor=name)
     for kind, square in sorted(squares(candidate, baseline).items()):
         off = share(square, away.get(kind, 0.0)) ** 0.5
         if off > max_drift:
-            return f"the optimiser's {kind} differs by {off:.2g} of what leaving out steps causes, at most {max_drift:g} is allowed"
-    return ""
+            return Message(
+                "patch.optimiser_apart",
+                "the optimiser's {kind} differs by {share:.2g} of the change that left-out steps cause; at most {most:g} is allowed",
+                kind=kind, share=off, most=max_drift,
+            )  # fmt: skip
+    return None
+
+
+def _different_state(keys: list[str]) -> Message:
+    return Message("patch.state_differs", "state.json has other values of {keys}", keys=keys)
 
 
 def _without_computing(recipe: object) -> object:

@@ -1,8 +1,8 @@
 """One side's timed runs in one sandboxed trainer (``factory.runs.sandboxed``).
 
-The trainer warms up on a run that is not timed. Each run's fresh random seed decides its data, so that nothing can be computed before it is
-shown; the clock stops when its result is there, and the weights are read at that moment, so that nothing can be computed after. Start-up
-and compilation are not timed on either side. Only one side runs at a time, so that neither can slow the other.
+The trainer warms up on a run that is not timed. A fresh random seed decides each run's data, so nothing can be computed before the run
+begins. The clock stops when the result is there, and the weights are read at that moment, so nothing can be computed afterwards. Start-up
+and compilation are not timed. Only one side runs at a time, so neither side can slow the other.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from factory.runs.arm import Arm
 from factory.runs.trace import read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox.clock import CpuSeconds
+from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 
@@ -26,20 +27,20 @@ from trainer.contract.checkpoint.format import Checkpoint, Tensors
 class TimedRun:
     seconds: float  # from the reveal of the data plan to the result, by this process's clock
     weights: Tensors
-    rest: Checkpoint | None = None  # all that it left, of the runs that are compared whole
-    early: Tensors = field(default_factory=dict)  # of an earlier step, where it was asked for
-    cpu: CpuSeconds | None = None  # of the sandbox's processes over the same seconds; None: it could not be read
+    rest: Checkpoint | None = None  # its whole checkpoint, for the runs that are compared whole
+    early: Tensors = field(default_factory=dict)  # weights of an earlier step, where requested
+    cpu: CpuSeconds | None = None  # of the sandbox's processes during the same time; None: unreadable
 
 
 @dataclass
 class PatchSession:
-    """The runs of one sandboxed trainer. ``failed``: what went wrong; '': nothing."""
+    """The runs of one sandboxed trainer. ``failed``: the error; '': no error."""
 
     runs: list[TimedRun] = field(default_factory=list)
-    folders: list[Path] = field(default_factory=list)  # of all runs, the warm-up's first
+    folders: list[Path] = field(default_factory=list)  # of all runs, beginning with the warm-up
     failed: str = ""
-    seconds: float = 0.0  # all of it, start-up included
-    out_of_time: bool = False  # its time limit ended it, which says nothing about its code
+    seconds: float = 0.0  # of the whole session, with the start-up
+    out_of_time: bool = False  # the time limit ended the session, which says nothing about the code
 
 
 def timed_session(
@@ -51,13 +52,12 @@ def timed_session(
     whole: Collection[int],
     early: Mapping[int, int],
 ) -> PatchSession:
-    """Train ``arms`` one after the other in one sandboxed trainer; the first is the warm-up. Raises: IsolationError; OSError for a fault of
-    the machine.
+    """Train ``arms`` one after the other in one sandboxed trainer. The first run is the warm-up.
 
-    Every run must leave a checkpoint that training can continue from. ``whole``: the numbers of the runs whose checkpoint is returned
-    besides the weights; ``early``: number → an earlier step whose weights are returned too.
+    Every run must leave a checkpoint from which training can continue. ``whole``: the numbers of the runs whose whole checkpoint is returned.
+    ``early``: number of a run → an earlier step whose weights are returned too. Raises: IsolationError; OSError for a fault of the machine.
     """
-    first = 1 + secrets.randbelow(90_000)  # named as live segments are
+    first = 1 + secrets.randbelow(90_000)  # the folders have names like those of live segments
     named = {folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate(arms)}
     session, began = PatchSession(folders=list(named)), time.monotonic()
     with closing(sandboxed.train(folder, code, named, wall_seconds)) as trained:
@@ -65,17 +65,17 @@ def timed_session(
             if ended.failed:
                 session.failed, session.out_of_time = ended.failed, ended.out_of_time
             elif number:
-                try:  # all of each run, so that code cannot know which are compared
+                try:  # read everything of each run, so that code cannot know which runs are compared
                     left = read_alive(ended.opened, arm.last, origin, folder.parent)
                     before = {}
                     if number in early:
                         before = read_alive(ended.opened, early[number], origin, folder.parent).model
                 except UntrustedFileError as error:
-                    session.failed = str(error)
+                    session.failed = error.message
                     break
                 rest = left if number in whole else None
                 session.runs.append(TimedRun(ended.seconds, left.model, rest, before, ended.cpu))
         if session.failed:
-            session.failed = f"run {number}: {session.failed}"
+            session.failed = Message("patch.run_failed", "run {run}: {problem}", run=number, problem=session.failed)
     session.seconds = time.monotonic() - began
     return session

@@ -1,7 +1,7 @@
-"""What a patch's source may not contain, found by reading it: a filter for honest mistakes, with the way to write it otherwise.
+"""Reads a patch's source for what it may not contain. This finds honest mistakes, and advises how to write the code instead.
 
-Python is parsed, never imported. A changed file may import what its base imported and what model code needs; it may not newly use clocks,
-frames, files, processes or other modules' internals. Determined code can hide from any reader: the sandbox is the wall, and the later
+Python is parsed, never imported. A changed file may import what its base imported and what model code needs. It may not newly use clocks,
+frames, files, processes or other modules' internals. Determined code can hide from any reader: the sandbox protects the machine, and the later
 stages trust nothing that the code says. In YAML, anchors, aliases, tags and duplicate keys are refused.
 """
 
@@ -10,115 +10,120 @@ from __future__ import annotations
 import ast
 import contextlib
 import importlib
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from types import ModuleType
 
 import yaml
 
+from factory.gates.patch.source_names import (
+    ATTRIBUTES,
+    BORROWED,
+    BY_NAME,
+    CATCH_ALL,
+    FACTS,
+    IMPORTS,
+    NAMES,
+    OTHER_PARTS,
+    OWN_NAMES,
+    PARTS_THAT_ARE_MODULES,
+    STANDARD,
+    TORCH_PARTS,
+)
 from factory.git.scope import Change
+from kernels.contract.message import Message
 
-
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-# Packages that a changed file may import.
-IMPORTS = _words("""
-    abc bisect collections contextlib copy dataclasses enum functools __future__ heapq itertools json kernels logging math
-    numbers numpy operator re statistics string textwrap torch trainer triton types typing warnings
-""")
-STANDARD = IMPORTS & sys.stdlib_module_names
-# Modules that a file must not take from another that imports them: "from trainer.segment import os". A name may have "_" before it.
-BORROWED = _words("""
-    bltns builtins ctypes gc importlib inspect io os Path pathlib pickle posix shutil signal socket subprocess sys
-    tempfile thread threading
-""")
-# Ways around what is read here: an attribute named as text, errors that are swallowed, text that is evaluated; and files.
-OTHER_PARTS = _words("""
-    contextlib.suppress dataclasses.make_dataclass logging.config logging.FileHandler logging.handlers numpy.ctypeslib
-    numpy.fromfile numpy.load numpy.memmap numpy.random.seed numpy.save operator.attrgetter operator.methodcaller
-    types.CodeType types.FunctionType types.new_class typing.ForwardRef typing.get_type_hints
-""")
-# Parts of torch that load code, start processes, read clocks or change settings of the whole process.
-TORCH_PARTS = _words("""
-    _C classes cuda.Event cuda.stream cuda.Stream default_generator distributed.rpc from_file hub jit library.define
-    library.impl library.Library library.register_kernel load manual_seed multiprocessing ops.load_library overrides
-    package profiler random save seed serialization set_default_device set_default_dtype
-    set_float32_matmul_precision set_flush_denormal set_num_interop_threads set_num_threads set_rng_state
-    use_deterministic_algorithms utils._python_dispatch utils.benchmark utils.cpp_extension utils.model_zoo
-""")
-PARTS_THAT_ARE_MODULES = _words("""
-    numpy.random torch.autograd torch.backends torch.compiler torch.cuda torch.distributed torch.library torch.nn
-    torch.nn.functional torch.nn.init torch.ops torch.optim torch.utils torch.utils.checkpoint triton.language
-    triton.runtime
-""")
-# Built-in functions and variables.
-NAMES = _words("""
-    breakpoint __builtins__ compile delattr eval exec getattr globals id __import__ __loader__ locals open setattr
-    __spec__ vars
-""")
-OWN_NAMES = _words("compile id vars")  # built-in functions whose names a file may use for something of its own
-FACTS = _words("__doc__ __name__")
-BY_NAME = _words("delattr getattr hasattr setattr")  # harmless where the attribute's name is written out
-# Attributes that reach frames, clocks, memory, processes, or what a class does when torch or Python call it.
-ATTRIBUTES = _words("""
-    ag_frame __bases__ __builtins__ __class__ __closure__ __code__ cr_frame data_ptr __dict__ environ _exit f_back
-    f_globals f_locals fork from_file __getattribute__ _getframe gi_frame __globals__ is_compiling kill monotonic __mro__
-    perf_counter popen process_time __reduce__ __reduce_ex__ __setattr__ __subclasses__ system tb_frame
-    __torch_dispatch__ __torch_function__ untyped_storage _version
-""")
-CATCH_ALL = {"Exception", "BaseException", "RuntimeError"}  # what torch and triton raise when a kernel fails
-# What to write otherwise, by how the finding begins.
+# How to write the code instead, by the first words of the finding.
 ADVICE = {
-    "imports ": "use what model code needs: " + ", ".join(sorted(IMPORTS - {"__future__"})),
-    "borrows ": "a module's own imports are not a part of it: import what is needed by its own name",
-    "uses getattr": "write the attribute's name out, as in getattr(x, 'name'), or take the value from a dict",
-    "uses setattr": "write the attribute's name out, as in setattr(x, 'name', value), on an object of this file's own",
-    "uses open": "files are read and written by trainer/contract",
-    "catches ": "name the exceptions that are expected, or raise again at the end of the handler; a failing kernel could "
-    "fall back to the reference unseen",
-    "changes ": "pass the value to what needs it",
-    "hands on ": "name what is used of it, as in torch.x",
-    "uses contextlib.suppress": "name what is expected in 'except', and say what follows",
-    "uses torch.manual_seed": "seeds belong to the recipe; draw with a torch.Generator of your own",
-    "reaches for .is_compiling": "compiled and eager code must compute the same",
-    "reaches for .data_ptr": "a cache by address holds what another tensor left there",
+    "imports ": Message(
+        "patch.advice_imports",
+        "use what model code needs: {modules}",
+        modules=sorted(IMPORTS - {"__future__"}),
+    ),
+    "borrows ": Message(
+        "patch.advice_borrows", "import the module by its own name: the imports of another module are not part of it"
+    ),
+    "uses getattr": Message(
+        "patch.advice_getattr",
+        "write the attribute's name out, as in getattr(x, 'name'), or take the value from a dict",
+    ),
+    "uses setattr": Message(
+        "patch.advice_setattr",
+        "write the attribute's name out, as in setattr(x, 'name', value), on an object of this file",
+    ),
+    "uses open": Message("patch.advice_open", "trainer/contract reads and writes files"),
+    "catches ": Message(
+        "patch.advice_catches",
+        "name the expected exceptions, or raise again at the end of the handler. Otherwise a failing kernel could fall back to the reference "
+        "without a trace",
+    ),
+    "changes ": Message("patch.advice_changes", "pass the value to the code that needs it"),
+    "hands on ": Message("patch.advice_hands_on", "name the part that is used, as in torch.x"),
+    "uses contextlib.suppress": Message(
+        "patch.advice_suppress", "name the expected exceptions in 'except', and say what follows"
+    ),
+    "uses torch.manual_seed": Message(
+        "patch.advice_seed", "seeds belong to the recipe: draw with a torch.Generator of your own"
+    ),
+    "reaches for .is_compiling": Message("patch.advice_compiling", "compiled and eager code must compute the same"),
+    "reaches for .data_ptr": Message(
+        "patch.advice_data_ptr", "a cache by address returns what another tensor left there"
+    ),
 }
 
 
-def problems(change: Change, base: bytes | None) -> list[str]:
-    """The problems of one changed file, a sentence each. ``base``: the file before the patch; None: it is new."""
+def problems(change: Change, base: bytes | None) -> list[Message]:
+    """The problems of one changed file, a message each. ``base``: the file before the patch; None: a new file."""
     if change.content is None:
         return []
     text = change.content.decode("utf-8", "replace")
     if change.path.endswith(".py"):
         found = _python(text, (base or b"").decode("utf-8", "replace"), in_kernels=change.path.startswith("kernels/"))
-        return [f"{change.path}: {problem}" for problem in found]
-    return [f"{change.path}: {problem}" for problem in _yaml(text)]
+    else:
+        found = _yaml(text)
+    return [Message("patch.source", "{path}: {problem}", path=change.path, problem=problem) for problem in found]
 
 
-def _python(text: str, base: str, in_kernels: bool) -> Iterable[str]:
+def _python(text: str, base: str, in_kernels: bool) -> Iterable[Message]:
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        yield f"is not Python: {error}"
+        yield Message("patch.not_python", "is not Python: {error}", error=error)
         return
     before: Counter[str] = Counter()
-    with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a base that does not parse excuses nothing
+    with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # a base that is not Python excuses nothing
         before = Counter(what for _, what in _reaches(ast.parse(base), in_kernels))
     for line, what in _reaches(tree, in_kernels):
         if before[what] > 0:
             before[what] -= 1
         else:
-            yield f"line {line}: {what}" + next(
-                (f"; {how}" for begin, how in ADVICE.items() if what.startswith(begin)), ""
-            )
+            found = Message("patch.line", "line {line}: {problem}", line=line, problem=what)
+            advice = next((how for begin, how in ADVICE.items() if what.startswith(begin)), None)
+            yield Message("patch.advised", "{found}; {advice}", found=found, advice=advice) if advice else found
 
 
-def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, str]]:
-    """(line, what) for everything that a patch may not newly do; ``what`` is the same wherever in a file it is."""
+def _uses(name: str) -> Message:
+    return Message("patch.uses", "uses {name}", name=name)
+
+
+def _imports(name: str) -> Message:
+    return Message("patch.imports", "imports {name}", name=name)
+
+
+def _borrows(name: str) -> Message:
+    return Message("patch.borrows", "borrows {name}", name=name)
+
+
+def _reaches_for(name: str) -> Message:
+    return Message("patch.reaches_for", "reaches for .{name}", name=name)
+
+
+def _changes(name: str) -> Message:
+    return Message("patch.changes", "changes {name} of another module", name=name)
+
+
+def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]]:
+    """(line, problem) for everything that a patch may not newly do. The message is the same at every line of a file."""
     modules = _module_names(tree)
     nodes = [*ast.walk(tree), *_quoted(tree)]
     own = _own_names(nodes)
@@ -132,51 +137,56 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, str]]:
             if node.level:
                 yield (
                     line,
-                    f"imports by a relative name: write 'from {'.' * node.level}{node.module or ''}' as 'from trainer.…'",
+                    Message(
+                        "patch.relative_import",
+                        "imports by a relative name: write 'from {name}' as 'from trainer.…'",
+                        name=f"{'.' * node.level}{node.module or ''}",
+                    ),
                 )
             else:
                 for alias in node.names:
                     yield from ((line, what) for what in _import(f"{node.module}.{alias.name}"))
             if any(alias.name == "*" for alias in node.names):
-                yield line, "imports everything of a module"
+                yield line, Message("patch.imports_all", "imports everything of a module")
         elif isinstance(node, ast.Name):
             if node.id in NAMES and node not in spelt and node.id not in own:
-                yield line, f"uses {node.id}"
+                yield line, _uses(node.id)
             elif isinstance(node.ctx, ast.Load) and node not in named_on and _is_module(modules.get(node.id, "")):
-                yield line, f"hands on the module {modules[node.id]} as a value"
+                name = modules[node.id]
+                yield line, Message("patch.hands_on", "hands on the module {name} as a value", name=name)
         elif isinstance(node, ast.Attribute):
             dotted = _dotted(node)
             whole = _whole(dotted, modules)
             if node.attr in ATTRIBUTES and node not in spelt or node.attr.lstrip("_") in BORROWED:
-                yield line, f"reaches for .{node.attr}"
+                yield line, _reaches_for(node.attr)
             elif whole and _is_part(whole):
-                yield line, f"uses {whole}"
+                yield line, _uses(whole)
             elif whole and _is_borrowed(whole):
-                yield line, f"borrows {whole}"
+                yield line, _borrows(whole)
             if isinstance(node.ctx, (ast.Store, ast.Del)) and whole:
-                yield line, f"changes {dotted} of another module"
+                yield line, _changes(dotted)
         elif isinstance(node, ast.Subscript):
             if isinstance(node.ctx, (ast.Store, ast.Del)) and _whole(_dotted(node.value), modules):
-                yield line, f"changes {_dotted(node.value)} of another module"
+                yield line, _changes(_dotted(node.value))
         elif isinstance(node, ast.MatchClass):
             for name in node.kwd_attrs:
                 if name in ATTRIBUTES or name.lstrip("_") in BORROWED:
-                    yield line, f"reaches for .{name}"
+                    yield line, _reaches_for(name)
         elif isinstance(node, ast.ExceptHandler):
             if _catches_all(node.type, in_kernels) and not isinstance(node.body[-1], ast.Raise):
-                yield line, "catches every exception"
+                yield line, Message("patch.catches_all", "catches every exception")
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in ATTRIBUTES:
-            yield line, f"defines {node.name}"
+            yield line, Message("patch.defines", "defines {name}", name=node.name)
         elif isinstance(node, ast.ClassDef) and any(_is_tensor(base, modules) for base in node.bases):
-            yield line, "makes a kind of tensor of its own"
+            yield line, Message("patch.own_tensor", "makes its own kind of tensor")
         elif isinstance(node, ast.Call):
             if _dotted(node.func) == "type" and len(node.args) > 1:
-                yield line, "makes a class by a call"
+                yield line, Message("patch.class_by_call", "makes a class by a call")
             yield from ((line, what) for what in _by_name(node, modules))
 
 
 def _quoted(tree: ast.Module) -> list[ast.AST]:
-    """The nodes of annotations that are written as text, which some libraries evaluate."""
+    """The nodes of annotations in text form, which some libraries evaluate."""
     found: list[ast.AST] = []
     pending = [
         annotation
@@ -189,7 +199,7 @@ def _quoted(tree: ast.Module) -> list[ast.AST]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 with contextlib.suppress(
                     SyntaxError, ValueError, RecursionError, MemoryError
-                ):  # then nobody evaluates it
+                ):  # text that does not parse is not evaluated
                     inner = ast.parse(node.value.strip(), mode="eval")
                     for part in ast.walk(inner):
                         ast.copy_location(part, node)
@@ -199,14 +209,14 @@ def _quoted(tree: ast.Module) -> list[ast.AST]:
 
 
 def _own_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """Those of ``OWN_NAMES`` that the file itself gives a value."""
+    """The names of ``OWN_NAMES`` to which the file itself assigns a value."""
     given = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     given |= {node.arg for node in nodes if isinstance(node, ast.arg)}
     return given & OWN_NAMES
 
 
 def _spelt(nodes: Iterable[ast.AST]) -> set[ast.AST]:
-    """The ``getattr`` of calls whose attribute's name is written out, and the ``__class__`` whose name alone is read."""
+    """The ``getattr`` of calls with a literal attribute name, and the ``__class__`` of which only the name is read."""
     calls = (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
     found = {call.func for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)}
     found = {func for func in found if isinstance(func, ast.Name) and func.id in BY_NAME}
@@ -215,7 +225,7 @@ def _spelt(nodes: Iterable[ast.AST]) -> set[ast.AST]:
 
 
 def _named_on(nodes: Iterable[ast.AST]) -> set[ast.AST]:
-    """What stands before a dot, is only given another name ("t = torch"), or is asked for an attribute by name."""
+    """The nodes before a dot, with a second name ("t = torch"), or in ``getattr`` with a literal name."""
     found: set[ast.AST] = {node.value for node in nodes if isinstance(node, ast.Attribute)}
     for node in nodes:
         if isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
@@ -225,8 +235,8 @@ def _named_on(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     return found
 
 
-def _by_name(call: ast.Call, modules: dict[str, str]) -> Iterable[str]:
-    """What is wrong with ``getattr(x, 'name')`` and its like: what would be wrong with ``x.name``."""
+def _by_name(call: ast.Call, modules: dict[str, str]) -> Iterable[Message]:
+    """The problems of ``getattr(x, 'name')`` and similar calls: those of ``x.name``."""
     if not isinstance(call.func, ast.Name) or call.func.id not in BY_NAME or len(call.args) < 2:
         return
     of, name = call.args[0], call.args[1]
@@ -235,37 +245,37 @@ def _by_name(call: ast.Call, modules: dict[str, str]) -> Iterable[str]:
     word = str(name.value)
     whole = _whole(_dotted(of), modules)
     if word in ATTRIBUTES or word.lstrip("_") in BORROWED or word.startswith("__") and word not in FACTS:
-        yield f"reaches for .{word}"
+        yield _reaches_for(word)
     elif whole and _is_part(f"{whole}.{word}"):
-        yield f"uses {whole}.{word}"
+        yield _uses(f"{whole}.{word}")
     elif whole and call.func.id in ("setattr", "delattr"):
-        yield f"changes {whole}.{word} of another module"
+        yield _changes(f"{whole}.{word}")
 
 
-def _import(name: str) -> Iterable[str]:
+def _import(name: str) -> Iterable[Message]:
     root, _, rest = name.partition(".")
     if root not in IMPORTS:
-        yield f"imports {root}"
+        yield _imports(root)
     elif {part.lstrip("_") for part in rest.split(".")} & BORROWED or _is_borrowed(name):
-        yield f"borrows {name}"
+        yield _borrows(name)
     elif any(_is_part(name[: -len(tail)] if tail else name) for tail in _tails(name)):
-        yield f"uses {name}"
+        yield _uses(name)
 
 
 def _whole(dotted: str, modules: dict[str, str]) -> str:
-    """A dotted name with its first part as the module that it stands for; '': it stands for none."""
+    """A dotted name with its first part replaced by the module's name. '': the first part is not a module."""
     root, dot, rest = dotted.partition(".")
     return modules[root] + dot + rest if root in modules else ""
 
 
 def _is_module(name: str) -> bool:
-    """Does a dotted name, as far as names tell, stand for a module, and for no function or class in it?"""
+    """True if a dotted name, judged by the name alone, is a module, not a function or class in a module."""
     root, _, rest = name.partition(".")
     return root in IMPORTS and (not rest or name in PARTS_THAT_ARE_MODULES)
 
 
 def _is_borrowed(name: str) -> bool:
-    """Does the name lead through a module of the standard library into another, as ``collections._sys`` does?"""
+    """True if the name leads through one module of the standard library into another, such as ``collections._sys``."""
     parts = name.split(".")
     if parts[0] not in STANDARD:
         return False
@@ -278,7 +288,7 @@ def _is_borrowed(name: str) -> bool:
 
 
 def _tails(name: str) -> list[str]:
-    """What follows each prefix of a dotted name, longest prefix first."""
+    """The rest after each prefix of a dotted name, longest prefix first."""
     parts = name.split(".")
     return ["".join(f".{part}" for part in parts[n:]) for n in range(len(parts), 0, -1)]
 
@@ -299,7 +309,7 @@ def _is_tensor(base: ast.expr, modules: dict[str, str]) -> bool:
 
 
 def _module_names(tree: ast.Module) -> dict[str, str]:
-    """name in this file → module it stands for."""
+    """Names in this file → the modules that they stand for."""
     found: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -324,19 +334,23 @@ def _dotted(node: ast.expr) -> str:
     return ".".join([node.id, *reversed(words)]) if isinstance(node, ast.Name) else ""
 
 
-def _yaml(text: str) -> Iterable[str]:
+def _yaml(text: str) -> Iterable[Message]:
     try:
         for token in yaml.scan(text):
             if isinstance(token, (yaml.AnchorToken, yaml.AliasToken, yaml.TagToken)):
-                yield f"line {token.start_mark.line + 1}: anchors, aliases and tags are not allowed in a policy"
+                yield Message(
+                    "patch.yaml_tag",
+                    "line {line}: a policy may not have anchors, aliases or tags",
+                    line=token.start_mark.line + 1,
+                )
                 return
         keys = _repeated(yaml.compose(text))
         if keys:
-            yield f"the key {keys[0]!r} is given twice"
+            yield Message("patch.key_twice", "the key {key!r} is given twice", key=keys[0])
         elif not isinstance(yaml.safe_load(text), dict):
-            yield "expected 'key: value' lines"
+            yield Message("patch.no_keys", "lines of the form 'key: value' are expected")
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        yield f"is not YAML: {error}"
+        yield Message("patch.not_yaml", "is not YAML: {error}", error=error)
 
 
 def _repeated(node: yaml.Node | None) -> list[str]:

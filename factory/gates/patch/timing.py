@@ -1,10 +1,9 @@
-"""Seconds of a step, from the seconds of a measurement's runs: pure arithmetic, the same for every clock.
+"""Seconds of a step, computed from the seconds of a measurement's runs. Pure arithmetic, the same for every clock.
 
-A run's overhead (everything but the steps after the first) is the *baseline's* on both sides, so that a slower start counts against a
-candidate. A quicker start earns nothing: a candidate's steps are estimated a second time, as what its runs take beyond its own runs
-of two steps, and the longer estimate counts. Code that makes its start quicker and slows those two steps down could still pass one off as
-the other. But a start costs the same seconds however many steps follow: so new code that seems to gain is run for longer too, and must show
-a larger gain there than leaving out all of the baseline's start would.
+A run's overhead is its time without the steps after the first. Both sides count with the *baseline's* overhead, so a slower start counts against
+a candidate. A quicker start earns nothing: the candidate's steps are also estimated as the time of its runs minus its own runs of two steps, and the
+longer estimate counts. Code could still make its start quicker and slow these two steps down. But a start costs the same seconds however many
+steps follow. So new code that seems to gain must also run longer, and must gain more there than a start of no time would.
 """
 
 from __future__ import annotations
@@ -15,25 +14,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from factory.gates.patch.policy import TrainingPolicy
+from kernels.contract.message import Message
 
-BRIEF_STEPS = 2  # of the runs that a candidate's own overhead is seen in
-SLOW_CONTROL = 1.5  # a run of twice the steps must take more than this many times as long, or nothing is measured here
-QUIETER = "close other programs and have it judged again"
+BRIEF_STEPS = 2  # of the runs that show a candidate's own overhead
+SLOW_CONTROL = 1.5  # a run of twice the steps must take longer by more than this factor, or the clock is not trusted
 
 
 @dataclass(frozen=True)
 class RunSeconds:
-    """What the runs of one measurement took, by one clock, read from outside."""
+    """Seconds of the runs of one measurement, by one clock, read from outside."""
 
     baseline: Sequence[float]  # of ``steps`` each
     candidate: Sequence[float]
     briefs: Sequence[float]  # the candidate's, of BRIEF_STEPS
-    twice: float  # the baseline's, of twice the steps: the control that is known to be slow
+    twice: float  # the baseline's, of twice the steps: a control that must look slow
     overhead: float  # of a baseline run
 
 
 def timing(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
-    """Evidence of the seconds of a step, one number a run; or ``doubt``, why they cannot be computed."""
+    """Evidence with the seconds of a step, one number per run; or with ``doubt``, the reason that they cannot be computed."""
     usual = statistics.median(runs.baseline)
     found: dict[str, Any] = {
         "total_seconds": {"baseline": list(runs.baseline), "candidate": list(runs.candidate)},
@@ -58,15 +57,15 @@ def timing(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
 
 
 def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float) -> float:
-    """CPU seconds of a baseline run before its second step: a run's, less the steps that ``twice`` has more than it."""
+    """CPU seconds of a baseline run before its second step, computed from a run and from one of twice the steps."""
     usual = statistics.median(baseline)
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
-def too_noisy(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> str:
-    """Why the baseline's own runs differ too much to compare with; '': they do not. ``measurement``: its number, from 1.
+def too_noisy(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
+    """The reason that the baseline's own runs differ too much to compare with. None: they do not. ``measurement``: its number, from 1.
 
-    The candidate's runs are not considered: to repeat a measurement because of them would be to choose among outcomes.
+    The candidate's runs do not count: a measurement that is repeated because of them would choose among outcomes.
     """
     totals, overhead = found["total_seconds"]["baseline"], found["overhead_seconds"]
     if min(totals) <= overhead:
@@ -74,7 +73,9 @@ def too_noisy(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int
     if found["slow_control"] <= SLOW_CONTROL:
         return _untrusted(found["slow_control"])
     noise = noise_of(found)
-    return f"two runs of the same code differ {noise:.2f}×" if noise > policy.noise_allowed(measurement) else ""
+    if noise <= policy.noise_allowed(measurement):
+        return None
+    return Message("patch.noisy", "the times of two runs of the same code differ by {noise:.2f}×", noise=noise)
 
 
 def noise_of(found: Mapping[str, Any]) -> float:
@@ -84,7 +85,7 @@ def noise_of(found: Mapping[str, Any]) -> float:
 
 
 def long_timing(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
-    """The gain over one long run of each side, and the gain that a quicker start alone could cause there."""
+    """The gain in one long run of each side, and the gain that a quicker start alone could cause there."""
     return {
         "steps": steps,
         "ratio": (baseline - overhead) / max(candidate - overhead, 1e-3),
@@ -93,17 +94,24 @@ def long_timing(baseline: float, candidate: float, steps: int, overhead: float) 
 
 
 def hideable(overhead: float, steps_alone: float, steps: int) -> float:
-    """The gain that the baseline itself would show if its start took no more time than one step."""
+    """The gain of the baseline over itself if its start took no longer than one step."""
     avoidable = max(0.0, overhead - steps_alone / steps)
     return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)
 
 
-def _too_short(policy: TrainingPolicy, overhead: float) -> str:
-    return (
-        f"{policy.steps} steps take less time than a run's overhead of {overhead:.2f} s varies: raise training.steps in "
-        f"policies/gates/patch.yaml, or {QUIETER}"
-    )
+def _too_short(policy: TrainingPolicy, overhead: float) -> Message:
+    return Message(
+        "patch.too_short",
+        "the overhead of a run ({overhead:.2f} s) varies by more than the time of {steps} steps. Raise training.steps in policies/gates/patch.yaml, "
+        "or close other programs and judge the patch again",
+        steps=policy.steps, overhead=overhead,
+    )  # fmt: skip
 
 
-def _untrusted(slow: float) -> str:
-    return f"the clock cannot be trusted: twice the steps took {slow:.2f}× the time, more than {SLOW_CONTROL}× is expected; {QUIETER}"
+def _untrusted(slow: float) -> Message:
+    return Message(
+        "patch.clock_untrusted",
+        "the clock cannot be trusted: twice the steps took {slow:.2f}× the time, and more than {expected}× is expected. Close other programs and "
+        "judge the patch again",
+        slow=slow, expected=SLOW_CONTROL,
+    )  # fmt: skip

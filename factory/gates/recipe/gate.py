@@ -1,7 +1,7 @@
-"""The gate of recipe changes that change what is learnt: scope → static → paired runs with an anneal tail → bits per byte.
+"""The gate of recipe changes that change what is learnt. Its stages: scope, static, paired runs with an anneal at the end.
 
-A patch to recipes only, and to more in them than how a step is computed, is judged here. The patch gate would refuse it: there, the
-weights must stay the same.
+This gate judges a patch that changes only recipes, and more in them than how a step is computed. The patch gate would refuse such a patch,
+because there the weights must stay the same.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STAGES: tuple[Stage, ...] = (scope, static, runs)
 
 
 def concerns(workspace: Workspace, applied: Applied) -> bool:
-    """Does this gate judge the patch? It changes recipes only, which stay valid, and changes what one of them learns."""
+    """True if this gate judges the patch: it changes only recipes, leaves them valid, and changes what one of them learns."""
     try:
         return any(learnt(changes) for changes in _changes(workspace, applied))
     except TrainerError:
-        return False  # not a recipe: the patch gate says what is wrong with it
+        return False  # not a recipe: the patch gate names the problem
 
 
 def recipe_gate(workspace: Workspace) -> StagedGate[RecipePolicy]:
@@ -47,7 +47,7 @@ def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> Recipe
 
 
 def _changes(workspace: Workspace, applied: Applied) -> list[Changes]:
-    """What the patch changes in each recipe; empty where it changes another file too. Raises: TrainerError."""
+    """The changes of each recipe; empty if the patch changes another file too. Raises: TrainerError."""
     repo = workspace.repository
     changes = repository.changes(repo, applied.base, applied.commit)
     if not all(change.path.startswith(RECIPES) for change in changes):
@@ -57,7 +57,7 @@ def _changes(workspace: Workspace, applied: Applied) -> list[Changes]:
 
 
 def tried_before(plant: Plant, applied: Applied) -> int:
-    """How many verdicts there are on any of the same keys, whoever proposed the change and whatever target was named."""
+    """The number of verdicts on any of the same keys, of all proposers and targets."""
     keys = {key for changes in _changes(plant.workspace, applied) for key in changes}
     rows = plant.ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
     return sum(bool(keys & set(_changed_keys(row["evidence"]))) for row in rows)

@@ -1,16 +1,16 @@
 """``judge_recipe(policy, evidence) -> Verdict``: the decision on a change of what is learnt, as a pure function.
 
-Evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs stage has, for each seed, the bits per byte of every
-held-out domain for both sides (after the tail), tokens a second and peak memory.
+Evidence: ``{"stages": {name: {"state": …, "reasons": […], …}}, "tries": n}``. The runs stage has for each seed and side the bits per byte of
+every held-out domain after the anneal, the tokens per second and the peak memory.
 
 The target is the mean over domains of the paired gain (baseline − candidate: positive is better). It must
 
 - have a t lower bound above zero, at a level shared among the tries on this target (Bonferroni);
-- be larger than the noise floor: by how much two means over as many seeds of the *unchanged* recipe differ, as a standard
-  deviation, sd · √(2 / seeds). Pairing sees changes far smaller than that; they are real and not worth a merge;
-- cost no domain more than the margin, shown by a lower bound as well. All domains must pass, so that these bounds need no
+- be larger than the noise floor: the standard deviation of the difference of two means over as many seeds of the *unchanged* recipe,
+  sd · √(2 / seeds). Pairing detects much smaller changes. They are real, but not worth a merge;
+- cost no domain more than the margin, shown by a lower bound as well. All domains must pass, so these bounds need no
   correction (an intersection-union test: Berger 1982);
-- cost no more time and memory than allowed, unless what changed cannot (``same_cost``).
+- cost no more time and memory than allowed, unless the changed keys cannot cost any (``same_cost``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from factory.gates.case import no_evidence, reasons_of, stage_failed, tries_unknown
 from factory.gates.patch.judge import t_quantile
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
+from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "runs")
-UNIT = "bits per byte"
-MOST = 1e18  # no score, rate or size of memory is larger; larger ones would add up to infinity
+MOST = 1e18  # scores, rates and sizes of memory are smaller; larger numbers could add up to infinity
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,12 @@ class Bounded:
 
 @dataclass(frozen=True)
 class RecipeComparison:
-    """What the runs show. Gains in bits per byte, positive is better."""
+    """The result of the runs. Gains are in bits per byte, positive is better."""
 
     target: Bounded
-    noise: float  # of the target between two means of unchanged runs
+    noise: float  # of the target, between two means of unchanged runs
     domains: dict[str, Bounded]
-    slower: Bounded  # baseline's tokens a second over the candidate's
+    slower: Bounded  # baseline's tokens per second over the candidate's
     memory: float  # candidate's peak over the baseline's
 
     def to_json(self) -> dict[str, Any]:
@@ -58,61 +59,102 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
     stages: Mapping[str, Any] = evidence.get("stages") or {}
     for name in STAGES:
         stage = stages.get(name) or {}
-        said = [str(reason) for reason in stage.get("reasons") or []]
+        said = reasons_of(stage)
         if stage.get("state") == "failed":
-            return Verdict(REJECT, tuple(said or [f"the {name} stage failed"]))
+            return Verdict(REJECT, tuple(said or [stage_failed(name)]))
         if stage.get("state") != "passed":
-            return Verdict(HOLD, tuple(said or [f"there is no evidence from the {name} stage"]))
+            return Verdict(HOLD, tuple(said or [no_evidence(name)]))
     tries = evidence.get("tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, ("the evidence does not say how often this target was tried",))
+        return Verdict(HOLD, (tries_unknown(),))
     result = compare(policy.runs, stages["runs"], tries)
     if result is None:
-        return Verdict(HOLD, ("the weights after the runs were not scored, or not for enough seeds",))
+        not_scored = Message(
+            "recipe.not_scored", "The weights after the runs were not scored, or not for enough seeds."
+        )
+        return Verdict(HOLD, (not_scored,))
     if result.noise <= 0:
-        return Verdict(HOLD, ("all seeds gave exactly the same score, so the noise was not measured",))
+        no_noise = Message("recipe.no_noise", "All seeds gave exactly the same score, so the noise was not measured.")
+        return Verdict(HOLD, (no_noise,))
     return _decide(policy.runs, result, same_cost=stages["runs"].get("same_cost") is True)
 
 
 def _decide(policy: RunsPolicy, result: RecipeComparison, same_cost: bool) -> Verdict:
     target, needed = result.target, max(policy.min_gain, result.noise)
-    floor = f"other seeds change a mean of {policy.seeds} runs by {result.noise:.4f}"
-    shown = f"{target.mean:+.4f} {UNIT} on held-out documents (at least {target.lower:+.4f}; {floor})"
+    shown = Message(
+        "recipe.gain",
+        "The gain is {gain:+.4f} bits per byte on held-out documents (at least {lower:+.4f}). Other seeds change a mean of {seeds} runs by "
+        "{noise:.4f}.",
+        gain=target.mean, lower=target.lower, seeds=policy.seeds, noise=result.noise,
+    )  # fmt: skip
     if target.mean < -needed:
-        return Verdict(REJECT, (f"the candidate learns worse: {shown}",))
-    hurt = [f"{name} {found.mean:+.4f}" for name, found in result.domains.items() if found.mean < -policy.domain_margin]
+        worse = Message("recipe.worse", "The candidate learns worse. {gain}", gain=shown)
+        return Verdict(REJECT, (worse,))
+    by_domain = {name: found.mean for name, found in result.domains.items()}
+    hurt = {name: mean for name, mean in by_domain.items() if mean < -policy.domain_margin}
     if hurt:
-        return Verdict(
-            REJECT, (f"worse on {', '.join(hurt)} {UNIT} (at most {-policy.domain_margin:+g} is allowed)", shown)
-        )
+        domains_worse = Message(
+            "recipe.domains_worse",
+            "The candidate is worse on some domains, in bits per byte: {named}. At most {margin:+g} is allowed.",
+            named=_each(hurt), domains=hurt, margin=-policy.domain_margin,
+        )  # fmt: skip
+        return Verdict(REJECT, (domains_worse, shown))
     if target.mean <= needed:
-        return Verdict(REJECT, (f"no gain beyond the noise floor: more than {needed:.4f} {UNIT} is needed", shown))
-    if costs := "" if same_cost else _costs(policy, result):
+        no_gain = Message(
+            "recipe.no_gain",
+            "There is no gain beyond the noise floor: more than {needed:.4f} bits per byte is needed.",
+            needed=needed,
+        )
+        return Verdict(REJECT, (no_gain, shown))
+    if costs := None if same_cost else _costs(policy, result):
         sure = result.memory > policy.max_memory or result.slower.lower > policy.max_slower
         return Verdict(REJECT if sure else HOLD, (costs, shown))
     if target.lower <= 0:
-        return Verdict(HOLD, ("a gain is likely but not shown: its lower bound is not above 0", shown))
+        likely = Message("recipe.gain_likely", "A gain is likely but not shown: its lower bound is not above 0.")
+        return Verdict(HOLD, (likely, shown))
     unsure = [name for name, found in result.domains.items() if found.lower <= -policy.domain_margin]
     if unsure:
-        words = f"may be worse on {', '.join(unsure)}: raise runs.seeds or runs.held_out_documents in policies/gates/recipe.yaml"
-        return Verdict(HOLD, (words, shown))
-    facts = [f"by domain: {', '.join(f'{name} {found.mean:+.4f}' for name, found in result.domains.items())}"]
+        unsure_domains = Message(
+            "recipe.domains_unsure",
+            "The candidate may be worse on {domains}. Raise runs.seeds or runs.held_out_documents in policies/gates/recipe.yaml.",
+            domains=unsure,
+        )
+        return Verdict(HOLD, (unsure_domains, shown))
+    facts = [Message("recipe.by_domain", "Gain by domain: {named}.", named=_each(by_domain), domains=by_domain)]
     if not same_cost:
-        facts.append(f"{1 / result.slower.mean:.2f}× the tokens a second, {result.memory:.2f}× the memory")
+        facts.append(
+            Message(
+                "recipe.cost",
+                "The candidate makes {speed:.2f}× the tokens per second and takes {memory:.2f}× the memory.",
+                speed=1 / result.slower.mean, memory=result.memory,
+            )
+        )  # fmt: skip
     return Verdict(PROMOTE, (shown, *facts))
 
 
-def _costs(policy: RunsPolicy, result: RecipeComparison) -> str:
-    """What it takes too much of; '': nothing."""
+def _each(gains: Mapping[str, float]) -> list[str]:
+    return [f"{name} {gain:+.4f}".replace("-", "−") for name, gain in gains.items()]
+
+
+def _costs(policy: RunsPolicy, result: RecipeComparison) -> Message | None:
+    """The reason that the candidate takes too much memory or time. None: it does not."""
     if result.memory > policy.max_memory:
-        return f"takes {result.memory:.2f}× the memory, at most {policy.max_memory:g}× is allowed"
+        return Message(
+            "recipe.memory",
+            "The candidate takes {memory:.2f}× the memory. At most {most:g}× is allowed.",
+            memory=result.memory, most=policy.max_memory,
+        )  # fmt: skip
     if result.slower.mean > policy.max_slower:
-        return f"takes {result.slower.mean:.2f}× the time a token, at most {policy.max_slower:g}× is allowed"
-    return ""
+        return Message(
+            "recipe.slower",
+            "The candidate takes {slower:.2f}× the time per token. At most {most:g}× is allowed.",
+            slower=result.slower.mean, most=policy.max_slower,
+        )  # fmt: skip
+    return None
 
 
 def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeComparison | None:
-    """None when a number is missing, not finite or of the wrong kind, or there are fewer seeds than the policy's."""
+    """The comparison; None if a number is missing, not finite or of the wrong kind, or if there are fewer seeds than the policy's."""
     old, new = (_scores(found.get(name)) for name in ("baseline", "candidate"))
     old_speed, new_speed = (_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate"))
     memory = _positive([found.get(f"{name}_memory") for name in ("baseline", "candidate")])

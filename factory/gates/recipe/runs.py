@@ -1,17 +1,17 @@
-"""Paired runs of the recipe as it is and as proposed, from one checkpoint, scored on held-out documents: N steps of trunk and an anneal to
-rate zero, a random seed a pair, in the sandbox.
+"""Paired runs of the current and the proposed recipe from one checkpoint, in the sandbox, scored on held-out documents. Each run makes N trunk
+steps and an anneal to rate zero. Each pair has its own random seed.
 
-Why the tail. Weights in mid-trunk carry the noise of their learning rate: after a few steps a lower rate looks better, and so does a larger
-batch, though the lead disappears once the rate falls (arXiv 2410.05192 §3: a high rate makes progress that only the decay shows). So every
-run ends in an anneal of the recipe's shape to zero, as every release does, and weights are scored after it. A tail that is too short leaves
-some of that lead (docs/LOG.md), so runs for a lower rate or a larger batch are longer, on both sides. A run of N steps cannot show
-what only later steps do: a rate that is too low in the long run may win a short one.
+Why the anneal. Weights in mid-trunk carry the noise of their learning rate. After a few steps a lower rate looks better, and so does a larger
+batch, but the lead disappears once the rate falls (arXiv 2410.05192 §3: only the decay shows the progress of a high rate). So every
+run ends, like every release, in an anneal of the recipe's shape to zero, and the weights are scored after it. An anneal that is too short leaves
+some of that lead (docs/LOG.md), so runs for a lower rate or a larger batch are longer, on both sides. A run of N steps cannot show effects of later
+steps: a rate that is too low in the long run may win a short run.
 
-Both sides have the same code (the base's, approved; recipes are data), checkpoint, kernels, seed of the data and tokens a run. Where the batch
-differs, the steps differ, so that the candidate gets no token more; where the length of the anneal differs, its share of the run differs.
+Both sides have the same code (the base's, which is approved; recipes are data), checkpoint, kernels, seed of the data and number of tokens. If the
+batch differs, the steps differ, so that the candidate gets no more tokens. If the length of the anneal differs, its share of the run differs.
 
-All runs share one trainer process, which waits while a run is scored, so that at most two runs are on disk. The first pair begins with the
-baseline, so that the process's peak memory after it is the baseline's; later pairs alternate.
+All runs share one trainer process, which waits while a run is scored, so at most two runs are on disk. The first pair begins with the
+baseline, so that the process's peak memory after it is the baseline's. Later pairs alternate.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from factory.runs.running import Runs
 from factory.runs.sandboxed import Ended
 from factory.runs.trace import lines_in, read_alive
 from factory.runs.untrusted_files import UntrustedFileError
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
 from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.data.data_plan import DataPlan
@@ -46,10 +47,10 @@ from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.recipe import Recipe, with_keys
 
-# A change of these, with the same code on as many positions, changes no step's time or memory, whatever a busy machine's clock says.
+# Changes of these keys do not change the time or memory of a step, whatever the clock of a busy machine says.
 FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
-NEVER = 1 << 30  # checkpoint_every: a run writes its last step only
-UNSTEADY_STEPS = 2  # first steps of a run whose speed is that of compilation and caches
+NEVER = 1 << 30  # checkpoint_every: a run writes only its last step
+UNSTEADY_STEPS = 2  # the speed of the first steps is that of compilation and caches
 SIDES = ("baseline", "candidate")
 
 Score = Callable[[Tensors], dict[str, float]]
@@ -65,17 +66,17 @@ class Lengths:
 
 @dataclass
 class MeasuredRuns:
-    """What was measured, lists by side with an entry for each seed. ``failed``: what went wrong; '': nothing."""
+    """The measurements: lists by side with an entry for each seed. ``failed``: the error; '': no error."""
 
     bits: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {side: [] for side in SIDES})
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
     memory: dict[str, float] = field(default_factory=dict)
     failed: str = ""
-    failed_side: str = ""  # whose run failed; '': neither's
+    failed_side: str = ""  # the side whose run failed; '': none
     out_of_time: bool = False  # the time limit ended the runs
 
     def to_json(self) -> dict[str, Any]:
-        """As the judge reads it."""
+        """The evidence for the judge."""
         evidence: dict[str, Any] = dict(self.bits)
         for side, speeds in self.tokens_per_s.items():
             evidence |= {f"{side}_tokens_per_s": speeds, f"{side}_memory": self.memory.get(side)}
@@ -91,13 +92,21 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     policy = lengthened(case.policy.runs, start.step, recipes["baseline"], recipes["candidate"])
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
-        return StageResult(missing(f"the trunk was trained with a different model or optimiser than {path} has"))
+        return StageResult(
+            missing(
+                Message(
+                    "recipe.other_model",
+                    "The trunk was trained with another model or optimiser than that of {path}.",
+                    path=path,
+                )
+            )
+        )
     texts, eval_policy = held_out_texts(policy.held_out_documents, policy.held_out_bytes, case.plant)
     if not texts:
         return StageResult(NOTHING_HELD_OUT)
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
-    compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code while it trained
+    compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code during training
     copy_cache(compiled, case.work / "recipe" / "cache")
     runs = Runs(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
@@ -113,12 +122,19 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             }  # fmt: skip
             ours, theirs = sides["candidate"], sides["baseline"]
             if (ours.raw, ours.size) == (theirs.raw, theirs.size):
-                return StageResult(failed("the change has no effect in these runs, which set that key themselves"))
+                return StageResult(
+                    failed(
+                        Message(
+                            "recipe.key_is_set",
+                            "The change has no effect: the gate's runs set the changed key themselves.",
+                        )
+                    )
+                )
             score = lambda weights: weights_bits(weights, shape, texts, eval_policy)
             advance = lambda words: task.advance(1, words)
             found = paired_runs(runs, policy, start, sides, case.baseline, origin, score, advance)
         except TrainerError as error:
-            return StageResult(missing(str(error)))
+            return StageResult(missing(Message("recipe.cannot_run", "{error}", error=error.message)))
     evidence = found.to_json() | {
         "held_out_documents": len(texts),
         "from_step": start.step,
@@ -126,18 +142,26 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
         "steps": {side: [size.trunk, size.tail] for side, size in sizes.items()},
     }
     if found.failed and found.failed_side == "candidate":
-        return StageResult(failed(f"the candidate's run failed: {found.failed}", **evidence))
+        return StageResult(failed(_run_failed("candidate", found.failed), **evidence))
     if found.out_of_time:
-        return StageResult(out_of_time(f"the runs were stopped: {found.failed}", **evidence))
-    if found.failed:  # which says nothing about the candidate
-        return StageResult(missing(f"the baseline's run failed: {found.failed}", **evidence))
+        return StageResult(out_of_time(Message.from_json(found.failed), **evidence))
+    if found.failed:  # a failure of the baseline says nothing about the candidate
+        return StageResult(missing(_run_failed("baseline", found.failed), **evidence))
     size = sizes["candidate"]
-    reason = f"{policy.seeds} seeds, {size.trunk} steps and an anneal of {size.tail}, from step {start.step}"
+    reason = Message(
+        "recipe.trained",
+        "Both recipes trained with {seeds} seeds from step {step}: {trunk} steps, then an anneal of {tail} steps.",
+        seeds=policy.seeds, step=start.step, trunk=size.trunk, tail=size.tail,
+    )  # fmt: skip
     return StageResult(passed(reason, **evidence))
 
 
+def _run_failed(side: str, problem: str) -> Message:
+    return Message("recipe.run_failed", "A run of the {side} failed: {problem}", side=side, problem=problem)
+
+
 def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
-    """``policy`` with longer runs where the candidate's rate (by peak or by schedule) is lower or its batch larger, from ``step``."""
+    """``policy``, with longer runs if from ``step`` the candidate has a lower rate (by peak or by schedule) or a larger batch."""
     old, new = baseline.schedule, candidate.schedule
     warms = new.warmup_steps > max(old.warmup_steps, step)
     falls = new.kind == "cosine" and new.final_lr_share < old.final_lr_share
@@ -148,9 +172,9 @@ def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recip
 
 
 def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:
-    """Steps by side. The candidate gets at most the baseline's tokens; its tail gets the share of them that its recipe gives it.
+    """The steps of each side. The candidate gets at most the baseline's tokens. Its anneal gets the share that its recipe gives it.
 
-    Raises: RecipeError when its batch is so large that no two steps fit, or its anneal so long that no trunk is left before it.
+    Raises: RecipeError if the batch is so large that two steps do not fit, or the anneal so long that no trunk step is left.
     """
     total = policy.steps + policy.tail_steps
     tokens = baseline.tokens_between(step, step + total)
@@ -159,32 +183,37 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
         steps += 1
     if steps < 2:
         raise RecipeError(
-            f"batch.sequences: {total} steps of the baseline have fewer tokens than two of the candidate: raise runs.steps"
+            "recipe.batch_too_large",
+            "batch.sequences: {steps} steps of the baseline have fewer tokens than two steps of the candidate. Raise runs.steps.",
+            steps=total,
         )
     ratio = candidate.schedule.anneal_steps / baseline.schedule.anneal_steps
     tail = max(1, round(policy.tail_steps * steps / total * ratio))
     if tail >= steps:
         raise RecipeError(
-            f"schedule.anneal_steps: an anneal {ratio:.3g} times as long leaves no trunk in runs of {total} steps: raise runs.steps"
+            "recipe.anneal_too_long",
+            "schedule.anneal_steps: an anneal {times:.3g} times as long leaves no trunk in runs of {steps} steps. Raise runs.steps.",
+            times=ratio,
+            steps=total,
         )
     return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
 
 
 def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
-    """The recipe for the sandbox's one rank, in the trunk's precision. The anneal ends at zero, unless the patch changes where it ends."""
+    """The recipe for the sandbox's single rank, in the trunk's precision. The anneal ends at zero, unless the patch changes its end."""
     keys = {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision, "stability.noise_scale_every": 0}
     return with_keys(for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0}))
 
 
 def domains_of(start: Start) -> set[str]:
-    """The domains that the trunk's token shards hold. Raises: TrainerError for a shard that is damaged."""
+    """The domains in the trunk's token shards. Raises: TrainerError for a damaged shard."""
     shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
     return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
 
 
 @dataclass(frozen=True)
 class RecipeSide:
-    """What the runs of one recipe have in common. ``raw``: of ``run_recipe``; ``held``: the domains that the shards hold."""
+    """The values that the runs of one recipe share. ``raw``: the result of ``run_recipe``. ``held``: the domains in the shards."""
 
     name: str
     recipe: Recipe
@@ -195,9 +224,9 @@ class RecipeSide:
     kernels: str
 
     def arms(self, start: Start, seed: int, folder: Path) -> dict[Path, Arm]:
-        """(trunk, tail) of one run, by their folders; the tail continues from the trunk's checkpoint, and in its data.
+        """The two arms of one run by their folders, trunk and tail. The tail continues from the trunk's checkpoint, and in its data.
 
-        Raises: DataPlanError when no token shard has a domain of a mixture.
+        Raises: DataPlanError if no token shard has a domain of a mixture.
         """
         shards = [
             (shard["id"], shard["path"], shard["generation"], shard.get("content", ""), shard.get("moved", {}))
@@ -230,12 +259,12 @@ def paired_runs(
     score: Score,
     advance: Callable[[str], None],
 ) -> MeasuredRuns:
-    """Run and score every pair. ``code``: of the base.
+    """Run and score every pair. ``code``: the worktree of the base.
 
-    Raises: IsolationError; DataPlanError when no token shard has a domain of a mixture.
+    Raises: IsolationError; DataPlanError if no token shard has a domain of a mixture.
     """
     work = runs.home / "recipe"
-    drawn = secrets.randbelow(90_000)  # the folders are named as live segments are
+    drawn = secrets.randbelow(90_000)  # the folders have names like those of live segments
     order: list[RecipeSide] = []
     arms: dict[Path, Arm] = {}
     for number in range(policy.seeds):
@@ -255,13 +284,15 @@ def paired_runs(
                 last = start.step + side.size.trunk + side.size.tail
                 bits = _measure(found, side.name, parts, last, origin, score, runs.home)
             except UntrustedFileError as error:
-                found.failed, found.failed_side = str(error), side.name
+                found.failed, found.failed_side = error.message, side.name
             if parts[-1].out_of_time:
                 found.failed_side, found.out_of_time = "", True
-                found.failed = (
-                    f"{done} of {len(order)} runs were done after {policy.wall_seconds:.0f} s, which says nothing about the recipe: close "
-                    "other programs and have it judged again, or raise runs.wall_seconds in policies/gates/recipe.yaml"
-                )
+                found.failed = Message(
+                    "recipe.stopped",
+                    "The time limit of {seconds:.0f} s stopped the runs after {done} of {runs}, which says nothing about the recipe. Close other "
+                    "programs and judge the patch again, or raise runs.wall_seconds in policies/gates/recipe.yaml.",
+                    seconds=policy.wall_seconds, done=done, runs=len(order),
+                )  # fmt: skip
             if found.failed:
                 return found
             remove(parts[0].folder.parent)
@@ -272,10 +303,10 @@ def paired_runs(
 def _measure(
     found: MeasuredRuns, side: str, parts: Sequence[Ended], last: int, origin: Tensors, score: Score, aside: Path
 ) -> float:
-    """Add what a run left to ``found``; returns its mean bits per byte. Raises: UntrustedFileError, which says what is wrong."""
+    """Add the measurements of a run to ``found``. Returns its mean bits per byte. Raises: UntrustedFileError."""
     bits = score(read_alive(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
-        raise UntrustedFileError("its weights have no finite loss on held-out documents")
+        raise UntrustedFileError("recipe.no_finite_loss", "its weights have no finite loss on held-out documents")
     lines = [line for part in parts for line in lines_in(part.opened, "metrics.jsonl")]
     found.bits[side].append(bits)
     found.tokens_per_s[side].append(statistics.median(line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines))

@@ -1,1 +1,1 @@
-"""The release gate: ``judge`` is a pure function of the evaluations, ``policy`` its thresholds, ``gate`` gathers and records."""
+"""The release gate. ``judge`` is a pure function of the evidence, ``policy`` has its thresholds, ``gate`` gathers evidence and records verdicts."""

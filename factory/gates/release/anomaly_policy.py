@@ -1,4 +1,4 @@
-"""``policies/anomalies.yaml``: which anomalies are diagnosed, how far, and what is done about them. No patch can change it."""
+"""``policies/anomalies.yaml``: which anomalies are diagnosed, at what cost, and what follows. No patch can change this policy."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class AnomalyPolicy(StrictPolicy):
     kinds: list[str] = [
         "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", "skipped_outlier", REPLICAS_APART
     ]  # fmt: skip
-    """That are diagnosed; while one of them is open, no candidate that contains it is released. Others are only recorded."""
+    """The kinds that are diagnosed. A candidate with an open anomaly of these kinds is not released. Other kinds are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
     """The budget of one diagnosis, in replayed steps."""
     previous_python: str = ""
-    """Where libraries changed with a segment: the interpreter of the environment before, which a replay is made in; '': none is at hand."""
+    """The interpreter of the environment before a change of libraries, for replays of the segment in it. '': there is none."""
     wall_seconds: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of one replay."""
     quarantine: Act = "automatic"
-    """Documents that are guilty: masked in every later segment, and the segment that they spoiled rewound. ask: a person decides."""
+    """Guilty documents are masked in every later segment, and the spoiled segment is rewound. ask: a person decides."""
     rate: Act = "ask"
-    """Where the cause is the rate: the segment rewound, and trained again with what cleared the anomaly for ``rate_steps`` steps after it.
-    Once in one place; what is not enough then waits for a person. ask: a person decides, as the gate has not judged that recipe."""
+    """If the rate is the cause, the segment is rewound and trained again, with the remedy for ``rate_steps`` steps after the anomaly. This happens
+    once at one place; then a person decides. ask: a person decides at once, because the gate has not judged that recipe."""
     rate_steps: Annotated[int, Field(gt=0)] = 100
     diagnose: Act = "automatic"
-    """Does the daemon diagnose by itself? ask: 'factory diagnose'."""
+    """automatic: the daemon diagnoses. ask: a person runs 'factory diagnose'."""
 
     @field_validator("kinds")
     @classmethod

@@ -1,6 +1,7 @@
 """The release gate: gather the evidence on a candidate, judge it, record the verdict.
 
-The champion is measured on the candidate's suite if it was not yet. A verdict on the policy and evidence of the newest on its subject is that one.
+The gate measures the champion on the candidate's suite if that is missing. If policy and evidence equal those of the newest verdict on the candidate,
+the gate records no new verdict.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
-from factory.gates.release.judge import PROMOTE, dev_alone, judge
+from factory.gates.release.judge import PROMOTE, judge
 from factory.gates.release.judged_by import judged_by
 from factory.gates.release.licences import token_shards_of
 from factory.gates.release.line import GATE, look_at, lost_since_best
 from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
+from factory.gates.release.overfitting import dev_alone
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import newest_noise
@@ -39,7 +41,7 @@ from kernels.contract.files import finite
 
 
 def decide(plant: Plant, candidate_id: int) -> int:
-    """Judge a candidate on the current held-out items; returns the verdict's id. Idempotent.
+    """Judge a candidate on the current held-out items. Returns the id of the verdict. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """
@@ -113,7 +115,7 @@ def measured(
     candidate: tuple[Mapping[str, Any], Sequence[EvalItem]],
     champion: tuple[Mapping[str, Any], Sequence[EvalItem]] | None,
 ) -> ReleaseEvidence:
-    """The part of the evidence that follows from the evaluations alone, (summary, items) each. Pure."""
+    """The part of the evidence that follows from two evaluations, each (summary, items). Pure."""
     mine = candidate[0]
     cloze = mine.get("cloze", {})
     values: dict[str, Any] = {
@@ -148,9 +150,9 @@ def measured(
 
 
 def trained_on(ledger: Ledger, segment: int) -> dict[str, float]:
-    """By domain, its share of the supervised tokens in the token shards of a segment and of all before it; largest first.
+    """The share of the supervised tokens by domain, largest first, in the token shards of a segment and of all segments before it.
 
-    Documents that are quarantined since count too; those that a person took out do not: nothing is to be learned of them.
+    Documents that were quarantined later count too. Documents that a person removed do not.
     """
     used = token_shards_of(ledger, segment)
     sql = """SELECT token_shard, domain, SUM(supervised_tokens) AS tokens FROM documents
@@ -187,7 +189,7 @@ def _record(
     }
     same = [verdicts.c[name].is_not_distinct_from(value) for name, value in values.items()]
     with ledger.begin() as tx:
-        # The newest alone: what changed and was changed back, as a licence, is a new verdict over the one between.
+        # Only the newest verdict: a change that was undone, such as a licence, is a new verdict.
         own = (verdicts.c.gate == GATE) & (verdicts.c.subject == subject)
         newest = sa.select(sa.func.max(verdicts.c.id)).where(own).scalar_subquery()
         for row in tx.execute(sa.select(verdicts.c.id, verdicts.c.evidence).where(verdicts.c.id == newest, *same)):
@@ -196,17 +198,17 @@ def _record(
         number = record_verdict(
             tx, GATE, subject, **values, outcome=verdict.outcome, reasons=verdict.reasons, evidence=stored
         )
-        if words := dev_alone(policy, evidence):
-            _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, words)
+        if alone := dev_alone(policy, evidence):
+            _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, alone)
         record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": judged_by().to_json()})
     return number
 
 
-def _note(tx: sa.Connection, segment: int, subject: Subject, verdict: int, words: str) -> None:
-    """An anomaly of the segment that a candidate comes from, once."""
+def _note(tx: sa.Connection, segment: int, subject: Subject, verdict: int, why: str) -> None:
+    """Record an anomaly of the segment that a candidate comes from, once a segment."""
     own = (anomalies.c.segment == segment) & (anomalies.c.kind == DEV_ALONE)
     if tx.execute(sa.select(anomalies.c.id).where(own)).first() is None:
         last = tx.execute(sa.select(segments.c.last_step).where(segments.c.id == segment)).scalar_one()
-        detail = {"step": last - 1, "kind": DEV_ALONE, "candidate": subject.number, "verdict": verdict, "why": words}
+        detail = {"step": last - 1, "kind": DEV_ALONE, "candidate": subject.number, "verdict": verdict, "why": str(why)}
         tx.execute(anomalies.insert().values(segment=segment, step=last - 1, kind=DEV_ALONE, detail=detail))
         record(tx, DEV_ALONE, subject, detail)

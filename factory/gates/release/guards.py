@@ -1,9 +1,8 @@
-"""The guards of a release: what each must be shown to hold, which of them can tell harm at all, and how large a gain passes them.
+"""The guards of a release: the bound that each must pass, which guards can detect harm at all, and the gain that passes all of them.
 
-Bits per byte of each domain always guard it. Cloze is set aside where an equally good model would fail it more than once in five: it then holds only
-where a loss beyond its margin is measured, if as good a model seldom shows one, and rejects where one is shown. Whether it is set aside follows from
-the suite, the policy and the champion alone (``ScoredGuard``): a candidate that changes many items has a wider interval, and would else take a guard
-away by that.
+Bits per byte of each domain always guard it. Cloze is set aside if an equally good model would fail it more than once in five. Cloze then rejects a
+shown loss, and holds a measured loss beyond its margin if equally good models seldom show such a loss. The suite, the policy and the champion alone
+decide whether cloze is set aside (``ScoredGuard``). Otherwise a candidate that changes many items, which widens its interval, could remove a guard.
 """
 
 from __future__ import annotations
@@ -27,22 +26,23 @@ from factory.evals.power import (
 from factory.evals.statistics import CLOZE, Gain, spent_at
 from factory.gates.release.evidence import ReleaseEvidence, number
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason
+from factory.gates.release.reasons import Reason, reason
+from kernels.contract.message import Message
 
 
 def guarded(evidence: ReleaseEvidence) -> list[str]:
-    """All of them: the domains, and cloze where there are items."""
+    """The names of all guards: the domains, and cloze if the suite has cloze items."""
     return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
 
 def standing(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
-    """Those that hold a candidate which does not pass them."""
+    """The names of the guards that hold a candidate which does not pass them."""
     apart = set_aside(policy, evidence)
     return [name for name in guarded(evidence) if name not in apart]
 
 
 def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
-    """Those that cannot tell harm, by name. One of which too little is known stands."""
+    """The guards that cannot detect harm, by name. A guard of unknown size stands."""
     cloze = cloze_guard(policy, evidence)
     if cloze is None:
         return {}
@@ -52,7 +52,7 @@ def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, Sco
 
 
 def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard | None:
-    """Cloze as far as no candidate moves it: items and groups of the suite, share right of the champion; None: something is not known."""
+    """Cloze by what no candidate changes: items and groups of the suite, and the champion's share right. None: a number is missing."""
     guard = evidence.guards.get(CLOZE)
     items, right = number(evidence.cloze_items), number(evidence.champion_cloze)
     groups = number(guard.effective) if guard else None
@@ -63,7 +63,7 @@ def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard
 
 
 def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, float], dict[str, float], list[Reason]]:
-    """Of each guard: the gain that its bound must lie above, and what earlier releases lost there; and what is not known of them."""
+    """(floor by guard, earlier loss by guard, missing numbers). The lower bound of a guard's gain must lie above its floor."""
     floor: dict[str, float] = {}
     lost: dict[str, float] = {}
     missing: list[Reason] = []
@@ -74,23 +74,34 @@ def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, 
             noise = number(evidence.noise_floor.get(name))
             most = policy.guards.noise_floor_max
             if noise is None or noise < 0:
-                missing.append(Reason("noise_unknown", f"{name}: the noise floor was not measured."))
+                missing.append(
+                    reason("release.noise_unknown", "{domain}: the noise floor was not measured.", domain=name)
+                )
                 noise = 0.0
             elif noise > most:
                 missing.append(
-                    Reason(
-                        "noise_floor",
-                        f"{name}: the noise floor is {noise:.4f} bits per byte, at most {most:.4f} is allowed.",
-                        f"hold out longer documents of {name}, or allow more noise (guards.noise_floor_max in gates/release.yaml).",
-                    )
+                    reason(
+                        "release.noise_floor",
+                        "{domain}: the noise floor is {noise:.4f} bits per byte. At most {most:.4f} is allowed.",
+                        domain=name,
+                        noise=noise,
+                        most=most,
+                        remedy=Message(
+                            "release.remedy_noise_floor",
+                            "hold out longer documents of {domain}, or allow more noise: guards.noise_floor_max in gates/release.yaml.",
+                            domain=name,
+                        ),
+                    )  # fmt: skip
                 )
                 noise = 0.0
-            # of the champion's recipe: no candidate can widen it
+            # the replicas are of the champion's recipe, so no candidate can widen its margin
             draws = min(max(number(evidence.replica_noise.get(name)) or 0.0, 0.0), most)
             margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
         gone = number(evidence.lost.get(name))
         if gone is None or gone < 0:
-            missing.append(Reason("lost_unknown", f"{name}: what earlier releases lost there is not known."))
+            missing.append(
+                reason("release.lost_unknown", "{guard}: the loss of earlier releases is not known.", guard=name)
+            )
             gone = margin
         lost[name] = gone
         floor[name] = -max(margin - gone, least)
@@ -99,24 +110,24 @@ def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, 
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a promotion has to pass: the target's bound, and those of the guards that stand, whose level is of all together."""
+    """The bounds that a promotion has to pass: the target's, and those of the guards that stand, which share one level."""
 
     target: Needed
     guards: dict[str, Needed]
-    otherwise: float  # the chance that another comparison holds a good one
+    otherwise: float  # the chance that another comparison holds a good candidate
 
     def smallest_gain(self) -> float | None:
-        """The gain, in every domain alike, with which 80 % are promoted of those that cloze lets through; None: with none."""
+        """The same gain in every domain at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
         return smallest_gain([self.target], self.otherwise, self.guards, apart=CLOZE)
 
     def times_needed(self, gain: float) -> float | None:
-        """How many times as many groups show a gain with 80 %; None: not even a thousand times as many."""
+        """By which factor the groups must grow to show a gain with 80 %. None: a factor of a thousand is not enough."""
         return times_needed(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
 
 
 def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Bounds | None:
-    """What this comparison asks of another candidate; None: it was not made. No gain in bits per byte moves cloze, whose error is that of equally
-    good models."""
+    """The bounds that this comparison sets for another candidate; None: nothing was compared. A gain in bits per byte does not move cloze: its error
+    is that of equally good models."""
     if evidence.target is None or not evidence.look:
         return None
     floor, _, _ = floors(policy, evidence)
@@ -131,13 +142,13 @@ def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Bounds | None:
 
 
 def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
-    """The smallest gain, in every domain alike, with which 80 % of candidates are promoted, of those that cloze lets through; None: none is."""
+    """The smallest gain, the same in every domain, at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
     asked = bounds(policy, evidence)
     return asked.smallest_gain() if asked else None
 
 
 def groups_needed(gain: Gain, level: float, floor: float) -> int | None:
-    """Groups of one size with which four of five candidates that change nothing are shown to be above ``floor``; None: far too many, or unknown.
+    """Groups of equal size with which 80 % of the candidates that change nothing are shown to be above ``floor``. None: far too many, or unknown.
 
     >>> groups_needed(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
     31
@@ -151,63 +162,92 @@ def groups_needed(gain: Gain, level: float, floor: float) -> int | None:
 
 
 def enough(gain: Gain | None, clusters_min: int) -> bool:
-    """Are there groups enough behind an interval?"""
+    """True if an interval is based on enough groups."""
     clusters = number(gain.clusters) if gain else None
     return clusters is not None and clusters >= clusters_min
 
 
-# -- in words ----------------------------------------------------------------------------------------------------------
-SEEN = "would have been seen with"  # of a sentence that decides nothing
+# -- messages ----------------------------------------------------------------------------------------------------------
+ESTIMATES = frozenset({"release.detects_gain", "release.detects_gain_beside_cloze", "release.detects_no_gain"})
+"""Codes of the messages about the gain that a comparison can detect. The gain is an estimate and decides nothing."""
 
 
-def seen(gain: float | None, target: Needed, guards: Mapping[str, Needed], look: int, cloze: ScoredGuard | None) -> str:
-    """The gain that is promoted with 80 %, and beside it how often cloze, where it stands, lets a model through that is as good there.
+def seen(
+    gain: float | None, target: Needed, guards: Mapping[str, Needed], look: int, cloze: ScoredGuard | None
+) -> Message:
+    """The gain that is promoted with 80 %. Where cloze stands, also the share of equally good models that pass it.
 
     >>> target = Needed(Gain(0.1, 0.009, 40, 38.2), 0.025)
     >>> print(seen(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
-    A gain of 0.028 in every domain would have been seen with 80 % (look 1 against this champion, so at 2.50 %; 38 document groups of one size). \
-Cloze lets 89 of 100 models through that are as good there.
+    A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a level of \
+2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
     >>> print(seen(None, Needed(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
-    No gain would have been seen with 80 %: of the largest that there is, 45 % pass the bound of the target (look 1 against this champion, so at \
-2.50 %; 2 document groups of one size).
+    No gain is detected with a probability of 80%: a gain of 8 bits per byte passes the bound of the target with a probability of 45%. This is \
+comparison 1 with this champion, at a level of 2.50%, on 2 document groups of equal size.
     """
-    effective = target.measured.effective or 0.0
-    looks = f"look {look} against this champion, so at {target.level:.2%}; {effective:.0f} document groups of one size"
-    looks = looks.replace("%", " %")
+    comparison = Message(
+        "release.comparison",
+        "This is comparison {look} with this champion, at a level of {level:.2%}, on {groups:.0f} document groups of equal size.",
+        look=look, level=target.level, groups=target.measured.effective or 0.0,
+    )  # fmt: skip
     if gain is None:
-        return f"No gain {SEEN} {100 * POWER:.0f} %: {_why_none(target, guards)} ({looks})."
-    words = f"A gain of {gain:.3f} in every domain {SEEN} {100 * POWER:.0f} % ({looks})."
-    if cloze is not None:
-        words += f" Cloze lets {100 * cloze.passed:.0f} of 100 models through that are as good there."
-    return words
+        return Message(
+            "release.detects_no_gain",
+            "No gain is detected with a probability of {power:.0%}: {why}. {comparison}",
+            power=POWER, why=_why_none(target, guards), comparison=comparison,
+        )  # fmt: skip
+    detected = Message(
+        "release.detects_gain",
+        "A gain of {gain:.3f} bits per byte in every domain is detected with a probability of {power:.0%}. {comparison}",
+        gain=gain, power=POWER, comparison=comparison,
+    )  # fmt: skip
+    if cloze is None:
+        return detected
+    return Message(
+        "release.detects_gain_beside_cloze",
+        "{detected} Of 100 models that are as good as the champion, {passed:.0f} pass the cloze guard.",
+        detected=detected, passed=100 * cloze.passed,
+    )  # fmt: skip
 
 
-def _why_none(target: Needed, guards: Mapping[str, Needed]) -> str:
-    """The bound that even the largest gain passes least often."""
+def _why_none(target: Needed, guards: Mapping[str, Needed]) -> Message:
+    """The bound that the largest possible gain passes with the lowest probability."""
     needed = {"the target": target} | {name: one for name, one in stepped(guards, MOST).items() if one.moves}
     chances = {name: one.chance(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
     if needed[name].measured.bound(needed[name].level) is None:
-        return f"{name} could not be compared"
-    return f"of the largest that there is, {100 * chances[name]:.0f} % pass the bound of {name}"
+        return Message("release.bound_unknown", "{guard} could not be compared", guard=name)
+    return Message(
+        "release.bound_seldom_passed",
+        "a gain of {most:.0f} bits per byte passes the bound of {guard} with a probability of {chance:.0%}",
+        most=MOST, guard=name, chance=chances[name],
+    )  # fmt: skip
 
 
-def aside(name: str, known: ScoredGuard, clusters: float, clusters_min: int, unit: str = "items") -> str:
-    """That a guard is set aside, and the size that it needs.
+def aside(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
+    """The message that a guard is set aside, with the size that it needs.
 
-    >>> print(aside("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8))
-    cloze is set aside: of 100 models that are as good there, 36 items hold 44, and at most 20 are allowed. About 68 items are needed. It holds only \
-where a loss of more than 0.150 is measured, as of 3 in 100 such models, and rejects where one is shown.
+    >>> print(aside("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
+    cloze is set aside as a guard: with 36 items it would hold 44 of 100 equally good models. At most 20 are allowed. About 68 items are
     >>> print(aside("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
-    cloze is set aside: 36 items of 3 document groups, and 8 groups are needed. It informs alone.
+    cloze is set aside as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. Its result decides nothing.
     """
     if clusters < clusters_min:
-        groups = "1 document group" if clusters == 1 else f"{clusters:.0f} document groups"
-        return f"{name} is set aside: {known.items} {unit} of {groups}, and {clusters_min} groups are needed. It informs alone."
-    held = 100 * (1 - known.passed)
+        return Message(
+            "release.aside_few_groups",
+            "{guard} is set aside as a guard: its {items} items are from {groups:.0f|document group|document groups}, and at least {least} groups "
+            "are needed. Its result decides nothing.",
+            guard=name, items=known.items, groups=clusters, least=clusters_min,
+        )  # fmt: skip
     needed = known.needed()
-    size = f"About {needed} {unit} are needed." if needed else f"No number of {unit} is enough for its margin."
-    return (
-        f"{name} is set aside: of 100 models that are as good there, {known.items} {unit} hold {held:.0f}, and at most {100 * MOST_FAILED:.0f} "
-        f"are allowed. {size} {known.still}"
+    size = (
+        Message("release.items_needed", "About {needed} items are needed.", needed=needed)
+        if needed
+        else Message("release.no_items_enough", "No number of items is enough for its margin.")
     )
+    return Message(
+        "release.aside",
+        "{guard} is set aside as a guard: with {items} items it would hold {held:.0f} of 100 equally good models. At most {most:.0f} are allowed. "
+        "{size} {still}",
+        guard=name, items=known.items, held=100 * (1 - known.passed), most=100 * MOST_FAILED, size=size, still=known.still,
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which code judges a release: what decides of policy and evidence, and words the reasons. The same code says the same of them, word for word."""
+"""The hash of the code that judges a release. The same code gives the same verdict on the same policy and evidence, word for word."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from factory.core.workspace import code_root
 from factory.git.version import version
 
-# The judge and what it imports, but for what reads files (``core.policy_file``) and what measures (``evals.tasks``).
+# The judge and its imports, except the modules that read files (``core.policy_file``) and that measure (``evals.tasks``).
 FILES = (
     "factory/evals/power.py",
     "factory/evals/probes/checks.py",
@@ -18,15 +18,18 @@ FILES = (
     "factory/gates/release/evidence.py",
     "factory/gates/release/guards.py",
     "factory/gates/release/judge.py",
+    "factory/gates/release/messages.py",
+    "factory/gates/release/overfitting.py",
     "factory/gates/release/policy.py",
     "factory/gates/release/reasons.py",
     "factory/tasks/comparing.py",
+    "kernels/contract/message.py",
 )
 
 
 @dataclass(frozen=True)
 class JudgedBy:
-    """``sha256``: of ``FILES``; ``version``: of the factory, for a person who looks for that code."""
+    """``sha256``: the hash of ``FILES``. ``version``: the factory's version, for a person who looks for that code."""
 
     sha256: str
     version: str
@@ -37,7 +40,7 @@ class JudgedBy:
 
 @functools.cache
 def judged_by() -> JudgedBy:
-    """The judge of this process: the files as they are when it is first asked."""
+    """The judge of this process. The files are read at the first call."""
     digest = hashlib.sha256()
     for path in sorted(FILES):
         content = (code_root() / path).read_bytes()

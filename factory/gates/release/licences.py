@@ -1,4 +1,4 @@
-"""Which licences the tokens have that a candidate was trained on, and whether they allow to release a model that was."""
+"""The licences of the tokens that a candidate was trained on, and whether they allow the release of the model."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from factory.ledger.ledger import Ledger, documents
 from factory.ledger.rows import SegmentRow
 
 AT_ONCE = 5000  # keys in one query
-NONE = "no licence"  # of documents that name none
+NONE = "no licence"  # the name for documents without a licence
 
 
 def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
-    """Supervised tokens of each licence in the token shards of a segment and of all before it (None: of all that there are to train on); '' where a
-    document names none.
+    """Supervised tokens by licence in the token shards of a segment and of all segments before it; None: in all token shards. '' is for
+    documents without a licence.
 
-    Documents that were trained on and are quarantined or removed since count too; those that every plan masks do not (``masked_throughout``). With a
-    ``policy`` a text that came under several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``);
-    without one under the licence of the row that stayed.
+    Documents that were quarantined or removed after training count too. Documents that every plan masks do not (``masked_throughout``). With a
+    ``policy``, a text with several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``). Without a
+    policy it counts under the licence of the row that stayed.
     """
     used = token_shards_of(ledger, segment) if segment is not None else every_token_shard(ledger)
     fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
@@ -50,8 +50,8 @@ def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | No
 
 
 def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
-    """Of the supervised tokens that no release is allowed of, those of texts for which another shard names a licence that allows one: a person
-    can settle which is right."""
+    """The supervised tokens whose licence forbids a release, but for which another shard names a licence that allows it. A person can settle which
+    licence is right."""
     used, masked = token_shards_of(ledger, segment), masked_throughout(ledger, segment)
     return sum(
         one.supervised_tokens
@@ -64,13 +64,13 @@ def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
 
 
 def token_shards_of(ledger: Ledger, segment: int) -> set[str]:
-    """The token shards of a segment and of all before it."""
+    """The token shards of a segment and of all segments before it."""
     return {shard["id"] for plan in _plans(ledger, segment) for shard in plan["token_shards"]}
 
 
 def masked_throughout(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
-    """By key, documents that lie in those token shards and that nothing was learned of: each plan that has their shard masks them, as they were
-    taken out before the first. ``license``, ``token_shard``, ``supervised_tokens``, ``detail`` of each."""
+    """The documents in these token shards from which nothing was learned, by key: each plan with their shard masks them, because they were
+    removed before the first plan. Each has ``license``, ``token_shard``, ``supervised_tokens`` and ``detail``."""
     plans = [
         ({shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ())))
         for plan in _plans(ledger, segment)
@@ -97,7 +97,7 @@ def every_token_shard(ledger: Ledger) -> set[str]:
 
 
 def not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
-    """By licence that does not allow a release, as the policy says now, its share of the tokens; largest first.
+    """The shares of the tokens by licence, largest first, of the licences that do not allow a release under the current policy.
 
     >>> not_releasable(Licences(), {"": 25, "unheard of": 75})
     {'unheard of': 0.75, 'no licence': 0.25}

@@ -1,4 +1,4 @@
-"""The line of releases, as the ledger has it: how often a champion was challenged, and what was lost on the way to it."""
+"""The line of releases in the ledger: how often a champion was challenged, and the losses on the way to it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GATE = "release"
 
 
 def look_at(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
-    """1 for the first candidate that is judged against a champion; one that is judged again on other items is another look."""
+    """The number of this comparison with a champion, from 1. A candidate that is judged again on other items is another comparison."""
     champion_, subject = Subject("candidate", champion_id), Subject("candidate", candidate_id)
     looked: list[tuple[str, Any]] = []
     for row in VerdictRow.select(
@@ -26,11 +26,11 @@ def look_at(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: s
 
 
 def lost_since_best(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
-    """By guard: how much worse the champion's candidate is than the best release that it descends from, as their verdicts measured it.
+    """The loss of the champion since the best release that it descends from, by guard, as the verdicts measured it.
 
-    Each was compared with the champion of its day on the same items; their gains add up. So small losses do not. A release that was rolled back
-    is not among them, for nothing descends from it any more: of releases 1, 2 (which lost 0.018), a rollback to 1 and 3 (which gained 0.001
-    over 1), nothing is lost.
+    Each release was compared with the champion before it on the same items, so the gains add up, and small losses cannot accumulate unseen. A
+    release that was rolled back does not count, because no later release descends from it. Example: releases 1 and 2 (which lost 0.018), a
+    rollback to 1, and 3 (which gained 0.001 over 1): nothing is lost.
     """
     released = {row.candidate: row for row in ReleaseRow.select(ledger)}
     above, lost = dict.fromkeys(guards, 0.0), dict.fromkeys(guards, 0.0)
@@ -39,7 +39,7 @@ def lost_since_best(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> 
         seen.add(row.number)
         verdict = VerdictRow.get(ledger, row.verdict)
         measured = verdict.evidence(ledger).get("guards") or {}
-        for name in above:  # how much better the release before was
+        for name in above:  # the gain of the release before over this one
             above[name] -= (measured.get(name) or {}).get("gain") or 0.0
             lost[name] = max(lost[name], above[name])
         row = released.get(Subject.parse(verdict.against).number) if verdict.against else None

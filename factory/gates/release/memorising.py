@@ -1,8 +1,8 @@
-"""Was a candidate fitted to what it is judged on? Its gain there against its gain on documents of the same kind that decide nothing.
+"""Measures whether a candidate was fitted to the documents that judge it: its gain there beside its gain on similar other documents.
 
-The sealed half and the dev half of what is held out are drawn alike, so a model gains alike on both. One that gains more on the sealed half
-has seen it; one that gains more on the dev half was chosen by that. One that gains less on documents that arrived after its training
-than on those from before has learned these by heart.
+The sealed half and the dev half of the held-out documents are drawn alike, so a model gains alike on both. A model that gains more on the sealed half
+has seen it. A model that gains more on the dev half was chosen by it. A model that gains less on documents that arrived after its training than on
+older ones has memorised the older ones.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ TASK = "bpb"
 def gap_between(
     ours: Sequence[EvalItem], theirs: Sequence[EvalItem], keys: Collection[str], weights: Mapping[str, float]
 ) -> tuple[Gain, Gain, Gain] | None:
-    """(gain on the documents ``keys``, gain on the others, the first less the second), of the domains that both have; None: none is in both.
+    """(gain on the documents ``keys``, gain on the others, their difference), in the domains that both have. None: no domain is in both.
 
-    Documents of the sealed half and the dev half alike.
+    The documents may be of the sealed half and of the dev half.
     """
     inside, outside = (
         [[item for item in _alike(side) if (item.item in keys) == within] for side in (ours, theirs)]
@@ -45,7 +45,7 @@ def gap_between(
 
 
 def fresh_keys(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
-    """Documents of a suite that arrived after what a candidate was trained on: nothing of their shard was."""
+    """The documents of a suite that arrived after a candidate's training: the candidate was not trained on their shards."""
     plans = {row.data_plan for row in SegmentRow.lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
     read = ledger.rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
     known = {shard["id"] for row in read for shard in row["plan"]["token_shards"]}
@@ -56,7 +56,7 @@ def fresh_keys(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str
 
 
 def looks_before(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
-    """By how many other candidates a document of the sealed half was read already: the mean over those of the suite."""
+    """The number of other candidates that read a document of the sealed half, as the mean over the suite."""
     if not suite.documents:
         return 0.0
     i, e = eval_items.c, evaluations.c

@@ -14,81 +14,81 @@ NotNegative = Annotated[float, Field(ge=0)]
 
 
 class Target(StrictPolicy):
-    """What must get better."""
+    """The measure that must get better."""
 
     weights: dict[str, NotNegative] = Field(default_factory=dict)
-    """Weight of each domain's gain in bits per byte; domains not named have 0. Empty: all domains have the same."""
+    """The weight of each domain's gain in bits per byte. Domains that are not named have 0. Empty: all domains have the same weight."""
     alpha: Level = 0.05
-    """Chance that any candidate that is judged against one champion is promoted without being better. Look k spends alpha / (k (k + 1)):
-    the first half of it (the lower end of a 95 % interval), the second a sixth, all together alpha."""
+    """The probability that some candidate is promoted over a champion without being better. Comparison k with the champion spends
+    alpha / (k (k + 1)): the first a half (the lower end of a 95 % interval), the second a sixth, all together alpha."""
 
 
 class Guards(StrictPolicy):
-    """What must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected over those that stand, must be above −δ.
-    Cloze guards if an equally good model fails it at most once in five; else it informs, and rejects if a loss is shown."""
+    """The measures that must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected over the standing guards,
+    must be above −δ. Cloze is a guard if an equally good model fails it at most once in five. Else it informs, and rejects only a shown loss."""
 
     bits_per_byte_margin: NotNegative = 0.02
-    """A loss smaller than this, in bits per byte, is allowed, counted from the best release of the line; where twice the replicas' noise
-    is larger, that is. δ is what is left of it, or twice the noise floor of the measurement, whichever is larger."""
+    """The allowed loss in bits per byte since the best release of the line, or twice the replicas' noise if that is larger. δ is the rest of it,
+    or twice the noise floor of the measurement if that is larger."""
     cloze_margin: NotNegative = 0.15
-    """Share of cloze items. The verdict says with how many items cloze guards at it; that depends on the champion's share right."""
+    """The allowed loss as a share of cloze items. The verdict names the number of items with which cloze is a guard at this margin."""
     alpha: Level = 0.05
-    """Chance of passing any guard wrongly, all guards together."""
+    """The probability of wrongly passing any guard, for all guards together."""
     noise_floor_max: NotNegative = 0.02
-    """A measurement noisier than this, in bits per byte, is no evidence; of the replicas' noise at most so much widens δ."""
+    """A measurement with more noise than this, in bits per byte, is not evidence. The replicas' noise widens δ by at most this."""
 
 
 class Memorising(StrictPolicy):
-    """How far gains on two kinds of held-out documents may lie apart before a candidate counts as fitted to one of them."""
+    """How far the gains on two kinds of held-out documents may differ before a candidate counts as fitted to one kind."""
 
     alpha: Level = 0.01
-    """Chance of a hold where the gains are the same, for each of the two comparisons."""
+    """The probability of a hold if the gains are the same, for each of the two comparisons."""
     halves_margin: NotNegative = 0.02
-    """Bits per byte between the gains on the sealed half and on the dev half, which are drawn alike."""
+    """The allowed difference, in bits per byte, of the gains on the sealed half and the dev half, which are drawn alike."""
     fresh_margin: NotNegative = 0.1
-    """Bits per byte by which the gain on documents that arrived after its training is less than on the others at most, where it is not shown to
-    be better on these at all: they may be of another kind."""
+    """The allowed difference, in bits per byte, by which the gain on documents that arrived after the training is smaller than on older ones, if
+    no gain on new documents is shown: new documents may be of another kind."""
 
 
 class Replicas(StrictPolicy):
-    """How far another order of the same data moves a model: the champion's anneal is trained again from the checkpoint that it branched off,
-    on other documents of its data plan, and measured on the dev half. Each costs as much as an anneal; none can become a candidate."""
+    """The effect of another order of the same data: the champion's anneal is trained again from the checkpoint before it, on other documents of
+    its data plan, and measured on the dev half. Each replica costs as much as an anneal. A replica cannot become a candidate."""
 
     count: Annotated[int, Field(ge=0, le=20)] = 2
-    """Replicas that are trained beside the anneal itself; 0: none, and verdicts say that the noise is not known."""
+    """The number of replicas besides the anneal itself. 0: none, and verdicts say that the noise is not known."""
     from_release: Count = 3
-    """The first release of which replicas are trained: a first try of the factory ends before it."""
+    """The first release whose anneal gets replicas, so that a short trial of the factory trains none."""
     every_releases: Count = 20
-    """Again after so many releases, and when the recipe is another than that of the newest measurement."""
+    """Replicas are trained again after this many releases, and when the recipe differs from that of the newest measurement."""
     steps_max: Share = 0.2
-    """Of the steps that were trained since the newest measurement, the share that replicas may take at most: the trunk waits for them, and a
-    recipe that changes with each release would have them trained each time. They wait until so much was trained."""
+    """The largest share that replicas may take of the steps since the newest measurement. The trunk waits for replicas, and a recipe that changes
+    with each release would need new ones each time. So replicas wait until enough was trained."""
 
 
 class FirstRelease(StrictPolicy):
-    """What a candidate must reach when there is no champion to beat."""
+    """The limits for a candidate when there is no champion yet."""
 
     bits_per_byte_max: Annotated[float, Field(gt=0)] = 4.0
-    """In every domain; a model above it has not learned to write."""
+    """The most bits per byte in every domain. A model above this limit has not learned to write."""
     below_trigram_by: Annotated[float, Field(ge=-100, le=100)] = 0.0
-    """In every domain, bits per byte must be below the byte-trigram baseline's by more than this; negative: at most that much above."""
+    """In every domain, bits per byte must be below the byte-trigram baseline's by more than this. Negative: less than this above it."""
 
 
 class ReleasePolicy(StrictPolicy):
     """Every key is optional."""
 
     approval: Literal["automatic", "manual"] = "automatic"
-    """manual: a person approves a 'promote' before anything is released; the approval binds to the hash of what was judged."""
+    """manual: a person approves a 'promote' before the release. The approval binds to the hash of the judged export."""
     documents_min: Count = 8
-    """Held-out documents in every domain; fewer is no evidence."""
+    """The least number of held-out documents in every domain."""
     clusters_min: int = 8
-    """Document groups behind every interval; at least 2, as one has no spread."""
+    """The least number of document groups behind every interval. At least 2, because one group has no spread."""
     not_releasable_max: Share = 0.0
-    """Of the supervised tokens that a candidate was trained on: share from documents whose licence does not allow the release of a model,
-    as ``licences`` in data.yaml says now."""
+    """The allowed share of a candidate's supervised tokens whose licence, under the current ``licences`` in data.yaml, does not allow the
+    release of a model."""
     sealed_looks_max: Annotated[float, Field(gt=0)] = 200.0
-    """Candidates that read a document of the sealed half before, on average over the suite: each of them tells a little of what is in it. New
-    shards, whose held-out documents nobody saw, bring it down."""
+    """The allowed number of earlier candidates that read a document of the sealed half, on average over the suite. Each candidate reveals a little
+    of the sealed half. New shards bring unread held-out documents and lower the number."""
     memorising: Memorising = Field(default_factory=Memorising)
     replicas: Replicas = Field(default_factory=Replicas)
     target: Target = Field(default_factory=Target)

@@ -1,49 +1,76 @@
-"""A reason of the release judge as data: a stable code, the sentence that says it, and what a person can do about it."""
+"""A reason of the release judge: a message, whose code later versions keep, and what a person can do about it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from kernels.contract.message import Message
 
 
 @dataclass(frozen=True)
 class Reason:
-    """``code``: its kind, which later versions keep; ``text``: a sentence; ``remedy``: what to do, with commands; '': nothing is to be done."""
+    """``message`` says what is wrong. ``remedy`` says what to do, with commands; None: the reason itself names no remedy."""
 
-    code: str
-    text: str
-    remedy: str = ""
+    message: Message
+    remedy: Message | None = None
+
+    @property
+    def code(self) -> str:
+        return self.message.code
+
+
+def reason(code: str, template: str, /, remedy: Message | None = None, **data: Any) -> Reason:
+    """A reason with the message of this code, template and data."""
+    return Reason(Message(code, template, **data), remedy)
 
 
 NOTHING_SHOWN = frozenset(
     {
-        "few_documents", "few_groups", "not_better", "guard_not_shown", "noise_floor", "task_not_shown",
+        "release.few_documents", "release.target_few_groups", "release.guard_few_groups", "release.not_better", "release.guard_not_shown",
+        "release.guard_loss_measured", "release.noise_floor", "release.task_not_shown",
     }
 )  # fmt: skip
-"""Reasons to hold that say that too little was measured to be sure. A person may release all the same (``factory releases override``). All others
-speak of parity, contamination or smoke, of licences, of an anomaly, of held-out documents that it may have seen, or of what nobody looked up."""
+"""Codes of the reasons to hold which say that the measurements are too few to be sure. A person may override these ('factory releases override').
+All other reasons are about failed checks, licences, anomalies, memorised documents, or missing evidence."""
 
-TO_DO, OR = "To do: ", "Or: "
+TO_DO = frozenset({"release.to_do", "release.override"})
+"""Codes of the lines that tell a person what to do about a hold."""
 
 
 def may_be_overridden(held_by: Sequence[Reason]) -> bool:
-    """May a person release what is held for these reasons?"""
+    """True if a person may release a candidate that is held for these reasons."""
     return bool(held_by) and all(reason.code in NOTHING_SHOWN for reason in held_by)
 
 
-def to_do(held_by: Sequence[Reason], candidate: int | None) -> list[str]:
-    """What a person can do about a hold, a sentence each; a person's own decision last, where it is one.
+def to_do(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
+    """What a person can do about a hold, a line each. The override is the last line, where it is allowed.
 
-    >>> to_do([Reason("not_better", "Not shown.", "Train on."), Reason("guard_not_shown", "Not shown.", "Train on.")], 3)
-    ['To do: Train on.', 'Or: release it all the same, under your name: \\'factory releases override 3 --reason "…"\\'.']
+    >>> train = Message("release.remedy_train_on", "train on.")
+    >>> to_do([reason("release.not_better", "Not shown.", train), reason("release.guard_not_shown", "Not shown.", train)], 3)
+    ['To do: train on.', 'Or: release the candidate all the same, under your name: \\'factory releases override 3 --reason "…"\\'.']
     """
     number = "N" if candidate is None else candidate
     remedies = dict.fromkeys(reason.remedy for reason in held_by if reason.remedy)
-    lines = [f"{TO_DO}{remedy}" for remedy in remedies]
-    if not lines or any(not reason.remedy and reason.code not in NOTHING_SHOWN for reason in held_by):
-        lines.append(f"{TO_DO}'factory evaluate {number}' measures what is missing.")
+    if not remedies or any(not reason.remedy and reason.code not in NOTHING_SHOWN for reason in held_by):
+        evaluate = Message(
+            "release.remedy_evaluate", "measure what is missing: 'factory evaluate {candidate}'.", candidate=number
+        )
+        remedies[evaluate] = None
+    lines = [Message("release.to_do", "To do: {remedy}", remedy=remedy) for remedy in remedies]
     if may_be_overridden(held_by):
         lines.append(
-            f"{OR}release it all the same, under your name: 'factory releases override {number} --reason \"…\"'."
+            Message(
+                "release.override",
+                "Or: release the candidate all the same, under your name: 'factory releases override {candidate} --reason \"…\"'.",
+                candidate=number,
+            )
         )
     return lines
+
+
+def is_to_do(text: str) -> bool:
+    """True if a recorded reason tells a person what to do. Reasons of older factories have no code, so their first words decide."""
+    code = getattr(text, "code", "")
+    return code in TO_DO or (not code and text.startswith(("To do: ", "Or: ")))

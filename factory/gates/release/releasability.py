@@ -1,14 +1,14 @@
-"""What the release gate will be able to tell, before there is any candidate: the judge's own computation on sizes alone.
+"""What the release gate can detect, computed before the first candidate from the sizes alone.
 
-``releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion on so many document groups and items, each with
-the spread that is assumed, and asks the judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``): which guards
-stand, the size that each needs, and the gain that would be seen.
+``releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion, with an assumed spread of each document group and
+item. The judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``) then compute which guards stand, the size
+that each guard needs, and the gain that is detected.
 
 >>> found = releasability(ReleasePolicy(), Sizes({"code": DomainSize(8, 8, 8), "docs": DomainSize(3, 3, 1)}, cloze_items=11))
 >>> [(guard.name, guard.state, guard.have, guard.needed) for guard in found.guards]
 [('code', 'stands', 8, 17), ('docs', 'missing', 3, 17), ('cloze', 'aside', 11, 70)]
 >>> found.gain is None, [line for line in found.holds]
-(True, ['docs: 3 held-out documents of 3 document groups; at least 8 documents of 8 groups are needed'])
+(True, ['docs: 3 held-out documents of 3 document groups. At least 8 documents of 8 groups are needed'])
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.rows import Reads, VerdictRow
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.comparing import set_aside as tasks_aside
+from kernels.contract.message import Message
 
 SPREAD = 0.03  # bits per byte: standard deviation of a group's difference, as the calibration of the judge draws it (``benchmarks/judge``)
-RIGHT = 0.5  # share of items right that is assumed of a champion: the most uncertain
+RIGHT = 0.5  # assumed share of items that a champion has right: the most uncertain one
 
 
 @dataclass(frozen=True)
 class DomainSize:
-    """What is held out of a domain. ``spread``: standard deviation of a group's difference between two models, in bits per byte; None: ``SPREAD``."""
+    """The held-out documents of a domain. ``spread``: standard deviation of a group's difference, in bits per byte; None: ``SPREAD``."""
 
     documents: int  # of the sealed half that are scored
     groups: int
@@ -44,7 +45,7 @@ class DomainSize:
 
 @dataclass(frozen=True)
 class TaskSize:
-    """Of a task: how many items and groups of them, what may be lost, and the share right of the champion, where it is known."""
+    """A task: its items, groups of items, allowed loss, and the champion's share right, where known."""
 
     items: int
     groups: int
@@ -66,9 +67,9 @@ class Sizes:
 class GuardSize:
     """A guard before any candidate.
 
-    ``state``: it stands; it is aside, and informs; or too little is held out, and it holds every candidate (missing). ``have``, ``needed``: document
-    groups of a domain, items of cloze and of a task, ``needed`` with which it passes four of five equally good models; None: no number is enough.
-    ``passed``: the share of equally good models that it lets through.
+    ``state``: 'stands'; 'aside': its result only informs; 'missing': too little is held out, so the guard holds every candidate. ``have`` and
+    ``needed`` count the document groups of a domain, or the items of cloze and of a task. With ``needed`` the guard passes four of five equally good
+    models; None: no number is enough. ``passed``: the share of equally good models that pass.
     """
 
     name: str
@@ -76,18 +77,18 @@ class GuardSize:
     have: int
     needed: int | None
     passed: float
-    margin: float | None = None  # of a task that is aside: the least with which as many items stand
+    margin: float | None = None  # of a task that is aside: the smallest margin at which its items are enough
 
 
 @dataclass(frozen=True)
 class Releasability:
     guards: tuple[GuardSize, ...]
-    gain: float | None  # the smallest, in every domain alike, that is seen with 80 %; None: none would be
-    holds: tuple[str, ...] = ()  # what holds every candidate, a phrase each
+    gain: float | None  # the smallest gain, the same in every domain, that is detected with 80 %; None: no gain is
+    holds: tuple[Message, ...] = ()  # what holds every candidate
 
 
 def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
-    """Which guards stand, the size that each needs, and the gain that would be seen. Pure."""
+    """Which guards stand, the size that each guard needs, and the gain that is detected. Pure."""
     assumed = _assumed(policy, sizes)
     found = []
     holds = []
@@ -100,11 +101,23 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
         size = None if needed is None else max(needed, policy.clusters_min)
         found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
         if few:
+            held = {"domain": name, "documents": domain.documents, "groups": domain.groups}
+            least = {"least_documents": policy.documents_min, "least_groups": policy.clusters_min}
             holds.append(
-                f"{name}: {domain.documents} held-out documents of {domain.groups} document group{'' if domain.groups == 1 else 's'}"
-                + ("" if domain.dev_groups else ", none in the dev half")
-                + f"; at least {policy.documents_min} documents of {policy.clusters_min} groups are needed"
-            )
+                Message(
+                    "release.too_little_held_out",
+                    "{domain}: {documents} held-out documents of {groups:|document group|document groups}. At least {least_documents} documents of "
+                    "{least_groups} groups are needed",
+                    **held, **least,
+                )
+                if domain.dev_groups
+                else Message(
+                    "release.nothing_in_dev_half",
+                    "{domain}: {documents} held-out documents of {groups:|document group|document groups}, none in the dev half. At least "
+                    "{least_documents} documents of {least_groups} groups are needed",
+                    **held, **least,
+                )
+            )  # fmt: skip
     if (cloze := cloze_guard(policy, assumed)) is not None:
         found.append(_scored(CLOZE, cloze, CLOZE in set_aside(policy, assumed)))
     tasks = _assumed_tasks(sizes)
@@ -119,7 +132,7 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
 
 
 def spreads(db: Reads) -> dict[str, float]:
-    """By domain, the standard deviation of a group's difference that the newest verdict over a champion measured, in bits per byte."""
+    """Standard deviation of a group's difference by domain, in bits per byte, from the newest verdict against a champion."""
     for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
         guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}
         known = {name: _spread(stored) for name, stored in guards.items() if name != CLOZE}
@@ -142,7 +155,7 @@ def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardSize:
 
 
 def _assumed(policy: ReleasePolicy, sizes: Sizes) -> ReleaseEvidence:
-    """Of a candidate as good as the champion: each group with the spread that is assumed, all of one size."""
+    """The evidence of a candidate as good as the champion: groups of equal size with the assumed spread."""
     guards = {
         name: Gain(0.0, (one.spread or SPREAD) / math.sqrt(max(one.groups, 1)), one.groups, float(one.groups))
         for name, one in sizes.domains.items()

@@ -1,6 +1,6 @@
-"""How far another order of the same data moves a model: which anneal is due for replicas, and what those of before showed.
+"""The effect of another order of the same data: the anneal that is due for replicas, and the results of earlier replicas.
 
-Read from the ledger alone: an event about the anneal says what was measured (``factory.replicas`` trains and measures).
+All is read from the ledger: an event about the anneal has the results (``factory.replicas`` trains and measures).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class ReplicaNoise:
-    """Of ``runs`` trainings that differ in the order of their data alone: standard deviations in bits per byte."""
+    """Standard deviations in bits per byte of ``runs`` trainings that differ only in the order of their data."""
 
     runs: int
     by_domain: Mapping[str, float]
@@ -28,7 +28,7 @@ class ReplicaNoise:
 
     @classmethod
     def of(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
-        """``runs``: bits per byte by domain.
+        """The noise of ``runs``, each the bits per byte by domain.
 
         >>> found = ReplicaNoise.of([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
         >>> found.runs, {name: round(value, 3) for name, value in found.by_domain.items()}, round(found.target, 3)
@@ -42,7 +42,7 @@ class ReplicaNoise:
 
 
 def newest_noise(db: Reads, weights: Mapping[str, float]) -> ReplicaNoise | None:
-    """What the newest replicas showed; None: none were measured yet."""
+    """The noise that the newest replicas showed. None: none were measured yet."""
     found = newest_measured(db)
     return ReplicaNoise.of(found["runs"], weights) if found else None
 
@@ -54,13 +54,13 @@ def newest_measured(db: Reads) -> dict[str, Any] | None:
 
 
 def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
-    """The anneal that is to be trained again, and the release that it led to; None: nothing is due now."""
+    """The anneal that is due to be trained again, and its release. None: nothing is due now."""
     best = champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
         return None
     anneal = next((row for row in reversed(SegmentRow.lineage(db, best.segment)) if row.kind != "average"), None)
     if anneal is None or anneal.kind != "anneal" or anneal.parent is None:
-        return None  # an average of the trunk's checkpoints: there is no short training to repeat
+        return None  # an average of the trunk's checkpoints has no short training to repeat
     before = newest_measured(db)
     if before is not None:
         same = anneal.recipe_sha256 == before["recipe_sha256"]
@@ -70,13 +70,13 @@ def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
 
 
 def may_start(db: Reads, policy: Replicas, anneal: SegmentRow) -> bool:
-    """Was so much trained since the newest replicas that the trunk can wait for those of this anneal?"""
+    """True if enough was trained since the newest replicas, so that the trunk can wait for this anneal's replicas."""
     before = newest_measured(db)
     trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)
     return policy.count * (anneal.last_step - anneal.first_step) <= policy.steps_max * trained
 
 
 def _steps_after(db: Reads, segment: int) -> int:
-    """That were trained in segments after one, rewound ones too."""
+    """The steps that were trained in segments after this one, with rewound segments."""
     sql = "SELECT SUM(last_step - first_step) AS steps FROM segments WHERE id > :id AND kind <> 'average' AND state IN ('done', 'rewound')"
     return int(db.read(sql, id=segment)[0]["steps"] or 0)

@@ -1,8 +1,8 @@
-"""The reward-hack watch: does the dev half of what is held out rise over the line of candidates, and the sealed half not with it?
+"""The reward-hacking watch: it detects if the dev half of the held-out documents improves over the line of candidates without the sealed half.
 
-The loop, agents and people choose by the dev half. Each candidate's gains over its champion on both halves stand in its verdict; along the
-champions they add up, so that two candidates of the line can be compared whatever the suites were. Steps that are too small to be seen
-one by one are seen together.
+The loop, agents and people choose by the dev half. The verdict of each candidate has its gains over its champion on both halves. Along the champions
+the gains add up, so any two candidates of the line can be compared, even on different suites. So several steps can show together what single steps
+are too small to show.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.line import GATE
 from factory.ledger.rows import Reads, Subject, VerdictRow
 
-NEWEST = 10  # candidates that a new one is compared with
+NEWEST = 10  # a new candidate is compared with this many earlier ones
 HALVES = ("on_dev", "on_sealed", "halves_gap")
 
 
 @dataclass(frozen=True)
 class Point:
-    """A judged candidate: its gains over the candidate ``against``, which was champion."""
+    """A judged candidate with its gains over the champion of that time, the candidate ``against``."""
 
     candidate: int
     against: int | None
@@ -31,7 +31,7 @@ class Point:
 
 
 def watched(db: Reads, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
-    """The evidence with what the line shows: the rise since that one of the ``NEWEST`` candidates before from which dev rose most alone."""
+    """The evidence with the rise since that candidate of the ``NEWEST`` from which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
     line = [point for point in line_of(db) if point.candidate != candidate]
     mine = Point(candidate, champion, here)
@@ -51,7 +51,7 @@ def watched(db: Reads, candidate: int, champion: int, evidence: ReleaseEvidence)
 
 
 def line_of(db: Reads) -> list[Point]:
-    """Each candidate by its newest verdict in which both halves were compared, in the order of these."""
+    """The candidates by their newest verdicts with both halves compared, in the order of these verdicts."""
     found: dict[int, Point] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
         stored = row.evidence(db)
@@ -65,9 +65,9 @@ def line_of(db: Reads) -> list[Point]:
 
 
 def rise_since(before: Point, now: Point, line: Sequence[Point]) -> dict[str, Gain]:
-    """By half, how much better ``now`` is than ``before``, by way of the champion that both descend from.
+    """The gain of ``now`` over ``before`` by half, computed through the champion that both descend from.
 
-    Errors are added as if of different documents, which is on the safe side; degrees of freedom by Welch (1947) and Satterthwaite (1946).
+    Errors are added as if from different documents, which errs on the safe side. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
 
     >>> step = lambda number, against: Point(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
     >>> line = [step(2, 1), step(3, 2), step(4, 2)]
@@ -90,7 +90,7 @@ def rise_since(before: Point, now: Point, line: Sequence[Point]) -> dict[str, Ga
 
 
 def _path(point: Point, line: Mapping[int, Point]) -> list[Point]:
-    """A candidate, its champion, that one's champion …"""
+    """A candidate, its champion, the champion before, and so on."""
     path = [point]
     while (before := path[-1].against) is not None and before in line and line[before] not in path:
         path.append(line[before])

@@ -1,4 +1,4 @@
-"""What of the evidence people may change after a verdict: the licences and the anomalies of a candidate's training, as they are now."""
+"""The evidence that people may change after a verdict: the current licences and anomalies of a candidate's training."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_in, rewound_in
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow
+from kernels.contract.message import Message
 
 
 def training_now(plant: Plant, candidate_id: int) -> dict[str, Any]:
-    """Values of ``ReleaseEvidence`` by name, by ledger and policies. Raises: ConfigError."""
+    """Values of ``ReleaseEvidence`` by name, from the ledger and the policies. Raises: ConfigError."""
     licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     tokens = tokens_by_licence(plant.ledger, segment, licences)
@@ -27,11 +28,19 @@ def training_now(plant: Plant, candidate_id: int) -> dict[str, Any]:
 
 
 def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
-    """Of the training that a candidate comes from: what is open, and what was rewound."""
+    """The open anomalies and the rewound segments of the training that a candidate comes from."""
     kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
-    found = open_in(plant.ledger, segment, kinds)
-    words = [
-        f"{row.kind} at step {row.step} of segment {row.segment} (anomaly {row.id}, which is open)" for row in found
+    anomalies = [
+        Message(
+            "release.open_anomaly",
+            "{kind} at step {step} of segment {segment} (anomaly {anomaly}, which is open)",
+            kind=row.kind, step=row.step, segment=row.segment, anomaly=row.id,
+        )
+        for row in open_in(plant.ledger, segment, kinds)
+    ]  # fmt: skip
+    rewound = [
+        Message("release.rewound", "segment {segment} was rewound", segment=number)
+        for number in rewound_in(plant.ledger, segment)
     ]
-    return (*words, *(f"segment {number} was rewound" for number in rewound_in(plant.ledger, segment)))
+    return (*anomalies, *rewound)

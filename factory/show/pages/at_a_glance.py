@@ -6,7 +6,7 @@ from typing import Any
 
 from agents.core.pages import number
 from factory.gates.release.licences import NONE
-from factory.gates.release.reasons import OR, TO_DO
+from factory.gates.release.reasons import is_to_do
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, VerdictRow
 from factory.show.pages.provenance import made_of
@@ -126,5 +126,5 @@ def _to_do(candidate: int, verdict: VerdictRow | None, release: ReleaseRow | Non
             "Or in MLflow, set the tag approval on the candidate's version of factory-lm.",
             candidate=candidate,
         )
-    todo = [reason for reason in verdict.reasons if reason.startswith((TO_DO, OR))]
+    todo = [reason for reason in verdict.reasons if is_to_do(reason)]
     return "Nothing is released. " + (" ".join(todo) or "The reasons are below.")

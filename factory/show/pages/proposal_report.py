@@ -9,6 +9,7 @@ from typing import Any
 
 from agents.core.pages import render
 from agents.core.proposal import gain_words
+from factory.gates.case import reasons_of
 from factory.git import repository
 from factory.ledger.ledger import proposals
 from factory.ledger.plant import Plant
@@ -49,7 +50,7 @@ def page(facts: Mapping[str, Any]) -> str:
             "Predicted": gain_words(facts["target"], predicted) if predicted else "not given",
             "Measured": _gain(evidence),
         },
-        stages=evidence["stages"],
+        stages={name: stage | {"reasons": reasons_of(stage)} for name, stage in evidence["stages"].items()},
         measurements={name: _measurements(stage) for name, stage in evidence["stages"].items()},
         others={name: value for name, value in evidence.items() if name != "stages"},
         lines=[(_kind(line), line) for line in facts["patch"].splitlines()],

@@ -1,4 +1,4 @@
-"""Which windows are drawn, for which patches; and which audits wait: from a real ledger and a real repository."""
+"""The draw of windows and patches, and the waiting audits, with a real ledger and a real repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decision on a window is a table; and what live code wrote down is held against what the replay did."""
+"""The decision on a window, as a table, and the comparison of live training's records with the replay's."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from factory.audit.policy import AuditPolicy
 from factory.runs.distance import same_bits, unlike
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
+from kernels.contract.message import Message
+from tests.support.messages import refused
 from trainer.contract.checkpoint.format import Checkpoint, save
 
 POLICY = AuditPolicy()
@@ -58,7 +60,7 @@ SAME = {"same_bits": True, "drift": 0.0}
 def test_verdicts(changed: dict[str, Any], outcome: str) -> None:
     verdict = judge_audit(POLICY, NEAR | changed)
     assert verdict.outcome == outcome, verdict
-    assert verdict.reasons
+    assert verdict.reasons and all(isinstance(reason, Message) for reason in verdict.reasons)
 
 
 LINES = [
@@ -94,28 +96,31 @@ def rounded(lines: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code", "data"),
     [
-        (lambda lines: None, ""),
-        (rounded, ""),
-        (lambda lines: lines[2].update(more=1), ""),
-        (lambda lines: lines.pop(2), "no line of step 6"),
-        (lambda lines: lines.clear(), "no line of step 5, and 3 are missing"),
-        (lambda lines: lines[2].update(loss=3.0), "loss 3.0 of step 6"),
-        (lambda lines: lines[2].update(loss=None), "loss None of step 6"),
-        (lambda lines: lines[2].update(lr=2e-3), "lr 0.002 of step 6"),
-        (lambda lines: lines[2].update({"loss/code": 2.0}), "loss/code 2.0 of step 6"),
-        (lambda lines: lines[2].update(grad_norm=2.0), "grad_norm 2.0 of step 6"),
-        (lambda lines: lines[2].update(tokens=7), "tokens 7 of step 6"),
-        (lambda lines: lines[2].update(skipped=True), "skipped True of step 6"),
-        (lambda lines: lines[2].pop("z_loss"), "no z_loss of step 6"),
-        (lambda lines: lines[0].update(loss=0.0), ""),  # before the window
+        (lambda lines: None, "", {}),
+        (rounded, "", {}),
+        (lambda lines: lines[2].update(more=1), "", {}),
+        (lambda lines: lines.pop(2), "lines_missing", {"step": 6, "missing": 1}),
+        (lambda lines: lines.clear(), "lines_missing", {"step": 5, "missing": 3}),
+        (lambda lines: lines[2].update(loss=3.0), "value_differs", {"key": "loss", "live": 3.0}),
+        (lambda lines: lines[2].update(loss=None), "value_differs", {"key": "loss", "live": None}),
+        (lambda lines: lines[2].update(lr=2e-3), "value_differs", {"key": "lr", "live": 2e-3, "replay": 1e-3}),
+        (lambda lines: lines[2].update({"loss/code": 2.0}), "value_differs", {"key": "loss/code", "live": 2.0}),
+        (lambda lines: lines[2].update(grad_norm=2.0), "value_differs", {"key": "grad_norm", "live": 2.0}),
+        (lambda lines: lines[2].update(tokens=7), "value_differs", {"key": "tokens", "live": 7}),
+        (lambda lines: lines[2].update(skipped=True), "value_differs", {"key": "skipped", "live": True}),
+        (lambda lines: lines[2].pop("z_loss"), "key_missing", {"key": "z_loss"}),
+        (lambda lines: lines[0].update(loss=0.0), "", {}),  # before the window
     ],
 )
-def test_what_was_written_down_must_agree(change: Any, words: str, tmp_path: Path) -> None:
+def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any], tmp_path: Path) -> None:
     base, live = trace(tmp_path / "base"), trace(tmp_path / "live", change)
     found = lines_differ(live, base, POLICY.lines)
-    assert (words in found) if words else not found, found
+    if not code:
+        assert found is None
+        return
+    assert found is not None and found.code == f"audit.{code}" and found.data.items() >= ({"step": 6} | data).items()
 
 
 def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
@@ -128,24 +133,26 @@ def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
 def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
     base = trace(tmp_path / "base")
     assert not anomalies_differ(trace(tmp_path / "quick", anomalies=ANOMALIES[:1]), base)
-    assert "loss_spike of step 6" in anomalies_differ(trace(tmp_path / "fewer", anomalies=[]), base)
+    fewer = anomalies_differ(trace(tmp_path / "fewer", anomalies=[]), base)
+    assert fewer and (fewer.code, fewer.data) == ("audit.anomaly_missing", {"kind": "loss_spike", "step": 6})
     more = [*ANOMALIES, {"step": 7, "kind": "loss_spike"}]
-    assert "loss_spike of step 7" in anomalies_differ(trace(tmp_path / "more", anomalies=more), base)
+    added = anomalies_differ(trace(tmp_path / "more", anomalies=more), base)
+    assert added and (added.code, added.data) == ("audit.anomaly_added", {"kind": "loss_spike", "step": 7})
 
 
 @pytest.mark.parametrize("harm", ["[" * 100_000 + "\n", '{"loss": 1}\n', '{"step": "6"}\n', "7\n"])
-def test_lines_that_cannot_be_read_say_so(harm: str, tmp_path: Path) -> None:
+def test_unreadable_lines_are_an_error(harm: str, tmp_path: Path) -> None:
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").write_text(harm)
     with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):
         read_whole(Trace(tmp_path / "live", 5, 8, ends=False))
 
 
-def test_weights_that_are_not_finite_and_links_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UntrustedFileError, match="not finite"):
+def test_infinite_weights_and_links_are_refused(tmp_path: Path) -> None:
+    with refused("audit.not_finite", UntrustedFileError):
         trace(tmp_path / "nan", weights=float("nan"))
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").unlink()
     (tmp_path / "live" / "metrics.jsonl").symlink_to("/etc/passwd")
-    with pytest.raises(UntrustedFileError, match="not there"):
+    with refused("runs.missing", UntrustedFileError, file="metrics.jsonl"):
         read_whole(Trace(tmp_path / "live", 5, 8, ends=False))

@@ -86,7 +86,7 @@ def nested(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("harm", [changed_bytes, linked, piped, named_outside, longer, nested])
-def test_what_is_not_as_the_manifest_says_is_not_kept(harm, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_a_checkpoint_that_differs_from_its_manifest_is_not_kept(harm, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     source, target = made(tmp_path / "live"), tmp_path / "kept" / "step-00000005"
     harm(source)
     with pytest.raises((ValueError, OSError)):
@@ -104,8 +104,8 @@ def test_a_folder_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
         copy_checkpoint(tmp_path / "live" / "step-00000010", tmp_path / "kept" / "step-00000010")
 
 
-def test_a_window_that_was_not_left_is_replaced_by_the_whole_segment(tmp_path: Path) -> None:
-    """A trainer that writes no checkpoint, or a broken one, where a window was drawn is looked at from end to end."""
+def test_a_missing_window_is_replaced_by_the_whole_segment(tmp_path: Path) -> None:
+    """If a trainer writes no checkpoint, or a broken one, at the drawn window, the whole segment is audited."""
     plant, kept_at = PatchPlant(tmp_path), tmp_path / "segment" / "checkpoints"
     parent = made(tmp_path / "parent", 20)
     with plant.ledger.begin() as tx:

@@ -1,4 +1,4 @@
-"""Audits of real segments, trained with merged patches: what waits is found and undone, what is honest stays."""
+"""Audits of real segments with merged patches: a delayed hostile patch is found and undone, an honest patch stays."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.status import screen, snapshot
 from tests.support.factory.errands import do, next_due
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
+from tests.support.messages import codes
 from tests.support.paths import ROOT
 from tests.support.plants.saved_plant import SavedPlant, saved_plant
 from tests.support.plants.trained_plant import commit_edit
@@ -113,7 +114,7 @@ def site(saved: SavedPlant) -> Iterator[Site]:
 
 
 @pytest.mark.slow("trains a plant")
-def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
+def test_a_segment_with_a_missing_folder_is_not_measured(site: Site) -> None:
     """A disk that is not mounted says nothing about a patch."""
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
@@ -121,11 +122,12 @@ def test_a_segment_whose_folder_is_gone_is_not_measured(site: Site) -> None:
     folder = Path(SegmentRow.get(site.ledger, segment).folder)
     folder.rename(folder.with_name("unmounted"))
     verdict = site.audited(segment)
-    assert verdict.outcome == "hold" and "is not there: mount or restore it" in verdict.reasons[0], verdict
+    assert verdict.outcome == "hold" and verdict.reasons[0].data.get("segment", segment) == segment, verdict
+    assert str(segment) in verdict.reasons[0] and "Mount or restore" in verdict.reasons[0]
 
 
 @pytest.mark.slow("trains a plant and replays a window of it")
-def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: Site) -> None:
+def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     text = (site.target / RUN).read_text()
     site.merge(1, RUN, text, text + "\n# an honest remark\n")
     site.merge(2, RUN, STEP, DOUBLED)
@@ -150,7 +152,8 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
     assert ProposalRow.get(ledger, 2).state == "reverted" and ProposalRow.get(ledger, opened).state == "superseded"
     segment = site.trained()
     verdict = site.audited(segment)
-    assert verdict.outcome == "promote" and "to the last bit over 5 steps" in verdict.reasons[0]
+    assert verdict.outcome == "promote" and codes(verdict.reasons) == ["audit.same_bits"]
+    assert verdict.reasons[0].data == {"steps": 5}
     assert agreed(ledger) == {1: 1} and not list(folder_of(workspace, segment).iterdir())
     assert waiting(ledger, AuditPolicy()) == []
     assert repository.live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
@@ -162,12 +165,12 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
 @pytest.mark.parametrize(
     ("path", "old", "new", "drift", "window", "words"),
     [
-        (RUN, STEP, FROZEN, 0.0, (5, 10), "the weights are"),
+        (RUN, STEP, FROZEN, 0.0, (5, 10), "audit.weights_apart"),
         (RUN, STEP, FROZEN, 0.0, (0, 5), ""),  # not yet: the other windows are drawn as often
         (RUN, STEP, ROUNDED, 0.001, (5, 10), ""),
-        (RUN, STEP, ROUNDED, 0.0, (5, 10), "differ in some bits"),  # the gate saw the same bits, on the same machine
+        (RUN, STEP, ROUNDED, 0.0, (5, 10), "audit.bits_differ"),  # the gate saw the same bits, on the same machine
         (RUN, STEP, ROUNDED, None, (0, 5), ""),
-        ("trainer/segment.py", *UNTOLD, 0.0, (5, 10), "no line of step"),
+        ("trainer/segment.py", *UNTOLD, 0.0, (5, 10), "lacks the line of step"),
     ],
     ids=[
         "frozen later",
@@ -178,18 +181,18 @@ def test_a_patch_that_waits_is_found_and_undone_and_the_honest_one_stays(site: S
         "lines left out",
     ],
 )
-def test_what_differs_is_found(
+def test_differences_are_found(
     path: str, old: str, new: str, drift: float | None, window: tuple[int, int], words: str, site: Site
 ) -> None:
     site.merge(1, path, old, new, drift)
     verdict = site.audited(site.trained(*window))
     assert verdict.outcome == ("reject" if words else "promote"), verdict
-    assert any(words in reason for reason in verdict.reasons), verdict
+    assert any(words in (reason.code if words.startswith("audit.") else reason) for reason in verdict.reasons), verdict
     assert open_reverts(Plant(site.workspace, site.ledger)) == ([2] if words else [])
 
 
 @pytest.mark.slow("trains a plant and replays a window of it several times")
-def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -> None:
+def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Site) -> None:
     workspace, ledger = site.workspace, site.ledger
     site.merge(1, RUN, STEP, DOUBLED)
     segment = site.trained()
@@ -211,7 +214,7 @@ def test_a_killed_audit_goes_on_and_one_out_of_time_is_tried_again(site: Site) -
 
 @pytest.mark.slow("trains a plant and replays a window of it")
 def test_a_replay_that_cannot_run_says_nothing_about_the_patch(site: Site) -> None:
-    """People made later code need the patch: without it nothing runs, and that is no reason to undo it."""
+    """Later code of people needs the patch, so the replay without it cannot run. That is not a reason to undo the patch."""
     site.merge(1, RUN, STEP, f"{STEP}        self.patched = True\n")
     poll = "            writer.poll()\n"
     commit_edit(site.target, "trainer/segment.py", poll, f"{poll}            assert run.patched\n")

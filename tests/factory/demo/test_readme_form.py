@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from factory.evals.statistics import Gain
-from factory.gates.release.judge import sentence
+from factory.gates.release.judge import TARGET
+from factory.gates.release.messages import sentence
 from factory.releasable.gathering import ReleasableLine, describe, verdict
 from tests.support.paths import ROOT
 
@@ -29,7 +30,7 @@ def block(first: str) -> list[str]:
 def test_the_demos_excerpt_has_the_demos_form() -> None:
     lines = [form(line) for line in block("held-out bits per byte")]
     gain = Gain(0.098, 0.009, 60, 50.0)
-    said = sentence("target, bits per byte weighted over domains", gain, None, None)
+    said = sentence(TARGET, gain, None, None)
     for expected in (
         "held-out bits per byte chat code docs",
         "candidate 9 9.999 9.999 9.999",

@@ -15,7 +15,17 @@ from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import SILENT
-from factory.gates.case import NO_START, NOTHING_HELD_OUT, PatchCase, StageResult, failed, missing, not_needed, passed
+from factory.gates.case import (
+    NO_START,
+    NOTHING_HELD_OUT,
+    PatchCase,
+    StageResult,
+    failed,
+    missing,
+    not_needed,
+    passed,
+    reasons_of,
+)  # fmt: skip
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import scope
 from factory.gates.recipe import gate as recipe_gate
@@ -23,7 +33,7 @@ from factory.gates.recipe import static as recipe_static
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import flat, learnt, recipe_changes, unused_recipes, used_recipe
 from factory.gates.release.judge import Verdict
-from factory.gates.staged_gate import StagedGate, gate_folder
+from factory.gates.staged_gate import StagedGate, gate_folder, stored
 from factory.gates.training_start import Start, find_start
 from factory.git import repository
 from factory.git.repository import Applied
@@ -31,7 +41,10 @@ from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import Ledger, checkpoints, events, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
+from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import codes, refused
 from tests.support.paths import ROOT
 from trainer.contract.errors import RecipeError
 
@@ -89,10 +102,14 @@ def stages(*results: StageResult | Exception) -> list[Stage]:
     return [Stage(f"factory.gates.stage{number}", result, closed) for number, result in enumerate(results, 1)]
 
 
+def say(text: str) -> Message:
+    return Message("gates.test", "{text}", text=text)
+
+
 def gate_of(of: list[Stage], judged: list[Any]) -> StagedGate[PatchPolicy]:
     def judge(policy: PatchPolicy, evidence: Any) -> Verdict:
         judged.append((policy, evidence))
-        return Verdict("hold", ("because",))
+        return Verdict("hold", (say("because"),))
 
     gain = lambda policy, found, tries: SimpleNamespace(to_json=lambda: {"tries": tries, "of": len(found)})
     return StagedGate("patch", PatchPolicy(judge_again=5), of, judge, gain)  # type: ignore[arg-type]
@@ -102,8 +119,8 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> No
     made, patch = applied
     lines, judged = Lines(), list[Any]()
     of = stages(
-        StageResult(passed("a\n" + "b" * 2000, x=1.0), "handed"), StageResult(not_needed("c")),
-        StageResult(missing("d", y=float("nan")), 7), StageResult(passed("never")),
+        StageResult(passed(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(not_needed(say("c"))),
+        StageResult(missing(say("d"), y=float("nan")), 7), StageResult(passed(say("never"))),
     )  # fmt: skip
     (gate_folder(patch.worktree) / "left").mkdir(parents=True)  # by a process that was killed
     before = time.time()
@@ -125,10 +142,11 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> No
     found = evidence["stages"]
     assert all(0 <= stage.pop("stage_seconds") < 60 for stage in found.values())
     said = found["stage1"].pop("reasons")[0]
-    assert said.startswith("a b") and 900 < len(said) <= 1000
+    for text in (said["text"], said["data"]["text"]):  # both are bounded, and on one line
+        assert text.startswith("a b") and 900 < len(text) <= 1000
     assert found == {
-        "stage1": {"state": "passed", "x": 1.0}, "stage2": {"state": "not needed", "reasons": ["c"]},
-        "stage3": {"state": "missing", "reasons": ["d"], "y": None},
+        "stage1": {"state": "passed", "x": 1.0}, "stage2": {"state": "not needed", "reasons": [say("c").to_json()]},
+        "stage3": {"state": "missing", "reasons": [say("d").to_json()], "y": None},
     }  # fmt: skip
     assert {key: value for key, value in evidence.items() if key != "stages"} == {
         "base": patch.base, "patch_sha256": patch.patch_sha256, "tries": 3, "files": [SCHEDULE], "gain": {"tries": 3, "of": 3},
@@ -138,7 +156,7 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> No
     (row,) = made.ledger.rows(sa.select(verdicts).where(verdicts.c.id == number))
     assert (row["gate"], row["subject"], row["against"]) == ("patch", "proposal:811", patch.base)
     assert (row["policy_sha256"], row["subject_sha256"]) == (policy_sha256(gate.policy), patch.patch_sha256)
-    assert (row["outcome"], row["reasons"], row["created_at"] >= before) == ("hold", ["because"], True)
+    assert (row["outcome"], row["reasons"], row["created_at"] >= before) == ("hold", [say("because").to_json()], True)
     assert row["evidence"]["stages"].keys() == found.keys()
     (event,) = made.ledger.rows(sa.select(events).where(events.c.subject == "proposal:811"))
     assert (event["kind"], event["detail"]) == ("judged", {"outcome": "hold", "verdict": number})
@@ -147,7 +165,7 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> No
 @pytest.mark.parametrize("error", [FactoryError("the machine"), OverflowError("nobody thought of it")])
 def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, Applied], error: Exception) -> None:
     made, patch = applied
-    of = stages(StageResult(passed("a")), error, StageResult(passed("never")))
+    of = stages(StageResult(passed(say("a"))), error, StageResult(passed(say("never"))))
     gate, plant = gate_of(of, []), Plant(made.workspace, made.ledger)
     if isinstance(error, FactoryError):
         with pytest.raises(FactoryError):
@@ -155,7 +173,9 @@ def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, Applied], erro
         assert not made.ledger.rows(sa.select(verdicts).where(verdicts.c.subject == "proposal:812"))
     else:
         found = gate.decide(plant, 812, patch, tries=1, patch_id="")[2]["stages"]["stage2"]
-        assert found["state"] == "missing" and "in run" in found["log"] and "stage2" in found["reasons"][0]
+        assert found["state"] == "missing" and "in run" in found["log"]
+        expected = expect("gates.stage_error", stage="stage2", kind="OverflowError", error="nobody thought of it")
+        assert tells(found["reasons"], expected)
     assert (
         of[0].closed == ["stage2 True", "stage1 True"] and not gate_folder(patch.worktree).exists() and not of[2].seen
     )
@@ -164,7 +184,7 @@ def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, Applied], erro
 def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, Applied]) -> None:
     made, patch = applied
     other = Applied(patch.branch, patch.commit, patch.base, "0" * 64, patch.worktree)
-    gate = gate_of(stages(StageResult(passed("a"))), [])
+    gate = gate_of(stages(StageResult(passed(say("a")))), [])
     plant = Plant(made.workspace, made.ledger)
     found = [gate.gather(plant, Subject("proposal", 813), of, 1)["stages"].get("scope") for of in (patch, other)]
     assert found[0] is None and found[1]["state"] == "failed"
@@ -179,8 +199,9 @@ def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, A
 
 def test_evidence_has_a_state_and_reasons() -> None:
     for make_evidence, state in ((passed, "passed"), (failed, "failed"), (missing, "missing")):
-        assert make_evidence("a", "b", x=1) == {"state": state, "reasons": ["a", "b"], "x": 1}
-    assert not_needed("a") == {"state": "not needed", "reasons": ["a"]}
+        assert make_evidence(say("a"), say("b"), x=1) == {"state": state, "reasons": ["a", "b"], "x": 1}
+    assert not_needed(say("a")) == {"state": "not needed", "reasons": ["a"]}
+    assert codes(reasons_of(stored(passed(say("a"))))) == ["gates.test"] and reasons_of({}) == []
     assert NO_START["state"] == NOTHING_HELD_OUT["state"] == "missing"
 
 
@@ -255,8 +276,10 @@ def test_what_a_recipe_says_otherwise(change: Change, found: dict[str, Any], lea
 def test_a_new_recipe_changes_every_key_and_none_may_go() -> None:
     told = recipe_changes(Change(TINY, RECIPE.encode()), "")
     assert told["optimizer.lr"] == (None, 3e-3) and list(told) == sorted(told) and "batch.micro_sequences" not in told
-    for content, words in ((None, "delete"), (b"name: [", TINY), (b"lr: \xff", TINY)):
-        with pytest.raises(RecipeError, match=words):
+    with refused("gates.recipe_deleted", RecipeError, path=TINY):
+        recipe_changes(Change(TINY, None), RECIPE)
+    for content in (b"name: [", b"lr: \xff"):
+        with pytest.raises(RecipeError, match=TINY):
             recipe_changes(Change(TINY, content), RECIPE)
     with pytest.raises(RecipeError):
         recipe_changes(Change(TINY, RECIPE.encode()), "name: 3")
@@ -264,22 +287,23 @@ def test_a_new_recipe_changes_every_key_and_none_may_go() -> None:
 
 
 @pytest.mark.parametrize(
-    ("paths", "own", "words"),
+    ("paths", "own", "expected"),
     [
         ([TINY, SCHEDULE], False, []),
-        ([TINY], True, ["has no effect"]),
+        ([TINY], True, ["gates.own_recipe"]),
         ([SCHEDULE], True, []),
-        ([DEMO, SCHEDULE], True, [f"{DEMO} cannot"]),
-        ([DEMO, TINY], True, [f"{DEMO} cannot", "has no effect"]),
+        ([DEMO, SCHEDULE], True, ["gates.unused_recipe"]),
+        ([DEMO, TINY], True, ["gates.unused_recipe", "gates.own_recipe"]),
     ],
 )
-def test_which_recipes_no_run_here_can_judge(tmp_path: Path, paths: list[str], own: bool, words: list[str]) -> None:
+def test_which_recipes_no_run_here_can_judge(tmp_path: Path, paths: list[str], own: bool, expected: list[str]) -> None:
     at = tmp_path / "own.yaml"
     if own:
         at.touch()
     workspace: Any = SimpleNamespace(config=SimpleNamespace(recipe="tiny"), own_recipe=lambda: at)
     told = unused_recipes(workspace, paths)
-    assert used_recipe(workspace) == TINY and len(told) == len(words) and all(w in t for w, t in zip(words, told)), told
+    assert used_recipe(workspace) == TINY and codes(told) == expected
+    assert all(one.data["used"] == TINY and one.data.get("path", DEMO) == DEMO for one in told)
 
 
 # -- the gate of recipes -------------------------------------------------------------------------------------------------
@@ -368,23 +392,29 @@ WARMUP = "warmup_steps: 4"
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "step", "state", "words"),
+    ("old", "new", "step", "state", "expected"),
     [
-        (LR, "lr: 1e-3", 6, "passed", ["optimizer.lr: 0.003 → 0.001"]),
-        (LR, "lr: .inf", 6, "failed", ["optimizer.lr is not finite"]),
-        (WARMUP, "warmup_steps: 2", 4, "failed", ["no effect", "at step 4"]),  # both are over
-        (WARMUP, "warmup_steps: 2", 3, "passed", ["4 → 2"]),
-        (WARMUP, "warmup_steps: 8", 7, "passed", ["4 → 8"]),
-        (WARMUP, "warmup_steps: 8", 8, "failed", ["no effect"]),
-        (WARMUP, "warmup_steps: 8", None, "passed", ["4 → 8"]),
-        ("seed: 1", "seed: 2", 6, "failed", ["tiny.yaml: seed may not be changed"]),
-        (LR, "lr: &a 1e-3", 6, "failed", ["anchors"]),
-        (BATCH, "  sequences: 9\n", 6, "failed", ["batch.sequences (9) is not a multiple of the number of ranks (2)"]),
-        (BATCH, "  sequences: 10\n", 6, "passed", ["8 → 10"]),
+        (LR, "lr: 1e-3", 6, "passed", expect("recipe.change", key="optimizer.lr", old=0.003, new=0.001)),
+        (LR, "lr: .inf", 6, "failed", expect("recipe.not_finite", key="optimizer.lr")),
+        (WARMUP, "warmup_steps: 2", 4, "failed", expect("recipe.no_effect", step=4)),  # both are over
+        (WARMUP, "warmup_steps: 2", 3, "passed", expect("recipe.change", old=4, new=2)),
+        (WARMUP, "warmup_steps: 8", 7, "passed", expect("recipe.change", old=4, new=8)),
+        (WARMUP, "warmup_steps: 8", 8, "failed", expect("recipe.no_effect", step=8)),
+        (WARMUP, "warmup_steps: 8", None, "passed", expect("recipe.change", old=4, new=8)),
+        (
+            "seed: 1",
+            "seed: 2",
+            6,
+            "failed",
+            expect("recipe.wrong", path=TINY, problem="recipe.not_allowed", key="seed"),
+        ),
+        (LR, "lr: &a 1e-3", 6, "failed", expect("patch.yaml_tag")),
+        (BATCH, "  sequences: 9\n", 6, "failed", expect("recipe.ranks")),
+        (BATCH, "  sequences: 10\n", 6, "passed", expect("recipe.change", old=8, new=10)),
     ],
 )
 def test_what_reading_a_recipe_finds(
-    tmp_path: Path, workspace: Any, old: str, new: str, step: int | None, state: str, words: list[str]
+    tmp_path: Path, workspace: Any, old: str, new: str, step: int | None, state: str, expected: Expected
 ) -> None:
     policy = RecipePolicy(changes=["optimizer.lr", "schedule.warmup_steps", "batch.sequences"])
     change = changed(old, new)
@@ -411,7 +441,7 @@ def test_what_reading_a_recipe_finds(
     )
     result = recipe_static.run(case)
     found = result.evidence
-    assert found["state"] == state and all(word in found["reasons"][0] for word in words), found
+    assert found["state"] == state and tells(found["reasons"][:1], expected), found
     if state == "passed":
         assert result.handed_on == recipe_changes(change, RECIPE)
         assert found["changes"] == {key: list(values) for key, values in result.handed_on.items()}

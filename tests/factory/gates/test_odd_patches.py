@@ -1,4 +1,4 @@
-"""What nobody would write, but a patch may hold: the gate answers it with a verdict, and never with a crash."""
+"""Odd contents of patches: the gate answers with a verdict, never with a crash."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ from factory.gates.patch.stages import oracle, static
 from factory.git.scope import Change
 from factory.ledger.plant import Plant
 from factory.show.catching_up import catch_up
+from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.factory.code_loop import make
+from tests.support.gates.reasons import expect, tells
+from tests.support.messages import codes
 from trainer.contract.errors import RecipeError
 
 
 @pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
-def test_a_choice_that_is_no_mapping_of_words_is_read_without_a_crash(section: str) -> None:
+def test_an_odd_kernel_choice_is_read_without_a_crash(section: str) -> None:
     found = changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu", {})
     assert any(op.op == "swiglu" and op.after == "reference" for op in found)
     assert changed_ops(None, b"- cpu", [], "cpu", {}) == []
@@ -49,16 +52,16 @@ def test_yaml_that_python_cannot_hold_is_one_clear_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("forged", "words"),
+    ("forged", "code"),
     [
-        ({"launches": torch.ones(1, dtype=torch.complex64)}, "launches none"),
-        ({"launches": torch.ones(1, dtype=torch.uint16)}, "launches none"),
-        ({"launches": torch.zeros(1, dtype=torch.int64)}, "launches none"),
-        ({"later output 0": torch.ones(2).to(torch.float8_e5m2)}, "changed after the call"),
-        ({"output 0": torch.ones(2).to(torch.float8_e5m2)}, "a different shape or dtype"),
+        ({"launches": torch.ones(1, dtype=torch.complex64)}, "patch.op_no_launch"),
+        ({"launches": torch.ones(1, dtype=torch.uint16)}, "patch.op_no_launch"),
+        ({"launches": torch.zeros(1, dtype=torch.int64)}, "patch.op_no_launch"),
+        ({"later output 0": torch.ones(2).to(torch.float8_e5m2)}, "patch.op_late"),
+        ({"output 0": torch.ones(2).to(torch.float8_e5m2)}, "patch.op_shape"),
     ],
 )
-def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, torch.Tensor], words: str) -> None:
+def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, torch.Tensor], code: str) -> None:
     truth, answers = tmp_path / "truth", tmp_path / "answers"
     for folder in (truth, answers):
         folder.mkdir()
@@ -70,10 +73,10 @@ def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, tor
         "inputs changed": torch.zeros(0, dtype=torch.int64),
     }
     descriptor = os.open(answers, os.O_RDONLY)
-    for found, expected in ((right, ""), (right | forged, words)):
+    for found, expected in ((right, []), (right | forged, [code])):
         save_file(found, answers / "answer-0.safetensors")
         wrong, _ = op_answers.compare(truth, descriptor, 0)
-        assert expected in " ".join(wrong) and bool(wrong) == bool(expected), wrong
+        assert codes(wrong) == expected, wrong
     os.close(descriptor)
 
 
@@ -85,7 +88,12 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     def breaks(case: PatchCase[Any]) -> StageResult:
         raise OverflowError("nobody thought of this")
 
-    endless = {"state": "passed", "reasons": ["fine"], "worst": math.inf, "inner": [{"a": -math.inf}, math.nan, 1.5]}
+    endless = {
+        "state": "passed",
+        "reasons": [Message("patch.test", "fine")],
+        "worst": math.inf,
+        "inner": [{"a": -math.inf}, math.nan, 1.5],
+    }
     monkeypatch.setattr(static, "run", lambda case: StageResult(endless))
     monkeypatch.setattr(oracle, "run", breaks)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# x\n")
@@ -94,7 +102,8 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     )
     row = made.verdict_on(number)
     assert row["outcome"] == "hold"
-    assert "oracle stage ended with an error: OverflowError: nobody" in row["reasons"][0]
+    expected = expect("gates.stage_error", stage="oracle", kind="OverflowError", error="nobody thought of this")
+    assert tells(row["reasons"], expected)
     found = row["evidence"]["stages"]["static"]
     assert (found["worst"], found["inner"]) == (None, [{"a": None}, None, 1.5])
     catch_up(Plant(made.workspace, made.ledger))
@@ -110,7 +119,7 @@ def test_half_a_character_is_out_of_scope() -> None:
             Plant(made.workspace, made.ledger), Proposal("x", "x", "Odd", "Because.", 1.1, (edit,)), made.base
         )
         row = made.verdict_on(number)
-        assert row["outcome"] == "reject" and "out of scope: " in row["reasons"][0]
+        assert row["outcome"] == "reject" and row["evidence"]["stages"]["scope"]["state"] == "failed"
         assert made.left_behind() == []
 
 
@@ -124,6 +133,6 @@ def test_the_same_edits_under_another_target_are_another_try() -> None:
         drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
         number = submit(Plant(made.workspace, made.ledger), drafted, made.base)
         row = made.verdict_on(number)
-        assert "imports os" in row["reasons"][0]
+        assert tells(row["reasons"][:1], expect("patch.imports", name="os"))
         tries.append(row["evidence"]["tries"])
     assert tries == [1, 2, 3]

@@ -297,7 +297,7 @@ def test_what_an_implementation_does_is_told(fakes: Path, monkeypatch: pytest.Mo
     }
     assert [name for name in names if words[name]] == ["raises", "fewer", "odd", "sparse"]
     assert words["raises"] == ("OverflowError: " + "no " * 900)[:1500], "a file outside the worktree is not named"
-    assert "output 0 is not a plain tensor: Parameter" in words["odd"] and "not a plain tensor" in words["sparse"]
+    assert "not a plain tensor: Parameter" in words["odd"] and "not a plain tensor" in words["sparse"]
     assert {name for name in names if "launches" in found[name]} == {"launches"} and found["launches"]["launches"] == 2
     assert not any(name.startswith("later") for left in found.values() for name in left)
     for name in ("twice", "changes", "launches"):

@@ -26,7 +26,9 @@ from factory.ledger.ledger import proposals, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
 from factory.show.catching_up import catch_up
+from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
+from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.git import git
 
 
@@ -119,7 +121,9 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
         if training["state"] == "passed":
             assert row["evidence"]["gain"]["noise"] >= 1
         else:  # too busy a machine
-            assert training["state"] == "missing" and "the clock cannot be trusted" in training["reasons"][0], training
+            assert training["state"] == "missing" and tells(training["reasons"], expect("patch.clock_untrusted")), (
+                training
+            )
     else:
         assert row["outcome"] == {"failed": "reject", "missing": "hold"}[stages["isolated"]["state"]]
         assert stages["isolated"]["ops"]["linear_cross_entropy"]["ratio"] > 0  # it was timed
@@ -136,26 +140,26 @@ BATCH = "  sequences: 8\n"
 
 
 @pytest.mark.parametrize(
-    ("path", "swap", "outcome", "words"),
+    ("path", "swap", "outcome", "expected"),
     [
         (
             KERNELS,
             ("cuda:\n  rms_norm: reference", "cuda:\n  rms_norm: triton"),
             "hold",
-            "'cuda' does not apply to this machine",
+            expect("patch.other_device", section="cuda", here="cpu"),
         ),
-        (KERNELS, ("cpu:\n", "fallback: reference\ncpu:\n"), "reject", "only people may change 'fallback'"),
+        (KERNELS, ("cpu:\n", "fallback: reference\ncpu:\n"), "reject", expect("patch.fallback")),
         (
             KERNELS,
             ("swiglu:", "swiglo:"),
             "reject",
-            "kernels.yaml: cpu: there is no op 'swiglo'; did you mean 'swiglu'?",
+            expect("patch.unknown_op", file=KERNELS, device="cpu", op="swiglo", hint="; did you mean 'swiglu'?"),
         ),
-        (DEMO, ("compile: true", "compile: false"), "hold", "only policies/recipes/tiny.yaml trains here"),
+        (DEMO, ("compile: true", "compile: false"), "hold", expect("gates.unused_recipe", path=DEMO, used=TINY)),
     ],
 )
 def test_a_setting_that_no_run_measures_is_not_promoted(
-    path: str, swap: tuple[str, str], outcome: str, words: str
+    path: str, swap: tuple[str, str], outcome: str, expected: Expected
 ) -> None:
     """A gain elsewhere in the same patch would say nothing about it."""
     made = make()
@@ -163,7 +167,7 @@ def test_a_setting_that_no_run_measures_is_not_promoted(
     assert swap[0] in text
     code = "trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# faster\n"
     row = judged(made, proposal("ride along", code, (path, text.replace(*swap, 1))))
-    assert row["outcome"] == outcome and words in row["reasons"][0], row["reasons"]
+    assert row["outcome"] == outcome and tells(row["reasons"][:1], expected), row["reasons"]
     assert "oracle" not in row["evidence"]["stages"]
 
 
@@ -177,11 +181,11 @@ def test_a_recipe_that_does_not_train_here_is_not_measured() -> None:
     finally:
         own.unlink()
         own.parent.rmdir()
-    assert row["outcome"] == "hold" and "this workspace trains with" in row["reasons"][0]
+    assert row["outcome"] == "hold" and tells(row["reasons"][:1], expect("gates.own_recipe", used=TINY))
 
 
 def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trunk trained a row at a time; the live recipe, merged since, takes all; the patch only says the same anew."""
+    """The trunk trained one row at a time. The live recipe, merged later, takes all rows. The patch only repeats that setting."""
     made, sides = make(), []
     text = (made.target / TINY).read_text()
     stored = made.ledger.one(sa.select(segments.c.recipe_json).where(segments.c.id == 1))
@@ -194,7 +198,7 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
 
     def seen(runs: Any, policy: Any, start: Any, baseline: Any, candidate: Any, *others: Any) -> Any:
         sides.extend([baseline.recipe, candidate.recipe])
-        return {"state": "missing", "reasons": ["seen"]}, None
+        return {"state": "missing", "reasons": [Message("patch.test", "seen")]}, None
 
     monkeypatch.setattr(training, "compare_training", seen)
     trained_with(recipe | {"batch": recipe["batch"] | {"micro_sequences": 1}})
@@ -223,4 +227,4 @@ def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> 
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_worktree(made.target, empty.worktrees / f"live-{made.base[:12]}")
         repository.remove_branch(made.target, applied.branch)
-    assert verdict.outcome == "hold" and "checkpoint" in verdict.reasons[0]
+    assert verdict.outcome == "hold" and verdict.reasons[0].code == "gates.no_start"

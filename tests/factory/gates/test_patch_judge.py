@@ -15,7 +15,10 @@ from scipy.stats import ttest_ind
 from factory.core.workspace import code_root
 from factory.gates.patch.judge import STAGES, gain, judge_patch, reported_gain, t_quantile
 from factory.gates.patch.policy import PatchPolicy
+from kernels.contract.message import Message
 from tests.support.gates.patch_evidence import evidence
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import codes
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update={"pairs": 2})})
@@ -24,38 +27,46 @@ GOOD = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79])
 
 def test_a_clear_gain_promotes_and_says_how_much() -> None:
     verdict = judge_patch(POLICY, GOOD)
-    assert verdict.outcome == "promote" and "1.250× whole-step gain" in verdict.reasons[0]
+    assert verdict.outcome == "promote" and tells(verdict.reasons[:1], expect("patch.wall_gain", ratio=1.25))
 
 
 @pytest.mark.parametrize(
-    ("found", "outcome", "words"),
+    ("found", "outcome", "expected"),
     [
-        (evidence([1.0, 1.01], [1.0, 1.01]), "reject", "no gain"),  # A/A is "no gain", nothing worse
-        (evidence([1.0, 1.01], [1.2, 1.21]), "reject", "no gain"),
-        (evidence([1.0, 1.2], [0.75, 0.9]), "hold", "likely but not shown"),
-        (evidence([1.0, 1.6], [0.5, 0.6]), "hold", "too noisy"),
-        (evidence([1.0], [0.5]), "hold", "not often enough"),
-        (evidence([1.0, math.nan], [0.5, 0.5]), "hold", "not often enough"),
-        (evidence([1.0, 1.0], [0.5, -0.5]), "hold", "not often enough"),
-        (evidence([1.0, 1.0], [0.5, 0.5], drift=1.2), "reject", "training results differ"),
+        (evidence([1.0, 1.01], [1.0, 1.01]), "reject", expect("patch.no_gain")),  # A/A is "no gain", nothing worse
+        (evidence([1.0, 1.01], [1.2, 1.21]), "reject", expect("patch.no_gain")),
+        (evidence([1.0, 1.2], [0.75, 0.9]), "hold", expect("patch.gain_likely")),
+        (evidence([1.0, 1.6], [0.5, 0.6]), "hold", expect("patch.too_noisy")),
+        (evidence([1.0], [0.5]), "hold", expect("patch.not_timed")),
+        (evidence([1.0, math.nan], [0.5, 0.5]), "hold", expect("patch.not_timed")),
+        (evidence([1.0, 1.0], [0.5, -0.5]), "hold", expect("patch.not_timed")),
+        (evidence([1.0, 1.0], [0.5, 0.5], drift=1.2), "reject", expect("patch.training_differs", drift=1.2)),
         (
             evidence([1.0, 1.0], [0.5, 0.5], drift=0.11),
             "reject",
-            "0.110 away from the baseline's (relative to how far training moved them); at most 0.100",
+            expect("patch.training_differs", drift=0.11, allowed=0.1),
         ),
-        (evidence([1.0, 1.0], [0.5, 0.5], drift=math.nan), "hold", "not compared"),
-        (evidence([1.0, 1.0], [0.5, 0.5], control_drift=None), "hold", "not compared"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=None), "hold", "was not repeated"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [1.0, 1.01])), "hold", "the second did not"),
-        (evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.6], [0.5, 0.6])), "hold", "the second is unsure: close"),
-        (evidence([1.0, 1.01], [1.0, 1.01], again=([1.0, 1.01], [0.8, 0.81])), "reject", "no gain"),
-        ({}, "hold", "no evidence from the scope"),
-        (GOOD | {"tries": None}, "hold", "was tried"),
+        (evidence([1.0, 1.0], [0.5, 0.5], drift=math.nan), "hold", expect("patch.weights_not_compared")),
+        (evidence([1.0, 1.0], [0.5, 0.5], control_drift=None), "hold", expect("patch.weights_not_compared")),
+        (evidence([1.0, 1.01], [0.8, 0.81], again=None), "hold", expect("patch.measured_once")),
+        (
+            evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [1.0, 1.01])),
+            "hold",
+            expect("patch.gain_not_repeated"),
+        ),
+        (
+            evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.6], [0.5, 0.6])),
+            "hold",
+            expect("patch.second_unsure", pairs=2),
+        ),
+        (evidence([1.0, 1.01], [1.0, 1.01], again=([1.0, 1.01], [0.8, 0.81])), "reject", expect("patch.no_gain")),
+        ({}, "hold", expect("gates.no_evidence", stage="scope")),
+        (GOOD | {"tries": None}, "hold", expect("gates.tries_unknown")),
     ],
 )
-def test_verdicts(found: dict[str, Any], outcome: str, words: str) -> None:
+def test_verdicts(found: dict[str, Any], outcome: str, expected: Expected) -> None:
     verdict = judge_patch(POLICY, found)
-    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+    assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
 
 
 def test_how_often_the_judge_errs_when_processes_differ() -> None:
@@ -90,47 +101,57 @@ LONG = {"steps": 80, "ratio": 1.2, "hideable": 1.04, "drift": 0.02, "control_dri
 
 
 @pytest.mark.parametrize(
-    ("long", "outcome", "words"),
+    ("long", "outcome", "expected"),
     [
-        (LONG, "promote", "1.200× over 80 steps"),
-        (None, "hold", "was not timed over runs long enough"),
-        ([LONG], "hold", "was not timed over runs long enough"),
-        (LONG | {"ratio": float("nan")}, "hold", "was not timed over runs long enough"),
-        ({"steps": 80, "failed": "the candidate's run broke"}, "hold", "the candidate's run broke"),
-        (LONG | {"ratio": 1.045}, "hold", "a quicker start alone could cause 1.06"),
-        (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", "a quicker start alone could cause 1.05"),
-        (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", "1.060× over 80 steps"),
-        (LONG | {"ratio": 0.99, "hideable": 1.001}, "reject", "no gain over 80 steps"),
-        (LONG | {"ratio": 1.01, "hideable": 1.001}, "hold", "a quicker start alone could cause"),  # or noise
-        (LONG | {"drift": 0.11}, "reject", "after 80 steps the candidate's weights are 0.110 away, at most 0.100"),
+        (LONG, "promote", expect("patch.long_gain", ratio=1.2, steps=80)),
+        (None, "hold", expect("patch.long_not_timed")),
+        ([LONG], "hold", expect("patch.long_not_timed")),
+        (LONG | {"ratio": float("nan")}, "hold", expect("patch.long_not_timed")),
+        ({"steps": 80, "failed": "the candidate's run broke"}, "hold", expect("", text="the candidate's run broke")),
+        (LONG | {"ratio": 1.045}, "hold", expect("patch.quicker_start", ratio=1.045, needed=1.0608)),
+        (LONG | {"ratio": 1.05, "hideable": 1.03}, "hold", expect("patch.quicker_start", ratio=1.05, needed=1.0506)),
+        (LONG | {"ratio": 1.06, "hideable": 1.03}, "promote", expect("patch.long_gain", ratio=1.06, steps=80)),
+        (LONG | {"ratio": 0.99, "hideable": 1.001}, "reject", expect("patch.no_long_gain", steps=80, ratio=0.99)),
+        (LONG | {"ratio": 1.01, "hideable": 1.001}, "hold", expect("patch.quicker_start", ratio=1.01)),  # or noise
+        (LONG | {"drift": 0.11}, "reject", expect("patch.long_differs", steps=80, drift=0.11, allowed=0.1)),
     ],
 )
-def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, words: str) -> None:
+def test_new_code_must_gain_over_long_runs_too(long: Any, outcome: str, expected: Expected) -> None:
     found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79], new_code=True, long=long)
     verdict = judge_patch(POLICY, found)
-    assert verdict.outcome == outcome and any(words in reason for reason in verdict.reasons), verdict
+    assert verdict.outcome == outcome, verdict
+    broke = str(long["failed"]) in map(str, verdict.reasons) if "failed" in (long or ()) else None
+    assert tells(verdict.reasons, expected) if broke is None else broke, verdict
     del found["stages"]["training"]["new_code"]  # what nobody vouches for is new
     assert judge_patch(POLICY, found) == verdict
 
 
 @pytest.mark.parametrize(
-    ("gains", "outcome", "words"),
+    ("gains", "outcome", "expected"),
     [
-        ({"code": [0.0, 0.001], "docs": [-0.03, -0.031]}, "reject", "weights are worse: docs +0.0305"),
-        ({"code": [0.0, 0.001], "docs": [0.1, -0.1]}, "hold", "may be worse: docs -0.0000"),
-        ({"code": [0.0, 0.001], "docs": [0.1]}, "hold", "docs: too few held-out documents"),
-        ({"code": [0.0, None]}, "hold", "code: too few held-out documents"),
-        ({"code": "0.0"}, "hold", "code: too few held-out documents"),
-        ({}, "hold", "were not scored"),
-        (None, "hold", "were not scored"),
-        ([0.1, 0.2], "hold", "were not scored"),
+        (
+            {"code": [0.0, 0.001], "docs": [-0.03, -0.031]},
+            "reject",
+            expect("patch.weights_worse", domain="docs", change=0.0305),
+        ),
+        (
+            {"code": [0.0, 0.001], "docs": [0.1, -0.1]},
+            "hold",
+            expect("patch.weights_unsure", domain="docs", change=0.0),
+        ),
+        ({"code": [0.0, 0.001], "docs": [0.1]}, "hold", expect("patch.few_documents", domain="docs")),
+        ({"code": [0.0, None]}, "hold", expect("patch.few_documents", domain="code")),
+        ({"code": "0.0"}, "hold", expect("patch.few_documents", domain="code")),
+        ({}, "hold", expect("patch.not_scored")),
+        (None, "hold", expect("patch.not_scored")),
+        ([0.1, 0.2], "hold", expect("patch.not_scored")),
     ],
 )
-def test_a_faster_patch_with_worse_weights_is_not_promoted(gains: Any, outcome: str, words: str) -> None:
+def test_a_faster_patch_with_worse_weights_is_not_promoted(gains: Any, outcome: str, expected: Expected) -> None:
     found = evidence([1.0, 1.01, 0.99], [0.8, 0.81, 0.79])
     found["stages"]["evals"]["gains"] = gains
     verdict = judge_patch(POLICY, found)
-    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+    assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
 
 
 LIMIT = POLICY.training.max_drift * 0.2  # of weights, where leaving out steps moves them by 0.2
@@ -163,8 +184,8 @@ NEEDED = POLICY.training.min_gain
         ({}, [0.0, 0.0294, 0.0588], "hold"),
     ],
 )
-def test_what_lies_on_a_border(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
-    """No more than what is allowed is allowed; as much as what is needed is not enough."""
+def test_values_on_a_threshold(training: dict[str, Any], gains: list[float] | None, outcome: str) -> None:
+    """A value equal to an upper limit passes. A value equal to a lower limit does not."""
     found = evidence(EQUAL, [0.8, 0.8], new_code="long" in training, **training)
     if gains is not None:
         found["stages"]["evals"]["gains"] = {"code": gains}
@@ -175,11 +196,11 @@ def test_what_lies_on_a_border(training: dict[str, Any], gains: list[float] | No
 @pytest.mark.parametrize(
     ("candidate", "outcome"), [(1 / 1.02, "reject"), (1 / 1.0201, "promote"), (1.0, "reject"), (1.1, "reject")]
 )
-def test_a_gain_of_just_the_least_that_counts_is_none(candidate: float, outcome: str) -> None:
+def test_a_gain_equal_to_the_threshold_is_not_enough(candidate: float, outcome: str) -> None:
     assert judge_patch(POLICY, evidence(EQUAL, [candidate] * 2)).outcome == outcome
 
 
-def test_what_was_measured_twice_is_reported_by_the_smaller_gain() -> None:
+def test_the_smaller_of_two_gains_is_reported() -> None:
     policy, once = POLICY.training, {"baseline_seconds": EQUAL, "candidate_seconds": [0.8, 0.8]}
     twice = [once | {"again": {"baseline_seconds": EQUAL, "candidate_seconds": [other] * 2}} for other in (0.9, 0.7)]
     unmeasured = {"again": {"state": "missing"}}
@@ -189,43 +210,45 @@ def test_what_was_measured_twice_is_reported_by_the_smaller_gain() -> None:
 
 def test_the_second_measurement_is_the_reported_gain() -> None:
     verdict = judge_patch(POLICY, evidence([1.0, 1.01], [0.8, 0.81], again=([1.0, 1.01], [0.9, 0.91])))
-    assert verdict.outcome == "promote" and verdict.reasons[0].startswith("1.111× whole-step gain")
-    assert verdict.reasons[1].startswith("first measurement: 1.248×")
+    assert verdict.outcome == "promote" and tells(verdict.reasons[:1], expect("patch.wall_gain", ratio=1.111))
+    assert tells(verdict.reasons[1:2], expect("patch.measurement", number=1, ratio=1.248))
 
 
 def test_different_weights_in_the_second_measurement_are_rejected() -> None:
     found = evidence([1.0, 1.01], [0.8, 0.81])
     found["stages"]["training"]["again"]["drift"] = 0.11
     verdict = judge_patch(POLICY, found)
-    assert verdict.outcome == "reject" and "training results differ" in verdict.reasons[0]
+    assert verdict.outcome == "reject" and verdict.reasons[0].code == "patch.training_differs"
 
 
 def test_the_reasons_of_both_measurements_are_told() -> None:
     quiet, none = ([1.0, 1.01], [0.8, 0.81]), ([1.0, 1.01], [1.0, 1.01])
     told = judge_patch(POLICY, evidence(*quiet, again=none)).reasons
-    begins = ("the first measurement", "1.248×", "second measurement: no gain", "1.000×")
-    assert len(told) == 4 and all(reason.startswith(begin) for reason, begin in zip(told, begins)), told
+    assert codes(told) == ["patch.gain_not_repeated", "patch.wall_gain", "patch.measurement", "patch.wall_gain"]
+    assert told[1].data["ratio"] == pytest.approx(1.248, abs=5e-4) and told[3].data["ratio"] == pytest.approx(1.0)
+    assert told[2].data == {"number": 2, "reason": told[2].data["reason"]}
+    assert told[2].data["reason"].code == "patch.no_gain"
     found = evidence(*quiet, again=([1.0, 1.01], [0.9, 0.91]), new_code=True, long=LONG)
     found["stages"]["evals"]["gains"] = {"code": [0.0, 0.0], "docs": [-0.01, -0.012, -0.011], "chat": [0.1, 0.1]}
     told = judge_patch(POLICY, found).reasons
-    begins = (
-        "1.111×",
-        "first measurement: 1.248×",
-        "1.200× over 80 steps",
-        "held out, the worst domain: docs +0.0110 ",
-    )
-    assert len(told) == 4 and all(reason.startswith(begin) for reason, begin in zip(told, begins)), told
-    assert "3 documents" in told[3]
+    assert codes(told) == ["patch.wall_gain", "patch.measurement", "patch.long_gain", "patch.worst_domain"]
+    assert tells(told[:1], expect("patch.wall_gain", ratio=1.111))
+    assert tells(told[1:2], expect("patch.measurement", number=1, ratio=1.248))
+    assert tells(told[2:3], expect("patch.long_gain", ratio=1.2, steps=80))
+    assert tells(told[3:], expect("patch.domain_change", domain="docs", change=0.011, documents=3))
 
 
 @pytest.mark.parametrize("name", STAGES)
 def test_a_stage_says_why_or_is_named(name: str) -> None:
     for state, outcome in (("failed", "reject"), ("missing", "hold"), ("", "hold")):
-        for reasons, words in ((["because"], "because"), (None, f" {name} stage")):
+        named = expect("gates.stage_failed" if state == "failed" else "gates.no_evidence", stage=name)
+        because = Message("patch.test", "because").to_json()
+        for reasons, expected in (([because], expect("patch.test")), (["because"], expect("")), (None, named)):
             found = evidence(EQUAL, [0.8, 0.8])
             found["stages"][name] |= {"state": state, "reasons": reasons}
             verdict = judge_patch(POLICY, found)
-            assert verdict.outcome == outcome and words in verdict.reasons[0] and len(verdict.reasons) == 1
+            assert verdict.outcome == outcome and tells(verdict.reasons, expected) and len(verdict.reasons) == 1
+            assert reasons is None or verdict.reasons[0] == "because"
 
 
 @pytest.mark.parametrize(

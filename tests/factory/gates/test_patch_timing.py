@@ -1,4 +1,4 @@
-"""From seconds of runs to seconds of a step: what a candidate may not gain by, in tables; and what CPU time may decide."""
+"""From seconds of runs to seconds of a step: gains that do not count, in tables; and what CPU time may decide."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from factory.gates.patch.judge import gain, judge_measurement, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.timing import RunSeconds, cpu_overhead, hideable, long_timing, noise_of, timing, too_noisy
 from tests.support.gates.patch_evidence import evidence
+from tests.support.gates.reasons import expect, has, tells
 
 SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
 POLICY = TrainingPolicy(steps=100, pairs=2)
@@ -52,7 +53,7 @@ def runs(
         (runs(0.5, 0.5, brief=0.1), 1.0 / (1 + 0.4 / 0.99)),  # slower where it does not show helps nobody
     ],
 )
-def test_what_counts_as_a_gain(measured: RunSeconds, ratio: float) -> None:
+def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> None:
     found = timing(POLICY, measured)
     shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
@@ -61,7 +62,7 @@ def test_what_counts_as_a_gain(measured: RunSeconds, ratio: float) -> None:
 
 @pytest.mark.parametrize("steps", [200, 800, 3200])
 def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps: int) -> None:
-    """The candidate does not dawdle but where it would show: over short runs that is credited, over long ones never enough."""
+    """The candidate waits only in the runs that show its overhead. Short runs credit a gain, long runs never enough."""
     overhead = 0.5
     found = timing(POLICY, runs(overhead, 0.05, brief=overhead))
     shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
@@ -74,18 +75,18 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
 
 
 @pytest.mark.parametrize(
-    ("measured", "doubt"),
+    ("measured", "code", "data"),
     [
-        (runs(0.5, 0.5, spread=1.3), "two runs of the same code differ 1.30×"),
-        (runs(0.5, 0.5, spread=1.2), ""),
-        (RunSeconds([2, 2], [2, 2], [1, 1], twice=2.5, overhead=1), "twice the steps took 1.50×"),
-        (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "a run's overhead"),
+        (runs(0.5, 0.5, spread=1.3), "patch.noisy", {"noise": 1.3}),
+        (runs(0.5, 0.5, spread=1.2), "", {}),
+        (RunSeconds([2, 2], [2, 2], [1, 1], twice=2.5, overhead=1), "patch.clock_untrusted", {"slow": 1.5}),
+        (RunSeconds([1, 2], [2, 2], [1, 1], twice=5, overhead=1), "patch.too_short", {"steps": 100, "overhead": 1}),
     ],
 )
-def test_when_the_baseline_is_no_measure(measured: RunSeconds, doubt: str) -> None:
+def test_doubts_about_the_baseline_are_found(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
     found = timing(POLICY, measured)
     said = too_noisy(POLICY, found, 1)
-    assert doubt in said and bool(doubt) == bool(said)
+    assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
     assert not found.get("doubt") or found["doubt"] == said  # what it holds the patch back for is tried again
 
 
@@ -102,7 +103,7 @@ SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
         (RunSeconds([2.0, 2.0], [1.01, 2.0], [1.1, 1.1], twice=3.0, overhead=1.0), False),
     ],
 )
-def test_when_seconds_are_no_measure(measured: RunSeconds, doubtful: bool) -> None:
+def test_doubtful_seconds_are_found(measured: RunSeconds, doubtful: bool) -> None:
     found = timing(SHORT, measured)
     assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
     assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
@@ -122,7 +123,7 @@ def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
     )
 
 
-def test_what_a_quicker_start_could_hide() -> None:
+def test_the_gain_of_a_quick_start() -> None:
     assert long_timing(11.0, 6.0, 11, 1.0) == {"steps": 11, "ratio": 2.0, "hideable": 1.0}  # the start is one step
     assert hideable(3.0, 10.0, 10) == pytest.approx(10 / 8) and hideable(0.5, 10.0, 10) == 1.0
     assert long_timing(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
@@ -136,7 +137,7 @@ times = st.lists(st.floats(0.6, 9), min_size=2, max_size=2)
 def test_the_candidates_runs_never_cause_a_repetition(
     baseline: list[float], candidate: list[float], other: list[float], briefs: list[float]
 ) -> None:
-    """Else lucky outcomes could be waited for."""
+    """Otherwise a patch could be measured until its result is lucky."""
     said = {
         too_noisy(POLICY, timing(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1)
         for ours in (candidate, other, [0.1, 0.1])
@@ -184,10 +185,9 @@ def test_when_cpu_time_decides(tree: Any, thread: Any, others: dict[str, Any], o
     verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **(told | others)))
     assert verdict.outcome == outcome, verdict
     if outcome == "promote":
-        assert "1.249× whole-step gain by CPU time" in verdict.reasons[0] and "too noisy" in verdict.reasons[0]
+        assert tells(verdict.reasons[:1], expect("patch.decided_by_cpu", ratio=1.249, noisy="patch.too_noisy"))
     if outcome == "hold":
-        assert "too noisy to judge by the wall clock" in verdict.reasons[0]
-        assert "judged again" in verdict.reasons[0] and "training.pairs (now 4)" in verdict.reasons[0]
+        assert tells(verdict.reasons[:1], expect("patch.held_by_noise", noisy="patch.too_noisy", pairs=4))
 
 
 def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
@@ -200,12 +200,13 @@ def test_the_smaller_gain_by_cpu_time_is_reported_and_each_is_told() -> None:
             "discarded": [{"noise": 1.7}, 3, {}],
         }
         verdict = judge_patch(SHIPPED, evidence(NOISY["baseline"], NOISY["candidate"], **told))
-        assert verdict.outcome == "promote" and verdict.reasons[0].startswith("1.249× whole-step gain by CPU time")
-        assert "differ 1.70×, 1.60×" in verdict.reasons[0]
+        assert verdict.outcome == "promote" and tells(
+            verdict.reasons[:1], expect("patch.decided_by_cpu", ratio=1.249, noises=[1.7, 1.6])
+        )
         each = {"all processes": tree, "the busiest thread": thread}
         for reason, (name, of) in zip(verdict.reasons[1:], each.items()):
-            assert reason.startswith(f"by CPU time of {name} {1.249 if of is LESS else 1.99:.4g}"), reason
-        assert "by the wall clock" in verdict.reasons[3]
+            assert tells([reason], expect("patch.cpu_gain", clock=name, ratio=1.249 if of is LESS else 1.995)), reason
+        assert verdict.reasons[3].code == "patch.wall_gain"
 
 
 EVEN, ALIKE, LOWER = [1.0] * 4, [1.0, 1.01, 1.0, 1.0], [0.95, 0.975, 0.925, 0.95]
@@ -233,13 +234,15 @@ def test_what_cpu_time_must_show(
     }
     verdict = judge_patch(SHIPPED, evidence([1.0, 1.6, 1.0, 1 / 1.6], [wall] * 4, **told))
     assert verdict.outcome == outcome, verdict
-    assert outcome == "promote" or f"measured {discarded + 1} of at most 3 times" in verdict.reasons[0]
+    assert outcome == "promote" or tells(
+        verdict.reasons[:1], expect("patch.held_by_noise", measurements=discarded + 1, tries=3)
+    )
 
 
 def test_a_quiet_wall_clock_is_not_overruled_by_cpu_time() -> None:
     told = {"device": "cpu", "new_code": False, "cpu": {"tree": LESS, "thread": LESS}}
     verdict = judge_patch(SHIPPED, evidence([1.0, 1.01, 1.0, 1.0], [1.0, 1.01, 1.0, 1.0], **told))
-    assert verdict.outcome == "reject" and "by the wall clock" in verdict.reasons[1]
+    assert verdict.outcome == "reject" and verdict.reasons[1].code == "patch.wall_gain"
 
 
 def test_how_often_cpu_time_errs() -> None:

@@ -1,4 +1,4 @@
-"""How the last stages see what training left: the judge's own model of the weights, and the rest that the next run goes on from."""
+"""How the last stages read a training's files: the weights in the judge's own model, and the state from which the next run continues."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from factory.runs.folders import reveal
 from factory.runs.trace import read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.registry import bind
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import refused
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint.format import REGIONS, Checkpoint, save
@@ -94,7 +96,7 @@ def left_in(folder: Path) -> Checkpoint:
         os.close(descriptor)
 
 
-def test_what_was_read_is_no_view_of_a_file(tmp_path: Path) -> None:
+def test_read_tensors_are_not_views_of_a_file(tmp_path: Path) -> None:
     written(tmp_path, optimizer())
     left = left_in(tmp_path)
     assert (
@@ -104,57 +106,69 @@ def test_what_was_read_is_no_view_of_a_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("regions", ["[]", "1", '"x"', '{"w": 7}', "{"])
 def test_odd_regions_are_the_codes_fault(tmp_path: Path, regions: str) -> None:
-    """And no error that nobody expected, which would hold the patch in place of rejecting it."""
+    """The error is an expected one: an unexpected error would hold the patch instead of rejecting it."""
     path = written(tmp_path, optimizer()) / "model.safetensors"
     save_file(WEIGHTS, path, metadata={REGIONS: regions})
     manifest = json.loads((path.parent / "manifest.json").read_text())
     manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": file_sha256(path)}
     (path.parent / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UntrustedFileError, match="it left no checkpoint of step 12"):
+    with refused("runs.no_checkpoint", UntrustedFileError, step=12):
         left_in(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("tensors", "state", "words"),
+    ("tensors", "state", "expected"),
     [
-        (optimizer(0.02), {"counters": {"seconds": 9}}, ""),  # rounding, and a clock
-        (optimizer(rng=torch.ones(2, dtype=torch.uint8)), {}, ""),
-        (optimizer(0.06), {}, "exp_avg differs by 0.6 of what"),
+        (optimizer(0.02), {"counters": {"seconds": 9}}, None),  # rounding, and a clock
+        (optimizer(rng=torch.ones(2, dtype=torch.uint8)), {}, None),
+        (optimizer(0.06), {}, expect("patch.optimiser_apart", kind="exp_avg", share=0.6, most=0.5)),
         (
             optimizer(**{"exp_avg_sq.w": torch.zeros(4)}),
             {},
-            "exp_avg_sq differs by 10 of what",
+            expect("patch.optimiser_apart", kind="exp_avg_sq", share=10.0),
         ),  # however small beside the others
-        (optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}), {}, "exp_avg differs by inf"),
-        (optimizer(**{"exp_avg.w": torch.ones(2)}), {}, "exp_avg.w is missing"),
-        ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, "exp_avg.w is missing"),
-        (optimizer(**{"step.w": torch.tensor(0.0)}), {}, "step.w differs"),
-        (optimizer(), {"sampler": {"rows": [0]}}, "a different sampler"),
-        (optimizer(), {"detector": {"grad_norm": [0.51, 0.6], "best": None, "told": []}}, ""),
-        (optimizer(), {"detector": {"grad_norm": [1e-6, 0.6], "best": None, "told": []}}, "a different detector"),
-        (optimizer(), {"detector": {"grad_norm": [0.5], "best": None, "told": []}}, "a different detector"),
+        (
+            optimizer(**{"exp_avg.w": torch.ones(4) * torch.nan}),
+            {},
+            expect("patch.optimiser_apart", kind="exp_avg", share=math.inf),
+        ),
+        (optimizer(**{"exp_avg.w": torch.ones(2)}), {}, expect("patch.optimiser_shape", tensor="exp_avg.w")),
+        ({"rng": torch.zeros(2, dtype=torch.uint8)}, {}, expect("patch.optimiser_shape", tensor="exp_avg.w")),
+        (optimizer(**{"step.w": torch.tensor(0.0)}), {}, expect("patch.optimiser_step", tensor="step.w")),
+        (optimizer(), {"sampler": {"rows": [0]}}, expect("patch.state_differs", keys=["sampler"])),
+        (optimizer(), {"detector": {"grad_norm": [0.51, 0.6], "best": None, "told": []}}, None),
+        (
+            optimizer(),
+            {"detector": {"grad_norm": [1e-6, 0.6], "best": None, "told": []}},
+            expect("patch.state_differs", keys=["detector"]),
+        ),
+        (
+            optimizer(),
+            {"detector": {"grad_norm": [0.5], "best": None, "told": []}},
+            expect("patch.state_differs", keys=["detector"]),
+        ),
         (
             optimizer(),
             {"recipe": STATE["recipe"] | {"compile": False, "batch": {"sequences": 8, "micro_sequences": 4}}},
-            "",
+            None,
         ),
         (
             optimizer(),
             {"recipe": STATE["recipe"] | {"batch": {"sequences": 4, "micro_sequences": None}}},
-            "a different recipe",
+            expect("patch.state_differs", keys=["recipe"]),
         ),
-        (optimizer(), {"recipe": 7}, "a different recipe"),
+        (optimizer(), {"recipe": 7}, expect("patch.state_differs", keys=["recipe"])),
     ],
 )
 def test_a_checkpoint_is_compared_whole(
-    tmp_path: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any], words: str
+    tmp_path: Path, tensors: dict[str, torch.Tensor], state: dict[str, Any], expected: Expected | None
 ) -> None:
     written(tmp_path / "a", tensors, **state)
     written(tmp_path / "b", optimizer())
     written(tmp_path / "c", optimizer(0.1))
     ours, theirs, fewer = (left_in(tmp_path / name) for name in "abc")
     found = differs(ours, theirs, squares(fewer, theirs), 0.5)
-    assert words in found and bool(found) == bool(words), found
+    assert tells([found], expected) if found and expected else found == expected, found
 
 
 def linked(folder: Path) -> None:
@@ -170,38 +184,39 @@ def linked(folder: Path) -> None:
             lambda folder: (folder / "model.safetensors").open("r+b").write(b"0"),
             "SHA-256 is not the one in the manifest",
         ),
-        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is not there"),
+        (lambda folder: (folder / "optimizer.safetensors").unlink(), "optimizer.safetensors is missing"),
         (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "cannot be read: maximum recursion"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 2, "files": {}}'), "names no state.json"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged"),
-        (linked, "state.json is not there"),
-        (lambda folder: os.truncate(folder / "state.json", 1 << 27), "bytes, at most"),
-        (shutil.rmtree, "is not there"),
+        (linked, "state.json is missing"),
+        (lambda folder: os.truncate(folder / "state.json", 1 << 27), "bytes; at most"),
+        (shutil.rmtree, "is missing"),
     ],
 )
 def test_a_damaged_checkpoint_is_no_checkpoint(tmp_path: Path, spoil: Callable[[Path], Any], words: str) -> None:
     spoil(written(tmp_path, optimizer()))
-    with pytest.raises(UntrustedFileError, match="that training could continue from") as error:
+    with refused("runs.no_checkpoint", UntrustedFileError) as error:
         left_in(tmp_path)
     assert words in str(error.value) and str(tmp_path) not in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("weights", "words"),
+    ("weights", "code", "tensor"),
     [
-        ({"w": torch.ones(5)}, "not this model's (w)"),
-        ({"w": torch.ones(4, dtype=torch.float64)}, "not this model's (w)"),
-        ({}, "not this model's (w)"),
-        (WEIGHTS | {"v": torch.ones(4)}, "not this model's (v)"),
-        ({"w": torch.full((4,), math.nan)}, "not finite (w)"),
-        ({"w": torch.full((4,), math.inf)}, "not finite (w)"),
+        ({"w": torch.ones(5)}, "runs.other_weights", "w"),
+        ({"w": torch.ones(4, dtype=torch.float64)}, "runs.other_weights", "w"),
+        ({}, "runs.other_weights", "w"),
+        (WEIGHTS | {"v": torch.ones(4)}, "runs.other_weights", "v"),
+        ({"w": torch.full((4,), math.nan)}, "runs.weights_not_finite", "w"),
+        ({"w": torch.full((4,), math.inf)}, "runs.weights_not_finite", "w"),
     ],
 )
-def test_weights_of_another_model_are_none(tmp_path: Path, weights: dict[str, torch.Tensor], words: str) -> None:
+def test_weights_of_another_model_are_none(
+    tmp_path: Path, weights: dict[str, torch.Tensor], code: str, tensor: str
+) -> None:
     save(tmp_path / "checkpoints", Checkpoint(weights, optimizer(), STATE))
-    with pytest.raises(UntrustedFileError) as error:
+    with refused(code, UntrustedFileError, tensor=tensor):
         left_in(tmp_path)
-    assert words in str(error.value)
 
 
 def test_a_run_is_revealed_whole(tmp_path: Path) -> None:

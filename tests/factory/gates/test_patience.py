@@ -1,4 +1,4 @@
-"""Time limits of a candidate: by what the baseline took, once more with longer, then hold; and noise that is measured anew."""
+"""Time limits of a candidate: relative to the baseline, one longer second attempt, then a hold; and repeated measurements of noise."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ from factory.runs.arm import Arm
 from factory.runs.running import Runs, every_run
 from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
+from kernels.contract.message import Message
+from tests.support.gates.reasons import Expected, expect, has, tells
 from trainer.contract.checkpoint.format import Checkpoint
 
 
@@ -45,8 +47,9 @@ def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[
     patience = Patience(times=5, least_seconds=300, again=3, again_seconds=3600)
     assert patience.limits(baseline) == limits
     assert patience.model_copy(update={"again": 1.0}).limits(baseline) == limits[:1]
-    words = stopped("the candidate's checks", limits, baseline, "oracle.patience")
-    assert all(f"{limit:.0f} s" in words for limit in limits) and "raise oracle.patience" in words
+    said = stopped("checks", limits, baseline, "oracle.patience")
+    assert said.data == {"what": "checks", "limits": list(limits), "baseline": baseline, "key": "oracle.patience"}
+    assert all(f"{limit:.0f}" in said for limit in limits) and "raise oracle.patience" in said
 
 
 def test_only_a_stopped_attempt_is_repeated() -> None:
@@ -63,18 +66,22 @@ def test_only_a_stopped_attempt_is_repeated() -> None:
     assert tried == [(0, 1.0), (0, 1.0), (1, 3.0), (0, 1.0), (1, 3.0)]
 
 
-GOOD, LATE, LOST = {"state": "passed"}, out_of_time("late", x=1), missing("lost")
+def say(text: str) -> Message:
+    return Message("gates.test", "{text}", text=text)
+
+
+GOOD, LATE, LOST = {"state": "passed"}, out_of_time(say("late"), x=1), missing(say("lost"))
 
 
 @pytest.mark.parametrize(
     ("stages", "alone", "late"),
     [
         ([GOOD, LATE], LATE, True),
-        ([not_needed("a"), LATE], LATE, True),
+        ([not_needed(say("a")), LATE], LATE, True),
         ([GOOD, LOST], LOST, False),
         ([LOST, LATE], {}, False),  # another stage has a say
-        ([failed("a"), LATE], {}, False),
-        ([GOOD, failed("a") | {"out_of_time": True}], {}, False),
+        ([failed(say("a")), LATE], {}, False),
+        ([GOOD, failed(say("a")) | {"out_of_time": True}], {}, False),
         ([GOOD, LOST | {"out_of_time": "True"}], LOST | {"out_of_time": "True"}, False),
         ([GOOD], {}, False),
     ],
@@ -183,69 +190,97 @@ def measured(plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: A
     return found, judge_patch(PatchPolicy(training=policy), {"stages": stages | {"training": found}, "tries": 1})
 
 
+NO_GAIN = expect("patch.no_gain")
 QUIET: list[float] = []
 BUSY = [1.0, 1.6]
 FASTER = {("candidate", number): [0.7, 0.7, 0.7] for number in range(9)}
 
 
 @pytest.mark.parametrize(
-    ("busy", "policy", "sessions", "outcome", "words"),
+    ("busy", "policy", "sessions", "outcome", "expected"),
     [
-        ({}, {}, 2, "reject", "no gain"),
+        ({}, {}, 2, "reject", NO_GAIN),
         (
             {("baseline", 0): BUSY},
             {},
             4,
             "reject",
-            "no gain",
+            NO_GAIN,
         ),  # the first measurement was disturbed, the second was not
-        ({("baseline", n): BUSY for n in range(9)}, {}, 6, "hold", "differ 1.60×, 1.60×, 1.60×"),
-        ({("baseline", n): BUSY for n in range(9)}, {"tries": 1}, 2, "hold", "raise training.steps (now 50)"),
-        ({("baseline", n): BUSY for n in range(9)}, {"budget_seconds": 1e-9}, 2, "hold", "measured 1 of at most 3"),
-        ({("candidate", n): BUSY for n in range(9)}, {}, 2, "reject", "no gain"),  # the candidate's noise is no reason
-        ({("baseline", 0): [1.0, 1.2]}, {}, 2, "reject", "no gain"),  # within what is allowed
-        ({("baseline", 0): BUSY, ("baseline", 2): [1.0, 1.2]}, {}, 6, "reject", "no gain"),  # not, after a noisy one
-        ({("baseline", n): [0.05, 1.0] for n in range(9)}, {"steps": 4}, 6, "hold", "measured 3 of at most 3 times"),
+        ({("baseline", n): BUSY for n in range(9)}, {}, 6, "hold", expect("patch.too_noisy", noises=[1.6, 1.6, 1.6])),
+        ({("baseline", n): BUSY for n in range(9)}, {"tries": 1}, 2, "hold", expect("patch.held_by_noise", pairs=4)),
+        (
+            {("baseline", n): BUSY for n in range(9)},
+            {"budget_seconds": 1e-9},
+            2,
+            "hold",
+            expect("patch.held_by_noise", measurements=1, tries=3),
+        ),
+        ({("candidate", n): BUSY for n in range(9)}, {}, 2, "reject", NO_GAIN),  # the candidate's noise is no reason
+        ({("baseline", 0): [1.0, 1.2]}, {}, 2, "reject", NO_GAIN),  # within what is allowed
+        ({("baseline", 0): BUSY, ("baseline", 2): [1.0, 1.2]}, {}, 6, "reject", NO_GAIN),  # not, after a noisy one
+        (
+            {("baseline", n): [0.05, 1.0] for n in range(9)},
+            {"steps": 4},
+            6,
+            "hold",
+            expect("patch.held_by_noise", measurements=3, tries=3),
+        ),
     ],
 )
 def test_a_disturbed_baseline_is_measured_again(
-    plant: Sessions, tmp_path: Path, workspace: Any, busy: Any, policy: Any, sessions: int, outcome: str, words: str
+    plant: Sessions,
+    tmp_path: Path,
+    workspace: Any,
+    busy: Any,
+    policy: Any,
+    sessions: int,
+    outcome: str,
+    expected: Expected,
 ) -> None:
     plant.busy = busy
     found, verdict = measured(plant, POLICY.model_copy(update=policy), tmp_path, workspace, new_code=False)
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
-    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+    assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
     assert len(found.get("discarded", ())) == sessions // 2 - 1
-    assert ("of at most" in found["reasons"][0]) == (found["state"] == "missing"), found["reasons"]
+    assert (found["reasons"][0].code == "patch.still_noisy") == (found["state"] == "missing"), found["reasons"]
     assert plant.left_when_begun == [0] * len(plant.order) and not list(tmp_path.rglob("segments/*")), (
         "runs stay no longer than they are read"
     )
 
 
 @pytest.mark.parametrize(
-    ("busy", "sessions", "outcome", "words"),
+    ("busy", "sessions", "outcome", "expected"),
     [
-        (FASTER, 4, "promote", "1.429× whole-step gain by the wall clock"),
-        ({("baseline", 0): BUSY} | FASTER, 6, "promote", "1.429× whole-step gain by the wall clock"),
-        ({("baseline", 2): BUSY} | FASTER, 6, "promote", "1.429× whole-step gain by the wall clock"),
+        (FASTER, 4, "promote", expect("patch.wall_gain", ratio=1 / 0.7)),
+        ({("baseline", 0): BUSY} | FASTER, 6, "promote", expect("patch.wall_gain", ratio=1 / 0.7)),
+        ({("baseline", 2): BUSY} | FASTER, 6, "promote", expect("patch.wall_gain", ratio=1 / 0.7)),
         # Another program made the candidate look quick, once:
-        ({key: FASTER[key] for key in list(FASTER)[:2]}, 4, "hold", "the second did not"),
-        ({("baseline", n): BUSY for n in range(2, 9)} | FASTER, 8, "hold", "the second is unsure"),
+        ({key: FASTER[key] for key in list(FASTER)[:2]}, 4, "hold", expect("patch.gain_not_repeated")),
+        ({("baseline", n): BUSY for n in range(2, 9)} | FASTER, 8, "hold", expect("patch.second_unsure", pairs=4)),
     ],
 )
 @pytest.mark.parametrize("new_code", [False, True])
 def test_a_gain_is_measured_again_the_candidate_first(
-    plant: Sessions, tmp_path: Path, workspace: Any, new_code: bool, busy: Any, sessions: int, outcome: str, words: str
+    plant: Sessions,
+    tmp_path: Path,
+    workspace: Any,
+    new_code: bool,
+    busy: Any,
+    sessions: int,
+    outcome: str,
+    expected: Expected,
 ) -> None:
     plant.busy = {key: [*factors, *[0.7] * (key[0] == "candidate")] for key, factors in busy.items()}
     found, verdict = measured(plant, POLICY, tmp_path, workspace, new_code)
     assert {name: len(limits) for name, limits in plant.limits.items()} == dict.fromkeys(plant.limits, sessions), found
-    assert verdict.outcome == outcome and words in verdict.reasons[0], verdict
+    assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
     assert ("long" in found) == new_code and "long" not in found["again"]
     again = found["again"]["state"]
     assert found["state"] == again and found["again"]["device"] == devices.kind() and found["new_code"] == new_code
     said = found["reasons"][0]
-    assert said.endswith("from step 6, and as many again") if again == "passed" else said.startswith("measured again: ")
+    assert said.code == ("patch.trained_twice" if again == "passed" else "patch.second_time")
+    assert again != "passed" or has(said, "step", 6)
     last = plant.order[-4:]
     assert last == ["candidate", "baseline", "candidate", "baseline"]
 
@@ -269,22 +304,22 @@ def test_a_candidate_that_was_stopped_is_tried_once_more(
 
 
 @pytest.mark.parametrize(
-    ("side", "sessions", "limits", "words"),
+    ("side", "sessions", "limits", "expected"),
     [
-        ("candidate", (0, 1), [300.0, 900.0], ["(300 s, then 900 s; the baseline took 30 s", "training.patience in policies/gates/"]),
-        ("candidate", (2, 3), [300.0] * 3 + [900.0], ["the baseline took 30 s"]),  # when repeated
-        ("candidate", (3, 4), [300.0] * 4 + [900.0], ["the baseline took 30 s"]),
-        ("baseline", (0,), [], ["training.wall_seconds", "3600 s with approved code"]),
+        ("candidate", (0, 1), [300.0, 900.0], expect("gates.stopped", limits=[300.0, 900.0], baseline=30.0, key="training.patience")),
+        ("candidate", (2, 3), [300.0] * 3 + [900.0], expect("gates.stopped", baseline=30.0)),  # when repeated
+        ("candidate", (3, 4), [300.0] * 4 + [900.0], expect("gates.stopped", baseline=30.0)),
+        ("baseline", (0,), [], expect("gates.baseline_stopped", key="training.wall_seconds", seconds=3600.0)),
     ],
 )  # fmt: skip
 def test_a_session_that_never_ends_holds_the_patch(
-    plant: Sessions, tmp_path: Path, workspace: Any, side: str, sessions: Any, limits: list[float], words: list[str]
+    plant: Sessions, tmp_path: Path, workspace: Any, side: str, sessions: Any, limits: list[float], expected: Expected
 ) -> None:
     plant.busy, plant.out_of_time = FASTER, {(side, number) for number in sessions}
     found, verdict = measured(plant, POLICY, tmp_path, workspace, new_code=False)
     assert found["state"] == "missing" and verdict.outcome == "hold" and plant.limits["candidate"] == limits
     assert found.get("out_of_time") or "again" in found
-    assert all(part in verdict.reasons[0] for part in words), verdict
+    assert tells(verdict.reasons[:1], expected), verdict
 
 
 def test_a_compile_cache_moves_along_with_its_own_side(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
@@ -311,7 +346,7 @@ class Bars:
         pass
 
 
-def test_a_quiet_measurement_says_all_that_it_measured(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_the_evidence_of_a_quiet_measurement_is_complete(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.seconds = {("baseline", 0): 50.0}
     plant.weights = {("candidate", 1): [1.0, 1.004]}  # of the four pairs the last is apart
     bars, seen = Bars(), POLICY.model_copy(update={"pairs": 5})
@@ -326,18 +361,19 @@ def test_a_quiet_measurement_says_all_that_it_measured(plant: Sessions, tmp_path
         assert told["baseline_seconds"] == told["candidate_seconds"] == [pytest.approx(times * STEP)] * 5
     del found["cpu"]
     assert found == {
-        "state": "passed", "reasons": ["5 runs of 50 steps a side, from step 6"], "steps": 50, "new_code": False,
+        "state": "passed", "reasons": found["reasons"], "steps": 50, "new_code": False,
         "device": devices.kind(), "session_seconds": 50.0, "total_seconds": both(whole), "overhead_seconds": pytest.approx(OVERHEAD),
         "slow_control": pytest.approx(9.9 / 4.9), "baseline_seconds": [step] * 5, "candidate_seconds": [step] * 5,
         "drift": pytest.approx(0.004, rel=1e-3), "control_drift": pytest.approx(1 / 50), "left_out": 1,
     }  # fmt: skip
+    assert tells(found["reasons"], expect("patch.trained", runs=5, steps=50, step=6)) and len(found["reasons"]) == 1
     assert [float(run.weights["w"][0]) for run in pair] == [pytest.approx(50.2), 50.0], (
         "the pair that is furthest apart"
     )
     assert bars.moved == [10, 2, 2, 3, 3] and plant.limits["candidate"] == [300.0, 300.0]
 
 
-def test_cpu_time_that_was_not_read_once_is_not_told(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_partly_missing_cpu_time_is_left_out(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.unclocked = {("candidate", 1)}
     found, _ = compared(plant, POLICY, tmp_path, workspace)
     assert found["state"] == "passed" and "cpu" not in found
@@ -363,19 +399,24 @@ def test_weights_that_are_apart_end_the_measurement(
     assert found["drift"] == pytest.approx(max(abs(1 - w) for of in weights.values() for w in of), rel=0.03)
     assert (
         verdict.outcome == (outcome if differ else "hold")
-        and ("differ: after 50 steps" in verdict.reasons[0]) == differ
+        and tells(verdict.reasons[:1], expect("patch.training_differs", steps=50)) == differ
     )
     assert sessions == 4 or (found["left_out"] == 1 and len(found["total_seconds"]["baseline"]) == 2)
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_moments_that_are_apart_fail_the_patch(plant: Sessions, tmp_path: Path, workspace: Any, number: int) -> None:
-    """Of each half one pair's checkpoints are compared whole."""
+    """One pair's checkpoints of each half are compared whole."""
     plant.moments = {("candidate", number): 1.009}
     assert compared(plant, POLICY, tmp_path, workspace)[0]["state"] == "passed"
     plant.limits, plant.moments = {"baseline": [], "candidate": []}, {("candidate", number): 1.011}
     found, pair = compared(plant, POLICY, tmp_path, workspace)
-    assert found["state"] == "failed" and pair is None and "exp_avg" in found["reasons"][0] and found["drift"] == 0
+    assert (
+        found["state"] == "failed"
+        and pair is None
+        and tells(found["reasons"], expect("patch.optimiser_apart", kind="exp_avg"))
+        and found["drift"] == 0
+    )
 
 
 def test_the_control_is_held_against_the_run_on_its_own_data(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
@@ -394,7 +435,8 @@ def test_a_run_that_breaks_is_told_with_its_side(
 ) -> None:
     plant.broken = {(side, 1): "run 2: no"}
     found, pair = compared(plant, POLICY, tmp_path, workspace)
-    assert found == {"state": state, "reasons": [f"the {side}'s training run failed: run 2: no"]} and pair is None
+    assert found == {"state": state, "reasons": found["reasons"]} and pair is None
+    assert tells(found["reasons"], expect("patch.training_failed", side=side, problem="run 2: no"))
     (row,) = [run for run in every_run(plant.ledger) if run["state"] != "done"]
     assert row["arm"]["name"].startswith(f"{side}, ") and row["arm"]["code"] == side[0] * 40
 
@@ -429,7 +471,7 @@ def test_of_two_measurements_the_pair_that_is_further_apart_is_scored(
     assert found["drift"] == pytest.approx(first - 1, rel=1e-3)
 
 
-def test_what_a_session_is_asked_for(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
+def test_the_arms_of_each_session(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
     plant.busy = FASTER
     compared(plant, POLICY, tmp_path, workspace)
     assert [(side, [arm.last - arm.first for arm in arms]) for side, arms, *_ in plant.given] == [
@@ -476,7 +518,7 @@ def test_another_measurement_begins_only_if_the_longest_so_far_would_end_in_time
     discarded = found.get("discarded", [])
     assert len(discarded) == rounds - 1
     for one in discarded:
-        assert one["noise"] == pytest.approx(1.6) and "differ 1.60×" in one["doubt"]
+        assert one["noise"] == pytest.approx(1.6) and has(one["doubt"], "noise", 1.6)
         assert one["overhead_seconds"] == pytest.approx(OVERHEAD) and len(one["total_seconds"]["candidate"]) == 4
 
 

@@ -1,4 +1,4 @@
-"""The gate of recipe changes on real runs: nothing is no gain, harm is rejected, a gain is promoted, merged and trained with."""
+"""The gate of recipe changes on real runs: a null change has no gain, harm is rejected, a gain is promoted, merged and used in training."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ from factory.runs.running import every_run
 from factory.show.pages import proposal_report
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
+from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
 from tests.support.factory.engineer import recorded
+from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.git import git
 from tests.support.replay_server import RecordedSession, ReplayServer
 from trainer.contract.recipe import Recipe
@@ -88,32 +90,44 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
 
 # -- without a run -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
-    ("swap", "outcome", "words"),
+    ("swap", "outcome", "expected"),
     [
-        (("seed: 1", "seed: 2"), "reject", "seed may not be changed"),
-        (("precision: fp32", "precision: bf16"), "reject", "precision may not be changed"),
-        (("d_ff: 64", "d_ff: 128"), "reject", "model.d_ff may not be changed"),
-        (("max_epochs: 4", "max_epochs: 9"), "reject", "mixture.max_epochs may not be changed"),
-        (("lr: 3e-3", "lr: 3e-3\n  name: muon"), "reject", "optimizer.name may not be changed"),
-        (("warmup_steps: 4", "warmup_steps: 2"), "reject", "has no effect on the steps to come"),
-        (("lr: 3e-3", "lr: -1"), "reject", "optimizer.lr"),
-        (("lr: 3e-3", "lr: .inf"), "reject", "optimizer.lr is not finite"),
-        (("lr: 3e-3", "lr: &a 3e-4"), "reject", "anchors"),
-        (("sequences: 8", "sequences: 4096"), "hold", "raise runs.steps"),
-        (("anneal_steps: 6", "anneal_steps: 1000000"), "hold", "leaves no trunk in runs of 17 steps"),
+        (("seed: 1", "seed: 2"), "reject", expect("recipe.not_allowed", key="seed")),
+        (("precision: fp32", "precision: bf16"), "reject", expect("recipe.not_allowed", key="precision")),
+        (("d_ff: 64", "d_ff: 128"), "reject", expect("recipe.not_allowed", key="model.d_ff")),
+        (("max_epochs: 4", "max_epochs: 9"), "reject", expect("recipe.not_allowed", key="mixture.max_epochs")),
+        (("lr: 3e-3", "lr: 3e-3\n  name: muon"), "reject", expect("recipe.not_allowed", key="optimizer.name")),
+        (("warmup_steps: 4", "warmup_steps: 2"), "reject", expect("recipe.no_effect", key="schedule.warmup_steps")),
+        (("lr: 3e-3", "lr: -1"), "reject", None),
+        (("lr: 3e-3", "lr: .inf"), "reject", expect("recipe.not_finite", key="optimizer.lr")),
+        (("lr: 3e-3", "lr: &a 3e-4"), "reject", expect("patch.yaml_tag")),
+        (
+            ("sequences: 8", "sequences: 4096"),
+            "hold",
+            expect("recipe.cannot_run", error="recipe.batch_too_large"),
+        ),
+        (
+            ("anneal_steps: 6", "anneal_steps: 1000000"),
+            "hold",
+            expect("recipe.cannot_run", error="recipe.anneal_too_long", steps=17),
+        ),
     ],
 )
-def test_what_may_not_change_is_refused_before_any_run(
-    made: Made, swap: tuple[str, str], outcome: str, words: str
+def test_forbidden_changes_are_refused_before_any_run(
+    made: Made, swap: tuple[str, str], outcome: str, expected: Expected | None
 ) -> None:
     found = submitted(made, swap)
-    assert found.verdict["outcome"] == outcome and words in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == outcome
+    reasons = found.verdict["reasons"][:1]
+    assert tells(reasons, expected) if expected else "optimizer.lr" in Message.from_json(reasons[0])
     assert made.left_behind() == []
 
 
 def test_a_computing_key_with_a_learnt_key_is_refused(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 6e-3"), ("compile: false", "compile: true"))
-    assert found.verdict["outcome"] == "reject" and "compile may not be changed" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "reject" and tells(
+        found.verdict["reasons"][:1], expect("recipe.not_allowed", key="compile")
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,14 +146,13 @@ def test_code_with_a_learnt_key_is_refused_by_the_patch_gate(made: Made, old: st
     drafted = Proposal("x", "quality:x", "Both", "h", 0.01, edits)
     verdict = made.verdict_on(submitting.submit(Plant(made.workspace, made.ledger), drafted, made.base))
     assert (verdict["gate"], verdict["outcome"]) == ("patch", "reject")
-    assert f"{key} changes what is computed" in verdict["reasons"][0]
+    assert tells(verdict["reasons"][:1], expect("patch.computes_other", path=TINY, key=key))
 
 
 def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     found = submitted(made, ("lr: 4e-3", "lr: 5e-3"), path="policies/recipes/demo.yaml")
-    assert (
-        found.verdict["outcome"] == "hold" and "only policies/recipes/tiny.yaml trains" in found.verdict["reasons"][0]
-    )
+    assert found.verdict["outcome"] == "hold"
+    assert tells(found.verdict["reasons"][:1], expect("gates.unused_recipe", used=TINY))
     own = made.workspace.own_recipe()
     own.parent.mkdir(parents=True)
     own.write_text((made.target / TINY).read_text())
@@ -150,7 +163,8 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     finally:
         own.unlink()
         own.parent.rmdir()
-    assert found.verdict["outcome"] == "hold" and "this workspace trains with" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "hold"
+    assert tells(found.verdict["reasons"][:1], expect("gates.own_recipe", used=TINY))
 
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
@@ -165,7 +179,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     found = judged(made, number)
     assert found.row["target"] == "quality:optimizer.lr+schedule.warmup_steps" and found.row["agent"] == "recipe-scout"
     assert (found.verdict["gate"], found.verdict["outcome"]) == ("recipe", "reject")
-    assert "schedule.warmup_steps has no effect on the steps to come" in found.verdict["reasons"][0]
+    assert tells(found.verdict["reasons"][:1], expect("recipe.no_effect", key="schedule.warmup_steps"))
     diff = git(made.target, "diff", made.base, found.row["commit"]).splitlines()
     assert sorted(line for line in diff if re.match(r"[+] ", line)) == ["+  lr: 0.0022", "+  warmup_steps: 2"]
     run = made.ledger.one(sa.select(agent_runs).where(agent_runs.c.proposal == number))
@@ -174,7 +188,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     assert len(spent) == 4 and spent[-1]["tokens"] == 1000 and made.left_behind() == []
 
 
-def test_a_key_that_no_recipe_has_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_key_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
@@ -208,7 +222,7 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
 
 
-def test_what_a_short_run_favours_is_run_longer() -> None:
+def test_changes_that_short_runs_favour_run_longer() -> None:
     policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5, calmer_longer=3), recipe()
     for parts, times in (
         ({"optimizer": {"lr": 2e-3}}, 3),
@@ -248,7 +262,8 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
 # -- real runs -------------------------------------------------------------------------------------------------------
 def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 3.0003e-3"))
-    assert found.verdict["outcome"] == "reject" and "no gain beyond the noise floor" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "reject"
+    assert tells(found.verdict["reasons"][:1], expect("recipe.no_gain"))
     runs = found.runs
     pairs = zip(runs["baseline"], runs["candidate"], strict=True)
     # the same data on both sides: on other data every domain is some thousandths away
@@ -264,7 +279,8 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
 
 def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
-    assert found.verdict["outcome"] == "reject" and "learns worse" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "reject"
+    assert tells(found.verdict["reasons"][:1], expect("recipe.worse"))
     proposal_report.write(Plant(made.workspace, made.ledger), found.number)
     page = Path(judged(made, found.number).row["report"]).read_text()
     measured = re.search(r"Measured</dt><dd>(-[0-9.]+) bits per byte", page)
@@ -277,7 +293,8 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
 
 def test_a_candidate_that_breaks_down_is_rejected_at_once(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 1e39"))
-    assert found.verdict["outcome"] == "reject" and "the candidate's run failed" in found.verdict["reasons"][0]
+    assert found.verdict["outcome"] == "reject"
+    assert tells(found.verdict["reasons"][:1], expect("recipe.run_failed", side="candidate"))
     assert len(found.runs["baseline"]) == 1 and found.runs["candidate"] == []  # the others were not run
 
 
@@ -288,7 +305,8 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     monkeypatch.setattr("factory.gates.recipe.runs.weights_bits", broken)
     verdict = submitted(made, (RATE, "lr: 4e-3")).verdict
     assert verdict["outcome"] == "hold" and made.left_behind() == []
-    assert "the runs stage ended with an error: OSError: no space left on device" in verdict["reasons"][0]
+    expected = expect("gates.stage_error", stage="runs", kind="OSError", error="no space left on device")
+    assert tells(verdict["reasons"][:1], expected)
 
 
 def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> None:

@@ -15,6 +15,7 @@ from factory.core.errors import ConfigError
 from factory.core.workspace import code_root
 from factory.gates.recipe.judge import STAGES, Bounded, RecipeComparison, _decide, compare, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
+from tests.support.gates.reasons import Expected, expect, tells
 
 POLICY = RecipePolicy.load(code_root() / "policies" / "gates" / "recipe.yaml")
 SEEDS = [2.000, 2.004, 1.997, 2.001]  # the baseline's score under four seeds: their mean moves by 0.002
@@ -42,30 +43,34 @@ SLOW = {"candidate_tokens_per_s": [80.0, 81.0, 79.0, 80.0]}
 
 
 @pytest.mark.parametrize(
-    ("found", "outcome", "words"),
+    ("found", "outcome", "expected"),
     [
-        (GOOD, "promote", "+0.0300 bits per byte"),
-        (evidence([0.0] * 4), "reject", "no gain beyond the noise floor"),
+        (GOOD, "promote", expect("recipe.gain", gain=0.03)),
+        (evidence([0.0] * 4), "reject", expect("recipe.no_gain")),
         # a change of no size has one sign under every seed: shown by the pairs, and still nothing
-        (evidence([1e-5, 1.1e-5, 0.9e-5, 1e-5]), "reject", "no gain beyond the noise floor"),
-        (evidence([-0.03, -0.031, -0.029, -0.03]), "reject", "learns worse"),
-        (evidence([0.05, -0.03, 0.04, 0.0]), "hold", "likely but not shown"),
-        (evidence([0.09] * 4, docs=[-0.03] * 4), "reject", "worse on docs -0.0300"),
-        (evidence([0.09] * 4, docs=[-0.03, 0.03, 0.01, -0.03]), "hold", "may be worse on docs"),
-        (evidence([0.03] * 4, **SLOW), "reject", "takes 1.25× the time a token"),
+        (evidence([1e-5, 1.1e-5, 0.9e-5, 1e-5]), "reject", expect("recipe.no_gain")),
+        (evidence([-0.03, -0.031, -0.029, -0.03]), "reject", expect("recipe.worse", gain=-0.03)),
+        (evidence([0.05, -0.03, 0.04, 0.0]), "hold", expect("recipe.gain_likely")),
+        (evidence([0.09] * 4, docs=[-0.03] * 4), "reject", expect("recipe.domains_worse", named=["docs −0.0300"])),
+        (
+            evidence([0.09] * 4, docs=[-0.03, 0.03, 0.01, -0.03]),
+            "hold",
+            expect("recipe.domains_unsure", domains=["docs"]),
+        ),
+        (evidence([0.03] * 4, **SLOW), "reject", expect("recipe.slower", slower=1.25)),
         (
             evidence([0.03] * 4, candidate_tokens_per_s=[70.0, 120.0, 60.0, 99.0]),
             "hold",
-            "the time a token, at most 1.1×",
+            expect("recipe.slower", most=1.1),
         ),
-        (evidence([0.03] * 4, candidate_memory=1.3e9), "reject", "1.30× the memory"),
-        (evidence([0.03] * 4, **SLOW, same_cost=True), "promote", "+0.03"),
-        (evidence([0.03] * 4, **SLOW, same_cost="True"), "reject", "the time"),
+        (evidence([0.03] * 4, candidate_memory=1.3e9), "reject", expect("recipe.memory", memory=1.3, most=1.25)),
+        (evidence([0.03] * 4, **SLOW, same_cost=True), "promote", expect("recipe.gain", gain=0.03)),
+        (evidence([0.03] * 4, **SLOW, same_cost="True"), "reject", expect("recipe.slower", slower=1.25)),
     ],
 )
-def test_what_is_decided(found: dict[str, Any], outcome: str, words: str) -> None:
+def test_each_evidence_has_its_verdict(found: dict[str, Any], outcome: str, expected: Expected) -> None:
     verdict = judge_recipe(POLICY, found)
-    assert verdict.outcome == outcome and words in verdict.reasons[0]
+    assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
 
 
 ROUND = POLICY.runs.model_copy(update={"min_gain": 0.25, "domain_margin": 0.125, "max_slower": 1.5, "max_memory": 2.0})
@@ -105,7 +110,7 @@ FINE: dict[str, Any] = {
         ({"memory": 2.01, "slower": 1.6, "surely": 1.0}, "reject"),
     ],
 )
-def test_what_lies_on_a_border(shown: dict[str, Any], outcome: str) -> None:
+def test_values_on_a_threshold(shown: dict[str, Any], outcome: str) -> None:
     of = FINE | shown
     wide = lambda mean, lower: Bounded(mean, lower, 9.0)
     domains = {"code": wide(1.0, 1.0), "docs": wide(of["docs"], of["least"])}
@@ -169,7 +174,7 @@ def test_scores_that_no_seed_moves_were_not_measured() -> None:
     same["stages"]["runs"]["baseline"] = [{"code": 2.0, "docs": 2.0}] * 4
     same["stages"]["runs"]["candidate"] = [{"code": 1.9, "docs": 1.9}] * 4
     verdict = judge_recipe(POLICY, same)
-    assert verdict.outcome == "hold" and "noise was not measured" in verdict.reasons[0]
+    assert verdict.outcome == "hold" and verdict.reasons[0].code == "recipe.no_noise"
 
 
 def test_the_target_follows_the_policys_weights() -> None:
@@ -177,7 +182,8 @@ def test_the_target_follows_the_policys_weights() -> None:
         update={"runs": POLICY.runs.model_copy(update={"domain_weights": {"docs": 1.0}, "domain_margin": 1.0})}
     )
     found = evidence([0.05] * 4, docs=[-0.02] * 4)
-    assert judge_recipe(weighted, found).outcome == "reject" and "worse" in judge_recipe(weighted, found).reasons[0]
+    verdict = judge_recipe(weighted, found)
+    assert verdict.outcome == "reject" and verdict.reasons[0].code == "recipe.worse"
     of_none = POLICY.runs.model_copy(update={"domain_weights": {"elsewhere": 1.0}})
     assert compare(of_none, found["stages"]["runs"], 1) is None
 
@@ -233,7 +239,8 @@ def test_every_stage_must_have_passed(name: str, state: str | None, outcome: str
     assert judge_recipe(POLICY, found).reasons == (name,)
     found["stages"][name]["reasons"] = None
     (reason,) = judge_recipe(POLICY, found).reasons
-    assert reason.endswith((f" {name} stage failed", f" {name} stage"))
+    assert reason.code == ("gates.stage_failed" if state == "failed" else "gates.no_evidence")
+    assert reason.data == {"stage": name}
     del found["stages"][name]
     assert judge_recipe(POLICY, found).outcome == "hold"
 

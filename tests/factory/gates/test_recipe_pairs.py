@@ -1,4 +1,4 @@
-"""The runs stage of the recipe gate without a trainer: which runs are planned, in what order, and what is made of what they leave."""
+"""The runs stage of the recipe gate without a trainer: the planned runs, their order, and the evidence from their files."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.recipe.runs import Lengths, MeasuredRuns, RecipeSide, domains_of, lengthened, lengths, paired_runs
 from factory.gates.training_start import Start
 from factory.runs.sandboxed import Ended
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import codes, refused
 from tests.support.trainer.segments import make_documents
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.errors import RecipeError, TrainerError
@@ -83,11 +85,14 @@ def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], tr
 
 
 @pytest.mark.parametrize(
-    ("keys", "words"),
-    [({"batch__sequences": 73}, "batch.sequences"), ({"schedule__anneal_steps": 18}, "an anneal 3 times")],
+    ("keys", "code", "data"),
+    [
+        ({"batch__sequences": 73}, "recipe.batch_too_large", {"steps": 18}),
+        ({"schedule__anneal_steps": 18}, "recipe.anneal_too_long", {"times": 3.0, "steps": 18}),
+    ],
 )
-def test_runs_that_cannot_be_are_refused(keys: dict[str, Any], words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
+def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict[str, Any]) -> None:
+    with refused(code, RecipeError, **data):
         lengths(POLICY, 6, recipe(), recipe(**keys))
 
 
@@ -240,21 +245,32 @@ def test_memory_is_the_first_runs_and_short_runs_have_a_speed(tmp_path: Path, le
 
 
 @pytest.mark.parametrize(
-    ("ends", "side", "words", "scored"),
+    ("ends", "side", "problem", "scored"),
     [
         ({(1, 0): {"failed": "no"}}, "candidate", "no", 1),
         ({(2, 1): {"failed": "no"}}, "candidate", "no", 2),
         ({(0, 0): {"failed": "no"}}, "baseline", "no", 0),
-        ({(3, 1): {"failed": "late", "out_of_time": True}}, "", "3 of 6 runs were done after 70 s", 3),
-        ({(1, 0): {"failed": "late", "out_of_time": True}}, "", "1 of 6 runs were done after 70 s", 1),
+        (
+            {(3, 1): {"failed": "late", "out_of_time": True}},
+            "",
+            expect("recipe.stopped", done=3, runs=6, seconds=70),
+            3,
+        ),
+        (
+            {(1, 0): {"failed": "late", "out_of_time": True}},
+            "",
+            expect("recipe.stopped", done=1, runs=6, seconds=70),
+            1,
+        ),
     ],
 )
 def test_the_first_run_that_fails_ends_all(
-    tmp_path: Path, left: list[Any], ends: Any, side: str, words: str, scored: int
+    tmp_path: Path, left: list[Any], ends: Any, side: str, problem: Any, scored: int
 ) -> None:
     trainer = Trainer(tmp_path, ends)
     found, said, _ = pairs(trainer, lambda weights: {"code": 1.0})
-    assert (found.failed_side, len(left), len(said)) == (side, scored, scored) and found.failed.startswith(words)
+    assert (found.failed_side, len(left), len(said)) == (side, scored, scored)
+    assert found.failed == problem if side else tells([found.failed], problem)
     assert found.out_of_time == (side == "") and trainer.closed
     assert sum(map(len, found.bits.values())) == scored
 
@@ -262,7 +278,11 @@ def test_the_first_run_that_fails_ends_all(
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_weights_without_a_loss_fail_their_side(tmp_path: Path, left: list[Any], bad: float) -> None:
     found, _, _ = pairs(Trainer(tmp_path, {}), lambda weights: {"code": 1.0, "docs": bad if len(left) == 2 else 1.0})
-    assert found.failed_side == "candidate" and "no finite loss" in found.failed and not found.out_of_time
+    assert (
+        found.failed_side == "candidate"
+        and tells([found.failed], expect("recipe.no_finite_loss"))
+        and not found.out_of_time
+    )
     assert len(found.bits["baseline"]) == 1 and not found.bits["candidate"]
 
 
@@ -341,53 +361,73 @@ def test_the_stage_plans_both_sides_runs(tmp_path: Path, monkeypatch: pytest.Mon
         assert side.raw["schedule"]["final_lr_share"] == 0.0 and side.raw["precision"] == RAW["precision"]
     assert case.told == [("runs, both recipes", 6, 1, "words")]
     assert found == DONE.to_json() | {
-        "state": "passed", "reasons": ["3 seeds, 36 steps and an anneal of 18, from step 6"], "held_out_documents": 3, "from_step": 6,
+        "state": "passed", "reasons": found["reasons"], "held_out_documents": 3, "from_step": 6,
         "same_cost": True, "steps": {"baseline": [36, 18], "candidate": [36, 18]},
     }  # fmt: skip
+    assert tells(found["reasons"], expect("recipe.trained", seeds=3, trunk=36, tail=18, step=6))
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "words", "late"),
+    ("found", "state", "expected", "late"),
     [
-        (MeasuredRuns(failed="no", failed_side="candidate"), "failed", "the candidate's run failed: no", False),
-        (MeasuredRuns(failed="no", failed_side="baseline"), "missing", "the baseline's run failed: no", False),
-        (MeasuredRuns(failed="late", out_of_time=True), "missing", "stopped: late", True),
+        (
+            MeasuredRuns(failed="no", failed_side="candidate"),
+            "failed",
+            expect("recipe.run_failed", side="candidate", problem="no"),
+            False,
+        ),
+        (
+            MeasuredRuns(failed="no", failed_side="baseline"),
+            "missing",
+            expect("recipe.run_failed", side="baseline", problem="no"),
+            False,
+        ),
+        (MeasuredRuns(failed="late", out_of_time=True), "missing", expect(""), True),
     ],
 )
-def test_whose_failure_it_was(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: MeasuredRuns, state: str, words: str, late: bool
+def test_a_failure_is_attributed_to_its_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: MeasuredRuns, state: str, expected: Expected, late: bool
 ) -> None:
     told, _, _ = staged(monkeypatch, tmp_path, found, start=start_of(tmp_path / "shards"))
-    assert (told["state"], told.get("out_of_time", False), told["from_step"]) == (state, late, 6) and words in told[
-        "reasons"
-    ][0]
+    assert (told["state"], told.get("out_of_time", False), told["from_step"]) == (state, late, 6)
+    assert tells(told["reasons"], expected) and found.failed in told["reasons"][0]
 
 
 FLOOR = {"schedule.final_lr_share": (0.0, 0.5)}
 
 
 @pytest.mark.parametrize(
-    ("new", "changes", "state", "words"),
+    ("new", "changes", "state", "expected"),
     [
-        (recipe(batch__sequences=4), {"batch.sequences": (8, 4)}, "passed", ""),
-        (recipe(schedule__final_lr_share=0.5), FLOOR, "passed", ""),
-        (recipe(stability__grad_clip=0.3), {"stability.grad_clip": (1.0, 0.3)}, "passed", ""),
-        (recipe(optimizer__beta1=0.8), {"optimizer.beta1": (0.9, 0.8), "mixture.weights.code": (1, 2)}, "passed", ""),
-        (recipe(schedule__final_lr_share=0.5), {}, "failed", "no effect"),
-        (recipe(batch__sequences=4096), {"batch.sequences": (8, 4096)}, "missing", "raise runs.steps"),
+        (recipe(batch__sequences=4), {"batch.sequences": (8, 4)}, "passed", expect("recipe.trained")),
+        (recipe(schedule__final_lr_share=0.5), FLOOR, "passed", expect("recipe.trained")),
+        (recipe(stability__grad_clip=0.3), {"stability.grad_clip": (1.0, 0.3)}, "passed", expect("recipe.trained")),
+        (
+            recipe(optimizer__beta1=0.8),
+            {"optimizer.beta1": (0.9, 0.8), "mixture.weights.code": (1, 2)},
+            "passed",
+            expect("recipe.trained"),
+        ),
+        (recipe(schedule__final_lr_share=0.5), {}, "failed", expect("recipe.key_is_set")),
+        (
+            recipe(batch__sequences=4096),
+            {"batch.sequences": (8, 4096)},
+            "missing",
+            expect("recipe.cannot_run", error="recipe.batch_too_large"),
+        ),
     ],
 )
 def test_a_change_must_show_in_the_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: Recipe, changes: Any, state: str, words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new: Recipe, changes: Any, state: str, expected: Expected
 ) -> None:
     told, asked, _ = staged(monkeypatch, tmp_path, DONE, start=start_of(tmp_path / "shards"), new=new, changes=changes)
-    assert told["state"] == state and words in told["reasons"][0], told
+    assert told["state"] == state and tells(told["reasons"], expected), told
     if state == "passed":
         assert told["same_cost"] == ("batch.sequences" not in changes)
         assert asked[2][2]["candidate"].raw["schedule"]["final_lr_share"] == (0.5 if changes is FLOOR else 0.0)
 
 
-def test_what_the_runs_need_may_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
     other = [
         Start(start.checkpoint, 6, with_keys(RAW, keys), start.plan)
@@ -397,7 +437,8 @@ def test_what_the_runs_need_may_be_missing(tmp_path: Path, monkeypatch: pytest.M
         [(None, "a", NO_START), (start, "", NOTHING_HELD_OUT), *((one, "a", None) for one in other)]
     ):
         told, asked, _ = staged(monkeypatch, tmp_path / str(number), DONE, texts, begun)
-        assert told == expected if expected else told["state"] == "missing" and "different model" in told["reasons"][0]
+        other_model = told["state"] == "missing" and codes(told["reasons"]) == ["recipe.other_model"]
+        assert told == expected if expected else other_model
         assert len(asked) == (1 if expected is NOTHING_HELD_OUT else 0)
     damaged = start_of(tmp_path / "damaged shards", moved={"code": "90"})
     told, _, _ = staged(monkeypatch, tmp_path / "damaged", DONE, start=damaged)

@@ -1,4 +1,4 @@
-"""What is said before there is any candidate: the judge's own answer, of sizes alone."""
+"""The report before the first candidate: the judge's own computation from the sizes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,29 @@ def guard(sizes: Sizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
 
 
 @pytest.mark.parametrize(
-    ("domain", "state", "words"),
+    ("domain", "state", "code"),
     [
         (EACH, "stands", ""),
         (
             DomainSize(3000, 1, 1),
             "missing",
-            "3000 held-out documents of 1 document group; at least 8 documents of 8 groups are needed",
+            "release.too_little_held_out",
         ),
-        (DomainSize(7, 7, 7), "missing", "7 held-out documents of 7 document groups"),
-        (DomainSize(40, 40, 0), "missing", "none in the dev half"),
-        (DomainSize(0, 0, 0), "missing", "0 held-out documents of 0 document groups"),
+        (DomainSize(7, 7, 7), "missing", "release.too_little_held_out"),
+        (DomainSize(40, 40, 0), "missing", "release.nothing_in_dev_half"),
+        (DomainSize(0, 0, 0), "missing", "release.nothing_in_dev_half"),
     ],
 )
-def test_a_domain(domain: DomainSize, state: str, words: str) -> None:
+def test_a_domain_without_enough_documents_holds(domain: DomainSize, state: str, code: str) -> None:
     found = releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
     law = next(one for one in found.guards if one.name == "law")
     assert (law.state, law.have, law.needed) == (state, domain.groups, 17)
     assert (found.gain is None) == bool(found.holds) == (state == "missing")
-    assert all("law: " in one and words in one for one in found.holds)
+    for one in found.holds:
+        assert one.code == code
+        assert one.data == {
+            "domain": "law", "documents": domain.documents, "groups": domain.groups, "least_documents": 8, "least_groups": 8,
+        }  # fmt: skip
 
 
 def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
@@ -78,7 +82,7 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
 
 
 def test_it_is_the_judges_own_answer() -> None:
-    """Of drawn pairs that have the sizes and the spread, the verdicts say the same gain, and set the same guards aside."""
+    """Verdicts on drawn pairs with these sizes and this spread name the same gain, and set the same guards aside."""
     kind, rng = calibration.KINDS[0], np.random.default_rng(0)
     none = dict.fromkeys(calibration.DOMAINS, 0.0)
     sizes = Sizes(dict.fromkeys(calibration.DOMAINS, DomainSize(100, 100, 33, kind.spread)), cloze_items=96)

@@ -23,6 +23,7 @@ from factory.gates.release.gate import decide
 from factory.ingest.rules.split import is_sealed
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
+from kernels.contract.message import Message
 from tests.support.factory.exports import (
     SHARD,
     FilledPlant,
@@ -32,6 +33,8 @@ from tests.support.factory.exports import (
     tiny_model,
     trained,
 )
+from tests.support.gates.reasons import expect, tells
+from tests.support.messages import codes
 from tests.support.paths import ROOT
 from tests.support.plants.released_plant import evaluated, released_plant
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
@@ -103,9 +106,7 @@ def test_first_release_below_the_floor_is_rejected_in_words(plant: FilledPlant, 
     number = decide(plant, weak)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
-    assert any("byte trigram" in reason and "must be below" in reason for reason in verdict["reasons"]), verdict[
-        "reasons"
-    ]
+    assert tells(verdict["reasons"], expect("release.above_trigram", least=0.0)), verdict["reasons"]
     assert decide(plant, weak) == number
 
 
@@ -119,7 +120,7 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(
     number = decide(plant, better)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "promote", verdict["reasons"]
-    assert verdict["reasons"][0].startswith(f"Better than candidate {weak}: ")
+    assert tells(verdict["reasons"][:1], expect("release.better", champion=f"candidate {weak}"))
     assert verdict["evidence"]["guards"]["code"]["gain"] > 0
     assert verdict["subject_sha256"] == verdict_of(plant, number)["subject_sha256"] != ""
     assert decide(plant, better) == number
@@ -131,7 +132,7 @@ def test_better_model_is_promoted_over_the_champion_on_the_same_items(
 def test_a_candidate_that_was_trained_on_the_exam_is_held(
     plant: FilledPlant, weak: int, better: int, tmp_path: Path
 ) -> None:
-    """It is better than all others on the sealed half, and no better than they are on what it did not see."""
+    """The candidate is better than all others on the sealed half, but not on documents that it did not see."""
     exam = [d for d in plant.documents if d.held and is_sealed(d.source)]
     encode = lambda d: (
         plant.tokenizer.encode_text(d.content["text"])
@@ -151,8 +152,8 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(
     with_champion(plant, weak)
     verdict = verdict_of(plant, decide(plant, measured_alone(plant, cheat)))
     assert verdict["outcome"] == "hold"
-    assert verdict["reasons"][0].startswith("To do: train another candidate on more documents")
-    assert "which are drawn alike: it has seen the sealed documents." in verdict["reasons"][1], verdict["reasons"]
+    assert tells(verdict["reasons"][:1], expect("release.to_do", remedy="release.remedy_memorised"))
+    assert tells(verdict["reasons"][1:2], expect("release.sealed_seen")), verdict["reasons"]
     honest = verdict_of(plant, decide(plant, better))["evidence"]
     assert abs(honest["halves_gap"]["gain"]) < verdict["evidence"]["halves_gap"]["gain"] / 3
 
@@ -170,8 +171,8 @@ def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: FilledPl
     finally:
         policy.unlink()
     assert verdict["outcome"] == "hold" and len(verdict["reasons"]) == 2
-    assert verdict["reasons"][0] == "To do: bring new shards: 'factory ingest PATH'."
-    assert "at most 2 are allowed: nothing was measured. New shards bring" in verdict["reasons"][1]
+    assert tells(verdict["reasons"][:1], expect("release.to_do", remedy="release.remedy_bring_shards"))
+    assert tells(verdict["reasons"][1:], expect("release.sealed_spent", most=2.0))
     assert not plant.ledger.rows(sa.select(evaluations.c.id).where(evaluations.c.candidate == fresh))
     assert known["evidence"]["target"] is None or known["outcome"] == "hold", (
         "a recorded one is judged by the same rule"
@@ -198,7 +199,7 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Filled
     ):
         verdict = verdict_of(plant, decide(plant, candidate))
         assert verdict["outcome"] == "reject"
-        assert words in verdict["reasons"][0], verdict["reasons"]
+        assert words in str(Message.from_json(verdict["reasons"][0])), verdict["reasons"]
 
 
 def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
@@ -220,22 +221,21 @@ def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
 
 
 def test_one_document_without_a_finite_loss_is_named(plant: FilledPlant, better: int, tmp_path: Path) -> None:
-    """Of the candidate it rejects; where the champion has none nothing can be compared, which holds, and nothing is released."""
+    """The candidate is rejected. If the champion has no finite loss, nothing can be compared: the candidate is held."""
     export, key = spoil_one(plant, tmp_path / "one")
     spoiled = plant.add_candidate(export)
     verdict = verdict_of(plant, decide(plant, spoiled))
     assert verdict["outcome"] == "reject"
-    assert "Check finite_loss failed: 1 of " in verdict["reasons"][0] and f"first {key}" in verdict["reasons"][0]
-    assert "go on from an earlier checkpoint" in verdict["reasons"][0]
+    assert tells(verdict["reasons"][:1], expect("release.check_failed", check="finite_loss"))
+    assert key in Message.from_json(verdict["reasons"][0])
     before = plant.ledger.read("SELECT * FROM releases")
     with as_champion(plant, spoiled):
         held = verdict_of(plant, decide(plant, better))
         assert plant.ledger.read("SELECT COUNT(*) AS n FROM releases")[0]["n"] == 1
-    assert held["outcome"] == "hold" and not any("no items in common" in reason for reason in held["reasons"])
-    assert held["reasons"][1].startswith(
-        f"Nothing can be compared with the champion, candidate {spoiled}: check finite_loss failed: 1 of "
-    )
-    assert key in held["reasons"][1] and "factory release --rollback" in held["reasons"][0]
+    assert held["outcome"] == "hold" and not tells(held["reasons"], expect("release.no_common_items"))
+    expected = expect("release.champion_failed", champion=f"candidate {spoiled}", check="finite_loss")
+    assert tells(held["reasons"][1:2], expected) and key in Message.from_json(held["reasons"][1])
+    assert tells(held["reasons"][:1], expect("release.to_do", remedy="release.remedy_champion_failed"))
     assert plant.ledger.read("SELECT * FROM releases") == before
 
 
@@ -261,7 +261,7 @@ def as_champion(plant: FilledPlant, candidate: int) -> Iterator[None]:
 
 
 def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPlant, weak: int, better: int) -> None:
-    """A champion's too: a stray file in it says nothing of the models."""
+    """The same holds for a champion's export: a stray file in it says nothing about the models."""
     for candidate, judged in ((better, better), (weak, better)):
         stray = Path(CandidateRow.get(plant.ledger, candidate).export_path) / "README.md"
         stray.write_text("# Ours")
@@ -290,28 +290,29 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 
-def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: FilledPlant, weak: int, better: int) -> None:
-    """By the policy as it is now: a person who has the right says so, and the next verdict knows."""
+def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: int) -> None:
+    """The current policy decides: after a person with the right allows the licence, the next verdict follows."""
     with_champion(plant, weak)
     allowed = verdict_of(plant, decide(plant, better))
-    assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
+    assert allowed["evidence"]["releasable"] == 1 and not tells(allowed["reasons"], expect("release.licences"))
     trained = next(d.key for d in plant.documents if not d.held)
     copy = {"key": "copy", "id": "copy", "shard": SHARD, "row": 9000, "domain": "docs", "fate": "dropped"}
     with plant.ledger.begin() as tx:  # a text that came under a stricter licence too
         row = copy | {"rule": "exact_duplicate", "matched": trained, "license": "CC-BY-NC-4.0"}
         tx.execute(documents.insert().values(row))
     flagged = verdict_of(plant, decide(plant, better))
-    assert flagged["outcome"] != "promote" and any("is allowed: CC-BY-NC-4.0 0.2%" in one for one in flagged["reasons"])
-    said = [one for one in flagged["reasons"] if "'factory data settle LICENCE --document ID'" in one]
-    assert len(said) == 1 and flagged["evidence"]["disputed"] == pytest.approx(
-        flagged["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
+    assert flagged["outcome"] != "promote" and tells(
+        flagged["reasons"], expect("release.licences", named=["CC-BY-NC-4.0 0.2%"])
     )
+    assert codes(flagged["reasons"]).count("release.licences_disputed") == 1 and flagged["evidence"][
+        "disputed"
+    ] == pytest.approx(flagged["evidence"]["not_releasable"]["CC-BY-NC-4.0"])
     with plant.ledger.begin() as tx:
         tx.execute(documents.delete().where(documents.c.key == "copy"))
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
     verdict = verdict_of(plant, decide(plant, better))
-    assert verdict["outcome"] == "hold" and any("is allowed: CC-BY-NC-4.0 " in one for one in verdict["reasons"])
-    assert verdict["evidence"]["disputed"] == 0 and not any("data settle" in one for one in verdict["reasons"])
+    assert verdict["outcome"] == "hold" and tells(verdict["reasons"], expect("release.licences"))
+    assert verdict["evidence"]["disputed"] == 0 and "release.licences_disputed" not in codes(verdict["reasons"])
     share = verdict["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
     assert 0 < share < 1 and verdict["evidence"]["releasable"] == pytest.approx(1 - share)
     own = plant.workspace.root / "policies" / "data.yaml"
@@ -321,7 +322,7 @@ def test_what_it_was_trained_on_must_be_allowed_to_be_released(plant: FilledPlan
     )
     allowed = verdict_of(plant, decide(plant, better))
     own.unlink()
-    assert allowed["evidence"]["releasable"] == 1 and not any("licence" in one for one in allowed["reasons"])
+    assert allowed["evidence"]["releasable"] == 1 and not tells(allowed["reasons"], expect("release.licences"))
 
 
 def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlant, weak: int, better: int) -> None:
@@ -340,13 +341,15 @@ def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlan
         tx.execute(
             documents.insert().values(law | {"key": "x", "domain": "elsewhere", "token_shard": "not in the plan"})
         )
-    unguarded = lambda verdict: [one for one in verdict["reasons"] if one.startswith("Not guarded: ")]
+    unguarded = lambda verdict: [
+        one for one in map(Message.from_json, verdict["reasons"]) if one.code == "release.unguarded"
+    ]
     verdict = verdict_of(plant, decide(plant, better))
     share = 9 / (9 + sum(not d.held for d in plant.documents))
     assert verdict["evidence"]["trained_on"]["law"] == pytest.approx(share) and share > 0.001
     assert sum(verdict["evidence"]["trained_on"].values()) == pytest.approx(1)
     (said,) = unguarded(verdict)
-    assert said.startswith(f"Not guarded: law ({share:.1%} of the supervised tokens): trained on")
+    assert said.data["named"] == [f"law {share:.1%}"] and said.data["shares"] == {"law": pytest.approx(share)}
     with plant.ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.key == "law").values(fate="removed"))
     after = verdict_of(plant, decide(plant, better))
@@ -401,8 +404,8 @@ def test_unknown_candidate(plant: FilledPlant) -> None:
         evaluate(plant, 99)
 
 
-def test_what_changed_and_was_changed_back_is_judged_as_before(tmp_path: Path) -> None:
-    """The newest verdict says what is: a wrong licence that a person corrects does not hold a candidate for ever."""
+def test_an_undone_change_gets_a_new_verdict(tmp_path: Path) -> None:
+    """A wrong licence that a person corrects does not hold a candidate for ever."""
     plant = released_plant(tmp_path)
     candidate = plant.add_candidate(
         save_export(tiny_model(3), plant.workspace.exports / "candidate-3", plant.tokenizer)
@@ -415,6 +418,7 @@ def test_what_changed_and_was_changed_back_is_judged_as_before(tmp_path: Path) -
         found.append(decide(plant, candidate))
         newest = VerdictRow.newest(plant.ledger, "release", Subject("candidate", candidate))
         assert newest is not None and newest.id == found[-1]
-    said = ["whose licence does not allow" in " ".join(VerdictRow.get(plant.ledger, one).reasons) for one in found]
+    licences = expect("release.licences")
+    said = [tells(VerdictRow.get(plant.ledger, one).reasons, licences) for one in found]
     assert said == [False, True, False, False]
     assert found[2] not in found[:2] and found[3] == found[2], "what did not change is not recorded again"

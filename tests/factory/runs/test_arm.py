@@ -1,4 +1,4 @@
-"""An arm is what it is: its key follows from that alone, and what cannot be an arm is refused by name."""
+"""The key of an arm follows from its content alone, and impossible arms are refused."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from factory.core.errors import InputError
 from factory.runs.arm import Arm, refuse_impossible
+from tests.support.messages import refused
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint.format import Checkpoint, save
 
@@ -39,7 +40,7 @@ ARM = Arm("one", base(), "c0ffee")
         {"repeat": 1},
     ],
 )
-def test_whatever_decides_what_is_trained_decides_the_key(keys: dict[str, Any]) -> None:
+def test_everything_that_decides_the_training_is_in_the_key(keys: dict[str, Any]) -> None:
     other = replace(ARM, name="other", **keys)
     assert other.key != ARM.key
     refuse_impossible([ARM, other])
@@ -66,20 +67,33 @@ def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where
 
 
 @pytest.mark.parametrize(
-    ("arms", "says"),
+    ("arms", "code", "data"),
     [
         (
             [replace(ARM, recipe={"optimizer.lrr": 1})],
-            "arm 'one': no recipe has the key 'optimizer.lrr'; did you mean 'lr'",
+            "runs.unknown_recipe_key",
+            {"arm": "one", "key": "optimizer.lrr", "hint": "; did you mean 'lr'?"},
         ),
-        ([replace(ARM, recipe={"optimiser.lr": 1})], "no recipe has the key 'optimiser.lr'; did you mean 'optimizer'"),
-        ([replace(ARM, plan={"sede": 1})], "arm 'one': no data plan has the key 'sede'; did you mean 'seed'"),
-        ([ARM, replace(ARM, name="two")], "the arms 'one' and 'two' differ in nothing"),
-        ([ARM, replace(ARM, name="two", recipe={"precision": "fp32"})], "the arms 'one' and 'two' differ in nothing"),
+        (
+            [replace(ARM, recipe={"optimiser.lr": 1})],
+            "runs.unknown_recipe_key",
+            {"key": "optimiser.lr", "hint": "; did you mean 'optimizer'?"},
+        ),
+        (
+            [replace(ARM, plan={"sede": 1})],
+            "runs.unknown_plan_key",
+            {"arm": "one", "key": "sede", "hint": "; did you mean 'seed'?"},
+        ),
+        ([ARM, replace(ARM, name="two")], "runs.equal_arms", {"one": "one", "other": "two"}),
+        (
+            [ARM, replace(ARM, name="two", recipe={"precision": "fp32"})],
+            "runs.equal_arms",
+            {"one": "one", "other": "two"},
+        ),
     ],
 )
-def test_what_is_no_arm_is_refused_in_one_line(arms: list[Arm], says: str) -> None:
-    with pytest.raises(InputError, match=says) as raised:
+def test_impossible_arms_are_refused(arms: list[Arm], code: str, data: dict[str, Any]) -> None:
+    with refused(code, InputError, **data) as raised:
         refuse_impossible(arms)
     assert "\n" not in str(raised.value)
 

@@ -1,4 +1,4 @@
-"""Whose compiled code a commit's cache begins with: of what it holds entirely, and of nothing that was taken back."""
+"""The source of a commit's compile cache: code that the commit contains entirely, and never undone code."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_another_line_of_history_is_not_read(history: History) -> None:
     assert history.begins(history.commit("On another")) is None
 
 
-def test_what_is_too_large_is_left_behind_and_only_plain_files_are_copied(
+def test_large_caches_are_skipped_and_only_plain_files_are_copied(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = history.trained(live_commit(history.code))

@@ -1,4 +1,4 @@
-"""How far apart two runs are, held against the same by hand."""
+"""The distance of two runs, compared with a computation by hand."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_weights_are_apart_by_their_ways_and_moments_by_themselves() -> None:
     assert sizes(one.model)["a"] == pytest.approx(np.linalg.norm(a))
 
 
-def test_what_has_no_counterpart_is_infinitely_far_and_not_the_same() -> None:
+def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
     one = left(0)
     for other in (left(0, c=torch.ones(2)), left(0, a=torch.ones(2))):
         assert math.inf in distance(one, other).shares().values() and math.inf in distance(other, one).shares().values()
@@ -111,8 +111,8 @@ def test_a_share_of_nothing() -> None:
         (math.nan, math.nan, []),
     ],
 )
-def test_numbers_that_were_written_down(one: object, other: object, found: list[tuple[str, float]]) -> None:
-    """What is no finite number is no small difference; what a clock says counts by its type."""
+def test_distances_of_recorded_values(one: object, other: object, found: list[tuple[str, float]]) -> None:
+    """A value that is not a finite number is never a small difference. Of clocks only the type counts."""
     sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
     told = list(values_apart(*sides, {"time"}, "x"))
     assert [(what[: len(name)], far.share) for (what, far), (name, _) in zip(told, found, strict=True)] == found

@@ -1,4 +1,4 @@
-"""Arms are trained, with real trainers: each once, those of one code in one process, to the same bits wherever."""
+"""Real trainers train arms: each arm once, the arms of one code in one process, to the same bits everywhere."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ from factory.runs.trace import Trace, lines_in, read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
+from tests.support.gates.reasons import expect, tells
+from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here
@@ -120,7 +122,8 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
     ) | {"no data": "failed"}
-    assert rows["no data"]["ended"] == done.line and "no data (steps 0–4): failed: exit 2" in in_words(rows["no data"])
+    assert rows["no data"]["ended"] == done.line and in_words(rows["no data"]).data["state"] == "failed"
+    assert in_words(rows["no data"]).data["why"].startswith(": exit 2")
     assert {(run["subject"], run["purpose"]) for run in rows.values()} == {("segment:3", "audit")}
     assert rows["low rate"]["arm"]["recipe"] == {"optimizer.lr": 1e-5} and rows["low rate"]["steps"] == STEPS
     assert Path(rows["straight"]["folder"]) == runs.folder(arm)
@@ -153,10 +156,17 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
         runs.live(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
     assert (row.state, row.ended) == ("stopped", "stopped by a person")
-    assert in_words(every_run(runs.plant.ledger)[0]) == (
-        f"{arm.key}  audit of segment 3: straight (steps 0–4): stopped: stopped by a person"
-    )
-    with pytest.raises(InputError, match="no recipe has the key 'optimizer.lrr'"):
+    line = {
+        "key": arm.key,
+        "purpose": "audit",
+        "number": "3",
+        "arm": "straight",
+        "first": 0,
+        "last": 4,
+        "state": "stopped",
+    }
+    assert in_words(every_run(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
+    with refused("runs.unknown_recipe_key", InputError, key="optimizer.lrr"):
         runs.live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
     home = runs.plant.workspace
     (shown,) = json.loads(command_here("runs", "--json", home=home).stdout)
@@ -184,8 +194,8 @@ def test_a_pause_stops_them_and_they_go_on(
     assert runs.live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
 
 
-def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
-    """Killed, or of an older factory, which noted no process; or its number is another process's now."""
+def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
+    """The process was killed, or an older factory recorded none, or another process now has its number."""
     with pytest.raises(SegmentError), runs.noted({runs.folder(arm): arm}):
         assert (every_run(runs.plant.ledger)[0]["state"], every_run(runs.plant.ledger)[0]["ended"]) == ("running", None)
         raise SegmentError("stopped")
@@ -195,10 +205,11 @@ def test_one_whose_process_is_gone_was_stopped(runs: Runs, arm: Arm) -> None:
     for ended in (None, process.format(killed.pid), process.format(os.getpid())):
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(state="running", ended=ended, started_at=1.0))
-        assert "(steps 0–4): stopped: its process ended" in in_words(every_run(runs.plant.ledger)[0])
+        stopped = in_words(every_run(runs.plant.ledger)[0]).data
+        assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
-def test_one_of_another_machine_runs_while_it_writes(runs: Runs, arm: Arm) -> None:
+def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) -> None:
     with runs.noted({runs.folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
@@ -258,7 +269,7 @@ time.sleep(600)
 """
 
 
-def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, tmp_path: Path) -> None:
     victim, code = tmp_path / "victim", code_of(tmp_path, WAITS + HOSTILE.replace("VICTIM", str(tmp_path / "victim")))
     victim.mkdir()
     (victim / "secret").write_text('{"step": 0}\n')
@@ -275,7 +286,8 @@ def test_what_runs_in_the_sandbox_cannot_lead_the_next_arm_elsewhere(runs: Runs,
             with pytest.raises(UntrustedFileError):
                 read()
         # what is there before an arm is asked for is not its result
-        assert list(trained) == [Ended(output / "2", failed="it could not be begun: File exists")]
+        (second,) = trained
+        assert second.folder == output / "2" and tells([second.failed], expect("runs.not_begun", error="File exists"))
     assert [path.name for path in victim.iterdir()] == ["secret"]
     assert RunRow.get(runs.plant.ledger, arms[output / "2"].key).state == "failed"
 
@@ -295,7 +307,7 @@ def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_code
     assert [run["state"] for run in every_run(runs.plant.ledger)] == ["stopped"]
 
 
-def test_one_that_resumes_does_not_need_what_its_segment_began_with(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: Runs, arm: Arm, tmp_path: Path) -> None:
     start = tmp_path / name_of(2)
     start.mkdir()
     (start / "manifest.json").write_text("{}")
@@ -326,7 +338,7 @@ def test_the_time_until_a_device_is_free_does_not_count(
     assert [(one.failed, one.seconds) for one in found] == [("", 0.0)]
 
 
-def test_one_that_is_too_slow_is_stopped_and_one_that_ended_well_is_kept(
+def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = runs.alone(arm, ROOT, "00003-trunk", 0.1)

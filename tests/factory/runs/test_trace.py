@@ -1,4 +1,4 @@
-"""What a run left is read without following links, and without waiting for a pipe."""
+"""The files of a run are read without following links and without waiting for a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that a candidate left: whatever they are, reading them ends, follows no link, and runs nothing."""
+"""Reading a candidate's files always ends, follows no link and runs no code."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from safetensors.torch import save, save_file
 from factory.core.faults import HANDLES, fault_of, is_of_the_machine
 from factory.runs.untrusted_files import UntrustedFileError, read_tensors
 from tests.support.failing.limits import few_handles
+from tests.support.messages import refused
 
 LIMIT = 4096
 NAME = "answer.safetensors"
@@ -31,37 +32,37 @@ def _linked(file: Path) -> None:
 
 
 FILES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "nothing": (lambda file: None, "is not there"),
-    "a pickle": (lambda file: file.write_bytes(pickle.dumps(Payload())), "cannot be read"),
-    "a pickle of torch": (lambda file: torch.save(Payload(), file), "cannot be read"),
-    "a link": (_linked, "is not there"),
-    "a pipe": (os.mkfifo, "is not a regular file"),
-    "a folder": (Path.mkdir, "is not a regular file"),
-    "a socket's end": (lambda file: os.mknod(file, 0o140644), "is not there"),
-    "gigabytes of holes": (lambda file: (file.touch(), os.truncate(file, 1 << 34)), "at most 4096"),
-    "empty": (Path.touch, "cannot be read"),
+    "nothing": (lambda file: None, "runs.missing"),
+    "a pickle": (lambda file: file.write_bytes(pickle.dumps(Payload())), "runs.unreadable"),
+    "a pickle of torch": (lambda file: torch.save(Payload(), file), "runs.unreadable"),
+    "a link": (_linked, "runs.missing"),
+    "a pipe": (os.mkfifo, "runs.not_regular"),
+    "a folder": (Path.mkdir, "runs.not_regular"),
+    "a socket's end": (lambda file: os.mknod(file, 0o140644), "runs.missing"),
+    "gigabytes of holes": (lambda file: (file.touch(), os.truncate(file, 1 << 34)), "runs.file_too_large"),
+    "empty": (Path.touch, "runs.unreadable"),
     "a header longer than the file": (
         lambda file: file.write_bytes(struct.pack("<Q", 1 << 60) + b"{}"),
-        "cannot be read",
+        "runs.unreadable",
     ),
     "a tensor beyond the end": (
         lambda file: file.write_bytes(save({"x": torch.ones(8)})[:-16]),
-        "cannot be read",
+        "runs.unreadable",
     ),
 }
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_no_file_of_tensors_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_without_tensors_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = tmp_path / "ran"
     monkeypatch.setenv("ATTACK_MARK", str(mark))
     folder = tmp_path / "out"
     folder.mkdir()
-    make, words = FILES[name]
+    make, code = FILES[name]
     make(folder / NAME)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        with pytest.raises(UntrustedFileError, match=words) as raised:
+        with refused(code, UntrustedFileError, file=NAME) as raised:
             read_tensors(handle, (NAME,), LIMIT)
     finally:
         os.close(handle)
@@ -89,9 +90,9 @@ def test_a_folder_that_became_a_link_is_not_followed_and_the_true_one_is_read(tm
     (tmp_path / "out").symlink_to("/etc")
     try:
         assert read_tensors(handle, ("inner", NAME), LIMIT)["x"].tolist() == [0, 1, 2]
-        with pytest.raises(UntrustedFileError, match="is not there"):
+        with refused("runs.missing", UntrustedFileError):
             read_tensors(handle, ("link", NAME), LIMIT)
-        with pytest.raises(UntrustedFileError, match="is not there") as raised:
+        with refused("runs.missing", UntrustedFileError) as raised:
             read_tensors(handle, ("inner", NAME, NAME), LIMIT)  # a file where a folder belongs
         assert not is_of_the_machine(raised.value)
     finally:

@@ -24,6 +24,7 @@ from factory.runs.folders import result_of
 from factory.runs.live_code import LiveCode, isolation
 from factory.training.training import last_metrics
 from tests.support.factory.code_loop import make_target
+from tests.support.messages import refused
 from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
 from trainer.contract.checkpoint.format import name_of
 
@@ -166,12 +167,11 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     assert isolation(Plant(workspace, ledger))[0] is False
     with ledger.begin() as tx:
         tx.execute(sa.update(proposals).values(state="approved"))
-    with pytest.raises(IsolationError, match="proposal 7.*none-such.*training_sandbox: off"):
+    with refused("runs.sandbox_for_agents", IsolationError, proposal=7) as error:
         isolation(Plant(workspace, ledger))
-    assert isolation(Plant(policy("off"), ledger)) == (
-        False,
-        f"training_sandbox is off in {workspace.root / 'factory.yaml'}",
-    )
+    assert "none-such" in str(error.value) and "'training_sandbox: off'" in str(error.value)
+    isolated, why = isolation(Plant(policy("off"), ledger))
+    assert not isolated and why == f"training_sandbox is off in {workspace.root / 'factory.yaml'}"
     row = next(row for row in machine_check.examine(policy("off")) if row["check"] == "training")
     assert row["ok"] is False and "NOT in the sandbox" in row["detail"]
 

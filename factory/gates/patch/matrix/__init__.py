@@ -1,6 +1,6 @@
-"""The matrix: tiny training runs that together execute every line of the trainer, under baseline and candidate.
+"""The matrix: tiny training runs of baseline and candidate that together execute every line of the trainer.
 
-``cases`` lists the runs → ``starts`` makes their data and checkpoints with approved code → ``runs`` trains them in the sandbox, where
-``record`` notes which lines were executed → ``compare`` holds what both sides left against each other, number by number →
-``changed`` finds the instructions of the patch that no run executed.
+``cases`` lists the runs. ``starts`` makes their data and checkpoints with approved code. ``runs`` trains them in the sandbox, where
+``executed`` records the executed lines. ``compare`` compares the files of both sides, number by number. ``changed`` finds the instructions
+of the patch that no run executed.
 """

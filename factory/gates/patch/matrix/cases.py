@@ -1,8 +1,8 @@
-"""The runs of the matrix: each a recipe of some hundred weights, some steps, and a place to start from.
+"""The runs of the matrix. Each has a recipe with some hundred weights, some steps, and a start.
 
-A case exists because it executes code that no other does (`tests/factory/gates/patch/matrix/test_coverage.py` counts lines), and makes what that
-code does large: a z-loss of 0.1, an outlier at every step, a gradient clip that always acts. A patch that changes or skips it
-moves the results by far more than rounding does.
+Each case executes code that no other case executes (`tests/factory/gates/patch/matrix/test_coverage.py` counts lines), and makes the effect of that
+code large: a z-loss of 0.1, an outlier at every step, a gradient clip that always acts. A patch that changes or skips the code changes the
+results by far more than rounding does.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BASE: dict[str, Any] = {
     "stability": {"grad_clip": 0.5, "z_loss": 0.1, "noise_scale_every": 3, "window": 8},
 }
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 8, "bias_rate": 0.05, "z_loss": 0.1}
-ROUNDING = 2e-4  # fp32; other kernels of ours make 5e-5
+ROUNDING = 2e-4  # for fp32; our other kernels differ by 5e-5
 Begin = Literal[
     "nothing", "trunk", "annealed", "half", "damaged", "far", "late", "outliers", "quiet", "poisoned", "broken"
 ]
@@ -49,14 +49,14 @@ Begin = Literal[
 class MatrixCase:
     """One run.
 
-    begin: the checkpoint it starts from (``starts.make``); ``half``, ``damaged`` and ``far`` are folders of this very run,
-        interrupted; ``far`` is drawn tens of thousands of steps after the segment's first.
+    begin: the checkpoint at the start (``starts.derived``). ``half``, ``damaged`` and ``far`` are interrupted folders of this run itself;
+        ``far`` is at a random step, tens of thousands of steps after the segment's first.
     changes: recipe keys that differ from ``BASE``, with dots.
-    generations: sets of shards in the data plan.
+    generations: the number of sets of shards in the data plan.
     stop_after: steps after which the trainer is told to stop, as by SIGTERM; 0: never.
-    kernels: 'chosen': what kernels.yaml of each side says, or 'reference'.
-    rounding: how far numbers may differ, as a share of their scale, when a kernel rounds otherwise: some times what other kernels of ours
-        make. totals: only sums over all tensors of a kind are compared, and loss and rate, as rounding grows from step to step.
+    kernels: 'chosen' (by each side's kernels.yaml) or 'reference'.
+    rounding: the largest difference of numbers, as a share of their scale, if a kernel rounds differently. It is some times the difference that our
+        other kernels make. totals: because rounding grows from step to step, only sums over all tensors of a kind, loss and rate are compared.
     """
 
     name: str
@@ -73,9 +73,9 @@ class MatrixCase:
     rounding: float = ROUNDING
     totals: bool = False
     exit_code: int = 0  # 2: the run must be refused
-    slow_threads: bool = False  # every thread waits before it begins: a copy of a checkpoint takes longer than a step
-    waits: bool = False  # started with --wait, as the runs that are timed, and once more when it is done
-    first_step: int | None = None  # where the checkpoint's own is not what is asked for
+    slow_threads: bool = False  # every thread begins late, so that a copy of a checkpoint takes longer than a step
+    waits: bool = False  # started with --wait, as timed runs are, and once more after its end
+    first_step: int | None = None  # a first step that differs from the checkpoint's
 
     def recipe(self) -> dict[str, Any]:
         """The whole recipe."""
@@ -83,11 +83,11 @@ class MatrixCase:
 
 
 def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """``BASE`` with keys changed, dots between their parts; checked and complete."""
+    """The complete, checked recipe: ``BASE`` with the keys of ``changes``, which have dots between their parts."""
     return Recipe.parse(with_keys(BASE, changes)).model_dump()
 
 
-IN_MUON = 3e-2  # whose iteration is in bf16
+IN_MUON = 3e-2  # Muon's iteration is in bf16
 IN_BF16 = 5e-2
 MUON = {"optimizer.name": "muon"}
 BF16 = {"precision": "bf16"}
@@ -99,16 +99,19 @@ NARROW = {
     "model.context": 8,
     "batch.sequences": 2,
 }
-# Every detector reports something within some hundred steps.
+# With these keys every detector reports something within some hundred steps.
 NERVOUS = {
     "stability.window": 8,
     "stability.plateau_windows": 2,
-    "stability.spike_deviations": 1.0,  # at 2.0 one run in six had no drop of the loss
+    "stability.spike_deviations": 1.0,  # at 2.0, one run in six had no drop of the loss
     "stability.skip_deviations": 2.0,
     "stability.divergence": 1.0001,
 }
 FAR_STEPS = (20_000, 90_000)
-LONG_STEPS = (530, 580)  # drawn between them, so that no count means the gate; 512 fill the history of the loss
+LONG_STEPS = (
+    530,
+    580,
+)  # drawn in this range, so that no number of steps reveals the gate; 512 fill the history of the loss
 
 CASES = (
     MatrixCase("first steps"),
@@ -198,7 +201,7 @@ CASES = (
     ),
     MatrixCase(
         "routers and ranks that are reported",
-        steps=48,  # so that ranks are reported whatever data are drawn: in 16 judged steps it was 0 to 6 times
+        steps=48,  # enough to report ranks for all drawn data: 16 judged steps reported them 0 to 6 times
         ranks=2,
         changes={
             **NARROW,
@@ -254,7 +257,7 @@ CASES = (
     MatrixCase("bf16", "trunk", changes=BF16, rounding=IN_BF16),
     MatrixCase("bf16 from the first step", changes=BF16, rounding=0.5, totals=True),
     MatrixCase(
-        "fp8",  # whose products take multiples of 16
+        "fp8",  # its products need multiples of 16
         changes={"precision": "fp8", "model.kv_heads": 2, "model.experts": {**EXPERTS, "d_ff": 16}},
         rounding=0.5,
         totals=True,
@@ -303,8 +306,8 @@ CASES = (
 
 @dataclass(frozen=True)
 class MatrixTool:
-    """A program of ``trainer/tools`` run on the baseline's files. In ``arguments`` OUT is its folder, TRUNK and OTHER are the folders of
-    two runs, FIRST, LAST and ANNEALED checkpoints, RECIPE is a recipe's file, SHARDS the folder of token shards and SHARD one of them."""
+    """A program of ``trainer/tools`` that runs on the baseline's files. In ``arguments``, OUT is its folder, TRUNK and OTHER are folders of runs,
+    FIRST, LAST and ANNEALED are checkpoints, RECIPE is a recipe's file, SHARDS is the folder of token shards and SHARD is one shard."""
 
     module: str
     arguments: tuple[str, ...]
@@ -337,5 +340,5 @@ TOOLS = (
 
 
 def name_of(tool: MatrixTool) -> str:
-    """For reports."""
+    """The tool's name in reports."""
     return " ".join(word for word in (tool.module, *tool.arguments) if not word.startswith("OUT"))

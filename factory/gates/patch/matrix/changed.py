@@ -1,10 +1,10 @@
-"""What of a patch no run executed, instruction by instruction, so that a branch inside one line is seen too.
+"""The parts of a patch that no run executed, instruction by instruction, so that branches within one line count too.
 
-The judge compiles the changed file (it never runs it) and looks up which instructions of changed lines the runs noted
-(``record``). Two kinds of code need no execution: a ``raise`` and an ``assert``'s message that only put words together, and
-the copies of a ``finally`` body that the compiler makes.
+The judge compiles the changed file, never runs it, and looks up the instructions of changed lines that the runs recorded (``executed``).
+Two kinds of code need no execution: a ``raise`` and an ``assert``'s message that only put words together, and the copies of a ``finally``
+body that the compiler makes.
 
-    x = a if fast else b        # 'b' is reported when every run had ``fast``
+    x = a if fast else b        # 'b' is reported if ``fast`` was true in every run
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from difflib import SequenceMatcher
 
 from factory.gates.patch.executed import Executed, code_objects, name_of
 
-# Made by the compiler, without a part of the source that could do anything.
+# Instructions of the compiler that no part of the source causes.
 SILENT = {
     "RESUME", "CACHE", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR", "EXTENDED_ARG", "POP_TOP", "PRECALL", "PUSH_NULL",
     "PUSH_EXC_INFO", "WITH_EXCEPT_START", "RERAISE", "POP_EXCEPT", "COPY", "SWAP", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "KW_NAMES",
@@ -30,7 +30,7 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Unexecuted:
-    """A part of one changed line that no run executed. ``line``: counted from 1."""
+    """A part of one changed line that no run executed. ``line`` counts from 1."""
 
     path: str
     line: int
@@ -38,7 +38,7 @@ class Unexecuted:
 
     @property
     def device(self) -> str:
-        """Where alone it can be executed; empty: anywhere. Triton's kernels are in files of that name."""
+        """The only device that can execute the part; '': any device. Triton's kernels are in files of that name."""
         return "cuda" if self.path.endswith("triton.py") else ""
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ class Unexecuted:
 
 
 def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unexecuted]:
-    """The changed parts of a Python file that were not executed, one for each line, in the order of the file. Raises: SyntaxError."""
+    """The changed parts of a Python file that were not executed, one per line, in order. Raises: SyntaxError."""
     new = changed_lines(base, text)
     lines = text.splitlines()
     found: dict[int, Unexecuted] = {}
@@ -60,7 +60,7 @@ def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unex
         own = name_of(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
-        # Some code is there twice: a loop's test, a finally.
+        # The compiler copies some code: a loop's test, a finally.
         at_places = {i.positions for i in instructions if i.offset in noted}
         for i in instructions:
             where = i.positions
@@ -73,13 +73,11 @@ def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unex
             if (begin, end) in traced:
                 continue
             if i.opname in ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST") and begin[1] == end[1]:
-                continue  # the None that a function returns by itself
+                continue  # the None that a function without return returns
             if any(first <= begin and end <= last for first, last in exempt):
                 continue
-            if (
-                i.opname == "CALL" and (begin, end) in tests
-            ):  # of AssertionError: the test's own call has other parts too
-                continue
+            if i.opname == "CALL" and (begin, end) in tests:
+                continue  # the call of AssertionError; a call in the test itself has more instructions
             line = lines[begin[0] - 1]
             inside = line.encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
             found[where.lineno] = Unexecuted(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
@@ -87,7 +85,7 @@ def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unex
 
 
 def changed_lines(base: str, text: str) -> set[int]:
-    """Numbers of the lines of ``text`` that ``base`` does not have at that place."""
+    """The numbers of the lines of ``text`` that ``base`` does not have at that place."""
     old, new = base.splitlines(), text.splitlines()
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
     same = {number + 1 for block in blocks for number in range(block.b, block.b + block.size)}
@@ -107,7 +105,7 @@ def harmless(tree: ast.Module) -> Iterator[Span]:
 
 
 def exception_names(tree: ast.Module) -> set[str]:
-    """Builtin exceptions, and what was imported from approved code, unless the file gives the name another meaning."""
+    """Builtin exceptions, and names imported from approved code, unless the file binds the name again."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
     }
@@ -133,10 +131,11 @@ def _named(node: ast.expr, name: str) -> bool:
 
 
 def _raises_words(node: ast.expr | None, classes: set[str]) -> bool:
-    """An exception by name, or one call of it with words."""
+    """An exception by name, or one call of it with words: a code, a template and data by name."""
     if isinstance(node, ast.Call):
         named = isinstance(node.func, ast.Name) and node.func.id in classes
-        return named and not node.keywords and all(map(_only_words, node.args))
+        data = all(word.arg is not None and _only_words(word.value) for word in node.keywords)
+        return named and data and all(map(_only_words, node.args))
     return _only_words(node)
 
 

@@ -1,19 +1,18 @@
-"""Do two sides' runs of a case leave the same files? Everything but clocks is compared; nothing that a candidate wrote is trusted.
+"""Compares the files that two sides' runs of a case left. Everything but clocks is compared. Nothing that a candidate wrote is trusted.
 
-Most patches leave the same bits, and then nothing else is asked. A kernel may round differently: then a number may differ by
-``MatrixCase.rounding`` of its scale. Scales are the baseline's own: of weights how far they moved, of moments and metrics their size. Every
-change in what is computed that the cases were made for moves some number by 20 times that or more (``tests/factory/gates/patch/matrix``
+Most patches leave the same bits, and then nothing else is checked. A kernel may round differently. Then a number may differ by
+``MatrixCase.rounding`` of its scale. The scales are the baseline's: of weights how far they moved, of moments and metrics their size. Every
+change of the computation for which the cases were made moves some number by 20 times that or more (``tests/factory/gates/patch/matrix``
 has the numbers).
 
-Where a candidate is beyond ``MatrixCase.rounding``, that is measured on this verdict's own data.
+If a candidate is beyond ``MatrixCase.rounding``, the effect of rounding is measured on this verdict's own data. Data, weights and lengths are drawn
+for each verdict, and in some draws a run is a hundred times as sensitive as in others: a gradient near zero decides the sign of Adam's first step, or
+two experts have nearly the same score. So the baseline's code runs the case again with every op's results some roundings off
+(``train_cases.disturb_ops``), and a candidate may differ as much as these twins do.
 
-Data, weights and lengths are drawn for each verdict, and in some draws a run is a hundred times as sensitive as in others: a gradient
-near zero decides the sign of Adam's first step, two experts have nearly the same score. Then the baseline's code runs the case again,
-with every op's results some roundings off (``train_cases.disturb_ops``), and what that moves is no fault of a candidate.
-
-What rounding decides it decides in some runs and not in others, so a few such twins may all miss it: where each does with probability p
-what the candidate did, n twins miss it with p (1 - p)^n, at worst 8 % for 4 and 1.5 % for 24. So a patch is refused for one case only, and
-that case has ``MOST_TWINS`` twins by then.
+Rounding decides some results in some runs and not in others, so a few twins may all miss an effect. If each twin shows the candidate's result with
+probability p, n twins miss it with p (1 - p)^n: at worst 8 % for 4 twins and 1.5 % for 24. So a patch is refused for one case only, after that case
+has had ``MOST_TWINS`` twins.
 """
 
 from __future__ import annotations
@@ -35,15 +34,16 @@ from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, ru
 from factory.runs.distance import Apart, between, together, values_apart
 from factory.runs.trace import lines_in
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_object, tensors_of
+from kernels.contract.message import Message
 
 FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "memory", "seconds", "speed"}
-# Of result.json: paths, and hashes of files that hold rounded numbers.
+# Keys of result.json: paths, and hashes of files with rounded numbers.
 ELSEWHERE = {"checkpoint", "manifest_sha256", "skipped_checkpoints"}
-TWINS = 4  # disturbed runs of each case that differs
+TWINS = 4  # disturbed runs of each differing case
 MOST_TWINS = 24  # of the case for which a patch is refused
-# Of 140 runs with other kernels of ours, on data drawn twice, 137 are nearer to the baseline than the farthest twin, the others at
-# most 1.24 times as far; 9 of them are beyond ``MatrixCase.rounding``, by up to 3.1.
+# Of 140 runs with our other kernels, on data drawn twice, 137 are nearer to the baseline than the farthest twin, and the others at most
+# 1.24 times as far. 9 runs are beyond ``MatrixCase.rounding``, by a factor of up to 3.1.
 MARGIN = 3.0
 WHOLLY = Apart(math.inf, 1.0)
 Weights = dict[str, torch.Tensor]
@@ -51,7 +51,7 @@ Weights = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Discrepancy:
-    """One number or tensor that differs. ``total``: what it is summed into where only totals are compared."""
+    """One number or tensor that differs. ``total``: the sum that it belongs to if only totals are compared."""
 
     what: str
     far: Apart = WHOLLY
@@ -64,22 +64,30 @@ class Discrepancy:
 
 @dataclass(frozen=True)
 class Difference:
-    """What differs in one case. ``share``: the difference as a share of the number's scale; infinite where nothing may differ."""
+    """The difference of one case. ``share``: the difference as a share of the number's scale; infinite where nothing may differ."""
 
     case: str
     what: str
     share: float
     allowed: float
 
-    def __str__(self) -> str:
+    @property
+    def message(self) -> Message:
         if math.isinf(self.share):
-            return f"run '{self.case}': {self.what}"
-        return f"run '{self.case}': {self.what} differs by {self.share:.2g} of its scale; at most {self.allowed:g} is allowed (rounding)"
+            return Message("patch.run_differs", "run '{run}': {what}", run=self.case, what=self.what)
+        return Message(
+            "patch.run_apart",
+            "run '{run}': {what} differs by {share:.2g} of its scale; at most {allowed:g} is allowed (rounding)",
+            run=self.case, what=self.what, share=self.share, allowed=self.allowed,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        return self.message
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One case. ``same_bits``: all files hold the same numbers."""
+    """The comparison of one case. ``same_bits``: all files hold the same numbers."""
 
     same_bits: bool
     worst: Difference | None
@@ -92,10 +100,10 @@ def compare_runs(
     cases: Sequence[MatrixCase] = CASES,
     tools: Sequence[MatrixTool] = TOOLS,
 ) -> list[Compared]:
-    """Each case, then each tool."""
+    """The comparisons of each case, then of each tool."""
     found = []
     for case in cases:
-        if not case.exit_code:  # what was refused left nothing
+        if not case.exit_code:  # a refused run left nothing
             parts = find_discrepancies(plan, case, baseline, candidate)
             found.append((case.name, parts, farthest(case, parts), case.rounding))
     for name in map(name_of, tools):
@@ -108,31 +116,31 @@ def compare_runs(
 
 
 def _tool_differs(name: str, baseline: MatrixRuns, candidate: MatrixRuns) -> list[Discrepancy]:
-    """What a tool printed, but for the path of its own folder, and the checkpoint that it left, if it did."""
+    """The differences of a tool's output, without the path of its folder, and of its checkpoint, if any."""
     try:
         ours, theirs = (
             read_bytes(side.opened[name], ["printed.txt"], FILE_BYTES).replace(str(side.folders[name]).encode(), b"")
             for side in (baseline, candidate)
         )
-        printed = [] if ours == theirs else [Discrepancy("it prints something else")]
+        printed = [] if ours == theirs else [Discrepancy(Message("patch.prints_other", "it prints something else"))]
         return printed + list(_all_checkpoints(baseline.opened[name], candidate.opened[name], None))
     except UntrustedFileError as error:
-        return [Discrepancy(str(error))]
+        return [Discrepancy(error.message)]
 
 
 def find_discrepancies(
     plan: MatrixPlan, case: MatrixCase, baseline: MatrixRuns, candidate: MatrixRuns
 ) -> list[Discrepancy]:
-    """Everything that is not the same, by the folders that were opened before the runs."""
+    """All differences of two runs, read through the folders that were opened before the runs."""
     opened = baseline.opened[case.name], candidate.opened[case.name]
     try:
         return list(_differences(*opened, plan.weights_before(case)))
     except UntrustedFileError as error:
-        return [Discrepancy(str(error))]
+        return [Discrepancy(error.message)]
 
 
 def farthest(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
-    """What differs most, as the case is judged. An anomaly's onset is a step, which rounding moves or not: it counts where nothing else differs."""
+    """The largest difference, as the case is judged. An anomaly's onset is a step that rounding may move: it counts only if nothing else differs."""
     lasting = [part for part in found if ": onset: " not in part.what] or found
     weighed = _weighed(lasting, case.rounding)
     judged = _totals(weighed) if case.totals else weighed
@@ -144,15 +152,21 @@ def _worst(parts: Iterable[Discrepancy]) -> Discrepancy:
 
 
 def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
-    """Everything that is not the same. Raises: UntrustedFileError."""
+    """All differences. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
         ours, theirs = (lines_in(folder, name) for folder in (baseline, candidate))
-        if name == "anomalies.jsonl":  # a throughput drop is the machine's
+        if name == "anomalies.jsonl":  # the machine causes a throughput drop
             ours, theirs = (
                 [line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs)
             )
         if len(ours) != len(theirs):
-            yield Discrepancy(f"{name} has {len(theirs)} lines, the baseline's {len(ours)}")
+            yield Discrepancy(
+                Message(
+                    "patch.other_lines",
+                    "{file} has {candidate} lines, the baseline's has {baseline}",
+                    file=name, candidate=len(theirs), baseline=len(ours),
+                )
+            )  # fmt: skip
             continue
         for number, (one, other) in enumerate(zip(ours, theirs)):
             yield from _values(f"{name}, line {number + 1}", one, other)
@@ -161,9 +175,9 @@ def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterat
     for side, folder in ((one, baseline), (other, candidate)):
         yield from _names_its_checkpoint(side, folder)
     if len(one["skipped_checkpoints"]) != len(other.get("skipped_checkpoints") or []):
-        yield Discrepancy("result.json names other skipped checkpoints")
+        yield Discrepancy(Message("patch.other_skipped", "result.json names other skipped checkpoints"))
     if read_bytes(baseline, ["parameters.txt"], FILE_BYTES) != read_bytes(candidate, ["parameters.txt"], FILE_BYTES):
-        yield Discrepancy("parameters.txt is another")
+        yield Discrepancy(Message("patch.other_parameters", "parameters.txt differs"))
     yield from _all_checkpoints(baseline, candidate, start)
 
 
@@ -171,15 +185,21 @@ def _names_its_checkpoint(result: dict[str, Any], folder: int) -> Iterator[Discr
     name = str(result.get("checkpoint")).rpartition("/")[2]
     manifest = read_bytes(folder, ["checkpoints", name or ".", "manifest.json"], FILE_BYTES)
     if hashlib.sha256(manifest).hexdigest() != result.get("manifest_sha256"):
-        yield Discrepancy("result.json has not the hash of its checkpoint's manifest")
+        yield Discrepancy(
+            Message("patch.other_hash", "result.json does not have the hash of its checkpoint's manifest")
+        )
 
 
 def _all_checkpoints(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     steps = [_checkpoints(folder) for folder in (baseline, candidate)]
     if steps[0] != steps[1]:
         yield Discrepancy(
-            f"it left the checkpoints {', '.join(steps[1]) or 'none'}, the baseline {', '.join(steps[0])}"
-        )
+            Message(
+                "patch.other_checkpoints",
+                "it left the checkpoints [{candidate}], the baseline [{baseline}]",
+                candidate=steps[1], baseline=steps[0],
+            )
+        )  # fmt: skip
         return
     for name in steps[0]:
         yield from _checkpoint(name, baseline, candidate, start)
@@ -192,42 +212,75 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
     yield from _values(f"{name}, state.json", one, other, {"throughput", "skipped"})
     files = [_listed(folder, name) for folder in (baseline, candidate)]
     if files[0].keys() != files[1].keys():
-        yield Discrepancy(f"{name} has the files {', '.join(files[1])}, the baseline's {', '.join(files[0])}")
+        yield Discrepancy(
+            Message(
+                "patch.other_files",
+                "{checkpoint} has the files {candidate}, the baseline's has {baseline}",
+                checkpoint=name, candidate=list(files[1]), baseline=list(files[0]),
+            )
+        )  # fmt: skip
         return
     for file in sorted(files[0]):
         stored = [read_bytes(folder, ["checkpoints", name, file], FILE_BYTES) for folder in (baseline, candidate)]
         if name.startswith("step-") and hashlib.sha256(stored[1]).hexdigest() != files[1][file]:
-            yield Discrepancy(f"{name}: {file} is not what its manifest says")
+            yield Discrepancy(
+                Message(
+                    "patch.not_as_manifest",
+                    "{checkpoint}: {file} differs from its manifest",
+                    checkpoint=name,
+                    file=file,
+                )
+            )
         if not file.endswith(".safetensors"):
             continue
         ours, theirs = (tensors_of(content, file) for content in stored)
         if ours.keys() != theirs.keys():
-            yield Discrepancy(f"{name}: {file} has other tensors: {', '.join(sorted(ours.keys() ^ theirs.keys())[:3])}")
+            yield Discrepancy(
+                Message(
+                    "patch.other_tensors",
+                    "{checkpoint}: {file} has other tensors: {tensors}",
+                    checkpoint=name, file=file, tensors=sorted(ours.keys() ^ theirs.keys())[:3],
+                )
+            )  # fmt: skip
             continue
         for key, tensor in ours.items():
             found = theirs[key]
             if tensor.shape != found.shape or tensor.dtype != found.dtype:
-                yield Discrepancy(f"{name}: {key} has shape {list(found.shape)} and {found.dtype}")
+                yield Discrepancy(
+                    Message(
+                        "patch.other_shape",
+                        "{checkpoint}: {tensor} has shape [{shape}] and {dtype}",
+                        checkpoint=name, tensor=key, shape=list(found.shape), dtype=str(found.dtype),
+                    )
+                )  # fmt: skip
             elif lost_bits(tensor, found):
-                yield Discrepancy(f"{name}: {key} holds numbers of a lower precision than the baseline's")
+                yield Discrepancy(
+                    Message(
+                        "patch.lower_precision",
+                        "{checkpoint}: {tensor} holds numbers of a lower precision than the baseline's",
+                        checkpoint=name, tensor=key,
+                    )
+                )  # fmt: skip
             elif tensor.numpy().tobytes() != found.numpy().tobytes():
                 total = f"{name}: {key.partition('.')[0] if file.startswith('optimizer') else 'weights'}"
                 yield Discrepancy(f"{name}: {key}", _apart(key, tensor, found, start), total)
 
 
 def _listed(folder: int, name: str) -> dict[str, str]:
-    """File → SHA-256, as a checkpoint's manifest has them. Raises: UntrustedFileError."""
+    """File → SHA-256, from a checkpoint's manifest. Raises: UntrustedFileError."""
     try:
         files = read_object(folder, ["checkpoints", name, "manifest.json"], FILE_BYTES)["files"]
         return {str(file): str(about["sha256"]) for file, about in files.items()}
     except (KeyError, TypeError, AttributeError) as error:
-        raise UntrustedFileError(f"{name}: its manifest lists no files") from error
+        raise UntrustedFileError(
+            "patch.no_files_listed", "{checkpoint}: its manifest lists no files", checkpoint=name
+        ) from error
 
 
 def lost_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Are fp32 numbers of ``theirs`` of a format with at least 8 bits fewer, as bf16's are? In runs in bf16 rounding would hide that.
+    """True if the fp32 numbers of ``theirs`` came from a format with at least 8 bits fewer, such as bf16. In bf16 runs, rounding would hide that.
 
-    The low bits of a few numbers that were computed in fp32 are never all zero; those of numbers that came from bf16 are.
+    The low bits of several numbers that were computed in fp32 are never all zero. Those of numbers from bf16 are.
     """
     if ours.dtype != torch.float32 or ours.numel() < 4:
         return False
@@ -237,19 +290,19 @@ def lost_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
 
 
 def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> Apart:
-    """How far two tensors are apart, beside how far the baseline's moved or, where that is unknown, its size; infinite: nothing to measure."""
+    """The distance of two tensors, beside how far the baseline's moved, or beside its size where that is unknown. Infinite: not measurable."""
     if not ours.is_floating_point() or not torch.equal(ours.isfinite(), theirs.isfinite()):
         return WHOLLY
     where = ours.isfinite()
     begun = start.get(key) if start is not None else None
-    whole = begun is not None and begun.shape == ours.shape  # else a rank's part of it
+    whole = begun is not None and begun.shape == ours.shape  # else it is a rank's part of the tensor
     return between(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
 
 
 def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepancy]:
-    """The noise scale is a difference of nearly equal sums, in which a rounding becomes a hundred times as large.
+    """The differences with the noise scale weighed less: a difference of nearly equal sums, which makes a rounding a hundred times as large.
 
-    In runs whose rounding is large its sign may change, and it is not there then. Where nothing but it differs, no rounding did that.
+    In runs with large rounding its sign may change, and then the value is absent. If nothing else differs, rounding is not the cause.
     """
     estimates = [part for part in parts if ": noise_scale" in part.what or "state.json: monitor: " in part.what]
     for part in parts:
@@ -264,7 +317,7 @@ def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepan
 
 
 def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
-    """For runs in which rounding grows: tensors together by checkpoint and kind; of other numbers the loss and the rate."""
+    """For runs in which rounding grows: sums of tensors by checkpoint and kind, and of other numbers the loss and the rate."""
     sums: dict[str, list[Apart]] = defaultdict(list)
     for part in parts:
         if part.total:
@@ -279,24 +332,26 @@ def _values(where: str, one: Any, other: Any, ignored: Set[str] = frozenset()) -
 
 
 def _checkpoints(folder: int) -> list[str]:
-    """Names in ``checkpoints``; at most a hundred are read."""
+    """The names in ``checkpoints``; at most a hundred are read."""
     try:
         handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
         if is_of_no_file(error):
             raise
-        raise UntrustedFileError(f"checkpoints is not there: {error.strerror}") from None
+        raise UntrustedFileError(
+            "patch.no_checkpoints", "there is no folder checkpoints: {error}", error=error.strerror
+        ) from None
     try:
         return sorted(name for name in os.listdir(handle)[:100] if name.startswith(("step-", "bad-")))
     finally:
         os.close(handle)
 
 
-# -- how far may rounding move a run? --------------------------------------------------------------------------------------
+# -- the effect of rounding on a run ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Rounding:
-    """beyond: the differences that are larger than rounding makes them. undecided: cases whose difference has no size, such as a step skipped
-    by one side, where rounding alone makes such a difference too. problem: why it could not be measured."""
+    """The effect of rounding. beyond: the differences that are larger than this effect. undecided: cases whose difference has no size (such as a
+    step that one side skipped) and which rounding alone causes too. problem: why the effect could not be measured."""
 
     beyond: list[Difference] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
@@ -304,7 +359,7 @@ class Rounding:
 
 
 def measure_rounding(plan: MatrixPlan, side: SideCode, baseline: MatrixRuns, compared: Sequence[Compared]) -> Rounding:
-    """What rounding does in the cases that differ. side: approved code, and the folder of the twins. Raises: IsolationError."""
+    """The effect of rounding in the cases that differ. side: approved code, with the folder of the twins. Raises: IsolationError."""
     measured = _Twins(plan, side, baseline, {one.worst.case: one.worst for one in compared if one.worst is not None})
     for _ in range(TWINS):
         measured.once_more(measured.beyond())
@@ -317,7 +372,7 @@ def measure_rounding(plan: MatrixPlan, side: SideCode, baseline: MatrixRuns, com
 
 @dataclass
 class _Twins:
-    """``worst``: of each case what differs most, and how much of it rounding was seen to do."""
+    """``worst``: by case, the largest difference, and as ``allowed`` the effect that rounding was seen to have."""
 
     plan: MatrixPlan
     side: SideCode
@@ -327,12 +382,12 @@ class _Twins:
     problem: str = ""
 
     def beyond(self) -> list[str]:
-        """The cases that rounding was not seen to explain, that which it explains least first; none once there is a problem."""
+        """The cases that rounding does not explain, the least explained first. Empty after a problem."""
         found = [one for one in self.worst.values() if one.share > one.allowed and not self.problem]
         return [one.case for one in sorted(found, key=lambda one: one.allowed / one.share)]
 
     def once_more(self, names: Sequence[str]) -> None:
-        """Run the baseline's code in these cases, disturbed in another way than before."""
+        """Run the baseline's code in these cases, disturbed with a new seed."""
         cases = [case for case in CASES if case.name in names]  # a tool rounds nothing
         if not cases:
             return

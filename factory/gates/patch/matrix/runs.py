@@ -1,6 +1,6 @@
 """Trains the matrix's cases with the code of one side, in the sandbox.
 
-Baseline and candidate get the same data, the same checkpoints and the same folder names, all drawn for this verdict.
+Baseline and candidate get the same data, checkpoints and folder names, which are drawn for this verdict.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from factory.runs.arm import Arm
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 
 DRIVER = Path(__file__).with_name("train_cases.py")
 NOTES_BYTES = 1 << 26
 MOST_LIBRARIES, LIBRARY_BYTES = 100, 1 << 26
-LANES = min(2, os.cpu_count() or 1)  # processes of one side at a time; each has one thread
-INTERRUPTED = ("half", "damaged", "far")  # begins that are folders of the run itself
+LANES = min(2, os.cpu_count() or 1)  # concurrent processes of one side; each has one thread
+INTERRUPTED = ("half", "damaged", "far")  # values of ``begin`` that are folders of the run itself
 
 
 @dataclass
 class MatrixRuns:
-    """One side's runs. ``failed``: what went wrong; ``out_of_time``: it was a time limit.
+    """One side's runs. ``failed``: the error; '': no error. ``out_of_time``: a time limit ended the runs.
 
-    folders: case → folder; only of approved code's runs it still leads to what they left. opened: case → descriptor of the folder,
-    opened before the run.
+    folders: case → folder, which may be trusted only after runs of approved code. opened: case → descriptor of the folder, opened before the run.
     """
 
     folders: dict[str, Path] = field(default_factory=dict)
@@ -62,7 +62,7 @@ class MatrixRuns:
     seconds: float = 0.0
 
     def hold(self, name: str, folder: Path, after: ExitStack) -> None:
-        """Note the folder of a run, before the run."""
+        """Open the folder of a run, before the run."""
         self.folders[name] = folder
         self.opened[name] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         after.callback(os.close, self.opened[name])
@@ -71,7 +71,9 @@ class MatrixRuns:
         self.folders |= part.folders
         self.opened |= part.opened
         self.executed.merge(part.executed)
-        if part.failed and (not self.failed or self.out_of_time):  # what is the code's fault is said first
+        if part.failed and (
+            not self.failed or self.out_of_time
+        ):  # an error of the code takes precedence over a time limit
             self.failed, self.out_of_time = part.failed, part.out_of_time
 
 
@@ -79,9 +81,8 @@ class MatrixRuns:
 class SideCode:
     """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
 
-    after: closes the descriptors of its runs' folders. compiled: the folder of C++ kernels that approved code built, copied for each process.
-    instructions: files of the worktree whose single instructions are recorded. disturbed: not 0: the seed by which every op is some
-    roundings off.
+    after: closes the descriptors of the runs' folders. compiled: the folder of C++ kernels that approved code built; each process gets a copy.
+    instructions: files of the worktree whose instructions are recorded. disturbed: the seed by which every op is some roundings off; 0: none.
     """
 
     code: Path
@@ -96,10 +97,10 @@ class SideCode:
 
 @dataclass(frozen=True)
 class MatrixPlan:
-    """All that both sides' runs share.
+    """The values that both sides' runs share.
 
-    names: case → the folder's drawn name. seed: added to each recipe's. starts: begin → checkpoint, or interrupted folder. steps: case →
-    steps. made: the folders of ``TRUNK``'s, ``OTHER``'s and ``ANNEALED``'s runs.
+    names: case → the drawn name of its folder. seed: added to each recipe's seed. starts: begin → checkpoint, or interrupted folder. steps:
+    case → number of steps. made: the folders of the runs ``TRUNK``, ``OTHER`` and ``ANNEALED``.
     """
 
     data: Mapping[int, dict[str, Any]]
@@ -113,7 +114,7 @@ class MatrixPlan:
     made: tuple[Path, ...] = ()
 
     def arm(self, case: MatrixCase) -> Arm:
-        """What a case trains: ``BASE`` with its keys changed."""
+        """The arm of a case: ``BASE`` with the case's changes."""
         begin = self.starts.get(case.begin) if case.begin not in INTERRUPTED else None
         first = checkpoints.read_state(begin)["step"] if begin else 0
         first = first if case.first_step is None else case.first_step
@@ -129,14 +130,14 @@ class MatrixPlan:
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
     def together(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
-        """All runs of one side, as the ledger has them: one row, with the steps of all."""
+        """All runs of one side as one arm with the steps of all, for one row of the ledger."""
         one = self.arm(cases[0])
         steps = sum(case.steps for case in cases)
         base = {**one.base, "first_step": 0, "last_step": steps, "initial_checkpoint": None}
         return Arm(f"{who}, {len(cases)} tiny runs", base, code)
 
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
-        """The tool's arguments with paths in place of the words in capitals."""
+        """The tool's arguments with paths in place of the capital words."""
         trunk, other, annealed = self.made
         (_, first), *_, (_, last) = checkpoints.steps_in(trunk / "checkpoints")
         (_, foreign), *_ = checkpoints.steps_in(other / "checkpoints")
@@ -150,20 +151,20 @@ class MatrixPlan:
         ]
 
     def weights_before(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
-        """What the run starts from; None where it makes its own."""
+        """The weights that the run starts from; None if it makes its own."""
         if case.begin in ("nothing", *INTERRUPTED):
             return None
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
 def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
-    """Data, checkpoints and names for one verdict, made by the approved code of ``side``; its runs say whether that failed."""
+    """Data, checkpoints and names for one verdict, made by the approved code of ``side``. The returned runs say whether that failed."""
     interrupted = {case.begin: case for case in CASES if case.begin in INTERRUPTED}
     far = interrupted.pop("far")
     steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEALED)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
-    drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # as live segments' folders are named
+    drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # like the folders of live segments
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
     seed = secrets.randbelow(1 << 20)
     plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), seed, recipe_name, folder)
@@ -196,12 +197,12 @@ def run_cases(
     tools: Sequence[MatrixTool] = (),
     fresh: bool = False,
 ) -> MatrixRuns:
-    """Train the cases, and run the tools. ``fresh``: interrupted cases begin with nothing. Raises: IsolationError.
+    """Train the cases, then run the tools. ``fresh``: interrupted cases begin with an empty folder. Raises: IsolationError.
 
-    Cases of one rank run in ``LANES`` processes beside one another, those of several ranks afterwards.
+    Cases of one rank run in ``LANES`` concurrent processes. Cases of several ranks run afterwards.
     """
     single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
-    single.sort(key=lambda case: -case.steps)  # the longest run is beside many short ones
+    single.sort(key=lambda case: -case.steps)  # the longest run is concurrent with many short runs
     lanes = [single[number::LANES] for number in range(LANES)]
     found, began = MatrixRuns(), time.monotonic()
     with ThreadPoolExecutor(LANES) as pool:
@@ -221,7 +222,7 @@ def run_cases(
 def _run_lane(
     plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool], name: str
 ) -> MatrixRuns:
-    """Cases of the same number of ranks, then tools, one after the other, in one sandbox."""
+    """Run cases of the same number of ranks, then tools, one after the other, in one sandbox."""
     folder = side.folder / name
     found = MatrixRuns()
     segments, uses = [], []
@@ -268,18 +269,24 @@ def _run_lane(
             if rank == 0:
                 codes = dict(zip(wanted, left["codes"], strict=True))
     except (UntrustedFileError, ValueError, KeyError, TypeError, RecursionError) as error:
-        found.failed = f"what its runs executed cannot be read: {str(error)[:300]}"
+        found.failed = Message(
+            "patch.no_record", "the record of executed code cannot be read: {error}", error=str(error)[:300]
+        )
         return found
     finally:
         os.close(descriptor)
     if wrong := [name for name, code in codes.items() if code != wanted[name]]:
         said = (result.stderr.strip().splitlines() or [""])[-1]
-        found.failed = f"run '{wrong[0]}' ended with code {codes[wrong[0]]}: {said[:400]}"
+        found.failed = Message(
+            "patch.run_ended",
+            "run '{run}' ended with code {code}: {said}",
+            run=wrong[0], code=codes[wrong[0]], said=said[:400],
+        )  # fmt: skip
     return found
 
 
 def copy_libraries(source: Path, target: Path) -> None:
-    """Copy the regular files of a folder that live code can write: no link is followed, nothing waits for a pipe."""
+    """Copy the regular files of a folder that live code can write. No link is followed, and no pipe blocks."""
     target.mkdir(parents=True)
     with ExitStack() as opened:
         folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""Data and checkpoints that the matrix begins with, made by approved code from a drawn seed."""
+"""Data and checkpoints at the start of the matrix, made by approved code from a random seed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from trainer.contract.data.token_shard import TokenizedDocument, write_token_sha
 LATE_STEPS = (100_000, 900_000)
 POISONED_TOKEN = 7
 SHRUNK = 0.9
-FAR_BELOW = 1e-6  # of any norm, logit or loss: what is measured next is a jump
+FAR_BELOW = 1e-6  # far below any norm, logit or loss, so the next measurement is a jump
 TRUNK = MatrixCase("trunk", steps=8)
 OTHER = MatrixCase("another recipe", steps=2, changes={"model.d_ff": 16, "seed": 2})
 ANNEALED = MatrixCase("annealed", "trunk", "anneal")
 
 
 def make_data(folder: Path) -> dict[int, dict[str, Any]]:
-    """A data plan for each number of generations, of token shards of random documents, so that no run can know them."""
+    """A data plan for each number of generations, with token shards of random documents, so that no run can know them."""
     draw = np.random.default_rng(secrets.randbits(64))
     shards = []
     for generation in range(2):
@@ -48,7 +48,7 @@ def make_data(folder: Path) -> dict[int, dict[str, Any]]:
 
 
 def derived(trunk: Path, folder: Path) -> dict[str, Path]:
-    """Checkpoints that no honest run would leave soon, each a changed copy of ``trunk``'s."""
+    """Checkpoints that an honest run would not leave soon, each a changed copy of ``trunk``."""
     draw = np.random.default_rng(secrets.randbits(64))
     whole = checkpoints.load(trunk)
     late = json.loads(json.dumps(whole.state))
@@ -60,7 +60,7 @@ def derived(trunk: Path, folder: Path) -> dict[str, Path]:
         "grad_norm": [FAR_BELOW] * 8,
         "course": calm["detector"]["course"] | {"blocks": [FAR_BELOW] * 4},
     }
-    for turns in calm.get("signals", {"turns": {}})["turns"].values():  # code from before there were signals has none
+    for turns in calm.get("signals", {"turns": {}})["turns"].values():  # older code has no signals
         turns |= {"past": {f"blocks.{layer}": [FAR_BELOW] * 8 for layer in range(2)}, "changes": [1.0] * 8}
     poisoned = {name: tensor.clone() for name, tensor in whole.model.items()}
     embedding = next(name for name in poisoned if "embed" in name)
@@ -79,7 +79,7 @@ def derived(trunk: Path, folder: Path) -> dict[str, Path]:
 
 
 def damage(checkpoint: Path) -> None:
-    """Change the last bit of its weights."""
+    """Change the last bit of a checkpoint's weights."""
     with (checkpoint / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)[0]
@@ -88,10 +88,10 @@ def damage(checkpoint: Path) -> None:
 
 
 def interrupt(finished: Path, folder: Path, damaged: bool = False, step: int | None = None) -> None:
-    """Copy a finished run to ``folder`` as a kill would have left it: one checkpoint is missing, or ``damaged``.
+    """Copy a finished run to ``folder`` as a kill would have left it: the newest checkpoint is missing, or ``damaged``.
 
-    The weights of the one before are changed, so that a run that begins anew ends elsewhere than one that goes on; ``step``: its step, if it
-    is to be another.
+    The weights of the checkpoint before are changed, so that a run that begins anew ends elsewhere than a resumed run. ``step``: a new step for
+    that checkpoint; None: its own.
     """
     shutil.copytree(finished, folder, dirs_exist_ok=True)
     (folder / "result.json").unlink()

@@ -1,4 +1,4 @@
-"""Runs inside the sandbox, from a worktree: trains segment folders, and records what of ``trainer/`` and ``kernels/`` was executed.
+"""Runs inside the sandbox, from a worktree: trains segment folders, and records the executed code of ``trainer/`` and ``kernels/``.
 
 ``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.executed``. REQUEST is JSON: ``{"folders":
 [{"folder", "stop_after", "waits", "slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``.
@@ -6,7 +6,7 @@ OUT gets
 ``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``; a tool's folder its
 ``printed.txt``.
 
-torch.compile traces, and runs what it traced as it is: its own optimiser takes minutes for the sizes of the matrix together.
+torch.compile traces, and runs the traced code without its optimiser, which would take minutes for all sizes of the matrix.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ sys.path[0] = os.getcwd()  # the worktree's packages, not this file's neighbours
 
 
 def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int:
-    """The segment's exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
+    """Train a segment and return the exit code. After ``stop_after`` steps the trainer is told to stop, and is started once more."""
     from trainer.__main__ import main
     from trainer.contract import stopping
 
@@ -44,7 +44,7 @@ def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int
         return max(codes)
     if not stop_after:
         return main([str(folder)])
-    asked, left = stopping.asked, [stop_after + 1]  # once before the segment, then at every step
+    asked, left = stopping.asked, [stop_after + 1]  # asked once before the segment, then at every step
 
     def soon() -> bool:
         left[0] -= 1
@@ -60,7 +60,7 @@ def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int
 
 @contextlib.contextmanager
 def late_threads() -> Iterator[None]:
-    """Threads started meanwhile begin ``LATE_SECONDS`` late."""
+    """Threads that start in this context begin ``LATE_SECONDS`` late."""
     run = threading.Thread.run
 
     def late(thread: threading.Thread) -> None:
@@ -75,13 +75,13 @@ def late_threads() -> Iterator[None]:
 
 
 def use(folder: Path, module: str, arguments: list[str]) -> int:
-    """A tool's exit code; what it prints is in ``folder``."""
+    """Run a tool and return its exit code. Its output goes to ``folder``."""
     with open(folder / "printed.txt", "w") as out, contextlib.redirect_stdout(out):
         return program(module, arguments)
 
 
 def program(module: str, arguments: list[str]) -> int:
-    """The exit code of ``python -m module``."""
+    """Run ``python -m module`` in this process and return the exit code."""
     kept, sys.argv = sys.argv, [module, *arguments]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -93,9 +93,9 @@ def program(module: str, arguments: list[str]) -> int:
 
 
 def disturb_ops(seed: int) -> None:
-    """From now on every op's results, and its gradients, are a few roundings off, as another kernel's would be. What is off depends on ``seed``.
+    """Make every op's results and gradients a few roundings off from now on, as another kernel's would be. The errors depend on ``seed``.
 
-    A kernel that adds in another order is off by some units in the last place of the terms, not of their sum: of small elements by more.
+    A kernel that adds in another order is off by some units in the last place of the terms, not of their sum, so by more for small elements.
     """
     import torch
     from torch.utils._pytree import tree_leaves, tree_map_only
@@ -144,7 +144,7 @@ def disturb_ops(seed: int) -> None:
             with torch.no_grad():
                 for x, old in zip(
                     written, before
-                ):  # by shares: a second moment stays positive, a skipped step changes nothing
+                ):  # a relative error: a second moment stays positive, a skipped step changes nothing
                     share = 1 + torch.finfo(x.dtype).eps * off(x)  # a quarter of that would always be rounded away
                     x.copy_(torch.where(x == old, x, (x * share).to(x.dtype)))
 
@@ -154,16 +154,16 @@ def disturb_ops(seed: int) -> None:
 
     def bind_disturbed(*arguments: Any, **named: Any) -> registry.Ops:
         ops = bind(*arguments, **named)
-        # Not what prepares an op's arguments, which rounds nothing.
+        # Not the functions that prepare an op's arguments, which round nothing.
         return replace(ops, **{name: disturbed(registry.get(name), getattr(ops, name)) for name in registry.OPS})
 
     registry.bind = bind_disturbed
 
 
 def as_ranks(count: int) -> int:
-    """This program once for each rank, in a network namespace of their own. The first exit code that is not 0, or 0.
+    """Run this program once for each rank, in a network namespace of their own. Returns the first exit code that is not 0, or 0.
 
-    The store through which ranks find one another is this process's, as torchrun's is: each segment joins a new group in it.
+    This process has the store through which ranks find one another, as torchrun does. Each segment joins a new group in the store.
     """
     from torch.distributed import TCPStore
 
@@ -203,7 +203,7 @@ if __name__ == "__main__":
         for entry in entries:
             try:
                 codes.append(work(**entry | {"folder": Path(entry["folder"])}))
-            except BaseException as error:  # the next case is another's
+            except BaseException as error:  # the next case still runs
                 print(f"{entry['folder']}: {type(error).__name__}: {error}", file=sys.stderr)
                 codes.append(-1)
     recorder.stop()

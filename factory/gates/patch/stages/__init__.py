@@ -1,1 +1,1 @@
-"""The patch gate (DESIGN §5): a stage a file, named as the stage; ``gate`` has their order, and decides."""
+"""The patch gate (DESIGN §5). Each stage is a file with the stage's name. ``gate`` has their order and decides."""

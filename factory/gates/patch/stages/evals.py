@@ -1,4 +1,4 @@
-"""Are the weights that training left no worse on held-out documents? By the judge's own model.
+"""Checks that the trained weights are not worse on held-out documents. The judge's own model scores them.
 
 Apart because each stage of the gate is one file.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from factory.gates.case import NOTHING_HELD_OUT, PatchCase, StageResult, passed
 from factory.gates.patch.held_out import gains, held_out_texts, scores
 from factory.gates.patch.policy import PatchPolicy
+from kernels.contract.message import Message
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
@@ -20,5 +21,9 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     found = gains(candidate, baseline)
     means = {domain: sum(values) / len(values) for domain, values in found.items()}
     worst = min(means, key=means.__getitem__)
-    reason = f"{len(texts)} held-out documents; the worst domain, {worst}, {-means[worst]:+.4f} bits per byte"
+    reason = Message(
+        "patch.scored",
+        "{documents} held-out documents were scored. The worst domain is {domain}, {change:+.4f} bits per byte.",
+        documents=len(texts), domain=worst, change=-means[worst],
+    )  # fmt: skip
     return StageResult(passed(reason, gains=found))

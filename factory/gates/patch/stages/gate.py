@@ -1,6 +1,6 @@
-"""The patch gate (DESIGN §5): its stages in order, from cheap to expensive. The first that does not pass ends it.
+"""The patch gate (DESIGN §5): its stages in order, from cheap to expensive. The first stage that does not pass ends the gate.
 
-All code that a patch could have changed runs in the sandbox; the gate believes only what approved code observes from outside.
+All code that a patch could have changed runs in the sandbox. The gate believes only what approved code observes from outside.
 """
 
 from __future__ import annotations

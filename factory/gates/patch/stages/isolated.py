@@ -1,7 +1,7 @@
-"""Is every op whose implementation the patch switches faster alone? By ``kernels.contract.bench`` of the baseline's code.
+"""Checks that every op whose implementation the patch switches is not slower alone, by ``kernels.contract.bench`` of the baseline's code.
 
-Asked only where both implementations are approved code, as a process cannot be trusted to time itself. Each timing is
-followed by one of the old implementation against itself (A/A): while that shows a difference, another program disturbs the clock.
+The stage runs only if both implementations are approved code, because a process cannot be trusted to time itself. After each timing the
+old implementation is timed against itself (A/A). If that shows a difference, another program disturbs the clock.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from factory.gates.patch.stages.training import recipe_for
 from factory.gates.patience import baseline_stopped, out_of_time
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
+from kernels.contract.message import Message
 
 UNLIKE = 1.02  # A/A ratio beyond which the clock is not trusted
 
@@ -30,8 +31,14 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
     if any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed("new code is not timed alone; the time of the whole training step decides"))
-    # Only approved code runs, so what it compiled before may be used.
+        return StageResult(
+            not_needed(
+                Message(
+                    "patch.new_code_alone", "New code is not timed alone: the time of the whole training step decides."
+                )
+            )
+        )
+    # Only approved code runs, so its compiled files may be used.
     work = case.workspace.root / "cache" / f"workbench{devices.label()}"
     recipe = recipe_for(case, case.start, case.baseline)
     return StageResult(compare(case.policy.isolated, ops_of(case), recipe, case.baseline, work))
@@ -43,9 +50,9 @@ def compare(
     """Raises: IsolationError."""
     switched = [op for op in ops if op.before != op.after]
     if not switched:
-        return not_needed("the patch switches no op to another implementation")
+        return not_needed(Message("patch.no_switch", "The patch switches no op to another implementation."))
     work.mkdir(parents=True, exist_ok=True)
-    recipe_path = work.with_name(f"{work.name}-recipe.yaml")  # where the code that is timed cannot write
+    recipe_path = work.with_name(f"{work.name}-recipe.yaml")  # outside the folder that the timed code can write
     recipe_path.write_text(yaml.safe_dump(recipe))
     found: dict[str, Any] = {}
     for op in switched:
@@ -66,11 +73,13 @@ def compare(
                 try:
                     answers.append(json.loads(timed.stdout))
                 except ValueError:
-                    why = f"{op.op} could not be timed alone: {timed.why()}"
                     if timed.timed_out:
-                        what = f"timing {op.op} alone"
+                        what = f"timing of {op.op}"
                         return out_of_time(baseline_stopped(what, policy.wall_seconds, "isolated.wall_seconds"))
-                    return missing(why)
+                    why = timed.why()
+                    return missing(
+                        Message("patch.not_timed_alone", "{op} could not be timed alone: {why}", op=op.op, why=why)
+                    )
             changed, control = answers
             if not (untrusted := _unlike_itself(control)):
                 break
@@ -81,22 +90,30 @@ def compare(
             "a_a": control["ratio"],
         }
         if untrusted:
-            reason = (
-                f"the timing of {op.op} cannot be trusted: {policy.tries} times in a row it was measured as {untrusted} than "
-                f"itself, the last time {control['ratio']:.2f}×; close other programs and have it judged again"
-            )
+            reason = Message(
+                "patch.unlike_itself",
+                "The timing of {op} cannot be trusted: {tries} times in a row it measured as {slower} than itself, at last {ratio:.2f}×. Close "
+                "other programs and judge the patch again.",
+                op=op.op, tries=policy.tries, slower=untrusted, ratio=control["ratio"],
+            )  # fmt: skip
             return missing(reason, ops=found)
         if changed["ratio_high"] < policy.min_ratio:  # a difference within the noise is left to the whole step
-            reason = (
-                f"{op.op}: {op.after} is {changed['ratio']:.2f}× as fast as {op.before} alone (three of four pairs are below "
-                f"{changed['ratio_high']:.2f}×); at least {policy.min_ratio:.2f}× is needed"
-            )
+            reason = Message(
+                "patch.slower_alone",
+                "{op}: alone, {after} is {ratio:.2f}× as fast as {before} (three of four pairs are below {high:.2f}×). At least "
+                "{least:.2f}× is needed.",
+                op=op.op, after=op.after, before=op.before, ratio=changed["ratio"], high=changed["ratio_high"], least=policy.min_ratio,
+            )  # fmt: skip
             return failed(reason, ops=found)
-    return passed(*(f"{name}: {n['ratio']:.2f}× alone (A/A {n['a_a']:.2f})" for name, n in found.items()), ops=found)
+    alone = [
+        Message("patch.alone", "{op}: {ratio:.2f}× alone (A/A {a_a:.2f})", op=name, ratio=n["ratio"], a_a=n["a_a"])
+        for name, n in found.items()
+    ]
+    return passed(*alone, ops=found)
 
 
 def _unlike_itself(control: Mapping[str, float]) -> str:
-    """'faster' or 'slower', as an implementation was measured against itself; '': neither."""
+    """'faster' or 'slower', if an implementation measured so against itself; else ''."""
     if control["ratio_low"] > UNLIKE:
         return "faster"
     return "slower" if control["ratio_high"] < 1 / UNLIKE else ""

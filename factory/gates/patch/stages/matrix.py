@@ -1,7 +1,7 @@
-"""Tiny runs that execute every line of the trainer: does the candidate leave what the baseline leaves, and was all of the patch executed?
+"""Tiny runs that execute every line of the trainer. The candidate must leave what the baseline leaves, and all of the patch must be executed.
 
-The training stage's steps from one checkpoint see no anneal, no resume, no skipped step, no other optimiser, no ranks and no late
-step. What no run executed was not judged, and is not approved.
+The training stage's steps from one checkpoint have no anneal, resume, skipped step, other optimiser, ranks or late step. Code that no run
+executed was not judged, so it is not approved.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
 from factory.git import repository
 from factory.runs.running import Runs
+from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
-DRAWS = 3  # of data for a run that rounding decides
-_DECIDED = f"rounding decides what it does, on data drawn {DRAWS} times"
-REFERENCE = "{}\n"  # kernels.yaml that chooses nothing: every op's reference
-NATIVE = "factory-kernels"  # where kernels/native keeps what it built, below torch.compile's cache
+DRAWS = 3  # draws of data for a run that rounding decides
+REFERENCE = "{}\n"  # a kernels.yaml without choices: the reference of every op
+NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch.compile's cache
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if not any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed("the patch has no code"))
+        return StageResult(not_needed(Message("patch.no_code", "The patch has no code.")))
     rounds, runs, same, executed = may_round(case), 0, 0, Executed()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
     cases: Sequence[MatrixCase] = CASES
@@ -50,20 +50,33 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         compared = compare_runs(plan, baseline, candidate, cases, tools)
         differences, undecided = [one.worst for one in compared if one.worst is not None], []
         if differences and rounds:
-            with case.progress.task("how far rounding goes in these runs", 1):
+            with case.progress.task("effect of rounding", 1):
                 rounding = measure_rounding(
                     plan, replace(approved, folder=approved.folder / "disturbed"), baseline, compared
                 )
             if rounding.problem:
-                return StageResult(missing(f"how far rounding goes could not be measured: {rounding.problem}"))
+                return StageResult(
+                    missing(
+                        Message(
+                            "patch.rounding_not_measured",
+                            "The effect of rounding could not be measured: {problem}",
+                            problem=rounding.problem,
+                        )
+                    )
+                )
             differences, undecided = rounding.beyond, rounding.undecided
         runs, same = runs + len(compared) - len(undecided), same + sum(one.same_bits for one in compared)
         measured = {"runs": runs, "same_bits": same, "draws": draw, **seconds}
         if differences or (undecided and draw == DRAWS):
-            listed = [str(difference) for difference in differences] + [
-                f"run '{name}': {_DECIDED}" for name in undecided
-            ]
-            return StageResult(failed(*listed[:MOST_REASONS], differences=listed, **measured))
+            listed = [difference.message for difference in differences] + [
+                Message(
+                    "patch.rounding_decides",
+                    "run '{run}': rounding decides its result, on data drawn {draws} times",
+                    run=name, draws=DRAWS,
+                )
+                for name in undecided
+            ]  # fmt: skip
+            return StageResult(failed(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured))
         cases, tools = [one for one in CASES if one.name in undecided], ()
         if not cases:
             break
@@ -74,14 +87,21 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if left_out := never_executed(case, executed):
         return StageResult(missing(*_reasons(left_out), **_unexecuted(left_out), **measured))
     return StageResult(
-        passed(f"{runs} tiny runs are alike, {same} to the bit; all of the patch was executed", **measured)
-    )
+        passed(
+            Message(
+                "patch.runs_alike",
+                "{runs} tiny runs are alike, {same} of them to the bit. All of the patch was executed.",
+                runs=runs, same=same,
+            ),
+            **measured,
+        )
+    )  # fmt: skip
 
 
 def _draw(
     case: PatchCase[PatchPolicy], work: Path, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool]
 ) -> tuple[MatrixPlan, SideCode, MatrixRuns, MatrixRuns] | StageResult:
-    """Data drawn anew, the approved code, and what baseline and candidate made of the cases; or why that cannot be had."""
+    """Newly drawn data, the approved code, and the runs of baseline and candidate; or the stage's result if these cannot be made."""
     policy = case.policy.matrix
     compiled = devices.compiled(case.workspace.root, case.start.commit) / "inductor" / NATIVE if case.start else None
     kernels = kernels_of(case, case.baseline, work / "a")
@@ -107,11 +127,11 @@ def _draw(
         candidate = patiently(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
-        return StageResult(
-            out_of_time(stopped("the candidate's tiny runs", limits, baseline.seconds, "matrix.patience"))
-        )
+        return StageResult(out_of_time(stopped("tiny runs", limits, baseline.seconds, "matrix.patience")))
     if candidate.failed:
-        return StageResult(failed(f"tiny training runs: {candidate.failed}"))
+        return StageResult(
+            failed(Message("patch.runs_failed", "Tiny training runs: {problem}", problem=candidate.failed))
+        )
     return plan, approved, baseline, candidate
 
 
@@ -123,7 +143,7 @@ def _side(
     tools: Sequence[MatrixTool],
     who: str,
 ) -> MatrixRuns:
-    """``run_cases``, with a row in the ledger."""
+    """``run_cases`` with a row in the ledger."""
     code = case.applied.commit if side.instructions else case.applied.base
     runs = Runs(case.plant, side.folder, "patch gate", case.subject)
     arm = plan.together(cases, code, who)
@@ -134,7 +154,7 @@ def _side(
 
 
 def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
-    """Two kernels.yaml for one side's runs: no choice, and what ``code`` chooses here."""
+    """Two kernels.yaml for one side's runs: one without choices, and the choices of ``code`` here."""
     folder.mkdir(parents=True)
     chosen = case.start.kernels_of(code) if case.start else (code / KERNELS).read_text()
     paths = {}
@@ -145,7 +165,7 @@ def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mappin
 
 
 def may_round(case: PatchCase[PatchPolicy]) -> bool:
-    """An op may round otherwise, as the oracle judges that; other code only where the proposal says that it does."""
+    """True if results may round differently. The oracle judges ops. Other code may round differently only if the proposal says so."""
     if any(path.startswith("kernels/") for path in case.paths):
         return True
     message = repository.message(case.workspace.repository, case.applied.commit)
@@ -153,7 +173,7 @@ def may_round(case: PatchCase[PatchPolicy]) -> bool:
 
 
 def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Unexecuted]:
-    """What of the patch's Python files neither the tiny runs nor the op checks executed."""
+    """The parts of the patch's Python files that neither the tiny runs nor the op checks executed."""
     found = []
     for change in case.changes:
         if change.path.endswith(".py") and change.content is not None:
@@ -164,32 +184,49 @@ def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Une
 
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
-        return StageResult(out_of_time(baseline_stopped("the tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
-    return StageResult(missing(f"the baseline's own tiny runs failed: {side.failed}"))
-
-
-def _rounds(differ: int, runs: int) -> str:
-    return (
-        f"{differ} of {runs} tiny runs end with other bits, within the bound for rounding, and the proposal does not say so: keep the "
-        "order of the operations, or say in its hypothesis that it changes rounding"
+        return StageResult(out_of_time(baseline_stopped("tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
+    return StageResult(
+        missing(
+            Message("patch.baseline_runs_failed", "The baseline's own tiny runs failed: {problem}", problem=side.failed)
+        )
     )
 
 
+def _rounds(differ: int, runs: int) -> Message:
+    return Message(
+        "patch.rounds",
+        "{differ} of {runs} tiny runs end with other bits, within the bound for rounding, but the proposal does not say so. Keep the order of the "
+        "operations, or say in the hypothesis that the patch changes rounding.",
+        differ=differ, runs=runs,
+    )  # fmt: skip
+
+
 def _unexecuted(left_out: Sequence[Unexecuted]) -> dict[str, Any]:
-    """Evidence; ``waits_for``: the device on which the patch is judged again, where that may execute all that is left."""
+    """Evidence. ``waits_for``: the device on which the patch is judged again, if that device may execute all remaining parts."""
     found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
     (device, *others) = {part.device for part in left_out}
     return found | ({"waits_for": device} if device not in ("", devices.kind()) and not others else {})
 
 
-def _reasons(left_out: Sequence[Unexecuted]) -> list[str]:
-    more = [f"and {len(left_out) - MOST_REASONS} more lines"] if len(left_out) > MOST_REASONS else []
+def _reasons(left_out: Sequence[Unexecuted]) -> list[Message]:
     device = _unexecuted(left_out).get("waits_for")
-    waits = f"the patch waits, and is judged again by a daemon of this workspace where {device} is; to have the rest judged here, leave them out"
-    return [
-        "no run of the gate executed these parts of the patch, so they were not judged; "
-        + (waits if device else "leave them out, or, if they are for another device, propose them where that device is")
-        + ":",
-        *[str(part) for part in left_out[:MOST_REASONS]],
-        *more,
+    first = (
+        Message(
+            "patch.waits_for_device",
+            "No run of the gate executed these parts of the patch, so they were not judged. The patch waits until a daemon of this workspace runs on "
+            "{device}, which judges it again. To have the rest judged here, leave these parts out:",
+            device=device,
+        )
+        if device
+        else Message(
+            "patch.not_executed",
+            "No run of the gate executed these parts of the patch, so they were not judged. Leave them out, or propose parts for another device "
+            "where that device is:",
+        )
+    )
+    parts = [
+        Message("patch.part", "{path}:{line}: {source}", path=part.path, line=part.line, source=part.source)
+        for part in left_out[:MOST_REASONS]
     ]
+    more = len(left_out) - MOST_REASONS
+    return [first, *parts, *([Message("patch.more_lines", "and {more} more lines", more=more)] if more > 0 else [])]

@@ -1,6 +1,6 @@
-"""Is every changed op right? Against the reference in fp64: forward and every gradient, several shapes, hostile values.
+"""Checks every changed op against the reference in fp64: forward and every gradient, several shapes, hostile values.
 
-One pair of processes answers for this stage and for the exploits stage, which reads its part of the answers.
+One pair of processes answers for this stage and for the exploits stage.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from factory.gates.patch.changed_ops import NO_OP, ChangedOp, ops_of
 from factory.gates.patch.op_answers import Answers, answered, changed_tests
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import calls
+from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
 HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
@@ -38,26 +39,31 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
 
 def evidence(answers: Answers) -> StageEvidence:
-    """From the answers to ``oracle_jobs``. The process ends after all jobs: its end counts here only where there are no others."""
+    """The evidence of the answers to ``oracle_jobs``. The end of the process counts here only if there are no other jobs after them."""
     numbers = [number for number, job in enumerate(answers.jobs) if "case" in job]
     last = len(numbers) == len(answers.jobs)
-    return answers.evidence(numbers, "checks against fp64, forward and gradients", last=last)
+    right = Message(
+        "patch.ops_right",
+        "{checks} checks against fp64 passed, forward and gradients.",
+        checks=len(numbers),
+    )
+    return answers.evidence(numbers, right, last=last)
 
 
 def quick_check(
     policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str, baseline: Path, candidate: Path, work: Path
 ) -> StageEvidence:
-    """The oracle's checks alone. Raises: IsolationError."""
+    """The evidence of the oracle's checks alone. Raises: IsolationError."""
     jobs = oracle_jobs(policy, ops, precision)
     with answered(jobs, policy, baseline, candidate, work) as answers:
         return evidence(answers)
 
 
 def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
-    """Seeds are drawn each time, so that no answer can be prepared.
+    """The oracle's jobs. Seeds are drawn each time, so that no answer can be prepared.
 
-    All values and fp32 are tried on the policy's first case; the other cases at the recipe's own precision. In fp64, which
-    no training uses, an op may refuse to compute; where it does not, it must be right.
+    The policy's first case has all values and also fp32. The other cases have the recipe's precision. In fp64, which no training
+    uses, an op may refuse to compute. If it computes, it must be right.
     """
     from kernels.contract.precision import of_values
 

@@ -1,4 +1,4 @@
-"""May the patch touch these files, with this content? The rules are ``factory.git.scope``'s."""
+"""Checks that the patch may change these files to this content, by the rules of ``factory.git.scope``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from typing import Any
 from factory.gates.case import PatchCase, StageResult, failed, passed
 from factory.git import repository
 from factory.git.scope import problems
+from kernels.contract.message import Message
 
 
 def run(case: PatchCase[Any]) -> StageResult:
     modes = repository.modes(case.workspace.repository, case.applied.base)
     if found := problems(case.agents, case.changes, modes):
-        return StageResult(failed(*(f"out of scope: {problem}" for problem in found)))
-    return StageResult(passed(f"{len(case.changes)} files, all in scope"))
+        outside = [Message("scope.outside", "Out of scope: {problem}", problem=problem) for problem in found]
+        return StageResult(failed(*outside))
+    inside = Message("scope.inside", "All changed files are in scope ({files:|file|files}).", files=len(case.changes))
+    return StageResult(passed(inside))

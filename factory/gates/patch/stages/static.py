@@ -1,7 +1,7 @@
-"""Read the patch without running it: its source, its recipes, and whether its settings apply to this machine.
+"""Reads the patch without running it: its source, its recipes, and whether its settings apply to this machine.
 
-A patch here may change how a step is computed and never what it computes. What no run here would measure is 'missing': a gain measured
-for the rest of the patch would say nothing about it.
+A patch to this gate may change how a step is computed, never its result. A part that no run here would measure is 'missing', because the gain of
+the rest of the patch would say nothing about that part.
 
 Apart because each stage of the gate is one file.
 """
@@ -15,6 +15,7 @@ from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems
 from factory.gates.recipe_changes import RECIPES, learnt, recipe_changes, unused_recipes
 from factory.git.scope import Change
+from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
 MOST_REASONS = 8
@@ -29,14 +30,24 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     for change in case.changes:
         if change.path == KERNELS:
             unmeasured += other_devices(case.base_bytes(KERNELS), change.content)
-    return StageResult(missing(*unmeasured[:MOST_REASONS]) if unmeasured else passed("nothing to object to"))
+    return StageResult(
+        missing(*unmeasured[:MOST_REASONS])
+        if unmeasured
+        else passed(Message("patch.static_passed", "No rule objects to the source."))
+    )
 
 
-def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[str]:
-    """What a changed recipe or ``kernels.yaml`` may not say."""
+def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[Message]:
+    """The problems of a changed recipe or ``kernels.yaml``."""
     base = case.base_bytes(change.path) or b""
     if change.path == KERNELS and "fallback" in changed_sections(base, change.content):
-        return [f"{KERNELS}: only people may change 'fallback', which decides whether a failing kernel is hidden"]
+        return [
+            Message(
+                "patch.fallback",
+                "{file}: only people may change 'fallback', which decides whether a failing kernel stays unseen.",
+                file=KERNELS,
+            )
+        ]
     if change.path == KERNELS:
         return unknown_ops(change.content)
     if not change.path.startswith(RECIPES):
@@ -44,8 +55,12 @@ def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[str]:
     try:
         keys = learnt(recipe_changes(change, base.decode("utf-8", "replace")))
     except TrainerError as error:
-        return [str(error)]
-    found = [f"{change.path}: {key} changes what is computed" for key in keys]
-    return found + (
-        ["propose it as a patch that changes nothing but recipes: the recipe gate judges those"] if found else []
+        return [Message("patch.wrong_recipe", "{error}", error=error.message)]
+    found = [
+        Message("patch.computes_other", "{path}: {key} changes the result of a step.", path=change.path, key=key)
+        for key in keys
+    ]
+    only_recipes = Message(
+        "patch.only_recipes", "Propose the change as a patch to recipes only: the recipe gate judges such patches."
     )
+    return [*found, only_recipes] if found else []

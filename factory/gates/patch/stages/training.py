@@ -1,21 +1,19 @@
-"""N real training steps, baseline and candidate, in the sandbox (``session``): do they leave the same weights, and take less time?
+"""Runs N real training steps of baseline and candidate in the sandbox (``session``), and compares their weights and times.
 
-Time. A run is timed from outside, from the reveal of its data to its weights; ``timing`` makes seconds a step of it. The CPU seconds of the
-sandbox's processes are read at the same moments. The sessions alternate baseline, candidate, baseline, candidate, so that a machine that
-slows down shows as noise of the baseline, and so that what one process happens to get (where its memory lies, how its code was compiled)
-does not decide. Where new code looks faster in its first session, the second session of each side ends with a run that is ``long`` times as
-long. A gain that would promote is measured again with the candidate first; both measurements must show it. A baseline run of twice the
-steps is the control that is known to be slow. Where it does not look slow, or where the baseline's own runs differ too much, everything
-is measured again on new data, a few times within a budget.
+Time. A run is timed from outside, from the reveal of its data to its weights; ``timing`` computes the seconds of a step. The CPU seconds of the
+sandbox's processes are read at the same moments. The sessions alternate: baseline, candidate, baseline, candidate. So a machine that slows down
+shows as noise of the baseline, and properties of one process (its memory layout, its compilation) do not decide. If new code looks faster in
+its first session, the second session of each side ends with a run that is ``long`` times as long. A gain that would promote is measured again with
+the candidate first, and both measurements must show it. A baseline run of twice the steps is a control that must look slow. If it does not, or if
+the baseline's own runs differ too much, everything is measured again on new data, a few times within a budget.
 
-Result. Every run trains on data of its own (a fresh random seed), the same for a baseline and a candidate run, so that no weights can be
-prepared or stored from an earlier run. The weights are the candidate's only testimony: they are compared with the baseline's after the same
-steps on the same data, and the next stage scores those that are furthest apart. How far apart they may be is measured too: another
-baseline run leaves out as many steps as would be worth the least gain that counts, and the candidate must end much nearer than
-that. So no gain comes from doing less.
+Result. A fresh random seed decides the data of each pair of runs, so no weights can be prepared or stored from an earlier run. The weights are the
+candidate's only testimony. They are compared with the baseline's after the same steps on the same data, and the next stage scores the pair
+that is furthest apart. The allowed distance is measured too: another baseline run leaves out as many steps as the least gain that counts is worth,
+and the candidate must end much nearer than that. So doing less earns no gain.
 
-The next segment continues from a whole checkpoint, so every run must leave one. Of one pair in each two sessions, drawn at random, the
-optimiser's moments, the position in the data, the recipe and the anomaly detector's state are compared by the same rule.
+The next segment continues from a whole checkpoint, so every run must leave one. Of one pair in each two sessions, drawn at random, the optimiser's
+moments, the position in the data, the recipe and the anomaly detector's state are compared by the same rule.
 """
 
 from __future__ import annotations
@@ -44,19 +42,20 @@ from factory.runs.arm import Arm, for_one_rank
 from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
 from factory.runs.trace import step_lines
+from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
 from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
 BASELINE, CANDIDATE = "baseline", "candidate"
-DRAWN = 5  # the number of steps is the policy's and up to one in so many more
-WARM_STEPS = 20  # of a process, at most: until then its runs are some percent slower
+DRAWN = 5  # the policy's number of steps grows at random, by at most one step in DRAWN
+WARM_STEPS = 20  # warm-up steps of a process, at most; before them its runs are some percent slower
 Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 
 @dataclass(frozen=True)
 class Side:
-    """Baseline or candidate: its code, the commit that the code is, its recipe, and the folder that only its own runs write to."""
+    """Baseline or candidate: its code with the commit, its recipe, and the folder that only its own runs write."""
 
     code: Path
     commit: str
@@ -65,7 +64,7 @@ class Side:
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    """Passes to the evals stage the pair of runs whose weights differ most."""
+    """The result, which hands the pair of runs whose weights differ most to the evals stage."""
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
@@ -77,16 +76,16 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     )
     new_code = any(path.endswith(".py") for path in case.paths)
     policy = case.policy.training
-    more = secrets.randbelow(1 + policy.steps // DRAWN)  # a fixed number would tell a run that it is judged
+    more = secrets.randbelow(1 + policy.steps // DRAWN)  # a fixed number would tell a run that it is being judged
     policy = policy.model_copy(update={"steps": policy.steps + more})
     runs = Runs(case.plant, case.work, "patch gate", case.subject)
     return StageResult(*compare_training(runs, policy, case.start, baseline, candidate, new_code, case.tries))
 
 
 def recipe_for(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[str, Any]:
-    """The trunk's recipe with the gate's batch; where the patch changes how the recipe's step is computed, as ``code`` has it.
+    """The trunk's recipe with the gate's batch. If the patch changes how the recipe's step is computed, with the settings of ``code``.
 
-    The trunk may be older than a change that was merged since, whose gain must not be credited to this patch.
+    The trunk may be older than a merged change, and this patch must not be credited with the gain of that change.
     """
     recipe = dict(start.recipe)
     batch = dict(recipe["batch"])
@@ -98,7 +97,7 @@ def recipe_for(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[s
         recipe["compile"] = own["compile"]
         micro = own["batch"]["micro_sequences"]
         batch["micro_sequences"] = micro if micro and batch["sequences"] % micro == 0 else None
-    # The noise scale splits a step, whose new shapes would be compiled within one of the few steps that are timed.
+    # The noise scale splits a step. Its new shapes would be compiled during one of the few timed steps.
     return recipe | {"batch": batch, "stability": recipe["stability"] | {"noise_scale_every": 0}}
 
 
@@ -113,10 +112,10 @@ def compare_training(
 ) -> tuple[StageEvidence, Pair | None]:
     """The stage's evidence, and the pair of runs whose weights are furthest apart. Raises: IsolationError.
 
-    ``new_code``: some of the candidate's code was not approved before, so that its gain must show in long runs too.
-    ``tries``: on the same target, as the judge counts them.
+    ``new_code``: the candidate has code that was not approved before, so long runs must show its gain too.
+    ``tries``: the judge's number of tries on this target.
     """
-    compiled = devices.compiled(runs.plant.workspace.root, start.commit)  # by approved code while it trained
+    compiled = devices.compiled(runs.plant.workspace.root, start.commit)  # by approved code during training
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     comparison = _Comparison(
         runs, policy, start, {BASELINE: baseline, CANDIDATE: candidate}, new_code, compiled, origin
@@ -126,13 +125,20 @@ def compare_training(
     found, pair = comparison.measure_steadily()
     if found["state"] != "passed" or judge_measurement(policy, found, tries).outcome != PROMOTE:
         return found, pair
-    runs.plant.say("  training: a gain; it is measured again, the candidate first")
+    runs.plant.say(
+        Message(
+            "patch.measure_again", "  training: a gain was measured. It is measured again, with the candidate first"
+        )
+    )
     again, other = replace(comparison, repeated_s=found["session_seconds"]).measure_steadily()
     found["again"] = again
     if again["state"] != "passed":
-        found |= {"state": again["state"], "reasons": [f"measured again: {reason}" for reason in again["reasons"]]}
+        reasons = [Message("patch.second_time", "Measured again: {reason}", reason=one) for one in again["reasons"]]
+        found |= {"state": again["state"], "reasons": reasons}
     else:
-        found["reasons"] = [f"{found['reasons'][0]}, and as many again"]
+        found["reasons"] = [
+            Message("patch.trained_twice", "{trained} The same runs were made again.", trained=found["reasons"][0])
+        ]
     return found, other if other is None or again["drift"] > found["drift"] else pair
 
 
@@ -141,25 +147,25 @@ def compare_training(
 class PlannedRun:
     seed: int  # of its data
     steps: int
-    whole: bool = False  # its whole checkpoint is compared, not its weights alone
-    early: int = 0  # its weights after this many steps are wanted too; 0: they are not
+    whole: bool = False  # its whole checkpoint is compared, not only its weights
+    early: int = 0  # also keep its weights after this many steps; 0: do not
 
     def saving(self, first_step: int) -> dict[str, int]:
-        """The recipe's keys that have the early weights saved; the run ends before the next multiple."""
+        """The recipe's keys that save the early weights. The run ends before the next checkpoint."""
         return {"checkpoint_every": first_step + self.early, "keep_checkpoints": 2} if self.early else {}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """``sessions``: of each process its side and its runs, a control and then timed runs on the same data as the other side's."""
+    """``sessions``: the side and the runs of each process. A control run comes first, then timed runs on the same data as the other side's."""
 
-    sessions: Sequence[tuple[str, list[PlannedRun]]]  # two of each side, in the order in which they run
+    sessions: Sequence[tuple[str, list[PlannedRun]]]  # two of each side, in order
     whole: tuple[int, int]  # the timed runs whose checkpoints are compared whole, one of each half
-    long: PlannedRun  # at the end of the second half's sessions, where new code looks faster
+    long: PlannedRun  # the last run of the second half's sessions, if new code looks faster
 
     @classmethod
     def draw(cls, policy: TrainingPolicy, candidate_first: bool) -> Plan:
-        """The baseline's controls leave out steps and make twice the steps; the candidate's are brief, and show its own overhead."""
+        """The baseline's controls leave out steps and make twice the steps. The candidate's controls are brief and show its overhead."""
         half = policy.pairs // 2
         whole = (secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half))
         timed = [PlannedRun(_seed(), policy.steps, whole=number in whole) for number in range(policy.pairs)]
@@ -169,18 +175,20 @@ class Plan:
         sessions: list[tuple[str, list[PlannedRun]]] = []
         for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
             pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_STEPS), *runs])]
-            sessions += reversed(pair) if candidate_first else pair  # a machine that becomes quieter helps who is last
+            sessions += (
+                reversed(pair) if candidate_first else pair
+            )  # a machine that becomes quieter helps the last side
         return cls(sessions, whole, long)
 
 
 @dataclass
 class SideRuns:
-    """What the sessions of one side left so far."""
+    """The runs of one side's sessions so far."""
 
-    controls: list[TimedRun] = field(default_factory=list)  # one a session
+    controls: list[TimedRun] = field(default_factory=list)  # one per session
     timed: list[TimedRun] = field(default_factory=list)
     long: TimedRun | None = None
-    overheads: list[float] = field(default_factory=list)  # seconds of a timed run besides its steps; the baseline's
+    overheads: list[float] = field(default_factory=list)  # of the baseline: seconds of a timed run without its steps
     session_s: list[float] = field(default_factory=list)
 
     def total(self, runs: int) -> float:
@@ -189,7 +197,7 @@ class SideRuns:
 
 
 class _EndedEarly(Exception):
-    """A session left no runs to compare, or runs that differ: ``evidence`` says why."""
+    """A session left no runs to compare, or runs that differ. ``evidence`` has the reason."""
 
     def __init__(self, evidence: StageEvidence) -> None:
         super().__init__(evidence["reasons"][0])
@@ -198,7 +206,7 @@ class _EndedEarly(Exception):
 
 @dataclass(frozen=True)
 class _Comparison:
-    """What is the same in all of the stage's measurements."""
+    """The values that all measurements of the stage share."""
 
     runs: Runs
     policy: TrainingPolicy
@@ -207,33 +215,43 @@ class _Comparison:
     new_code: bool
     compiled: Path  # by approved code
     origin: Tensors
-    repeated_s: float = 0.0  # of the baseline's first session in the measurement that this repeats; 0: it repeats none
+    repeated_s: float = (
+        0.0  # of the baseline's first session in the repeated measurement; 0: this is the first measurement
+    )
 
     def measure_steadily(self) -> tuple[StageEvidence, Pair | None]:
-        """``measure``, again on new data while the baseline's own runs differ too much: ``tries`` times within the budget."""
+        """``measure``, and measure again on new data while the baseline's own runs differ too much, at most ``tries`` times within the budget."""
         policy = self.policy
         discarded: list[dict[str, Any]] = []
         began, longest = time.monotonic(), 0.0
         while True:
             round_began = time.monotonic()
             found, pair = self.measure()
-            decided = pair is None or training_differs(policy, found)  # whatever its clock says
-            doubt = "" if decided else too_noisy(policy, found, 1 + len(discarded))
+            decided = pair is None or training_differs(policy, found)  # independent of its clock
+            doubt = None if decided else too_noisy(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
             now = time.monotonic()
             longest = max(longest, now - round_began)
             if not doubt or len(discarded) + 1 >= policy.tries or now - began + longest > policy.budget_seconds:
                 if doubt and found["state"] == "missing":
-                    found["reasons"] = [f"{doubt}; measured {len(discarded) + 1} of at most {policy.tries} times"]
+                    found["reasons"] = [
+                        Message(
+                            "patch.still_noisy",
+                            "In measurement {measurements} of at most {tries}, {doubt}.",
+                            measurements=len(discarded) + 1, tries=policy.tries, doubt=doubt,
+                        )
+                    ]  # fmt: skip
                 return found, pair
-            self.runs.plant.say(f"  training: {doubt}; measured again")
+            self.runs.plant.say(
+                Message("patch.measured_again", "  training: {doubt}. It is measured again", doubt=doubt)
+            )
             noise = noise_of(found) if "baseline_seconds" in found else None
             seconds = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
             discarded.append({"doubt": doubt, "noise": noise} | seconds)
 
     def measure(self) -> tuple[StageEvidence, Pair | None]:
-        """Four sessions on data of their own: the evidence, and the pair that is furthest apart; no pair where they ended early."""
+        """Run four sessions on new data. Returns the evidence and the pair that is furthest apart; None if the sessions ended early."""
         plan = Plan.draw(self.policy, candidate_first=bool(self.repeated_s))
         runs = {BASELINE: SideRuns(), CANDIDATE: SideRuns()}
         try:
@@ -245,11 +263,12 @@ class _Comparison:
     def _run(self, plan: Plan, runs: dict[str, SideRuns]) -> None:
         """Raises: _EndedEarly."""
         half = self.policy.pairs // 2
-        with self.runs.plant.progress.task("training steps, baseline and candidate", 2 * self.policy.pairs) as task:
+        title = Message("patch.training_task", "training steps, baseline and candidate")
+        with self.runs.plant.progress.task(title, 2 * self.policy.pairs) as task:
             for number, (name, planned) in enumerate(plan.sessions):
                 faster = number >= 2 and runs[BASELINE].total(half) > runs[CANDIDATE].total(half)
                 long = [plan.long] if self.new_code and faster and not self.repeated_s else []
-                before_s = (runs[BASELINE].session_s or [self.repeated_s])[-1]  # of the baseline's session before it
+                before_s = (runs[BASELINE].session_s or [self.repeated_s])[-1]  # of the baseline's session before
                 session, folder = self._session(name, [*planned, *long], before_s)
                 control, *done = session.runs[: len(planned)]
                 left = runs[name]
@@ -261,22 +280,22 @@ class _Comparison:
                     left.overheads += [run.seconds - _recorded_span(at) for run, at in zip(done, session.folders[2:])]
                 remove(folder / "segments")
                 task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
-                if number == 1:  # a pair of sessions is enough to see a difference
+                if number == 1:  # one pair of sessions is enough to show a difference
                     found, _ = self._weights(plan, runs)
                     if training_differs(self.policy, found):
                         raise _EndedEarly(failed(training_difference(self.policy, found), **found))
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
-        """A session of one side, and its folder; a stopped candidate's is tried again, with a longer limit. Raises: _EndedEarly."""
+        """A session of one side and its folder. A stopped session of the candidate is tried again with a longer limit. Raises: _EndedEarly."""
         policy, side = self.policy, self.sides[name]
         if name == BASELINE:
-            usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # steps that wall_seconds are for
+            usual = (policy.pairs - policy.pairs // 2 + 2) * policy.steps  # the steps for which wall_seconds is meant
             limits: tuple[float, ...] = (policy.wall_seconds * max(1.0, sum(run.steps for run in runs) / usual),)
         else:
             limits = policy.patience.limits(before_s)
 
         def attempt(number: int, limit: float) -> tuple[PatchSession, Path]:
-            if number:  # the first attempt saw this data: nothing that it wrote may be there now
+            if number:  # the first attempt saw this data, so nothing that it wrote may remain
                 for written in side.folder.glob("*/cache"):
                     remove(written.parent)
                 copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
@@ -284,24 +303,28 @@ class _Comparison:
 
         session, folder = patiently(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
-            raise _EndedEarly(out_of_time(baseline_stopped("a training session", limits[0], "training.wall_seconds")))
+            raise _EndedEarly(out_of_time(baseline_stopped("training session", limits[0], "training.wall_seconds")))
         if session.out_of_time:
-            who = "the candidate's training session"
-            raise _EndedEarly(out_of_time(stopped(who, limits, before_s, "training.patience")))
+            raise _EndedEarly(out_of_time(stopped("training session", limits, before_s, "training.patience")))
         if session.failed:
-            says = failed if name == CANDIDATE else missing  # the baseline's failure says nothing about the candidate
-            raise _EndedEarly(says(f"the {name}'s training run failed: {session.failed}"))
+            says = (
+                failed if name == CANDIDATE else missing
+            )  # a failure of the baseline says nothing about the candidate
+            failure = Message(
+                "patch.training_failed", "The {side}'s training failed: {problem}", side=name, problem=session.failed
+            )
+            raise _EndedEarly(says(failure))
         return session, folder
 
     def _train(self, name: str, runs: Sequence[PlannedRun], wall_seconds: float) -> tuple[PatchSession, Path]:
-        """A warm-up and the other runs in one process, and the new folder that they are in; one row in the ledger stands for them.
+        """Train a warm-up and the other runs in one process. Returns the session and its new folder. One row of the ledger stands for all runs.
 
-        What the side compiled before moves along. No folder that a candidate wrote in is used again, and the folder's name is random.
+        The side's compiled files move along. A folder that a candidate wrote in is not used again, and the folder's name is random.
         """
         start, side = self.start, self.sides[name]
         folder = side.folder / secrets.token_hex(4)
         folder.mkdir(parents=True)
-        for compiled in side.folder.glob("*/cache"):  # one, or none
+        for compiled in side.folder.glob("*/cache"):  # at most one
             compiled.rename(folder / "cache")
         base = {
             "kind": "trunk", "recipe": for_one_rank(side.recipe), "data_plan": start.plan, "first_step": start.step,
@@ -321,7 +344,7 @@ class _Comparison:
         return session, folder
 
     def _evidence(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, Pair]:
-        """From all four sessions. Raises: _EndedEarly, when a checkpoint is not one that training could continue from."""
+        """The evidence of all four sessions. Raises: _EndedEarly if training could not continue from a checkpoint."""
         policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
         evidence, drifts = self._weights(plan, runs)
         pairs = list(zip(candidate.timed, baseline.timed, strict=True))
@@ -329,27 +352,37 @@ class _Comparison:
         for number in plan.whole:
             ours, theirs = pairs[number]
             if wrong := differs(ours.rest, theirs.rest, away, policy.max_drift):
-                reason = f"the candidate's checkpoint would not continue training as the baseline's would: {wrong}"
+                reason = Message(
+                    "patch.checkpoint_differs",
+                    "Training would not continue from the candidate's checkpoint as from the baseline's: {difference}",
+                    difference=wrong,
+                )
                 raise _EndedEarly(failed(reason, **evidence))
         evidence |= _times(policy, baseline, candidate)
         evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.kind()}
         evidence |= {"session_seconds": baseline.session_s[0]}
         furthest = pairs[drifts.index(max(drifts))]
         if doubt := evidence.get("doubt"):
-            return missing(doubt, **evidence), furthest
+            return missing(
+                Message("patch.doubt", "The times cannot be used: {doubt}.", doubt=doubt), **evidence
+            ), furthest
         if baseline.long and candidate.long:
             overhead = evidence["overhead_seconds"]
             evidence["long"] = long_timing(baseline.long.seconds, candidate.long.seconds, plan.long.steps, overhead) | {
                 "drift": drift(candidate.long.weights, baseline.long.weights, self.origin),
                 "control_drift": drift(baseline.long.early, baseline.long.weights, self.origin, of_one=False),
             }
-        reason = f"{policy.pairs} runs of {policy.steps} steps a side, from step {self.start.step}"
+        reason = Message(
+            "patch.trained",
+            "Each side made {runs} runs of {steps} steps, from step {step}.",
+            runs=policy.pairs, steps=policy.steps, step=self.start.step,
+        )  # fmt: skip
         return {"state": "passed", "reasons": [reason], **evidence}, furthest
 
     def _weights(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[dict[str, Any], list[float]]:
-        """How far apart the weights are, as evidence, and each pair's distance."""
+        """Evidence with the distance of the weights, and the distance of each pair."""
         baseline, candidate = runs[BASELINE], runs[CANDIDATE]
-        fewer, all_steps = baseline.controls[0], baseline.timed[plan.whole[0]]  # the same data, but for some steps
+        fewer, all_steps = baseline.controls[0], baseline.timed[plan.whole[0]]  # the same data, without some steps
         control = drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
         pairs = zip(candidate.timed, baseline.timed, strict=True)
         drifts = [drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
@@ -359,7 +392,7 @@ class _Comparison:
 
 
 def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:
-    """The evidence of the wall clock, and as ``cpu`` that of the CPU seconds of the whole tree and of the busiest thread."""
+    """The evidence of the wall clock, and in ``cpu`` the evidence of the CPU seconds of all processes and of the busiest thread."""
     twice = baseline.controls[1]
 
     def by(clock: Callable[[TimedRun], float], overhead: float | None = None) -> dict[str, Any]:
@@ -379,6 +412,6 @@ def _seed() -> int:
 
 
 def _recorded_span(folder: Path) -> float:
-    """Seconds from the end of the first step to the end of the last, as the baseline (approved code) recorded them."""
+    """Seconds from the end of the first step to the end of the last step, as the baseline (approved code) recorded them."""
     lines = step_lines(folder, "metrics.jsonl")
     return float(lines[-1]["time"] - lines[0]["time"])

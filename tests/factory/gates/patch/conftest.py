@@ -1,4 +1,4 @@
-"""One plan of tiny runs, and what the baseline's code made of the first, for all tests that look at runs of the matrix."""
+"""One plan of tiny runs, and the baseline's first run, for all tests of the matrix."""
 
 from __future__ import annotations
 

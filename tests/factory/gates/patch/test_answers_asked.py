@@ -1,4 +1,4 @@
-"""What the two processes of the op checks are asked, see and may take; and tests of ops that a patch changes."""
+"""The requests, visible files and limits of the two processes of the op checks; and changed tests of ops."""
 
 from __future__ import annotations
 
@@ -24,6 +24,9 @@ from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patience import Patience
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox import sandbox
+from kernels.contract.message import Message
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import codes
 
 POLICY = OraclePolicy(
     wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0)
@@ -94,31 +97,36 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
         "readonly": [patch, question, given / "inputs", DRIVER, EXECUTED], "output": out, "cwd": patch,
     }  # fmt: skip
     assert (answers.seconds, answers.baseline_seconds) == (40.0, 20.0) and answers.truth == given / "truth"
-    assert (answers.missing, answers.died, answers.log, answers.out_of_time) == ("", "", "", False)
+    assert (answers.missing, answers.died, answers.log, answers.out_of_time) == (None, None, "", False)
     assert answers.executed.lines == {"kernels/a.py": {3}} and answers.instructions == ["kernels/a.py"]
 
 
 @pytest.mark.parametrize(
     ("runs", "missing", "died", "late"),
     [
-        ([ended(3)], ["could not be made", "last words"], [], False),
-        ([ended(9, "wall")], ["70 s with approved code", "oracle.wall_seconds"], [], True),
-        ([ended(), ended(5)], [], ["code 5: last words"], False),
-        ([ended(), ended(9, "memory")], [], ["memory limit"], False),
-        ([ended(), ended(9, "wall"), ended(5)], [], ["code 5"], False),
-        ([ended(), ended(9, "wall"), ended(9, "wall")], [], ["checks", "40 s, then 100 s", "20 s", "oracle.patience"], True),
-        ([ended(), ended(9, "wall"), ended()], [], [], False),
+        ([ended(3)], expect("patch.no_inputs", problem="ended with code 3: last words"), None, False),
+        ([ended(9, "wall")], expect("gates.baseline_stopped", seconds=70.0, key="oracle.wall_seconds"), None, True),
+        ([ended(), ended(5)], None, "code 5: last words", False),
+        ([ended(), ended(9, "memory")], None, "memory limit", False),
+        ([ended(), ended(9, "wall"), ended(5)], None, "code 5", False),
+        (
+            [ended(), ended(9, "wall"), ended(9, "wall")], None,
+            expect("gates.stopped", what="checks", limits=[40.0, 100.0], baseline=20.0, key="oracle.patience"), True,
+        ),
+        ([ended(), ended(9, "wall"), ended()], None, None, False),
     ],
 )  # fmt: skip
-def test_what_ended_early_is_told(
-    processes: Callable[..., Processes], tmp_path: Path, runs: Any, missing: list[str], died: list[str], late: bool
+def test_early_ends_are_reported(
+    processes: Callable[..., Processes], tmp_path: Path, runs: Any, missing: Any, died: Any, late: bool
 ) -> None:
     told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
     (tmp_path / "work").mkdir()  # as it may be
     with answered([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
         pass
-    for said, words in ((answers.missing, missing), (answers.died, died)):
-        assert bool(said) == bool(words) and all(word in said for word in words), said
+    for said, expected in ((answers.missing, missing), (answers.died, died)):
+        assert bool(said) == bool(expected), said
+        if said:  # what the sandbox says is its own text
+            assert expected in said if isinstance(expected, str) else tells([said], expected)
     assert answers.out_of_time == late and len(told.asked) == len(runs)
     assert answers.log == (("x" * 3000 + "\nlast words")[-2000:] if died else "")
     assert (answers.seconds, answers.baseline_seconds) == (20.0 * min(len(runs), 2), 20.0)
@@ -130,16 +138,18 @@ def test_what_ended_early_is_told(
 
 
 @pytest.mark.parametrize("left", ["{", "[]", "{}", '{"lines": 3}', "[" * 100_000, "null"])
-def test_notes_that_cannot_be_read_are_none(tmp_path: Path, left: str) -> None:
+def test_an_unreadable_record_is_empty(tmp_path: Path, left: str) -> None:
     (tmp_path / "executed.json").write_text(left)
     folder = os.open(tmp_path, os.O_RDONLY)
     assert op_answers.executed_in(folder) == Executed()
     os.close(folder)
 
 
-def test_jobs_have_names() -> None:
-    assert op_answers.named(JOB) == "swiglu (fast; small, fp32, normal values)"
-    assert op_answers.named(JOB | {"about": "call 3"}) == "swiglu (fast; call 3)"
+def test_reasons_name_the_job() -> None:
+    wrong = Message("patch.test", "wrong")
+    said = {"op": "swiglu", "implementation": "fast", "about": "small, fp32, normal values", "problem": wrong}
+    assert op_answers._of_job(JOB, wrong).data == said
+    assert op_answers._of_job(JOB | {"about": "call 3"}, wrong).data == said | {"about": "call 3"}
 
 
 # -- one answer --------------------------------------------------------------------------------------------------------
@@ -148,29 +158,30 @@ UNCHANGED = {"inputs changed": torch.zeros(0, dtype=torch.int64)}
 
 
 @pytest.mark.parametrize(
-    ("left", "words"),
+    ("left", "expected"),
     [
         (ONE | UNCHANGED, []),
-        (ONE, ["changes its inputs"]),  # it does not say that it does not
-        (ONE | UNCHANGED | {"launches": torch.tensor([2, 0])}, ["launches none"]),
+        (ONE, ["patch.op_changes_inputs"]),  # it does not say that it does not
+        (ONE | UNCHANGED | {"launches": torch.tensor([2, 0])}, ["patch.op_no_launch"]),
         (ONE | UNCHANGED | {"launches": torch.tensor([2, 1])}, []),
-        (ONE | UNCHANGED | {"launches": torch.tensor(-1)}, ["launches none"]),
-        (ONE | UNCHANGED | {"launches": torch.tensor(1.0)}, ["launches none"]),
+        (ONE | UNCHANGED | {"launches": torch.tensor(-1)}, ["patch.op_no_launch"]),
+        (ONE | UNCHANGED | {"launches": torch.tensor(1.0)}, ["patch.op_no_launch"]),
         (ONE | UNCHANGED | {"later output 0": torch.ones(2)}, []),
-        (ONE | UNCHANGED | {"later output 0": torch.zeros(2)}, ["output 0 changed after"]),
-        (UNCHANGED | {"later output 0": torch.zeros(2)}, ["output 0 has a different"]),
-        (UNCHANGED | {"output 0": torch.ones(2).double(), "later output 0": torch.ones(2)}, ["output 0 has a different"]),
-        ({"raised": torch.tensor([list(b"Odd: \xff\n"), list(b"x" * 7)], dtype=torch.uint8)}, ["it raised Odd: "]),
-        ({"output 0": torch.zeros(2), "launches": torch.tensor(0)}, ["changes its inputs", "launches none", "off by"]),
+        (ONE | UNCHANGED | {"later output 0": torch.zeros(2)}, ["patch.op_late"]),
+        (UNCHANGED | {"later output 0": torch.zeros(2)}, ["patch.op_shape"]),
+        (UNCHANGED | {"output 0": torch.ones(2).double(), "later output 0": torch.ones(2)}, ["patch.op_shape"]),
+        ({"raised": torch.tensor([list(b"Odd: \xff\n"), list(b"x" * 7)], dtype=torch.uint8)}, ["patch.op_raised"]),
+        ({"output 0": torch.zeros(2), "launches": torch.tensor(0)}, ["patch.op_changes_inputs", "patch.op_no_launch", "patch.op_off"]),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_an_answer(tmp_path: Path, left: dict[str, torch.Tensor], words: list[str]) -> None:
+def test_problems_of_an_answer_are_named(tmp_path: Path, left: dict[str, torch.Tensor], expected: list[str]) -> None:
     save_file({"output 0": torch.ones(2, dtype=torch.float64)}, tmp_path / "exact-7.safetensors")
     save_file(ONE, tmp_path / "eager-7.safetensors")
     save_file(left, tmp_path / "answer-7.safetensors")
     with opened(tmp_path) as folder:
         wrong, share = compare(tmp_path, folder, 7)
-    assert len(wrong) == len(words) and all(word in one for word, one in zip(words, wrong)), wrong
+    assert codes(wrong) == expected, wrong
+    assert all(one.data.get("result", "output 0") == "output 0" for one in wrong)
     assert (share == float("inf")) == ("raised" in left)
 
 
@@ -183,7 +194,7 @@ def opened(folder: Path) -> Any:
         os.close(held)
 
 
-def test_what_was_raised_is_cut() -> None:
+def test_long_exceptions_are_cut() -> None:
     said = op_answers._text(torch.tensor([list(b"a" * 300)] * 9, dtype=torch.int32))
     assert said.startswith("a" * 300) and len(said) <= 400
     assert len(op_answers._text(torch.tensor(list(b"\x01 " * 1000 + b"end")))) <= 400
@@ -233,18 +244,18 @@ def truth(tmp_path: Path) -> Answers:
 OFF = {"output 0": torch.full((2,), 1.1)}
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({}, ""),
-    ({"words": WORDS | {"cost": {"forward_flops": 1}}}, "cost model"),
-    ({"given": {"input 0": torch.zeros(2)}}, "changes its inputs"),
-    ({"given": INPUT | {"input 1": torch.zeros(2)}}, "changes its inputs"),
-    ({"exact": {"output 0": torch.zeros(2, dtype=torch.float64)}}, "computes something else"),
-    ({"exact": EXACT | {"output 1": torch.zeros(2, dtype=torch.float64)}}, "computes something else"),
-    ({"eager": OFF}, "less accurate: output 0"),
+    ({"words": WORDS | {"cost": {"forward_flops": 1}}}, "patch.test_model"),
+    ({"given": {"input 0": torch.zeros(2)}}, "patch.test_inputs"),
+    ({"given": INPUT | {"input 1": torch.zeros(2)}}, "patch.test_inputs"),
+    ({"exact": {"output 0": torch.zeros(2, dtype=torch.float64)}}, "patch.test_reference"),
+    ({"exact": EXACT | {"output 1": torch.zeros(2, dtype=torch.float64)}}, "patch.test_reference"),
+    ({"eager": OFF}, "patch.test_accuracy"),
 ]
 
 
-@pytest.mark.parametrize(("other", "words"), CHANGES)
+@pytest.mark.parametrize(("other", "code"), CHANGES)
 def test_only_people_may_change_an_ops_tests(
-    processes: Callable[..., Processes], tmp_path: Path, truth: Answers, other: dict[str, Any], words: str
+    processes: Callable[..., Processes], tmp_path: Path, truth: Answers, other: dict[str, Any], code: str
 ) -> None:
     def makes(folder: Path) -> None:
         for number in range(len(JOBS)):
@@ -265,41 +276,45 @@ def test_only_people_may_change_an_ops_tests(
     assert how["readonly"][:2] == [tmp_path / "patch", tmp_path / "request-again.json"]
     assert how["output"] == tmp_path / "again-0" and how["cwd"] == tmp_path / "patch"
     assert truth.executed.lines == {"kernels/a.py": {3}}
-    if words:
-        assert (found["state"], found["failures"]) == ("failed", 1) and words in found["reasons"][0]
-        assert found["reasons"][0].startswith("rms_norm ("), found
+    if code:
+        assert (found["state"], found["failures"]) == ("failed", 1)
+        assert tells(found["reasons"], expect("patch.test_changed", op="rms_norm", problem=code)), found
     else:
         assert found == {}
 
 
 @pytest.mark.parametrize(
-    ("runs", "state", "failures", "words"),
+    ("runs", "state", "failures", "expected"),
     [
-        ([ended(4)], "failed", 1, "could not make the changed ops' tests: ended with code 4"),
-        ([ended()], "failed", 1, "could not make the changed ops' tests: given-0.json"),
-        ([ended(9, "wall")] * 2, "missing", None, "40 s, then 100 s; the baseline took 20 s"),
+        ([ended(4)], "failed", 1, expect("patch.no_tests", problem="ended with code 4: last words")),
+        ([ended()], "failed", 1, expect("patch.no_tests", problem="runs.missing", file="given-0.json")),
+        (
+            [ended(9, "wall")] * 2,
+            "missing",
+            None,
+            expect("gates.stopped", limits=[40.0, 100.0], baseline=20.0, key="oracle.patience"),
+        ),
     ],
 )
-def test_tests_that_cannot_be_made_again(
+def test_tests_that_cannot_be_made_fail_or_hold(
     processes: Callable[..., Processes],
     tmp_path: Path,
     truth: Answers,
     runs: Any,
     state: str,
     failures: Any,
-    words: str,
+    expected: Expected,
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     told = processes(*((nothing, run) for run in runs))
     found = changed_tests(truth, POLICY.patience, tmp_path, tmp_path)
-    assert (found["state"], found.get("failures")) == (state, failures) and words in found["reasons"][0], found
+    assert (found["state"], found.get("failures")) == (state, failures) and tells(found["reasons"], expected), found
     assert found.get("out_of_time", False) == (state == "missing") and len(found["reasons"]) == 1
-    assert state != "missing" or "oracle.patience" in found["reasons"][0]
     assert [how["limits"].wall_seconds for how in told.asked] == [40.0, 100.0][: len(runs)]
     assert len(os.listdir("/proc/self/fd")) == before, "every folder is closed"
 
 
-def test_of_many_wrong_tests_five_are_listed(
+def test_at_most_five_wrong_tests_are_listed(
     processes: Callable[..., Processes], tmp_path: Path, truth: Answers
 ) -> None:
     jobs = [JOB | {"op": f"op {number}"} for number in range(7)]

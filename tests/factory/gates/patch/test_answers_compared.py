@@ -1,4 +1,4 @@
-"""How a candidate's answers are held against the truth: which error is too large, and what a process left is worth."""
+"""The comparison of a candidate's answers with the truth: allowed errors, and the evidence from a process's files."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from factory.gates.patch import op_answers
 from factory.gates.patch.op_answers import Answers, errors_of, identical
 from factory.gates.patch.stages import exploits, oracle
+from kernels.contract.message import Message
+from tests.support.gates.reasons import Expected, expect, tells
 
 EPS = torch.finfo(torch.float32).eps
 NAN, INF = math.nan, math.inf
@@ -72,7 +74,7 @@ def test_each_result_is_judged_and_in_its_own_precision() -> None:
 
 
 @pytest.mark.parametrize("first", [[NAN, INF], [0.0, NAN], [2.0, 2.0], [1.0]])
-def test_what_is_odd_in_one_result_hides_nothing_in_the_next(first: list[float]) -> None:
+def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
     exact = {f"output {number}": torch.ones(2, dtype=torch.float64) for number in range(3)}
     if first[-1] == INF:
         exact["output 0"].fill_(NAN)
@@ -93,7 +95,7 @@ def test_what_is_odd_in_one_result_hides_nothing_in_the_next(first: list[float])
         (torch.tensor([1.0]), torch.tensor([1.0], dtype=torch.float64), False),
     ],
 )
-def test_what_is_identical(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
+def test_identical_tensors(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
     assert identical(a, b) == identical(b, a) == same
 
 
@@ -108,7 +110,7 @@ def test_what_is_identical(a: torch.Tensor, b: torch.Tensor, same: bool) -> None
         ([1.0], False),
     ],
 )
-def test_another_truth_is_one_beyond_rounding(mine: list[float], same: bool) -> None:
+def test_a_truth_may_differ_by_rounding_only(mine: list[float], same: bool) -> None:
     theirs = torch.tensor([1.0, -100.0], dtype=torch.float64)
     assert op_answers._same_truth(torch.tensor(mine, dtype=torch.float64), theirs) == same
     assert not op_answers._same_truth(torch.tensor(mine), theirs)  # in fewer bits
@@ -128,6 +130,8 @@ def test_one_test_of_every_kind_is_made_again() -> None:
 
 # -- the evidence of a process -----------------------------------------------------------------------------------------
 GOOD, WRONG, REFUSED = "good", "wrong", "refused"
+KILLED, LATE = Message("patch.test_killed", "killed"), Message("patch.test_late", "late")
+NO_TRUTH, RIGHT = Message("patch.test_truth", "no truth"), expect("patch.test_right")
 LEFT: dict[str, dict[str, torch.Tensor]] = {
     GOOD: tensors(1.0, 1.0) | {"inputs changed": torch.zeros(0, dtype=torch.int64)},
     WRONG: tensors(1.0, 2.0) | {"inputs changed": torch.ones(1, dtype=torch.int64)},
@@ -156,41 +160,57 @@ def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
 
 
 @pytest.mark.parametrize(
-    ("left", "more", "last", "state", "failures", "words"),
+    ("left", "more", "last", "state", "failures", "expected"),
     [
-        ([GOOD, GOOD], {}, True, "passed", None, "2 checks"),
-        ([GOOD, REFUSED], {}, True, "passed", None, "2 checks"),  # it may refuse what no training uses
-        ([GOOD, WRONG], {}, True, "failed", 2, "swiglu (fast; small, fp32, normal values): it changes its inputs"),
-        ([WRONG, WRONG, WRONG], {}, True, "failed", 6, "inputs"),
-        ([GOOD, ""], {}, True, "failed", 1, "no answer"),
-        ([GOOD, ""], {"died": "killed"}, False, "failed", 1, "swiglu could not be run: killed"),
+        ([GOOD, GOOD], {}, True, "passed", None, RIGHT),
+        ([GOOD, REFUSED], {}, True, "passed", None, RIGHT),  # it may refuse what no training uses
         (
-            ["", WRONG],
-            {"died": "killed"},
+            [GOOD, WRONG],
+            {},
+            True,
+            "failed",
+            2,
+            expect("patch.op_wrong", op="swiglu", problem="patch.op_changes_inputs"),
+        ),
+        ([WRONG, WRONG, WRONG], {}, True, "failed", 6, expect("patch.op_changes_inputs")),
+        ([GOOD, ""], {}, True, "failed", 1, expect("patch.no_answer")),
+        (
+            [GOOD, ""],
+            {"died": KILLED},
             False,
             "failed",
             1,
-            "could not be run: killed",
+            expect("patch.ops_not_run", ops=["swiglu"], problem="killed"),
+        ),
+        (
+            ["", WRONG],
+            {"died": KILLED},
+            False,
+            "failed",
+            1,
+            expect("patch.ops_not_run", problem="killed"),
         ),  # the others are not looked at
-        ([GOOD, GOOD], {"died": "killed"}, True, "failed", 1, "could not be run: killed"),
-        ([GOOD, GOOD], {"died": "killed"}, False, "passed", None, "2 checks"),  # after other jobs, which say so
-        ([GOOD, ""], {"died": "late", "out_of_time": True}, True, "missing", None, "late"),
-        ([WRONG, ""], {"died": "late", "out_of_time": True}, True, "failed", 3, "inputs"),
-        ([GOOD], {"missing": "no truth"}, True, "missing", None, "no truth"),
-        ([GOOD], {"missing": "no truth", "out_of_time": True}, True, "missing", None, "no truth"),
+        ([GOOD, GOOD], {"died": KILLED}, True, "failed", 1, expect("patch.ops_not_run", problem="killed")),
+        ([GOOD, GOOD], {"died": KILLED}, False, "passed", None, RIGHT),  # after other jobs, which say so
+        ([GOOD, ""], {"died": LATE, "out_of_time": True}, True, "missing", None, expect("patch.test_late")),
+        ([WRONG, ""], {"died": LATE, "out_of_time": True}, True, "failed", 3, expect("patch.op_changes_inputs")),
+        ([GOOD], {"missing": NO_TRUTH}, True, "missing", None, expect("patch.test_truth")),
+        ([GOOD], {"missing": NO_TRUTH, "out_of_time": True}, True, "missing", None, expect("patch.test_truth")),
     ],
 )
-def test_what_a_process_left_is_evidence(
+def test_answers_become_evidence(
     answers: Callable[..., Answers],
     left: list[str],
     more: dict[str, Any],
     last: bool,
     state: str,
     failures: Any,
-    words: str,
+    expected: Expected,
 ) -> None:
-    found = answers(*left, **more).evidence(range(len(left)), "checks", last=last)
-    assert found["state"] == state and found.get("failures") == failures and words in found["reasons"][0], found
+    found = answers(*left, **more).evidence(range(len(left)), Message("patch.test_right", "right"), last=last)
+    assert found["state"] == state and found.get("failures") == failures and tells(found["reasons"][:1], expected), (
+        found
+    )
     assert found.get("out_of_time", False) == (state == "missing" and bool(more.get("out_of_time")))
     assert len(found["reasons"]) == min(failures or 1, 5)
     if "missing" not in more:
@@ -201,20 +221,22 @@ def test_what_a_process_left_is_evidence(
 def test_an_error_of_a_required_answer_fails(answers: Callable[..., Answers]) -> None:
     found = answers(REFUSED, GOOD)
     required = Answers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
-    said = required.evidence([0, 1], "checks", last=True)
-    assert said["state"] == "failed" and said["reasons"][0].endswith("it raised TypeError: no fp64"), said
+    said = required.evidence([0, 1], Message("patch.test_right", "right"), last=True)
+    assert said["state"] == "failed" and tells(
+        said["reasons"], expect("patch.op_raised", error="TypeError: no fp64")
+    ), said
 
 
 def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: Callable[..., Answers]) -> None:
     """The process ends after the calls: its end counts against them, and against the oracle's cases where there are no calls."""
-    found = answers(GOOD, GOOD, GOOD, died="killed")
+    found = answers(GOOD, GOOD, GOOD, died=KILLED)
     call = {"op": "adamw", "implementation": "fast", "about": "call 1", "storage": 0}
     for jobs, states, checks in (
         ([found.jobs[0], call, call], ("passed", "failed"), (1, 2)),
         ([*found.jobs], ("failed", "failed"), (3, 0)),
     ):
-        both = Answers(jobs, found.truth, found.folder, 2.0, 1.0, died="killed")
+        both = Answers(jobs, found.truth, found.folder, 2.0, 1.0, died=KILLED)
         told = oracle.evidence(both), exploits.evidence(both)
         assert tuple(one["state"] for one in told) == states and tuple(one["checks"] for one in told) == checks, told
     whole = exploits.evidence(Answers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0))
-    assert whole["state"] == "passed" and whole["reasons"][0].startswith("3 calls of 2 ops")
+    assert whole["state"] == "passed" and tells(whole["reasons"], expect("patch.calls_right", calls=3, ops=2))

@@ -1,4 +1,4 @@
-"""The stages before any training: what each is given, what it asks for, and what it makes of the answer."""
+"""The stages before any training: their input, their requests, and their evidence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from factory.gates.training_start import Start
 from factory.git.repository import Applied
 from factory.git.scope import Change
 from factory.sandbox import sandbox
+from kernels.contract.message import Message
 from kernels.contract.oracle import HOSTILE
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import codes
 from tests.support.paths import ROOT
 
 KERNELS, TINY, CODE = "policies/kernels.yaml", "policies/recipes/tiny.yaml", "kernels/swiglu/__init__.py"
@@ -61,39 +64,44 @@ def case_of(folder: Path, files: Files, own_recipe: bool = False, **others: Any)
 
 # -- static ------------------------------------------------------------------------------------------------------------
 SLOWER = RECIPE.replace("lr: 3e-3", "lr: 1e-3")
+IMPORTS_OS = expect("patch.imports", name="os")
 STEPWISE = RECIPE.replace("  sequences: 8\n", "  sequences: 8\n  micro_sequences: 4\n")
 
 
 @pytest.mark.parametrize(
-    ("files", "own", "state", "words"),
+    ("files", "own", "state", "expected"),
     [
         ({CODE: ("x = 1\n", "x = 2\n")}, False, "passed", []),
-        ({CODE: (None, "import os\n" * 9)}, False, "failed", ["imports os"] * 8),
+        ({CODE: (None, "import os\n" * 9)}, False, "failed", [IMPORTS_OS] * 8),
         ({CODE: ("import os\n", "import os\n")}, False, "passed", []),
         ({CODE: ("import os\n", None)}, False, "passed", []),
         ({KERNELS: (CPU, "cpu: {swiglu: native}\n")}, False, "passed", []),
-        ({KERNELS: (CPU, CPU + "fallback: reference\n")}, False, "failed", ["'fallback'"]),
+        ({KERNELS: (CPU, CPU + "fallback: reference\n")}, False, "failed", [expect("patch.fallback")]),
         ({KERNELS: (CPU + "fallback: reference\n", CPU + "fallback: reference\n# x\n")}, False, "passed", []),
-        ({KERNELS: (CPU, "cpu: {swiglo: native}\ncuda: {x: y}\n")}, False, "failed", ["'swiglo'", "'x'"]),
-        ({KERNELS: (CPU, CPU + "cuda: {swiglu: triton}\n")}, False, "missing", ["'cuda'"]),
-        ({KERNELS: (CPU, "cpu: {swiglo: native}\n"), CODE: (None, "import os\n")}, False, "failed", ["imports os"]),
+        ({KERNELS: (CPU, "cpu: {swiglo: native}\ncuda: {x: y}\n")}, False, "failed",
+         [expect("patch.unknown_op", op="swiglo"), expect("patch.unknown_op", op="x")]),
+        ({KERNELS: (CPU, CPU + "cuda: {swiglu: triton}\n")}, False, "missing", [expect("patch.other_device", section="cuda")]),
+        ({KERNELS: (CPU, "cpu: {swiglo: native}\n"), CODE: (None, "import os\n")}, False, "failed", [IMPORTS_OS]),
         ({TINY: (RECIPE, STEPWISE)}, False, "passed", []),
         ({TINY: (RECIPE + "# \udcff\n", STEPWISE + "# \udcfe\n")}, False, "passed", []),
         ({CODE: ("# \udcff\nimport os\n", "# \udcfe\nimport os\n")}, False, "passed", []),
-        ({TINY: (RECIPE, STEPWISE)}, True, "missing", ["this workspace trains with"]),
-        ({TINY: (RECIPE, SLOWER)}, False, "failed", ["optimizer.lr changes what is computed", "recipe gate"]),
-        ({TINY: (RECIPE, "name: tiny\n")}, False, "failed", [TINY]),
-        ({TINY: (RECIPE, None)}, False, "failed", ["delete"]),
-        ({TINY: (None, STEPWISE)}, False, "failed", ["changes what is computed"] * 8),
-        ({"policies/recipes/demo.yaml": (RECIPE, STEPWISE)}, False, "missing", [f"only {TINY} trains here"]),
-        ({f"policies/recipes/a{n}.yaml": (RECIPE, STEPWISE) for n in range(9)}, False, "missing", ["trains here"] * 8),
+        ({TINY: (RECIPE, STEPWISE)}, True, "missing", [expect("gates.own_recipe", used=TINY)]),
+        ({TINY: (RECIPE, SLOWER)}, False, "failed", [expect("patch.computes_other", key="optimizer.lr"), expect("patch.only_recipes")]),
+        ({TINY: (RECIPE, "name: tiny\n")}, False, "failed", [expect("patch.wrong_recipe")]),
+        ({TINY: (RECIPE, None)}, False, "failed", [expect("gates.recipe_deleted", path=TINY)]),
+        ({TINY: (None, STEPWISE)}, False, "failed", [expect("patch.computes_other", path=TINY)] * 8),
+        ({"policies/recipes/demo.yaml": (RECIPE, STEPWISE)}, False, "missing", [expect("gates.unused_recipe", used=TINY)]),
+        ({f"policies/recipes/a{n}.yaml": (RECIPE, STEPWISE) for n in range(9)}, False, "missing", [expect("gates.unused_recipe", used=TINY)] * 8),
     ],
 )  # fmt: skip
-def test_what_reading_finds(tmp_path: Path, files: Files, own: bool, state: str, words: list[str]) -> None:
+def test_problems_of_the_source_are_found(
+    tmp_path: Path, files: Files, own: bool, state: str, expected: list[Expected]
+) -> None:
     found = static.run(case_of(tmp_path, files, own)).evidence
     assert found["state"] == state, found
     if state != "passed":
-        assert len(found["reasons"]) == len(words) and all(w in r for w, r in zip(words, found["reasons"])), found
+        assert len(found["reasons"]) == len(expected), found
+        assert all(tells([one], said) for one, said in zip(found["reasons"], expected)), found
 
 
 # -- which ops a patch changes -----------------------------------------------------------------------------------------
@@ -111,7 +119,7 @@ FAST = b"cpu: {swiglu: native, rms_norm: reference}\ncuda: {swiglu: triton}\n"
         (b"- 1", b"- 2", [], 0),
     ],
 )
-def test_which_sections_a_patch_changes(
+def test_changed_sections_are_found(
     before: bytes | None, after: bytes | None, sections: list[str], others: int
 ) -> None:
     assert changed_sections(before, after) == sections
@@ -132,17 +140,18 @@ def test_which_sections_a_patch_changes(
         (CPU, CPU, ["trainer/run.py", CODE], "cpu", {}, [(op, "reference", "reference") for op in ("rms_norm", "swiglu")]),
     ],
 )  # fmt: skip
-def test_which_ops_a_patch_changes(
+def test_changed_ops_are_found(
     before: str, after: str, paths: list[str], device: str, tuned: dict[str, str], found: list[tuple[str, str, str]]
 ) -> None:
     told = changed_ops(before.encode(), after.encode(), paths, device, tuned)
     assert told == [ChangedOp(*one) for one in found]
 
 
-def test_names_of_no_op_are_told_with_their_section() -> None:
+def test_unknown_ops_are_named_with_their_section() -> None:
     told = unknown_ops(b"cpu: {swiglu: a, swigul: b}\ncuda: {attentio: c}\ntpu: {x: y}\n")
-    assert [one.partition(": there")[0] for one in told] == [f"{KERNELS}: cpu", f"{KERNELS}: cuda"]
-    assert "'swiglu'" in told[0] and unknown_ops(None) == []
+    assert codes(told) == ["patch.unknown_op"] * 2 and unknown_ops(None) == []
+    assert [(one.data["device"], one.data["op"]) for one in told] == [("cpu", "swigul"), ("cuda", "attentio")]
+    assert "'swiglu'" in told[0].data["hint"]
 
 
 # -- oracle ------------------------------------------------------------------------------------------------------------
@@ -152,8 +161,8 @@ class Told:
     def __init__(self, state: str) -> None:
         self.state, self.jobs = state, list[dict[str, Any]]()
 
-    def evidence(self, numbers: list[int], what: str, *, last: bool) -> dict[str, Any]:
-        return {"state": self.state, "reasons": [what], "checks": len(numbers), "last": last}
+    def evidence(self, numbers: list[int], right: Message, *, last: bool) -> dict[str, Any]:
+        return {"state": self.state, "reasons": [right], "checks": len(numbers), "last": last}
 
 
 @pytest.mark.parametrize(
@@ -217,7 +226,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         assert case.policy.exploits.calls <= count - 6 <= case.policy.exploits.calls * 5 // 4
 
 
-def test_no_op_is_no_question(tmp_path: Path) -> None:
+def test_without_changed_ops_nothing_is_checked(tmp_path: Path) -> None:
     case = case_of(tmp_path, {"trainer/run.py": (None, "x = 1\n")}, handed_on={"oracle": None})
     assert oracle.run(case).evidence == exploits.run(case).evidence == NO_OP and oracle.run(case).handed_on is None
 
@@ -298,7 +307,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
             "command": [sys.executable, *command.split(), "--implementation", name],
             "output": work, "readonly": [tmp_path / "base", recipe], "cwd": tmp_path / "base",
         }  # fmt: skip
-    assert found["state"] == "passed" and [reason.partition(":")[0] for reason in found["reasons"]] == [
+    assert found["state"] == "passed" and [reason.data["op"] for reason in found["reasons"]] == [
         "swiglu",
         "adamw",
     ]
@@ -309,36 +318,36 @@ def test_switched_ops_are_timed_by_approved_code_alone(
 
 
 @pytest.mark.parametrize(
-    ("told", "tries", "state", "late", "words"),
+    ("told", "tries", "state", "late", "expected"),
     [
-        (["late"], 3, "missing", True, ["timing swiglu alone", "70 s", "isolated.wall_seconds"]),
-        ([""], 3, "missing", False, ["swiglu could not be timed alone", "broken"]),
-        ([QUICK, "{"], 3, "missing", False, ["swiglu could not be timed alone"]),
-        ([QUICK, (1.1, 1.02, 1.2)], 1, "passed", False, []),
-        ([QUICK, (1.1, 1.03, 1.2)], 1, "missing", False, ["1 times in a row", "faster than itself", "1.10×"]),
-        ([QUICK, (0.9, 0.8, 0.97)] * 2, 2, "missing", False, ["2 times in a row", "slower than itself", "0.90×"]),
-        ([QUICK, (0.9, 0.8, 1 / 1.02)], 1, "passed", False, []),
-        ([(1.0, 0.9, 1.25), SAME], 1, "passed", False, []),
-        ([(1.0, 0.9, 1.24), SAME], 1, "failed", False, ["native is 1.00× as fast as reference", "1.24×", "1.25×"]),
+        (["late"], 3, "missing", True, expect("gates.baseline_stopped", what="timing of swiglu", seconds=70.0, key="isolated.wall_seconds")),
+        ([""], 3, "missing", False, expect("patch.not_timed_alone", op="swiglu", why="ended with code 1: broken")),
+        ([QUICK, "{"], 3, "missing", False, expect("patch.not_timed_alone", op="swiglu")),
+        ([QUICK, (1.1, 1.02, 1.2)], 1, "passed", False, expect("patch.alone")),
+        ([QUICK, (1.1, 1.03, 1.2)], 1, "missing", False, expect("patch.unlike_itself", tries=1, slower="faster", ratio=1.1)),
+        ([QUICK, (0.9, 0.8, 0.97)] * 2, 2, "missing", False, expect("patch.unlike_itself", tries=2, slower="slower", ratio=0.9)),
+        ([QUICK, (0.9, 0.8, 1 / 1.02)], 1, "passed", False, expect("patch.alone")),
+        ([(1.0, 0.9, 1.25), SAME], 1, "passed", False, expect("patch.alone")),
+        ([(1.0, 0.9, 1.24), SAME], 1, "failed", False,
+         expect("patch.slower_alone", after="native", before="reference", ratio=1.0, high=1.24, least=1.25)),
     ],
 )  # fmt: skip
-def test_what_is_made_of_a_timing(
+def test_timings_become_evidence(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     told: list[Any],
     tries: int,
     state: str,
     late: bool,
-    words: list[str],
+    expected: Expected,
 ) -> None:
     asked, run = clock(*told)
     monkeypatch.setattr(sandbox, "run", run)
     policy = IsolatedPolicy(tries=tries, min_ratio=1.25, wall_seconds=70.0)
     found = isolated.compare(policy, OPS[:2], {}, tmp_path, tmp_path / "bench")
     assert (found["state"], found.get("out_of_time", False)) == (state, late), found
-    assert all(word in found["reasons"][0] for word in words) and ("ops" in found) == (
-        told[-1] not in ("late", "", "{")
-    )
+    assert tells(found["reasons"][:1], expected), found
+    assert ("ops" in found) == (told[-1] not in ("late", "", "{"))
     assert len(asked) == len(told)
 
 

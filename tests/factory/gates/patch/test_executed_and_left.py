@@ -1,9 +1,10 @@
-"""What a process notes of the code that it executes; and how far what two runs left is apart, as weights, moments and scores."""
+"""The record of executed code; and the distance of two runs in weights, moments and scores."""
 
 from __future__ import annotations
 
 import ast
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -21,6 +22,7 @@ from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.training_start import find_start
 from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import make
+from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
@@ -82,7 +84,7 @@ def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: 
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
 
 
-def test_code_that_is_not_the_files_is_not_noted_as_the_files(tmp_path: Path) -> None:
+def test_code_of_the_compiler_is_not_recorded_as_the_files(tmp_path: Path) -> None:
     """torch.compile makes functions of its own, under a file's name."""
     made = written(tmp_path, "trainer/a.py")["trainer/a.py"]["names"]
     other: dict[str, Any] = {}
@@ -98,7 +100,7 @@ def test_code_that_is_not_the_files_is_not_noted_as_the_files(tmp_path: Path) ->
     assert recorder.to_json()["lines"] == {"trainer/a.py": [1, 2, 3, 4]}
 
 
-def test_a_file_that_is_no_python_has_no_code(tmp_path: Path) -> None:
+def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
     for name, text in (("a", "x = = 1"), ("b", "x = 1\0"), ("c", "x = 1")):
         (tmp_path / name).write_text(text)
     found = ExecutionRecorder(str(tmp_path), ["a", "b", "c", "d"]).precise
@@ -113,7 +115,7 @@ def test_names_tell_functions_of_one_line_apart() -> None:
     assert names == [name_of(code) for code in code_objects(compile(lines, "b", "exec"))]
 
 
-def test_what_several_processes_executed_is_added() -> None:
+def test_records_of_several_processes_are_added() -> None:
     left = {
         "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]}
     }  # fmt: skip
@@ -158,7 +160,7 @@ COMPILED = """
 """
 
 
-def test_what_is_launched_and_what_is_traced_is_noted_in_place_of_lines(tmp_path: Path) -> None:
+def test_launched_and_traced_code_is_recorded_in_place_of_lines(tmp_path: Path) -> None:
     """In a process of its own: the recorder changes the compilers."""
     pytest.importorskip("triton")
     written(tmp_path, "kernels/a.py", "kernels/b.py", "elsewhere/c.py")
@@ -194,7 +196,9 @@ def weights(**values: list[float]) -> dict[str, torch.Tensor]:
         ({}, {}, True, 0.0),
     ],
 )
-def test_weights_are_apart_by_a_share_of_their_way(candidate: Any, baseline: Any, of_one: bool, found: float) -> None:
+def test_the_distance_of_weights_is_a_share_of_their_movement(
+    candidate: Any, baseline: Any, of_one: bool, found: float
+) -> None:
     origin = {name: torch.zeros(len(value)) for name, value in baseline.items()}
     assert drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
     if of_one:
@@ -222,38 +226,45 @@ AWAY = {"exp_avg": 4.0, "exp_avg_sq": 1.0}
 
 
 @pytest.mark.parametrize(
-    ("state", "moments", "words"),
+    ("state", "moments", "expected"),
     [
-        ({}, {}, ""),
-        ({"more": 1}, {}, ""),
-        *(({key: 2}, {}, f"state.json has a different {key}") for key in EQUAL),
-        *(({key: None}, {}, f"state.json has no {key}") for key in ("step", "detector", "recipe")),
-        ({"detector": {"a": 10.0}}, {}, ""),
-        ({"detector": {"a": 10.1}}, {}, "a different detector"),
-        ({"detector": {"b": 9.0}}, {}, "a different detector"),
-        ({"recipe": STATE["recipe"] | {"compile": False}}, {}, ""),
-        ({"recipe": STATE["recipe"] | {"batch": {"micro_sequences": 1, "sequences": 4}}}, {}, ""),
-        ({"recipe": STATE["recipe"] | {"batch": {"micro_sequences": 2, "sequences": 8}}}, {}, "a different recipe"),
-        ({"recipe": STATE["recipe"] | {"batch": 3}}, {}, "a different recipe"),
-        ({"recipe": STATE["recipe"] | {"seed": 2}}, {}, "a different recipe"),
-        ({}, {"exp_avg.w": [2.0, 1.0]}, ""),  # half of what leaving out steps causes
-        ({}, {"exp_avg.w": [2.01, 1.0]}, "exp_avg differs by 0.5"),
-        ({}, {"exp_avg.v": [2.5]}, "exp_avg differs by 0.75"),
-        ({}, {"exp_avg_sq.w": [1.0, 1.6]}, "exp_avg_sq differs by 0.6"),
-        ({}, {"step.w": [4.0]}, "step.w differs"),
-        ({}, {"exp_avg.v": [1.0, 1.0]}, "exp_avg.v is missing"),
-        ({}, {"exp_avg.v": None}, "exp_avg.v is missing"),
-        ({}, {"more.w": [1.0]}, "more differs by inf"),
+        ({}, {}, None),
+        ({"more": 1}, {}, None),
+        *(({key: 2}, {}, expect("patch.state_differs", keys=[key])) for key in EQUAL),
+        *(({key: None}, {}, expect("patch.state_lacks", keys=[key])) for key in ("step", "detector", "recipe")),
+        ({"detector": {"a": 10.0}}, {}, None),
+        ({"detector": {"a": 10.1}}, {}, expect("patch.state_differs", keys=["detector"])),
+        ({"detector": {"b": 9.0}}, {}, expect("patch.state_differs", keys=["detector"])),
+        ({"recipe": STATE["recipe"] | {"compile": False}}, {}, None),
+        ({"recipe": STATE["recipe"] | {"batch": {"micro_sequences": 1, "sequences": 4}}}, {}, None),
+        (
+            {"recipe": STATE["recipe"] | {"batch": {"micro_sequences": 2, "sequences": 8}}},
+            {},
+            expect("patch.state_differs", keys=["recipe"]),
+        ),
+        ({"recipe": STATE["recipe"] | {"batch": 3}}, {}, expect("patch.state_differs", keys=["recipe"])),
+        ({"recipe": STATE["recipe"] | {"seed": 2}}, {}, expect("patch.state_differs", keys=["recipe"])),
+        ({}, {"exp_avg.w": [2.0, 1.0]}, None),  # half of what leaving out steps causes
+        ({}, {"exp_avg.w": [2.01, 1.0]}, expect("patch.optimiser_apart", kind="exp_avg", most=0.5)),
+        ({}, {"exp_avg.v": [2.5]}, expect("patch.optimiser_apart", kind="exp_avg", share=0.75)),
+        ({}, {"exp_avg_sq.w": [1.0, 1.6]}, expect("patch.optimiser_apart", kind="exp_avg_sq", share=0.6)),
+        ({}, {"step.w": [4.0]}, expect("patch.optimiser_step", tensor="step.w")),
+        ({}, {"exp_avg.v": [1.0, 1.0]}, expect("patch.optimiser_shape", tensor="exp_avg.v")),
+        ({}, {"exp_avg.v": None}, expect("patch.optimiser_shape", tensor="exp_avg.v")),
+        ({}, {"more.w": [1.0]}, expect("patch.optimiser_apart", kind="more", share=math.inf)),
     ],
 )
-def test_how_a_checkpoint_may_not_differ(state: dict[str, Any], moments: dict[str, Any], words: str) -> None:
+def test_differences_of_checkpoints_are_found(
+    state: dict[str, Any], moments: dict[str, Any], expected: Expected | None
+) -> None:
     ours = {key: value for key, value in (STATE | state).items() if value is not None}
     kept = MOMENTS | {name: value if value is None else torch.tensor(value) for name, value in moments.items()}
     candidate = Checkpoint({}, {name: value for name, value in kept.items() if value is not None}, ours)
     found = differs(candidate, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
-    assert words in found and bool(found) == bool(words), found
+    assert tells([found], expected) if found and expected else found == expected, found
     double = Checkpoint({}, MOMENTS | {"exp_avg.v": MOMENTS["exp_avg.v"].double()}, STATE)
-    assert "dtype" in differs(double, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
+    other_dtype = differs(double, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
+    assert other_dtype and other_dtype.code == "patch.optimiser_shape"
 
 
 def item(domain: str, cluster: str, value: float, weight: float) -> EvalItem:

@@ -35,6 +35,8 @@ from factory.ledger.rows import Subject
 from factory.runs.running import every_run
 from tests.support.factory.code_loop import make
 from tests.support.factory.matrix import Prepared
+from tests.support.gates.reasons import Expected, expect, tells
+from tests.support.messages import codes
 from tests.support.paths import ROOT
 
 SCHEDULE = "trainer/optim/schedule.py"
@@ -47,15 +49,15 @@ def rate(share: str) -> Text:
     return lambda text: text.replace(RATE, f"{RATE}    warm *= {share}\n", 1)
 
 
-PATCHES: dict[str, tuple[str, Text, str, str, str]] = {
-    "words": (SCHEDULE, lambda text: text + "\n# words\n", "", "passed", "2 tiny runs are alike, 2 to the bit"),
-    "another rate": (SCHEDULE, rate("1.1"), "", "failed", "run 'first steps': "),
-    "another rate, called rounding": (SCHEDULE, rate("1.1"), "It changes rounding.", "failed", "run 'first steps': "),
-    "rounding": (SCHEDULE, rate("(1 + 1e-7)"), "It changes ROUNDING.", "passed", "2 tiny runs are alike, 1 to the bit"),
-    "rounding, unsaid": (SCHEDULE, rate("(1 + 1e-7)"), "Surroundings.", "failed", "1 of 2 tiny runs end with other bits"),
-    "unexecuted": (SCHEDULE, lambda text: text + NEVER, "", "missing", "no run of the gate executed"),
-    "an error": (SCHEDULE, lambda text: text.replace(RATE, "    raise OverflowError\n"), "", "failed", "run 'first steps' ended"),
-    "a setting": ("policies/kernels.yaml", lambda text: text + "# words\n", "", "not needed", "no code"),
+PATCHES: dict[str, tuple[str, Text, str, str, Expected]] = {
+    "words": (SCHEDULE, lambda text: text + "\n# words\n", "", "passed", expect("patch.runs_alike", runs=2, same=2)),
+    "another rate": (SCHEDULE, rate("1.1"), "", "failed", expect("patch.run_apart", run="first steps")),
+    "another rate, called rounding": (SCHEDULE, rate("1.1"), "It changes rounding.", "failed", expect("patch.run_apart", run="first steps")),
+    "rounding": (SCHEDULE, rate("(1 + 1e-7)"), "It changes ROUNDING.", "passed", expect("patch.runs_alike", runs=2, same=1)),
+    "rounding, unsaid": (SCHEDULE, rate("(1 + 1e-7)"), "Surroundings.", "failed", expect("patch.rounds", differ=1, runs=2)),
+    "unexecuted": (SCHEDULE, lambda text: text + NEVER, "", "missing", expect("patch.not_executed")),
+    "an error": (SCHEDULE, lambda text: text.replace(RATE, "    raise OverflowError\n"), "", "failed", expect("patch.run_ended", run="first steps")),
+    "a setting": ("policies/kernels.yaml", lambda text: text + "# words\n", "", "not needed", expect("patch.no_code")),
 }  # fmt: skip
 
 
@@ -75,9 +77,15 @@ class Bars:
 
 
 @pytest.mark.sample("words", "another rate", "rounding", "unexecuted", "a setting")
-@pytest.mark.parametrize(("path", "change", "message", "state", "words"), PATCHES.values(), ids=PATCHES)
-def test_what_a_patch_leaves_is_held_against_the_baselines(
-    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, path: str, change: Text, message: str, state: str, words: str
+@pytest.mark.parametrize(("path", "change", "message", "state", "expected"), PATCHES.values(), ids=PATCHES)
+def test_the_runs_of_a_patch_are_compared_with_the_baselines(
+    prepared: Prepared,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    change: Text,
+    message: str,
+    state: str,
+    expected: Expected,
 ) -> None:
     made = make()
     bars = Bars()
@@ -99,8 +107,8 @@ def test_what_a_patch_leaves_is_held_against_the_baselines(
     finally:
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_branch(made.target, applied.branch)
-    assert found["state"] == state and words in found["reasons"][0], found
-    if state != "not needed" and "ended" not in words:
+    assert found["state"] == state and tells(found["reasons"][:1], expected), found
+    if state != "not needed" and expected[0] != "patch.run_ended":
         assert bars.bars["tiny runs of both sides"] == [3, 1, 1, 1]
     rows = [run["arm"] for run in every_run(made.ledger) if run["subject"] == f"proposal:{number}"]
     sides = {(applied.base, "baseline, 1 tiny runs"), (applied.commit, "candidate, 1 tiny runs")}
@@ -123,10 +131,10 @@ FAR = compare.Difference("a", "loss", 9.0, 0.1)
         ([Rounding(problem="no room")], "missing", ["abc"]),
     ],
 )
-def test_what_rounding_decides_is_run_on_other_data_three_times_at_most(
+def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: list[Rounding], state: str, asked: list[str]
 ) -> None:
-    """The runs are told by the test: which data decide nothing cannot be chosen."""
+    """The test supplies the results of the runs, because no data can be chosen on which rounding decides nothing."""
     cases, drawn, told, places = [MatrixCase(name) for name in "abc"], [], iter(draws), []
 
     def draw(case: object, work: Path, cases: list[MatrixCase], tools: Any) -> Any:
@@ -156,10 +164,11 @@ def test_what_rounding_decides_is_run_on_other_data_three_times_at_most(
     assert found["state"] == state and drawn == asked and next(told, None) is None, found
     assert places == [(tmp_path / "matrix" / str(n), ["tool"] if n == 1 else []) for n in range(1, len(asked) + 1)]
     last = draws[-1]
-    listed = [str(one) for one in last.beyond] + [f"run '{name}': rounding decides" for name in last.undecided]
+    listed = [expect("patch.run_apart", run=one.case) for one in last.beyond]
+    listed += [expect("patch.rounding_decides", run=name, draws=3) for name in last.undecided]
     if state == "failed":
         assert len(found["differences"]) == len(listed) and found["reasons"] == found["differences"]
-        assert all(one.startswith(words) for one, words in zip(found["differences"], listed))
+        assert all(tells([one], said) for one, said in zip(found["reasons"], listed))
         undecided = sum(len(draw.undecided) for draw in draws)
         assert (found["runs"], found["same_bits"]) == (sum(map(len, asked)) - undecided, 0)
     assert (last.problem in found["reasons"][0]) or not last.problem
@@ -187,20 +196,22 @@ def left_out(*paths: str) -> list[Unexecuted]:
         (["trainer/run.py"], None),
     ],
 )
-def test_what_only_another_device_executes_waits_for_it(paths: list[str], waits: str | None) -> None:
+def test_code_for_another_device_waits_for_it(paths: list[str], waits: str | None) -> None:
     found = matrix._unexecuted(left_out(*paths))
     assert found.get("waits_for") == waits and len(found["unexecuted"]) == len(paths)
     reasons = matrix._reasons(left_out(*paths))
-    assert ("waits" in reasons[0]) == bool(waits) and reasons[1:] == found["unexecuted"]
+    assert reasons[0].code == ("patch.waits_for_device" if waits else "patch.not_executed")
+    assert reasons[0].data.get("device") == waits and reasons[1:] == found["unexecuted"]
 
 
 def test_a_long_list_is_cut_and_says_so() -> None:
     lists = [matrix._reasons(left_out(*["trainer/run.py"] * count)) for count in (8, 9, 11)]
     assert [len(reasons) for reasons in lists] == [9, 10, 10]
-    assert [reasons[-1] for reasons in lists[1:]] == ["and 1 more lines", "and 3 more lines"]
+    last = [reasons[-1] for reasons in lists[1:]]
+    assert codes(last) == ["patch.more_lines"] * 2 and [one.data["more"] for one in last] == [1, 3]
 
 
-def test_only_python_that_is_there_must_be_executed() -> None:
+def test_only_existing_python_must_be_executed() -> None:
     base = {"trainer/a.py": b"# \xff\nx = 1\n"}
     changes = [
         Change("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
@@ -216,8 +227,14 @@ def test_a_baseline_that_fails_says_nothing_about_the_patch() -> None:
         matrix._approved_failed(policy, MatrixRuns(failed="no", out_of_time=ran_out)).evidence
         for ran_out in (False, True)
     )
-    assert failed["state"] == stopped["state"] == "missing" and "failed: no" in failed["reasons"][0]
-    assert "out_of_time" not in failed and stopped["out_of_time"] and "77 s" in stopped["reasons"][0]
+    assert failed["state"] == stopped["state"] == "missing" and tells(
+        failed["reasons"], expect("patch.baseline_runs_failed", problem="no")
+    )
+    assert (
+        "out_of_time" not in failed
+        and stopped["out_of_time"]
+        and tells(stopped["reasons"], expect("gates.baseline_stopped", seconds=77.0))
+    )
 
 
 # -- one draw of data, without a process -----------------------------------------------------------------------------------
@@ -304,26 +321,29 @@ LATE, BROKEN = MatrixRuns(failed="late", out_of_time=True, seconds=9.0), MatrixR
 
 
 @pytest.mark.parametrize(
-    ("ends", "state", "words", "sides"),
+    ("ends", "state", "expected", "sides"),
     [
-        ({"_0": BROKEN}, "missing", ["the baseline's own tiny runs failed: no"], 1),
-        ({"_0": LATE}, "missing", ["70 s with approved code", "matrix.wall_seconds"], 1),
-        ({"_1": BROKEN}, "missing", ["the baseline's own tiny runs failed: no"], 2),
-        ({"_1": LATE}, "missing", ["70 s with approved code"], 2),
-        ({"_2": BROKEN}, "failed", ["tiny training runs: no"], 3),
-        ({"_2": LATE, "_3": BROKEN}, "failed", ["tiny training runs: no"], 4),
-        ({"_2": LATE, "_3": LATE}, "missing", ["the candidate's tiny runs", "200 s, then 600 s; the baseline took 100 s", "matrix.patience"], 4),
-        ({"_2": LATE}, "", [], 4),
+        ({"_0": BROKEN}, "missing", expect("patch.baseline_runs_failed", problem="no"), 1),
+        ({"_0": LATE}, "missing", expect("gates.baseline_stopped", seconds=70.0, key="matrix.wall_seconds"), 1),
+        ({"_1": BROKEN}, "missing", expect("patch.baseline_runs_failed", problem="no"), 2),
+        ({"_1": LATE}, "missing", expect("gates.baseline_stopped", seconds=70.0), 2),
+        ({"_2": BROKEN}, "failed", expect("patch.runs_failed", problem="no"), 3),
+        ({"_2": LATE, "_3": BROKEN}, "failed", expect("patch.runs_failed", problem="no"), 4),
+        (
+            {"_2": LATE, "_3": LATE}, "missing",
+            expect("gates.stopped", what="tiny runs", limits=[200.0, 600.0], baseline=100.0, key="matrix.patience"), 4,
+        ),
+        ({"_2": LATE}, "", None, 4),
     ],
 )  # fmt: skip
-def test_whose_runs_failed(
+def test_failed_runs_are_attributed_to_their_side(
     tmp_path: Path,
     workspace: Workspace,
     ledger: Ledger,
     monkeypatch: pytest.MonkeyPatch,
     ends: Any,
     state: str,
-    words: list[str],
+    expected: Any,
     sides: int,
 ) -> None:
     start = Start(tmp_path, 6, {"name": "mine"}, {})
@@ -334,9 +354,8 @@ def test_whose_runs_failed(
         return
     told = found.evidence
     late = state == "missing" and LATE in ends.values()
-    assert (told["state"], told.get("out_of_time", False)) == (state, late) and all(
-        word in told["reasons"][0] for word in words
-    ), told
+    assert (told["state"], told.get("out_of_time", False)) == (state, late), told
+    assert tells(told["reasons"][:1], expected), told
     failed = [run for run in every_run(ledger) if run["state"] == "failed"]
     assert len(failed) == (1 if sides > 1 else 0)
 
@@ -350,7 +369,9 @@ def test_whose_runs_failed(
         (["trainer/kernels/a.py"], "rounded", False),
     ],
 )
-def test_who_may_round(monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool) -> None:
+def test_only_ops_and_declared_patches_may_round(
+    monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool
+) -> None:
     monkeypatch.setattr(
         repository, "message", lambda at, commit: message if (at, commit) == ("code", "c") else "rounding"
     )
@@ -360,8 +381,8 @@ def test_who_may_round(monkeypatch: pytest.MonkeyPatch, paths: list[str], messag
     assert matrix.may_round(case) == may
 
 
-def test_what_the_op_checks_executed_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And of all that differs eight are told."""
+def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the reasons name at most eight differences."""
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
     code = compile(text, path, "exec")
     at = lambda line: {
@@ -401,4 +422,4 @@ def test_what_the_op_checks_executed_counts_too(tmp_path: Path, monkeypatch: pyt
     assert found["state"] == "failed" and (len(found["reasons"]), len(found["differences"])) == (8, 9)
     compared[:] = [same, compare.Compared(False, None), compare.Compared(False, None)]
     found = matrix.run(case).evidence
-    assert found["state"] == "failed" and found["reasons"][0].startswith("2 of 3 tiny runs")
+    assert found["state"] == "failed" and tells(found["reasons"], expect("patch.rounds", differ=2, runs=3))

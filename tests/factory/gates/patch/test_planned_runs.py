@@ -1,4 +1,4 @@
-"""What is drawn and planned before anything runs: a measurement's sessions, each side's recipe, the oracle's jobs."""
+"""The plan before anything runs: a measurement's sessions, each side's recipe, the oracle's jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reading finds in a patch's source, and where: a table of lines, and of the like that is harmless."""
+"""The findings in a patch's source with their lines, as a table, beside similar harmless code."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import pytest
 
 from factory.gates.patch.source_rules import problems
 from factory.git.scope import Change
+from kernels.contract.message import Message
+from tests.support.gates.reasons import Expected, expect, tells
 
 PYTHON = "import torch\n"
 FOUND = {  # source, after PYTHON → the lines that are found, with a word of each finding
@@ -62,12 +64,12 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
 }  # fmt: skip
 
 
-def found(path: str, text: str, base: str | None = None) -> list[str]:
+def found(path: str, text: str, base: str | None = None) -> list[Message]:
     return problems(Change(path, text.encode()), None if base is None else base.encode())
 
 
 @pytest.mark.parametrize("source", FOUND)
-def test_what_is_found_is_named_with_its_line(source: str) -> None:
+def test_findings_are_named_with_their_line(source: str) -> None:
     told = [problem.partition(";")[0] for problem in found("kernels/a.py", PYTHON + source)]
     assert sorted(problem.split(":")[1] for problem in told) == sorted(f" line {line}" for line, _ in FOUND[source])
     assert all(any(f"line {line}: " in one and word in one for one in told) for line, word in FOUND[source]), told
@@ -93,30 +95,30 @@ def test_a_failing_kernel_is_not_hidden_but_the_trainer_may_expect_an_error() ->
         ("import os\nx = = 1\n", 2),
     ],
 )
-def test_only_what_is_new_is_found(base: str | None, count: int) -> None:
+def test_only_new_findings_count(base: str | None, count: int) -> None:
     assert len(found("kernels/a.py", "import os\nimport os\n", base)) == count
 
 
 def test_a_file_that_is_gone_has_no_problem_and_one_that_is_not_python_has_one() -> None:
     assert problems(Change("kernels/a.py", None), b"import os\n") == []
     (problem,) = found("kernels/a.py", "import os\nx = = 1\n")
-    assert "not Python" in problem
+    assert tells([problem], expect("patch.not_python"))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "expected"),
     [
-        ("a: 1\nb: {c: 2, d: 3}\nc: [1, {d: 1}, {d: 2}]\n", ""),
-        ("a: 1\nb: &x 2\n", "line 2"),
-        ("a: 1\n\nb: *x\n", "line 3"),
-        ("a: !x 1\n", "line 1"),
-        ("a: {b: 1, c: 2, b: 3}\n", "'b' is given twice"),
-        ("a: [1, {c: 1, c: 2}]\n", "'c' is given twice"),
-        ("- 1\n", "expected 'key: value'"),
-        ("", "expected 'key: value'"),
-        ("a: [\n", "not YAML"),
+        ("a: 1\nb: {c: 2, d: 3}\nc: [1, {d: 1}, {d: 2}]\n", None),
+        ("a: 1\nb: &x 2\n", expect("patch.yaml_tag", line=2)),
+        ("a: 1\n\nb: *x\n", expect("patch.yaml_tag", line=3)),
+        ("a: !x 1\n", expect("patch.yaml_tag", line=1)),
+        ("a: {b: 1, c: 2, b: 3}\n", expect("patch.key_twice", key="b")),
+        ("a: [1, {c: 1, c: 2}]\n", expect("patch.key_twice", key="c")),
+        ("- 1\n", expect("patch.no_keys")),
+        ("", expect("patch.no_keys")),
+        ("a: [\n", expect("patch.not_yaml")),
     ],
 )
-def test_a_policy_is_plain_yaml(text: str, words: str) -> None:
+def test_a_policy_is_plain_yaml(text: str, expected: Expected | None) -> None:
     told = found("policies/kernels.yaml", text)
-    assert len(told) == bool(words) and words in "".join(told), told
+    assert len(told) == bool(expected) and (expected is None or tells(told, expected)), told

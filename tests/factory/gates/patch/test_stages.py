@@ -19,6 +19,7 @@ from factory.gates.training_start import Start, find_start
 from factory.ledger.plant import Plant
 from factory.runs.arm import Arm
 from tests.support.factory.code_loop import Made, make
+from tests.support.gates.reasons import expect, tells
 from trainer.contract.checkpoint import format as checkpoints
 
 
@@ -92,12 +93,12 @@ def test_weights_are_scored_by_domain_and_the_worst_is_named() -> None:
         assert sum(values) < 0 and better["gains"][domain] == pytest.approx([-value for value in values])
     means = {domain: sum(values) / len(values) for domain, values in hurt["gains"].items()}
     few = scored(worse, origin, documents=1).evidence
-    assert few["reasons"][0].startswith(f"{len(means)} held-out documents") and all(
-        len(v) == 1 for v in few["gains"].values()
-    )
+    assert tells(few["reasons"], expect("patch.scored", documents=len(means)))
+    assert all(len(v) == 1 for v in few["gains"].values())
     short = scored(worse, origin, document_bytes=40).evidence
     assert short["gains"].keys() == hurt["gains"].keys() and short["gains"] != hurt["gains"]
-    assert len(means) > 1 and f"the worst domain, {min(means, key=means.__getitem__)}, +" in hurt["reasons"][0]
+    worst = min(means, key=means.__getitem__)
+    assert len(means) > 1 and tells(hurt["reasons"], expect("patch.scored", domain=worst, change=-means[worst]))
 
 
 def test_without_a_held_out_document_nothing_is_scored(tmp_path: Path) -> None:

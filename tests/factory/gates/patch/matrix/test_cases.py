@@ -1,4 +1,4 @@
-"""What the recipes of the tiny runs hold."""
+"""The recipes of the tiny runs."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_ranks_begin_anew_and_from_one_ranks_checkpoint_in_every_layout() -> Non
     }
 
 
-def test_each_case_is_another_and_each_kind_is_there() -> None:
+def test_cases_are_distinct_and_cover_each_kind() -> None:
     """Nothing is run twice; each way to begin and to compute is run."""
     trained = [repr(replace(case, name="", rounding=0.0, totals=False)) for case in CASES]
     assert len(set(trained)) == len({case.name for case in CASES}) == len(CASES)
@@ -111,7 +111,7 @@ def test_each_case_is_another_and_each_kind_is_there() -> None:
     assert sorted(case.steps for case in CASES)[-4:] == [10, 48, 100, LONG_STEPS[0]]
 
 
-def test_what_a_case_changes_happens_within_its_run() -> None:
+def test_the_changes_of_a_case_take_effect_within_its_run() -> None:
     """A part of the schedule that begins after the last step, or was over before the first, is not executed."""
     for case in CASES:
         recipe, changed, last = case.recipe(), {key.partition(".")[2] for key in case.changes}, case.steps
@@ -137,7 +137,7 @@ def test_what_a_case_changes_happens_within_its_run() -> None:
     assert removes, "a checkpoint is removed in some run"
 
 
-def test_what_rounding_may_do_grows_with_what_is_computed_in_fewer_bits() -> None:
+def test_the_allowed_rounding_grows_with_lower_precision() -> None:
     for case in CASES:
         recipe = case.recipe()
         least = {"fp32": IN_MUON if recipe["optimizer"]["name"] == "muon" else ROUNDING, "bf16": IN_BF16, "fp8": 0.5}
@@ -147,7 +147,7 @@ def test_what_rounding_may_do_grows_with_what_is_computed_in_fewer_bits() -> Non
         )
 
 
-def test_a_case_trains_what_it_says(tmp_path: Path) -> None:
+def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
     """As an arm, from the common recipe: its own keys, and the name and seed that were drawn."""
     names = {case.name: "00001" for case in CASES}
     steps = {case.name: case.steps for case in CASES}

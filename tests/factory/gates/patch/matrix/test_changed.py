@@ -1,4 +1,4 @@
-"""Which parts of a patch no run executed, told by instruction."""
+"""The unexecuted parts of a patch, instruction by instruction."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ BASE = """
         ("def rate(step):\n    match step:\n        case 3:\n            return 1.0\n        case _:\n            return 2.0\n", ["6: 2.0"]),
     ],
 )  # fmt: skip
-def test_what_no_run_executed_is_named(tmp_path: Path, text: str, missing: list[str]) -> None:
+def test_unexecuted_parts_are_named(tmp_path: Path, text: str, missing: list[str]) -> None:
     assert parts(tmp_path, BASE, text, "rate(3)") == missing
 
 
-def test_what_the_base_has_is_not_asked_for(tmp_path: Path) -> None:
+def test_unchanged_lines_need_no_execution(tmp_path: Path) -> None:
     base = "def rate(step):\n    return 0.5 if step > 100 else 1.0\n"
     assert parts(tmp_path, base, base + "\n\nTAIL = rate(1)\n", "rate(3)") == []
 
@@ -95,7 +95,9 @@ WORDS = "from trainer.contract.errors import Odd\nimport json as Plain\nfrom mat
         ("raise Odd(f'{x()}')", False),
         ("raise Odd(x[0])", False),
         ("raise Odd('a') from x()", False),
-        ("raise Odd(words='a')", False),
+        ("raise Odd(words='a', x=x.y)", True),
+        ("raise Odd(words=x())", False),
+        ("raise Odd(**x)", False),
         ("raise Odd(*x)", False),
         ("raise Unknown('a')", False),
         ("raise Plain('a')", False),  # not imported from approved code
@@ -133,7 +135,7 @@ def test_code_that_only_puts_words_together_need_not_be_executed(code: str, harm
         ("a\nb\n", "b\na\n", {1}),
     ],
 )
-def test_which_lines_a_patch_changes(base: str, text: str, lines: set[int]) -> None:
+def test_changed_lines_are_found(base: str, text: str, lines: set[int]) -> None:
     assert changed.changed_lines(base, text) == lines
 
 
@@ -148,7 +150,7 @@ COMPILED = """
 """
 
 
-def test_what_the_compiler_traces_counts_as_executed(tmp_path: Path) -> None:
+def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
     """A process of its own: the recorder changes the compiler."""
     path = tmp_path / "trainer" / "part.py"
     path.parent.mkdir()
@@ -171,7 +173,7 @@ def test_what_the_compiler_traces_counts_as_executed(tmp_path: Path) -> None:
     assert [(part.line, part.source) for part in left] == [(7, "x"), (8, "x")]
 
 
-def test_a_kernel_that_was_launched_counts_as_a_whole() -> None:
+def test_a_launched_kernel_counts_as_a_whole() -> None:
     text = "def kernel(x):\n    y = x + 1\n    return y\n"
     executed = Executed()
     assert [part.line for part in unexecuted("kernels/part.py", "", text, executed)] == [1, 2, 3]

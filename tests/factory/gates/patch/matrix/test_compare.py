@@ -1,4 +1,4 @@
-"""What two runs' files must share, told on single numbers and files."""
+"""The comparison of two runs' files, on single numbers and files."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from factory.runs.distance import Apart
 from factory.runs.running import every_run
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.matrix import prepare
+from tests.support.gates.reasons import expect, tells
 
 
 def test_a_ranks_part_of_a_tensor_is_measured_by_its_own_size() -> None:
@@ -86,14 +87,14 @@ MOMENTS = [part("a", 0.3, "exp_avg"), part("b", 0.4, "exp_avg"), part("c", 0.1, 
         ([*MOMENTS, part(LOSS, 0.6)], True, LOSS, 0.6),
     ],
 )
-def test_what_differs_most_is_what_a_case_is_judged_by(
+def test_a_case_is_judged_by_its_largest_difference(
     found: list[Discrepancy], totals: bool, what: str, share: float
 ) -> None:
     worst = compare.farthest(MatrixCase("x", totals=totals), found)
     assert worst.what == what and worst.share == pytest.approx(share)
 
 
-def test_a_noise_scale_that_is_gone_is_rounding_only_where_much_is() -> None:
+def test_a_missing_noise_scale_is_rounding_only_in_coarse_runs() -> None:
     found = [part(SCALE, math.inf), part(LOSS, 0.01)]
     assert [compare.farthest(MatrixCase("x", rounding=bound), found).what for bound in (2e-4, 0.0299, 0.03)] == [
         SCALE,
@@ -114,7 +115,7 @@ def test_a_manifest_that_lists_no_files_is_a_difference(tmp_path: Path, files: o
         os.close(folder)
 
 
-def test_a_checkpoints_state_is_told_apart_but_for_what_is_the_machines(tmp_path: Path) -> None:
+def test_a_checkpoints_state_is_compared_without_machine_values(tmp_path: Path) -> None:
     states = {
         "old": {"step": 5, "skipped": [1], "throughput": 2.0},
         "new": {"step": 6, "skipped": [], "throughput": 3.0},
@@ -129,7 +130,8 @@ def test_a_checkpoints_state_is_told_apart_but_for_what_is_the_machines(tmp_path
             folders.append(os.open(tmp_path / side, os.O_RDONLY))
             opened.callback(os.close, folders[-1])
         found = [one.what for one in compare._checkpoint("whole", *folders, None)]
-    assert found == ["whole, state.json: step: 6 where the baseline has 5"]
+    assert tells(found, expect("runs.other_value", where="whole, state.json: step", value="6", baseline="5"))
+    assert len(found) == 1
 
 
 def test_libraries_are_copied_without_following_links_or_waiting_for_pipes(tmp_path: Path) -> None:
@@ -177,7 +179,7 @@ def full(*given: Any, **more: Any) -> int:
     raise OSError(errno.EMFILE, "too many open files")
 
 
-def test_which_checkpoints_a_run_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_checkpoints_of_a_run_are_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
         with pytest.raises(UntrustedFileError):
@@ -238,7 +240,7 @@ class Twins:
         ({}, {}, [], {}, []),
     ],
 )  # fmt: skip
-def test_only_what_no_twin_does_is_a_difference(
+def test_only_changes_that_no_twin_shows_are_differences(
     monkeypatch: pytest.MonkeyPatch,
     shares: dict[str, float],
     far: dict[str, list[float]],
@@ -264,13 +266,15 @@ def test_only_what_no_twin_does_is_a_difference(
     )
 
 
-def test_a_difference_is_told_with_its_size_if_it_has_one() -> None:
+def test_a_difference_names_its_size() -> None:
     told = [str(Difference("a", "loss", share, 0.25)) for share in (0.5, math.inf)]
     assert "0.5 of its scale" in told[0] and "0.25" in told[0] and told[1] == "run 'a': loss"
+    sized = Difference("a", "loss", 0.5, 0.25).message
+    assert sized.data == {"run": "a", "what": "loss", "share": 0.5, "allowed": 0.25}
 
 
 @pytest.mark.long("tiny trainings of several processes")
-def test_what_rounding_explains_is_no_difference_and_the_rest_is(
+def test_rounding_is_not_a_difference(
     tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS + 2)  # fewer than a gate runs: the rule is the same

@@ -1,4 +1,4 @@
-"""How much of the trainer and the kernels the gate's runs execute: what they do not, no patch may change."""
+"""The share of the trainer and the kernels that the gate's runs execute. No patch may change the rest."""
 
 from __future__ import annotations
 

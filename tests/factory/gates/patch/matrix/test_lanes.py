@@ -1,4 +1,4 @@
-"""How tiny runs are shared among processes, what each process is asked, and what of its answer is believed. No process is started."""
+"""The division of tiny runs among processes, their requests, and the checks of their answers. No process is started."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def planned(tmp_path: Path) -> Any:
         )
 
 
-def test_long_runs_are_beside_short_ones_and_ranks_come_last(process: Process, planned: Any, tmp_path: Path) -> None:
+def test_long_runs_share_time_with_short_runs_and_ranks_come_last(
+    process: Process, planned: Any, tmp_path: Path
+) -> None:
     plan, side = planned
     found = run_cases(plan, side, [ONE, RANKS, LONG, HALF], [TOOL])
     assert not found.failed and 0 < found.seconds < 60 and list(process.asked)[-1] == "ranks"
@@ -95,7 +97,7 @@ def test_long_runs_are_beside_short_ones_and_ranks_come_last(process: Process, p
             os.fstat(held)
 
 
-def test_what_a_process_is_asked(process: Process, planned: Any, tmp_path: Path) -> None:
+def test_the_request_of_a_process_is_complete(process: Process, planned: Any, tmp_path: Path) -> None:
     plan, side = planned
     found = run_cases(plan, side, [ONE, LONG, RANKS], [TOOL])
     folder = tmp_path / "runs" / "0"
@@ -128,9 +130,7 @@ def test_what_a_process_is_asked(process: Process, planned: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
-def test_an_interrupted_run_goes_on_unless_it_is_made_now(
-    process: Process, planned: Any, tmp_path: Path, fresh: bool
-) -> None:
+def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Path, fresh: bool) -> None:
     plan, side = planned
     found = run_cases(plan, side, [HALF], fresh=fresh)
     assert (found.folders["half"] / "checkpoints").is_dir() == (not fresh) and list(process.asked) == ["0"]
@@ -162,7 +162,7 @@ def test_an_interrupted_run_goes_on_unless_it_is_made_now(
         ("ranks", {"codes": [1]}, False, "run 'ranks' ended with code 1"),
     ],
 )
-def test_what_is_wrong_is_told(process: Process, planned: Any, lane: str, end: Any, late: bool, words: str) -> None:
+def test_failures_are_reported(process: Process, planned: Any, lane: str, end: Any, late: bool, words: str) -> None:
     plan, side = planned
     process.ends = {lane: end}
     found = run_cases(plan, side, [ONE, LONG, RANKS], [TOOL])
@@ -185,14 +185,16 @@ def test_what_is_wrong_is_told(process: Process, planned: Any, lane: str, end: A
         ([("", False), ("b", True)], "b", True),
     ],
 )
-def test_faults_of_code_are_told_before_those_of_time(parts: list[tuple[str, bool]], failed: str, late: bool) -> None:
+def test_errors_of_code_take_precedence_over_time_limits(
+    parts: list[tuple[str, bool]], failed: str, late: bool
+) -> None:
     whole = MatrixRuns()
     for said, out_of_time in parts:
         whole.add(MatrixRuns(failed=said, out_of_time=out_of_time))
     assert (whole.failed, whole.out_of_time) == (failed, late)
 
 
-def test_of_many_libraries_a_hundred_are_copied(tmp_path: Path) -> None:
+def test_at_most_a_hundred_libraries_are_copied(tmp_path: Path) -> None:
     (tmp_path / "made").mkdir()
     for number in range(102):
         (tmp_path / "made" / f"{number:03d}").write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""What detectors report goes into the files that both sides must agree on: so each must report something in some run."""
+"""Each detector reports something in some run, because reports are in the files that both sides must agree on."""
 
 from __future__ import annotations
 

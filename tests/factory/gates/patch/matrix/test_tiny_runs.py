@@ -1,4 +1,4 @@
-"""The tiny runs themselves, without the patches that they are for: what they begin with, and that each ends as its case says."""
+"""The tiny runs without patches: their start, and that each ends with its case's exit code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def begun(prepared: Prepared, case: MatrixCase, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("number", range(len(QUICK)))  # not by name: that is of what is tested
-def test_a_case_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int) -> None:
+def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     case = QUICK[number]
     folder = begun(prepared, case, tmp_path)
     assert train(folder, case.stop_after, waits=False, slow_threads=case.slow_threads) == case.exit_code
@@ -61,7 +61,7 @@ def test_a_case_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int)
 
 
 @pytest.mark.parametrize("number", range(len(TOOLS)))
-def test_a_tool_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int) -> None:
+def test_a_tool_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     tool = TOOLS[number]
     (tmp_path / "checkpoints").mkdir()
     assert use(tmp_path, tool.module, prepared.plan.arguments(tool, tmp_path)) == tool.exit_code
@@ -69,9 +69,7 @@ def test_a_tool_ends_as_it_says(prepared: Prepared, tmp_path: Path, number: int)
     assert bool(left) == (not tool.exit_code)
 
 
-def test_each_refusal_of_a_tool_is_another(
-    prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_refusals_of_tools_are_distinct(prepared: Prepared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """And each word in capitals stands for a path that is there."""
     said = []
     for number, tool in enumerate(TOOLS):
@@ -84,7 +82,7 @@ def test_each_refusal_of_a_tool_is_another(
     assert len(set(said)) == len(said) == 11 and not any("unrecognized" in words for words in said), said
 
 
-def test_a_run_that_is_told_to_stop_goes_on_where_it_stopped(prepared: Prepared, tmp_path: Path) -> None:
+def test_a_stopped_run_resumes_where_it_stopped(prepared: Prepared, tmp_path: Path) -> None:
     left = []
     for stop_after in (0, 3):
         folder = begun(prepared, CASES[0], tmp_path / str(stop_after))
@@ -95,7 +93,7 @@ def test_a_run_that_is_told_to_stop_goes_on_where_it_stopped(prepared: Prepared,
     assert all(torch.equal(weights, stopped[name]) for name, weights in straight.items())
 
 
-def test_what_the_runs_begin_with(prepared: Prepared) -> None:
+def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     plan = prepared.plan
     trunk = checkpoints.load(plan.starts["trunk"])
     found = {
@@ -123,7 +121,7 @@ def test_what_the_runs_begin_with(prepared: Prepared) -> None:
     assert checkpoints.steps_in(other / "checkpoints")[-1][0] == 2
 
 
-def test_what_a_kill_left(prepared: Prepared) -> None:
+def test_an_interrupted_copy_looks_like_a_killed_run(prepared: Prepared) -> None:
     plan = prepared.plan
     left = {name: dict(checkpoints.steps_in(plan.starts[name] / "checkpoints")) for name in INTERRUPTED}
     assert [max(left[name]) for name in ("half", "damaged")] == [4, 6]
@@ -138,7 +136,7 @@ def test_what_a_kill_left(prepared: Prepared) -> None:
     assert all(torch.equal(weights, 0.9 * whole[name]) for name, weights in half.items())
 
 
-def test_what_is_drawn_for_one_verdict(prepared: Prepared) -> None:
+def test_each_verdict_draws_its_own_data(prepared: Prepared) -> None:
     plan = prepared.plan
     assert len(set(plan.names.values())) == len(plan.names) and all(len(name) == 5 for name in plan.names.values())
     (long,) = (case.name for case in CASES if case.steps > 500)
@@ -204,30 +202,30 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (text("metrics.jsonl", '"tokens_per_s": ', '"tokens_per_s": 1'), ""),  # a clock
     (anomaly('{"kind": "throughput_drop", "step": 1}\n'), ""),
     (anomaly('{"kind": "loss_drop", "step": 1}\n'), "anomalies.jsonl has"),
-    (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines, the baseline's 6"),
+    (text("metrics.jsonl", "^.*\n", ""), "metrics.jsonl has 5 lines, the baseline's has 6"),
     (text("metrics.jsonl", '"loss": [0-9]', '"loss": 9'), "metrics.jsonl, line 1: loss differs by"),
     (text("metrics.jsonl", '"lr"', '"rate"'), "metrics.jsonl, line 1: "),
     (text("result.json", '"last_step": 6', '"last_step": 7'), "result.json: last_step"),
     (text("result.json", '"skipped_checkpoints": \\[', '"skipped_checkpoints": ["x"'), "other skipped checkpoints"),
-    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not the hash of its checkpoint's manifest"),
-    (text("parameters.txt", "embedding", "embeddings"), "parameters.txt is another"),
+    (text("result.json", '"manifest_sha256": "', '"manifest_sha256": "0'), "not have the hash of its"),
+    (text("parameters.txt", "embedding", "embeddings"), "parameters.txt differs"),
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
-    (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "it left the checkpoints step-00000002, step-00000006"),
-    (lambda folder: shutil.rmtree(folder / "checkpoints"), "is not there"),
-    (lambda folder: damage(folder / "checkpoints" / "step-00000004"), "model.safetensors is not what its manifest says"),
+    (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
+    (lambda folder: shutil.rmtree(folder / "checkpoints"), "there is no folder checkpoints"),
+    (lambda folder: damage(folder / "checkpoints" / "step-00000004"), "model.safetensors differs from its"),
     (times(1 + 1e-6), "rounds"),
     (times(1.01), "step-00000006: embedding differs by"),
-    (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "embedding holds numbers of a lower precision"),
+    (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "holds numbers of a lower precision"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].double())), "embedding has shape [64, 16] and torch.float64"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].T.contiguous())), "embedding has shape [16, 64]"),
-    (saved(lambda model, state: model.update(more=torch.zeros(1))), "model.safetensors has other tensors: more"),
+    (saved(lambda model, state: model.update(more=torch.zeros(1))), "has other tensors: more"),
     (saved(lambda model, state: model["embedding"][0].fill_(math.nan)), "step-00000006: embedding"),
     (saved(lambda model, state: state["sampler"].update(step=7)), "state.json: sampler: step"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "words"), ALIKE, ids=range(len(ALIKE)))
-def test_all_that_a_run_left_is_compared_but_clocks(
+def test_all_files_of_a_run_are_compared_except_clocks(
     prepared: Prepared, tmp_path: Path, change: Callable[[Path], object], words: str
 ) -> None:
     case = CASES[0]
@@ -243,7 +241,7 @@ def test_all_that_a_run_left_is_compared_but_clocks(
         assert found.worst is not None and not found.same_bits and words in str(found.worst), found
 
 
-def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, tmp_path: Path) -> None:
+def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     case = CASES[0]
     folder = shutil.copytree(prepared.baseline.folders[case.name], tmp_path / "run")
     damage(folder / "checkpoints" / "step-00000002")
@@ -269,9 +267,9 @@ def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, t
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
     begins = [
-        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json has not the hash",
+        "metrics.jsonl has 5 lines", "anomalies.jsonl has", "result.json: last_step", "result.json does not have the hash",
         "result.json names other skipped",
-        "parameters.txt", "step-00000002: model.safetensors is not what", "step-00000002: ", f"{last}, state.json: sampler: step",
+        "parameters.txt", "step-00000002: model.safetensors differs", "step-00000002: ", f"{last}, state.json: sampler: step",
         f"{last}: {weights[0]} has shape", f"{last}: {weights[1]} holds numbers of a lower", *(f"{last}: {name}" for name in weights[2:]),
     ]  # fmt: skip
     found[9:] = sorted(found[9:], key=lambda one: one.what)
@@ -285,11 +283,11 @@ def test_all_that_differs_is_found_and_not_the_first_alone(prepared: Prepared, t
     [
         ("in OUT", True, ""),
         ("in OUT,", True, "it prints something else"),
-        ("in OUT", False, "it left the checkpoints none, the baseline step-00000002"),
-        (None, True, "printed.txt is not there"),
+        ("in OUT", False, "checkpoints [], the baseline [step-00000002]"),
+        (None, True, "printed.txt is missing"),
     ],
 )
-def test_what_a_tool_printed_and_left_is_compared(
+def test_output_and_checkpoints_of_a_tool_are_compared(
     prepared: Prepared, tmp_path: Path, printed: str | None, checkpoint: bool, words: str
 ) -> None:
     tool, sides = TOOLS[0], []

@@ -1,4 +1,4 @@
-"""The program that trains the tiny runs, but for what it trains."""
+"""The program that trains the tiny runs, without trainings."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_program_ends_with_the_code_that_it_would_end_a_process_with(
     (tmp_path / "tool.py").unlink()
 
 
-def test_an_op_that_is_disturbed_is_some_roundings_off_and_otherwise_for_another_seed(
+def test_a_disturbed_op_is_some_roundings_off_by_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gate, up = (torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2))
@@ -95,7 +95,7 @@ def test_an_op_that_is_disturbed_is_some_roundings_off_and_otherwise_for_another
             assert torch.equal(a, b) == (one == other)
 
 
-def test_what_an_op_writes_in_place_is_off_by_shares_and_what_it_skips_is_not() -> None:
+def test_in_place_results_are_disturbed_by_shares() -> None:
     op = registry.get("adamw")
 
     def written(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -117,7 +117,7 @@ def test_what_an_op_writes_in_place_is_off_by_shares_and_what_it_skips_is_not() 
             assert bool((one != exact).any()) and bool((two != one).any())
 
 
-def test_numbers_that_are_no_floats_are_not_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_floats_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "bind", registry.bind)
     plain = registry.bind({})
     train_cases.disturb_ops(3)

@@ -1,0 +1,207 @@
+"""Messages that several reasons of the release judge share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from factory.evals.statistics import CLOZE, Gain, of_recipe
+from factory.gates.release.evidence import Numbers, ReleaseEvidence, number
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.reasons import Reason, reason
+from kernels.contract.message import Message
+
+NAMED = 5  # licences, or domains, in a message
+
+
+def bring_shards() -> Message:
+    """The remedy where any new documents help."""
+    return Message("release.remedy_bring_shards", "bring new shards: 'factory ingest PATH'.")
+
+
+def another_candidate() -> Message:
+    """The remedy for a candidate that was fitted to held-out documents."""
+    return Message(
+        "release.remedy_memorised",
+        "train another candidate on more documents, each seen less often: 'factory ingest PATH', then 'factory run' (max_epochs of the recipe). "
+        "Look for copies of held-out documents in the training data: 'factory data list'.",
+    )
+
+
+def allowed_loss(loss: float, lost: float) -> Message:
+    """The loss that a guard allows, after what earlier releases lost."""
+    if lost:
+        return Message(
+            "release.loss_left",
+            "A loss of at most {loss:.3f} is allowed, because releases since the best one lost {lost:.3f}.",
+            loss=loss, lost=lost,
+        )  # fmt: skip
+    return Message("release.loss_allowed", "A loss of at most {loss:.3f} is allowed.", loss=loss)
+
+
+def why_not_measured(gain: Gain | None, clusters_min: int) -> Reason:
+    """Why a gain could not be measured. The remedy is the number of document groups that are missing."""
+    if gain is None:
+        return reason("release.no_common_items", "candidate and champion have no items in common")
+    clusters = number(gain.clusters)
+    if clusters is None or clusters < 0:
+        return reason("release.groups_unknown", "the number of document groups is not known")
+    if clusters < clusters_min:
+        more = Message("release.more_groups", "at least {more:.0f} more", more=clusters_min - clusters)
+        if clusters == 1:
+            return reason("release.one_group", "one document group has no spread", remedy=more)
+        few = Message(
+            "release.few_groups",
+            "{groups:.0f|document group|document groups}, at least {least} are needed",
+            groups=clusters, least=clusters_min,
+        )  # fmt: skip
+        return Reason(few, more)
+    return reason("release.number_unknown", "a number is missing or not finite")
+
+
+def sentence(
+    name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None
+) -> Message:
+    """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
+    before, after = levels or (None, None)
+    change, low, high = (
+        (number(gain.gain), gain.bound(0.025), gain.bound(0.025, above=True)) if gain else (None, None, None)
+    )
+    values = None
+    if before is not None and after is not None:
+        values = Message(
+            "release.before_and_after",
+            "{name}: {before:.3f} → {after:.3f} {unit}",
+            name=name, before=before, after=after, unit=unit,
+        )  # fmt: skip
+    if change is None or low is None or high is None:
+        return values or Message("release.not_compared", "{name}", name=name)
+    if name != CLOZE:
+        change, low, high = -change, -high, -low
+    return Message(
+        "release.change",
+        "{shown} ({change:+.3f}, 95 % between {low:+.3f} and {high:+.3f})",
+        shown=values or name, name=name, change=change, low=low, high=high,
+    )  # fmt: skip
+
+
+def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
+    """Whether the gain is larger than the effect of another data order. For the reader only: a release publishes these weights."""
+    runs, noise = evidence.replicas, number(evidence.replica_target)
+    if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
+        return Message(
+            "release.order_unknown",
+            "The effect of another data order was not measured (replicas in gates/release.yaml). It may be a part of the gain of these weights.",
+        )
+    effect = Message(
+        "release.order_effect",
+        "Another order of the same data changes the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings).",
+        noise=noise, runs=runs,
+    )  # fmt: skip
+    lower = of_recipe(target, noise, runs).bound(policy.target.alpha / 2)
+    if lower is not None and lower > 0:
+        return Message(
+            "release.gain_beyond_order",
+            "{effect} The gain is larger, so the recipe or the data caused the gain.",
+            effect=effect,
+        )
+    return Message(
+        "release.gain_within_order",
+        "{effect} The gain is within this noise. These weights are better, but the data order may be the cause, not the recipe or the data.",
+        effect=effect,
+    )
+
+
+def more_groups(domain: str, more: Message) -> Message:
+    """The remedy where a domain has too few document groups."""
+    return Message(
+        "release.remedy_groups",
+        "hold out {more} document groups of {domain}: 'factory ingest PATH' with new documents of {domain}. If one source names all documents, make "
+        "each document a group: 'factory data relabel --domain {domain} --group document'.",
+        domain=domain, more=more,
+    )  # fmt: skip
+
+
+def train_on(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
+    """The remedy for a candidate that is not shown to be better.
+
+    >>> print(train_on(0.005, 0.016, 9.4))
+    train on ('factory run'): this comparison detects a gain of 0.016 in every domain. Or bring shards ('factory ingest PATH'): 9.4 times as many \
+held-out document groups detect a gain of 0.005.
+    >>> print(train_on(-0.002, 0.016, None))
+    train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
+    """
+    known = (
+        Message("release.detects", "this comparison detects a gain of {gain:.3f} in every domain", gain=seen_gain)
+        if seen_gain
+        else Message("release.detects_nothing", "this comparison detects no gain")
+    )
+    if gain is None or gain <= 0:
+        return Message(
+            "release.remedy_no_gain",
+            "train on ('factory run'), or change data or recipe. The candidate gained nothing, and {known}.",
+            known=known,
+        )
+    train = Message("release.remedy_train_on", "train on ('factory run'): {known}.", known=known)
+    if times is None or times <= 1:
+        return train
+    return Message(
+        "release.remedy_train_on_or_bring",
+        "{train} Or bring shards ('factory ingest PATH'): {times:.1f} times as many held-out document groups detect a gain of {gain:.3f}.",
+        train=train, times=times, gain=gain,
+    )  # fmt: skip
+
+
+def noise_used(evidence: ReleaseEvidence) -> Message:
+    """The noise that widens the guards' margins, with its source.
+
+    >>> print(noise_used(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
+    Noise of the measurement, bits per byte: code 0.0005. Noise of another data order, from 3 trainings: code 0.0042.
+    >>> print(noise_used(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
+    Noise of the measurement, bits per byte: code 0.0005. Noise of another data order: not known, as no replicas were measured yet.
+    """
+    floor, order = dict(evidence.noise_floor), dict(evidence.replica_noise)
+    measurement = Message(
+        "release.noise_of_measurement",
+        "Noise of the measurement, bits per byte: {named}.",
+        named=_each(evidence.domains, floor), noise_floor=floor,
+    )  # fmt: skip
+    if not isinstance(evidence.replicas, int) or evidence.replicas < 2:
+        return Message(
+            "release.noise_of_order_unknown",
+            "{measurement} Noise of another data order: not known, as no replicas were measured yet.",
+            measurement=measurement,
+        )
+    return Message(
+        "release.noise",
+        "{measurement} Noise of another data order, from {runs} trainings: {named}.",
+        measurement=measurement, runs=evidence.replicas, named=_each(evidence.domains, order), replica_noise=order,
+    )  # fmt: skip
+
+
+def unguarded(evidence: ReleaseEvidence) -> Message | None:
+    """The domains that the candidate was trained on and of which the suite has no document. None: no such domain.
+
+    >>> print(unguarded(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
+    Not guarded, by share of the supervised tokens: law 3.0%, notes under 0.1%. The candidate was trained on documents of these domains. No \
+sealed document of them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). \
+Or take the domain out: 'factory data remove'.
+    """
+    shares = {name: number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains}
+    known = sorted((-share, name) for name, share in shares.items() if share > 0)
+    if not known:
+        return None
+    shown = [f"{-share:.1%}" if share <= -0.001 else "under 0.1%" for share, _ in known[:NAMED]]
+    named = [f"{name} {words}" for (_, name), words in zip(known, shown, strict=False)]
+    more = [f"{len(known) - NAMED} more"] if len(known) > NAMED else []
+    return Message(
+        "release.unguarded",
+        "Not guarded, by share of the supervised tokens: {named}. The candidate was trained on documents of these domains. No sealed document of "
+        "them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). Or take the "
+        "domain out: 'factory data remove'.",
+        named=[*named, *more], shares={name: -share for share, name in known},
+    )  # fmt: skip
+
+
+def _each(domains: Sequence[str], noise: Numbers) -> list[str]:
+    shown = {domain: number(noise.get(domain)) for domain in domains}
+    return [f"{domain} {'?' if value is None else format(value, '.4f')}" for domain, value in shown.items()]

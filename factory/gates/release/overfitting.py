@@ -1,0 +1,107 @@
+"""Whether a candidate was fitted to held-out documents: the reasons of the release judge."""
+
+from __future__ import annotations
+
+from factory.gates.release.evidence import ReleaseEvidence, number
+from factory.gates.release.messages import another_candidate, bring_shards
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.reasons import Reason, reason
+from kernels.contract.message import Message
+
+
+def add_memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reason]) -> None:
+    """Add to ``missing`` the reasons that the candidate was fitted to held-out documents, or that this is not known."""
+    rules = policy.memorising
+    gap = evidence.halves_gap
+    low, high = (gap.bound(rules.alpha / 2), gap.bound(rules.alpha / 2, above=True)) if gap else (None, None)
+    sealed, dev = (number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
+    if low is None or high is None or sealed is None or dev is None:
+        missing.append(
+            reason(
+                "release.halves_not_compared",
+                "The gains on the sealed half and the dev half of the held-out documents could not be compared.",
+                remedy=bring_shards(),
+            )
+        )
+    elif low > rules.halves_margin:
+        missing.insert(
+            0,
+            reason("release.sealed_seen",
+                    "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
+                    "alike, so the candidate was trained on sealed documents.",
+                    sealed=sealed, dev=dev, remedy=another_candidate()),
+        )  # fmt: skip
+    elif high < -rules.halves_margin:
+        missing.insert(
+            0,
+            reason("release.dev_fitted",
+                    "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
+                    "alike, so the candidate was fitted to the dev half.",
+                    sealed=sealed, dev=dev, remedy=another_candidate()),
+        )  # fmt: skip
+    if evidence.watched is None:
+        missing.append(
+            reason(
+                "release.line_unknown",
+                "The evidence does not say whether the dev half alone improved over the line of candidates.",
+            )
+        )
+    elif alone := dev_alone(policy, evidence):
+        missing.insert(0, Reason(alone, another_candidate()))
+    _fresh(policy, evidence, missing)
+
+
+def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reason]) -> None:
+    """Whether the candidate knows the documents that arrived before its training better than new documents."""
+    rules = policy.memorising
+    fresh, older = evidence.fresh_documents, evidence.older_documents
+    if fresh is None or older is None:
+        missing.append(
+            reason(
+                "release.fresh_unknown",
+                "The number of held-out documents that arrived after the training is not known.",
+            )
+        )
+    elif min(fresh, older) >= policy.documents_min:
+        gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
+        high = gap.bound(rules.alpha / 2, above=True) if gap else None
+        least, new = (on_fresh.bound(rules.alpha / 2), number(on_fresh.gain)) if on_fresh else (None, None)
+        if gap is None or high is None or gap.gain is None or new is None or least is None:
+            missing.append(
+                reason(
+                    "release.fresh_not_compared",
+                    "The gain on the {documents} held-out documents that arrived after the training could not be compared.",
+                    documents=fresh,
+                    remedy=bring_shards(),
+                )
+            )
+        elif high < -rules.fresh_margin and least <= 0:  # a candidate that is better on new documents too has learned
+            missing.insert(
+                0,
+                reason("release.by_heart",
+                        "The candidate gains {fresh:+.3f} bits per byte on documents that arrived after its training, and {older:+.3f} on older "
+                        "documents. The candidate has memorised the older documents.",
+                        fresh=new, older=new - gap.gain, remedy=another_candidate()),
+            )  # fmt: skip
+
+
+def dev_alone(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Message | None:
+    """The reward-hacking watch: the message that the dev half improved and the sealed half did not, in one candidate or over several. Else None."""
+    rules, said = policy.memorising, None
+    found = [(evidence.halves_gap, evidence.on_dev, evidence.on_sealed, 1, "the champion")]
+    if evidence.rise_since is not None:
+        since = f"candidate {evidence.rise_since}"
+        found.append((evidence.rise_gap, evidence.rise_dev, evidence.rise_sealed, evidence.watched or 1, since))
+    for gap, dev, sealed, looks, since in found:
+        high = gap.bound(rules.alpha / 2 / looks, above=True) if gap else None
+        low = dev.bound(rules.alpha / 2 / looks) if dev else None
+        if high is None or low is None or dev is None or sealed is None or None in (dev.gain, sealed.gain):
+            continue
+        if high < -rules.halves_margin and low > 0:
+            said = Message(
+                "release.dev_alone",
+                "Since {since} the dev half gained {dev:+.3f} bits per byte, and the sealed half {sealed:+.3f}. Candidates are chosen by the dev "
+                "half, so the line of candidates was fitted to the dev half.",
+                since=since, dev=dev.gain, sealed=sealed.gain,
+            )  # fmt: skip
+    return said
