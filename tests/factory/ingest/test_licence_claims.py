@@ -156,7 +156,7 @@ def test_a_settled_licence_counts_until_another_claim_comes(
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
     for words, message in (
-        (["GPL", "--document", "a"], "nobody claims 'GPL' for it"),
+        (["GPL", "--document", "a"], "no shard has this text under 'GPL'"),
         (["MIT", "--document", "nothing"], "no document 'nothing' was ever ingested"),
         (["MIT", "--shard", "z.jsonl"], "no licence of z.jsonl is in conflict"),
         (["MIT"], "--document ID or --shard NAME"),
@@ -168,7 +168,7 @@ def test_a_settled_licence_counts_until_another_claim_comes(
     assert "1 document has the licence MIT" in done.stdout
     (one,) = conflicts(ledger)
     assert one.settled and one.counts_as(rules) == "MIT" and [claim.aside for claim in one.claims] == [False, True]
-    assert "settled as MIT: may be released" in command_here("data", "claims", home=workspace).stdout
+    assert "settled as MIT, which allows releases" in command_here("data", "claims", home=workspace).stdout
     (event,) = ledger.read("SELECT detail FROM events WHERE kind = 'licence_settled'")
     assert (event["detail"]["why"], event["detail"]["license"]) == ("b mislabels all", "MIT")
     shard(ingest, NC, "c")  # somebody else says so too
@@ -190,7 +190,7 @@ def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
     (part,) = by_value(ledger, "license", ["MIT"]).parts()
     assert len(ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
     done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
-    assert "1 documents: 1 to train on" in done.stdout, done.stdout
+    assert "1 document: 1 to train on" in done.stdout, done.stdout
     assert states(ledger)["a"][0] == "removed"
     command_here("data", "undo", "1", home=workspace)
     assert states(ledger)["a"] == ("train", None)
