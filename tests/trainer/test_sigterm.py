@@ -107,7 +107,7 @@ def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) 
     wait_for(folder / "checkpoints" / "step-00000010")
     process.terminate()
     _, errors = process.communicate(timeout=WITHIN)
-    assert process.returncode == 75 and "trainer: stopped after step" in errors
+    assert process.returncode == 75 and "error[trainer.stopped_after]" in errors
     assert checkpoints.steps_in(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
 
 
