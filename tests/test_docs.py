@@ -7,13 +7,10 @@ import re
 import shlex
 import tomllib
 from collections.abc import Iterator
-from functools import cache
-from typing import Any
 
 import pytest
-import typer
 
-from factory.cli import root
+from tests.support.factory.command_tree import commands
 from tests.support.paths import ROOT
 
 HISTORY = frozenset({"LOG.md"})  # it says what was there on a day
@@ -39,28 +36,6 @@ def code_of(text: str) -> Iterator[str]:
     prose = re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
     yield from re.findall(r"`([^`\n]+)`", prose)
     yield from re.findall(r"'(factory [^'\n]+)'", prose)
-
-
-@cache
-def commands() -> dict[tuple[str, ...], set[str]]:
-    """Every command of ``factory`` with its options."""
-    import click
-
-    found: dict[tuple[str, ...], set[str]] = {}
-
-    def walk(command: Any, words: tuple[str, ...]) -> None:
-        options = {
-            name
-            for one in command.params
-            if isinstance(one, click.Option) or hasattr(one, "opts")
-            for name in (*one.opts, *one.secondary_opts)
-        }
-        found[words] = options | {"--help", "-h"}
-        for name, below in getattr(command, "commands", {}).items():
-            walk(below, (*words, name))
-
-    walk(typer.main.get_command(root), ())
-    return found
 
 
 def wrong_command(line: str) -> str:

@@ -13,6 +13,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.reader import Reader
 from factory.ledger.rows import CandidateRow, Reads, SegmentRow, VerdictRow
 from factory.ledger.status import describe_average
+from kernels.contract.message import Message
 
 
 def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list[str]:
@@ -29,17 +30,30 @@ def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list
     lines = [*_data(facts), "", *_training(facts), "", *_releases(facts), "", *_proposals(facts), ""]
     lines += [*_numbers(Reader(workspace), facts, seconds), ""]
     lines += [
-        f"  Every number above, but those of the cost, was read back from {workspace.root / 'ledger.db'}.",
+        Message(
+            "summary.source",
+            "  All numbers above except the cost are from {ledger}.",
+            ledger=workspace.root / "ledger.db",
+        ),
         "",
-        f"  Look at it:  {factory} ui{where}    (MLflow: runs, the model's versions, verdicts, reports)",
+        Message(
+            "summary.look",
+            "  Look at it:  {command}    (MLflow: runs, versions of the model, verdicts, reports)",
+            command=f"{factory} ui{where}",
+        ),
         "  Ask:         " + "\n               ".join(asked),
-        f"  Feed it:     cp your-shards/*.jsonl {shlex.quote(str(workspace.inbox))}/ && {factory} run --once{where}",
+        Message(
+            "summary.feed",
+            "  Feed it:     cp your-shards/*.jsonl {inbox}/ && {command}",
+            inbox=shlex.quote(str(workspace.inbox)),
+            command=f"{factory} run --once{where}",
+        ),
     ]
     return lines
 
 
 def _data(facts: dict[str, Any]) -> list[str]:
-    lines = ["  WHAT CAME IN"]
+    lines = ["  DATA"]
     for shard in facts["shards"]:
         counts = shard["counts"] or {}
         dropped = counts.get("dropped") or {}
@@ -55,14 +69,19 @@ def _data(facts: dict[str, Any]) -> list[str]:
     total = sum(domain["tokens"] for domain in facts["domains"].values())
     loss = sum(domain["supervised_tokens"] for domain in facts["domains"].values())
     lines.append(
-        f"    together {total:,} tokens to train on, {loss:,} of them with loss: "
-        + ", ".join(f"{d} {v['tokens']:,}" for d, v in sorted(facts["domains"].items()))
+        Message(
+            "summary.tokens",
+            "    in all {tokens:,} training tokens, {supervised:,} of them carry loss: {domains}",
+            tokens=total,
+            supervised=loss,
+            domains=[f"{domain} {counts['tokens']:,}" for domain, counts in sorted(facts["domains"].items())],
+        )
     )
     return lines
 
 
 def _training(facts: dict[str, Any]) -> list[str]:
-    lines = ["  WHAT WAS LEARNT"]
+    lines = ["  TRAINING"]
     for segment in facts["segments"]:
         result = segment["result"] or {}
         seconds = result.get("seconds")
@@ -88,7 +107,8 @@ def _training(facts: dict[str, Any]) -> list[str]:
     if measured:
         newest = measured[-1]["summary"]
         domains = sorted(newest["bpb"])
-        lines.append("    held-out bits per byte " + "".join(f"{domain:>9}" for domain in domains) + "    cloze right")
+        columns = "".join(f"{domain:>9}" for domain in domains)
+        lines.append(Message("summary.bits", "    held-out bits per byte {domains}    cloze right", domains=columns))
         baselines = newest.get("baselines") or {}
         for name in sorted({n for domain in domains for n in baselines.get(domain, {}) if n.endswith("gram")}):
             cells = "".join(_cell(baselines.get(domain, {}).get(name)) for domain in domains)
@@ -99,7 +119,14 @@ def _training(facts: dict[str, Any]) -> list[str]:
             lines.append(f"      candidate {candidate['id']:<11}{cells}{_share(own.get('cloze') or {})}")
         chat = newest.get("chat") or {}
         if chat.get("with_code"):
-            lines.append(f"    chat answers that should be Python: {chat['parse']:.0f} of {chat['with_code']} parse")
+            lines.append(
+                Message(
+                    "summary.chat",
+                    "    {right:.0f} of {asked} chat answers with code are valid Python",
+                    right=chat["parse"],
+                    asked=chat["with_code"],
+                )
+            )
     return lines
 
 
@@ -117,7 +144,7 @@ def _cell(value: Any) -> str:
 
 
 def _releases(facts: dict[str, Any]) -> list[str]:
-    lines = ["  WHAT WAS RELEASED, AND WHY"]
+    lines: list[str] = [Message("summary.releases", "  RELEASES, AND WHY")]
     for candidate in facts["candidates"]:
         verdict = candidate["verdict"]
         outcome = verdict["outcome"].upper() if verdict else "not judged"
@@ -130,14 +157,20 @@ def _releases(facts: dict[str, Any]) -> list[str]:
     if best:
         report = next((release["report"] for release in facts["releases"] if release["number"] == best["number"]), None)
         lines.append(
-            f"    champion: release {best['number']}, MLflow model version {best['mlflow_version']}, {best['export_path']}"
+            Message(
+                "summary.champion",
+                "    champion: release {release}, version {version} in MLflow, {export}",
+                release=best["number"],
+                version=best["mlflow_version"],
+                export=best["export_path"],
+            )
         )
         lines += [f"    report:   {report}"] if report else []
     return lines
 
 
 def _proposals(facts: dict[str, Any]) -> list[str]:
-    lines = ["  WHAT WAS PROPOSED, AND WHY IT WAS KEPT OR NOT"]
+    lines: list[str] = [Message("summary.proposals", "  PROPOSED PATCHES, AND THEIR VERDICTS")]
     for proposal in facts["proposals"]:
         lines.append(
             f"    proposal {proposal['number']} by {proposal['agent']}: {proposal['title']}  (branch {proposal['branch']})"
@@ -181,8 +214,14 @@ def _numbers(db: Reads, facts: dict[str, Any], seconds: float) -> list[str]:
     timed = [one for one in facts["segments"] if isinstance(_tokens_per_s(one), float)]
     if timed:
         lines.append(
-            f"    speed      {_tokens_per_s(timed[-1]):,.0f} tokens/s of training in {timed[-1]['precision']} (segment {timed[-1]['id']})"
-            + _share_of_products(SegmentRow.get(db, timed[-1]["id"]), _tokens_per_s(timed[-1]))
+            Message(
+                "summary.speed",
+                "    speed      training: {rate:,.0f} tokens/s in {precision} (segment {segment}){share}",
+                rate=_tokens_per_s(timed[-1]),
+                precision=timed[-1]["precision"],
+                segment=timed[-1]["id"],
+                share=_share_of_products(SegmentRow.get(db, timed[-1]["id"]), _tokens_per_s(timed[-1])),
+            )
         )
     measured = [one for one in facts["candidates"] if (one["summary"] or {}).get("bpb")]
     if measured:
@@ -191,21 +230,37 @@ def _numbers(db: Reads, facts: dict[str, Any], seconds: float) -> list[str]:
             f"{domain}{_cell(bits)} ({_cell((baselines.get(domain) or {}).get('trigram')).strip()})"
             for domain, bits in sorted(own.items())
         ]
-        words = " ".join(", ".join(pairs).split())
         lines.append(
-            f"    quality    held-out bits per byte of candidate {measured[-1]['id']} (of the byte trigram): {words}"
+            Message(
+                "summary.quality",
+                "    quality    held-out bits per byte of candidate {candidate} (byte trigram in brackets): {bits}",
+                candidate=measured[-1]["id"],
+                bits=" ".join(", ".join(pairs).split()),
+            )
         )
     judged = judged_shards(db)
     if judged:
         newest = [one for one in judged if one.candidate == judged[-1].candidate]
         least, most = (f"{end(one.seconds for one in newest):.0f}" for end in (min, max))
         lines.append(
-            f"    delay      {least if least == most else f'{least} to {most}'} s from the ingest of a shard "
-            f"({', '.join(one.shard for one in newest)}) to the verdict on candidate {judged[-1].candidate}"
+            Message(
+                "summary.delay",
+                "    delay      {seconds} s from the ingest of a shard to the verdict on candidate {candidate} ({shards})",
+                seconds=least if least == most else f"{least} to {most}",
+                candidate=judged[-1].candidate,
+                shards=[one.shard for one in newest],
+            )
         )
     spent = os.times()
     core_hours = (spent.user + spent.system + spent.children_user + spent.children_system) / 3600
-    lines.append(f"    cost       {seconds / 60:.1f} minutes and {core_hours:.2f} core-hours of this run")
+    lines.append(
+        Message(
+            "summary.cost",
+            "    cost       this run took {minutes:.1f} minutes and {core_hours:.2f} core-hours",
+            minutes=seconds / 60,
+            core_hours=core_hours,
+        )
+    )
     return lines
 
 
@@ -225,4 +280,4 @@ def _share_of_products(segment: SegmentRow, tokens_per_s: float) -> str:
     if not isinstance(rate, float) or rate <= 0:
         return ""
     share = tokens_per_s * Recipe.parse(segment.recipe_json).model.flops_per_token() / (rate * threads)
-    return f", {share:.0%} of the FLOP/s that its matrix products alone reach here"
+    return Message("summary.share", ", {share:.0%} of the speed of matrix products alone on this machine", share=share)

@@ -257,7 +257,7 @@ def _one(policy: AgentsPolicy, change: Change) -> Iterable[Message]:
         )
     if not policy.readable(change.path):
         yield Message(
-            "scope.outside",
+            "scope.not_patchable",
             "this file is out of scope: patches may change {scope}",
             scope=[rule.paths for rule in policy.scope],
         )

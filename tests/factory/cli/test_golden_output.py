@@ -21,6 +21,7 @@ from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.ledger.ledger import Ledger, proposals
 from kernels.contract.message import titled
+from tests.support.factory.command_tree import commands
 from tests.support.golden import compare_with_golden
 from tests.support.plants.release_scene import (
     add_candidate,
@@ -32,7 +33,6 @@ from tests.support.plants.release_scene import (
     with_store,
 )
 from tests.support.plants.saved_plant import diagnosed, note
-from tests.test_docs import commands
 
 SHARD = [
     {

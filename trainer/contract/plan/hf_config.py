@@ -128,7 +128,7 @@ def shape_of_config(config: dict[str, Any], where: str, context: int | None = No
         value = otherwise if value is None else value
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise RecipeError(
-                "plan.not_a_number",
+                "plan.not_a_whole_number",
                 "{where}: {key}: expected a whole number, not {value!r}.",
                 where=where,
                 key=key,

@@ -216,7 +216,7 @@ def _what_would_fit(ask: Ask, possible: list[int]) -> Message:
     if not answers:
         answers = [Message("plan.smaller_model", "a smaller model or a shorter context")]
     return Message(
-        "plan.nothing_fits",
+        "plan.does_not_fit",
         "Nothing fits. With tensor parallelism {tensor}, blocks recomputed and one sequence at a time, a GPU needs {needed:.1f} GB of its "
         "{memory:.0f} GB, most of it {part} ({part_gb:.1f} GB). Use {answers}.",
         tensor=tensor,
