@@ -16,13 +16,13 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     failed = [report.nodeid for report in terminalreporter.getreports("failed")]
     if not home or not failed:
         return
-    from factory.code_loop.revalidating import benchmarks_fell
+    from factory.code_loop.revalidating import record_failed_benchmarks
     from factory.core.errors import FactoryError
     from factory.core.workspace import Workspace
     from factory.ledger.ledger import Ledger
 
     try:
-        benchmarks_fell(Ledger.open(Workspace.open(Path(home)).ledger_url), failed)
+        record_failed_benchmarks(Ledger.open(Workspace.open(Path(home)).ledger_url), failed)
         terminalreporter.write_line(
             f"{len(failed)} failed benchmarks noted in the factory in {home}: it judges its merged patches again"
         )

@@ -33,12 +33,12 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.approvals import APPROVAL_TAG
-from factory.show.mlflow.answering import BY_TAG, ApprovalAnswers
-from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, start_pages
+from factory.show.mlflow.answering import BY_TAG, ApprovalResponder
+from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, list_start_pages
 from factory.show.mlflow.releases import REASON_TAG
 from factory.show.mlflow.runs import Tracking
-from factory.show.mlflow.store import open_client, ui_command
-from factory.show.mlflow.version_page import MODE, Place
+from factory.show.mlflow.store import mlflow_ui_command, open_client
+from factory.show.mlflow.version_page import TRAINING_MODE, Place
 
 PATIENCE = 240.0  # seconds for a page to show what it is waited for
 COLOURS = 256  # of a picture's palette: pages have few, and files stay small
@@ -145,15 +145,15 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     release = ReleaseRow.select(ledger, "ORDER BY number DESC LIMIT 1")[0]
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", release.candidate))
     assert verdict and verdict.against, "the demo releases twice"
-    pages = start_pages(workspace, server)
+    pages = list_start_pages(workspace, server)
     segment = SegmentRow.select(ledger, "WHERE kind = 'trunk' ORDER BY id DESC LIMIT 1")[0]
     place = lambda subject: Place(*(tracking.place(subject) or ("", "")))
     mine, theirs = place(Subject("candidate", release.candidate)), place(Subject.parse(verdict.against))
-    version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{MODE}", f"{server}/"
+    version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{TRAINING_MODE}", f"{server}/"
     waiting = [
         Shot(
             "waiting",
-            f"{server}/#/models/{MODEL}/versions/{found.version}?{MODE}",
+            f"{server}/#/models/{MODEL}/versions/{found.version}?{TRAINING_MODE}",
             "what decides",
             860,
             prepare=TO_TAGS,
@@ -178,7 +178,7 @@ def say_a_word(workspace: Workspace, by: str = "ada") -> None:
     version = client.get_model_version_by_alias(MODEL, CHAMPION).version
     for key, value in ((APPROVAL_TAG, "rejected"), (REASON_TAG, "it swears"), (BY_TAG, by)):
         client.set_model_version_tag(MODEL, version, key, value)
-    ApprovalAnswers(Plant(workspace, Ledger.open(workspace.ledger_url))).look()
+    ApprovalResponder(Plant(workspace, Ledger.open(workspace.ledger_url))).look()
 
 
 def small(png: bytes) -> bytes:
@@ -216,7 +216,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names that match this pattern")
     asked = parser.parse_args()
     workspace, port = Workspace.open(asked.workspace), free_port()
-    command, environment = ui_command(workspace, port, "127.0.0.1", None)
+    command, environment = mlflow_ui_command(workspace, port, "127.0.0.1", None)
     say_a_word(workspace)
     asked.into.mkdir(parents=True, exist_ok=True)
     server = subprocess.Popen(

@@ -16,7 +16,7 @@ from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError
 from factory.core.faults import fault_of
 from factory.core.progress import SILENT, Progress
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -138,13 +138,13 @@ def _gpu(number: int) -> str:
 
 def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
     """(the recipe, the fastest precision on this machine, measured now)."""
-    from factory.computing.computing import measured_precision
+    from factory.computing.computing import measure_precision
     from factory.training.planning import load_recipe
     from trainer.contract.recipe import Recipe
 
-    shipped = code_root() / "policies" / "recipes" / "demo.yaml"
+    shipped = checkout_root() / "policies" / "recipes" / "demo.yaml"
     recipe = load_recipe(workspace) if workspace else Recipe.load(shipped)
-    return recipe, measured_precision(recipe)
+    return recipe, measure_precision(recipe)
 
 
 def _precision(recipe: Any, found: dict[str, Any]) -> Found:
@@ -181,11 +181,11 @@ def _precision(recipe: Any, found: dict[str, Any]) -> Found:
 
 def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> Found:
     """The kernel that computes each op of the recipe's step on this machine. Ops whose kernel is not the chosen one come first."""
-    from factory.computing.tuned_kernels import KERNELS, live_kernels
+    from factory.computing.tuned_kernels import KERNELS, live_kernels_file
 
     if workspace is None:
-        return _computing(None, code_root() / KERNELS, recipe, measured)
-    with live_kernels(workspace) as (path, _):
+        return _computing(None, checkout_root() / KERNELS, recipe, measured)
+    with live_kernels_file(workspace) as (path, _):
         ok, lines = _computing(workspace, path, recipe, measured)
         return ok, [line.replace(str(path), str(workspace.repository / KERNELS)) for line in lines]
 
@@ -194,7 +194,7 @@ def _computing(
     workspace: Workspace | None, path: Path, recipe: Any, measured: dict[str, Any]
 ) -> tuple[bool | None, list[str]]:
     from factory.computing.computing import decide
-    from kernels.contract.bench import Setting
+    from kernels.contract.bench import BenchSetting
     from kernels.contract.precision import DTYPES
     from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
 
@@ -206,7 +206,7 @@ def _computing(
             _, decided, notes = decide(workspace, recipe, path.read_text("utf-8"), measured=measured)
             choice = decided["kernels"]
         fallback = load_fallback(path)
-        setting = Setting.of_mapping(recipe.model_dump() | {"precision": measured["precision"]})
+        setting = BenchSetting.of_mapping(recipe.model_dump() | {"precision": measured["precision"]})
         found = computing(choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape)
     except KernelError as error:
         return False, [str(error)]
@@ -234,7 +234,7 @@ def _endpoint(workspace: Workspace | None) -> Found:
     from factory.code_loop.agent_runs import AgentOptions, endpoint_of
     from factory.git.scope import AgentsPolicy
 
-    path = workspace.policy("agents.yaml") if workspace else code_root() / "policies" / "agents.yaml"
+    path = workspace.policy("agents.yaml") if workspace else checkout_root() / "policies" / "agents.yaml"
     policy = AgentsPolicy.load(path).llm
     where = endpoint_of(policy, AgentOptions())
     if not where:
@@ -302,9 +302,9 @@ def _training(workspace: Workspace) -> Found:
 
 
 def _repository(workspace: Workspace) -> Found:
-    from factory.git.repository import live_commit
+    from factory.git.repository import get_live_commit
 
-    return True, f"{workspace.repository} at {live_commit(workspace.repository)[:12]}"
+    return True, f"{workspace.repository} at {get_live_commit(workspace.repository)[:12]}"
 
 
 def _policies(workspace: Workspace) -> Found:
@@ -325,9 +325,9 @@ def _policies(workspace: Workspace) -> Found:
 
 def _ledger(workspace: Workspace) -> Found:
     from factory.ledger.ledger import Ledger, metadata, sa
-    from factory.repairs.examining import database_faults
+    from factory.repairs.examining import find_database_damage
 
-    if fault := next((fault for fault in database_faults(workspace) if fault.kind == "ledger"), None):
+    if fault := next((fault for fault in find_database_damage(workspace) if fault.kind == "ledger"), None):
         return False, f"{fault.what}; {fault.remedy}"
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     names = ("shards", "documents", "segments", "candidates", "releases", "proposals")
@@ -336,13 +336,13 @@ def _ledger(workspace: Workspace) -> Found:
 
 
 def _backups(workspace: Workspace) -> Found:
-    from factory.backups.backups import DAY_SECONDS, LEDGER, PG_DUMP, about, database_damage
+    from factory.backups.backups import DAY_SECONDS, LEDGER, POSTGRESQL_ADVICE, about, database_damage
     from factory.ledger.engine import sqlite_file
-    from factory.ledger.journal import NAME, backups_of, damage_of, folders_of
+    from factory.ledger.journal import NAME, describe_damage, folders_of, list_backups
 
     if sqlite_file(workspace.ledger_url) is None:
-        return None, PG_DUMP
-    backups = backups_of(workspace.root)
+        return None, POSTGRESQL_ADVICE
+    backups = list_backups(workspace.root)
     unread = [path for path in folders_of(workspace.root) if path not in backups]
     bad_backup = lambda path: Message(
         "machine_check.bad_backup", "{folder} is not a usable backup: its backup.json cannot be read", folder=path
@@ -351,7 +351,7 @@ def _backups(workspace: Workspace) -> Found:
     if backups:
         fault = database_damage(backups[-1] / LEDGER)
         faults += [f"{backups[-1] / LEDGER} is damaged: {fault}"] if fault else []
-        faults += [damage for damage in (damage_of(backups[-1] / NAME),) if damage]
+        faults += [damage for damage in (describe_damage(backups[-1] / NAME),) if damage]
     if faults:
         return False, Message(
             "machine_check.damaged_backups",
@@ -376,10 +376,10 @@ def _backups(workspace: Workspace) -> Found:
 def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Found:
     """The faults of all files of one kind that the ledger names."""
     from factory.ledger.ledger import Ledger
-    from factory.repairs.examining import CHECKS, database_faults
+    from factory.repairs.examining import CHECKS, find_database_damage
 
     if kind == "mlflow":
-        faults = [fault for fault in database_faults(workspace) if fault.kind == kind]
+        faults = [fault for fault in find_database_damage(workspace) if fault.kind == kind]
         said = workspace.mlflow_uri
     else:
         found = CHECKS[kind](Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), deep)

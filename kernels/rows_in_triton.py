@@ -74,12 +74,12 @@ def share(rows: int, columns: int, row_bytes: int, device: torch.device) -> Shar
     Share(programs=512, rows_each=32, settings={'ROWS': 2, 'BLOCK': 1024, 'num_warps': 4, 'STAGES': 3})
     """
     settings = tile(columns, BACKWARD)
-    at_most = multiprocessors(device) * (WARPS // settings["num_warps"])
+    at_most = count_multiprocessors(device) * (WARPS // settings["num_warps"])
     rows_each = max(LEAST_ROWS, -(-rows // at_most))
     rows_each += -rows_each % settings["ROWS"]
     ahead = min(2, SHARED // (settings["ROWS"] * row_bytes))
     return Share(-(-rows // rows_each), rows_each, settings | {"STAGES": 1 + ahead})
 
 
-def multiprocessors(device: torch.device) -> int:
+def count_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS

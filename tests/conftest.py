@@ -33,7 +33,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for name in ("OPENAI_BASE_URL", "OPENAI_API_KEY"):  # no test asks the model of whoever runs it
     os.environ.pop(name, None)
 # Tests compile hundreds of kernels, mostly outside a sandbox: a precompiled header is worth its seconds.
-for name, value in (devices.COMPILER | {devices.PRECOMPILED: "1"}).items():
+for name, value in (devices.COMPILER_SETTINGS | {devices.PRECOMPILE_HEADERS: "1"}).items():
     os.environ.setdefault(name, value)
 if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     # What another kind of CPU, or a process that was killed, left in the cache that torch shares between all programs of a

@@ -2,7 +2,7 @@
 
 No line of such a part runs in these tests, so the table says of each what covers it instead. A part is found by what decides that it
 runs: ``torch.cuda``, ``.is_cuda``, a comparison with ``"cuda"`` or ``"cpu"``, ``devices=("cuda",)`` of an implementation, ``needs_triton``
-or ``in_triton``.
+or ``triton_implementation``.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ WAIT_SECONDS = 0.002
 def main(arguments: list[str]) -> int:
     wait, folders = arguments[:1] == ["--wait"], folders_of(arguments)
     if "RANK" in os.environ:
-        die_with_launcher()
+        end_with_launcher()
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
         print(__doc__, file=sys.stderr)
         return 2
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
     for folder in folders:
         if wait:
-            await_spec(folder)  # run_segment raises Stopped if a signal ended the wait
+            wait_for_spec(folder)  # run_segment raises Stopped if a signal ended the wait
         code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
             leave_code(folder, code)
@@ -61,14 +61,14 @@ def leave_code(folder: Path, code: int) -> None:
             (folder / f"exit-{code}").touch()  # empty: a full disk takes it too
 
 
-def die_with_launcher() -> None:
+def end_with_launcher() -> None:
     """Let the system kill this rank when its launcher dies. Otherwise it would train on while other ranks take its place."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
-def await_spec(folder: Path) -> None:
+def wait_for_spec(folder: Path) -> None:
     """Write FOLDER/ready; return as soon as segment.json exists (it is renamed into place, so it is complete), or on SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ready").touch()

@@ -55,7 +55,7 @@ class Batch:
         """The batch on another device. A batch in pinned memory is copied without waiting; on a CPU the batch itself is returned."""
         if device.type == "cpu":
             return self
-        moved: Any = moved_to(device, {n: v for n, v in vars(self).items() if isinstance(v, Tensor)})
+        moved: Any = copy_to_device(device, {n: v for n, v in vars(self).items() if isinstance(v, Tensor)})
         return replace(self, **moved)
 
     def split(self, rows: int | None) -> list[dict[str, Any]]:
@@ -72,17 +72,17 @@ class Batch:
         ]
 
 
-def moved_to(device: torch.device, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def copy_to_device(device: torch.device, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by name, on another device: one copy of each block of memory that they lie in."""
     blocks: dict[int, Tensor] = {}
     moved = {}
     for name, tensor in tensors.items():
         held = tensor.untyped_storage()
         if held.data_ptr() not in blocks:
-            whole = tensor_in(held, torch.uint8, 0, torch.Size([held.nbytes()]), (1,))
+            whole = tensor_in_block(held, torch.uint8, 0, torch.Size([held.nbytes()]), (1,))
             blocks[held.data_ptr()] = whole.to(device, non_blocking=True)
         block = blocks[held.data_ptr()].untyped_storage()
-        moved[name] = tensor_in(block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        moved[name] = tensor_in_block(block, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
     return moved
 
 
@@ -93,12 +93,12 @@ def zeros_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pi
     block.numpy().fill(0)  # torch would start threads of its own, which take the cores from the step
     starts = accumulate(sizes, initial=0)
     return [
-        tensor_in(block.untyped_storage(), dtype, start // dtype.itemsize, shape, (shape[1], 1))
+        tensor_in_block(block.untyped_storage(), dtype, start // dtype.itemsize, shape, (shape[1], 1))
         for dtype, start in zip(dtypes, starts, strict=False)
     ]
 
 
-def tensor_in(
+def tensor_in_block(
     block: UntypedStorage, dtype: torch.dtype, offset: int, shape: Sequence[int], stride: Sequence[int]
 ) -> Tensor:
     """A tensor in existing memory, ``offset`` elements from its start. To torch it is not a view of another tensor."""

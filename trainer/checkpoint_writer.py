@@ -39,7 +39,7 @@ class Writer:
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._pool = ThreadPoolExecutor(1, "checkpoint", use, (device,))
         # Hashing and writing run at the lowest priority. The copy does not, because the step waits for it.
-        self._disk = ThreadPoolExecutor(1, "checkpoint-disk", give_way, (device,))
+        self._disk = ThreadPoolExecutor(1, "checkpoint-disk", lower_thread_priority, (device,))
         self._pending: Future[Path] | None = None
         self._copied = threading.Event()
         self._copied.set()
@@ -110,7 +110,7 @@ def use(device: int | None) -> None:
         torch.cuda.set_device(device)
 
 
-def give_way(device: int | None) -> None:
+def lower_thread_priority(device: int | None) -> None:
     """Put this thread behind all others: Linux keeps a nice value for each (setpriority(2), notes)."""
     use(device)
     if sys.platform == "linux":

@@ -183,13 +183,13 @@ def alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
     return bool(within) if finite else None
 
 
-def launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
+def is_launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
     """True if launches take longer than kernels. A kernel between two products reads and writes a micro-batch's activations.
 
     In bf16 the bound is 2 million activations: 4 µs · 2 TB/s / (2 · 2 bytes). Products take longer than that, and the backward pass has more
     kernels that read two tensors. Therefore there is less to gain near the bound than far below it.
 
-    >>> launch_bound(2048, 768, 2), launch_bound(4096, 768, 2)
+    >>> is_launch_bound(2048, 768, 2), is_launch_bound(4096, 768, 2)
     (True, False)
     """
     return tokens * width * 2 * bytes_each / BYTES_PER_SECOND < LAUNCH_SECONDS
@@ -198,7 +198,7 @@ def launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
 def wanted(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
     """True if this run uses graphs, by its recipe and device. ``bytes_each``: bytes of an activation."""
     rows = recipe.batch.micro_sequences or recipe.batch.sequences
-    small = launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)
+    small = is_launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)
     possible = ranks.size == 1 and recipe.model.experts is None and recipe.parallel.recompute == "none"
     if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.leads:
         said = Message(

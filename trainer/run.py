@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contract.bench import Setting
+from kernels.contract.bench import BenchSetting
 from kernels.contract.precision import FP8
 from kernels.contract.registry import bind, computing, load_choice, load_fallback
 from trainer.batch import Batch
 from trainer.checkpoint_writer import Writer, bytes_of
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Regions, Skipped, Tensors
+from trainer.contract.checkpoint.format import Regions, SkippedCheckpoint, Tensors
 from trainer.contract.checkpoint.region import Region
-from trainer.contract.checkpoint.same_function import refuse_other_function
+from trainer.contract.checkpoint.same_function import refuse_unaccepted_changes
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_missing
@@ -33,11 +33,11 @@ from trainer.monitor.signals import Inputs, Signals
 from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.optim.schedule import lr_share
-from trainer.parallel.ranks import Ranks, first_holder, local
+from trainer.parallel.ranks import Ranks, is_first_holder, local
 from trainer.parallel.replicas import apart
 
 
-class Sums:
+class BatchSums:
     """Sums over rows of a batch: views of one fp32 tensor on the device, so that one message adds them over the ranks."""
 
     def __init__(self, all: Tensor) -> None:
@@ -54,7 +54,7 @@ class Sums:
 
 
 @dataclass(frozen=True)
-class Launched:
+class LaunchedStep:
     """A step whose work was given to the device. Its numbers stay there until they are read."""
 
     step: int
@@ -75,7 +75,7 @@ class Run:
         dtype = DTYPES[recipe.precision]
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
         ops = bind(choice, ranks.device, dtype, recipe.compile, fallback)
-        shape = Setting.of_mapping(recipe.model_dump()).shape
+        shape = BenchSetting.of_mapping(recipe.model_dump()).shape
         self.kernels = computing(choice, ranks.device, dtype, recipe.compile, fallback, shape)
         # by way of meta only where it is distributed: leaving it, torch imports sympy, half a second of the start
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
@@ -100,7 +100,7 @@ class Run:
             "seconds": 0.0,
         }
         self.at_start = dict(self.counters)
-        self.skipped: list[Skipped] = []  # checkpoints of this segment that could not be loaded
+        self.skipped: list[SkippedCheckpoint] = []  # checkpoints of this segment that could not be loaded
         self.stop_asked = False
         self.writer: Writer | None = None  # an update waits for its copy
         torch.manual_seed(recipe.seed)
@@ -120,8 +120,10 @@ class Run:
             self.counters["documents"] = self.at_start["documents"] = 0
         self.step = self.order.step
         self.sampler = self.order.state_dict()
-        self.launched: list[Launched] = []  # and not read yet
-        self.sums = Sums(torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device))  # of the step under way
+        self.launched: list[LaunchedStep] = []  # and not read yet
+        self.sums = BatchSums(
+            torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device)
+        )  # of the step under way
         self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
         self.graphs: Graphs[Inputs] | None = None
         if ranks.mesh is None and ranks.device.type == "cpu":
@@ -164,10 +166,10 @@ class Run:
         own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.named()}
         numbers = [own, *(hook.after_update(update) for hook in self.hooks)]
         self.launched.append(
-            Launched(batch.step, batch.rows, batch.supervised, batch.used, batch.state_after, lr, numbers)
+            LaunchedStep(batch.step, batch.rows, batch.supervised, batch.used, batch.state_after, lr, numbers)
         )
 
-    def read(self) -> Iterator[tuple[Launched, dict[str, Any]]]:
+    def read(self) -> Iterator[tuple[LaunchedStep, dict[str, Any]]]:
         """Each step launched since the last reading, with its record (without rates and times). One transfer fetches all; nothing else waits.
 
         The records are made one by one: call ``Hook.after_step`` of each before taking the next. A step without targets has no loss.
@@ -176,15 +178,15 @@ class Run:
         return self._records(steps, to_host(*(numbers for step in steps for numbers in step.numbers)))
 
     def _records(
-        self, steps: list[Launched], values: list[dict[str, list[float]]]
-    ) -> Iterator[tuple[Launched, dict[str, Any]]]:
+        self, steps: list[LaunchedStep], values: list[dict[str, list[float]]]
+    ) -> Iterator[tuple[LaunchedStep, dict[str, Any]]]:
         left = iter(values)
         for step in steps:
             own, *of_hooks = islice(left, len(step.numbers))
             yield step, self._record(step, own, of_hooks)
 
     def _record(
-        self, step: Launched, own: dict[str, list[float]], of_hooks: list[dict[str, list[float]]]
+        self, step: LaunchedStep, own: dict[str, list[float]], of_hooks: list[dict[str, list[float]]]
     ) -> dict[str, Any]:
         (grad_norm,), (skipped,), (stop_asked,) = own["grad_norm"], map(bool, own["skipped"]), own["stop"]
         (total,), (in_half,) = own["loss"], own["supervised_in_half"]
@@ -211,7 +213,7 @@ class Run:
             record |= hook.record(numbers, outcome)
         return record | {"lr": step.lr, "skipped": skipped, "memory": memory_bytes(self.ranks.device)}
 
-    def _over_ranks(self, sums: Sums, squares_P: Tensor) -> tuple[Sums, Tensor, Tensor]:
+    def _over_ranks(self, sums: BatchSums, squares_P: Tensor) -> tuple[BatchSums, Tensor, Tensor]:
         """Sum both, and ``stop_asked`` (above 0: some rank was asked to stop), over all ranks in one message.
 
         The message also has each rank's measurements for ``signals``.
@@ -222,9 +224,9 @@ class Run:
         self.ranks.sum_(message)
         summed, squares_P, stop, of_ranks = message.split((len(sums.all), len(squares_P), 1, by_rank.numel()))
         self.signals.by_rank = of_ranks.view_as(by_rank)
-        return Sums(summed), squares_P, stop
+        return BatchSums(summed), squares_P, stop
 
-    def _backward(self, batch: Batch) -> tuple[Sums, Tensor | None]:
+    def _backward(self, batch: Batch) -> tuple[BatchSums, Tensor | None]:
         """Compute the gradients of this rank's rows. Returns (sums of its rows, tokens [expert layers, experts] or None)."""
         sums, load = self.sums, None
         sums.all.zero_()
@@ -283,12 +285,12 @@ class Run:
         if load is None:
             return
         assert self.recipe.model.experts is not None
-        from trainer.model.experts import move_bias
+        from trainer.model.experts import update_bias
 
         self.ranks.sum_(load)
         biases = [bias for name, bias in self.model.named_buffers()]
         for bias_E, load_E in zip(biases, load):
-            move_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
+            update_bias(bias_E, load_E, self.recipe.model.experts.bias_rate, skip)
 
     def save(self) -> None:
         """Begin a checkpoint. Further steps may be launched meanwhile."""
@@ -319,7 +321,7 @@ class Run:
         regions = self.regions()
         state = self.optimizer.state_tensors()
         for name, parameter in self.optimizer.parameters.items():
-            if first_holder(parameter):
+            if is_first_holder(parameter):
                 model[name] = local(parameter)
                 keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
                 optimizer |= {key: state[key] for key in keys if key in state}
@@ -335,7 +337,7 @@ class Run:
         held: list[Tensor] = []
         for row in self.optimizer.table:
             parameter = self.optimizer.parameters[row.parameter]
-            if first_holder(parameter):
+            if is_first_holder(parameter):
                 held += [local(parameter)] * (1 + moments[row.rule])
             if self.ranks.leads and row.rule == "adamw":
                 held.append(torch.zeros(()))  # its count of steps
@@ -362,7 +364,7 @@ class Run:
         state = checkpoints.read_state(start)
         trained = (state.get("recipe") or {}).get("model")
         if trained:  # an older or hand-made checkpoint may lack it: planning then compares the ledger's recipe
-            refuse_other_function(trained, self.recipe.model, self.recipe.accept_changes, start)
+            refuse_unaccepted_changes(trained, self.recipe.model, self.recipe.accept_changes, start)
         regions = self.regions()
         names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         model = checkpoints.read_tensors(start, "model", regions)
@@ -399,7 +401,7 @@ class Run:
         same_segment = (state["kind"], state["first_step"]) == (self.spec.kind, self.spec.first_step)
         if same_segment and state["step"] > self.spec.first_step:
             self.at_start = state["at_start"]
-            self.skipped = [Skipped(**bad) for bad in state["skipped"]]
+            self.skipped = [SkippedCheckpoint(**bad) for bad in state["skipped"]]
         else:
             self.at_start = dict(self.counters)
         return state

@@ -23,9 +23,9 @@ from trainer.batch import prefetch
 from trainer.checkpoint_writer import Writer
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Skipped
+from trainer.contract.checkpoint.format import SkippedCheckpoint
 from trainer.contract.data.data_order import document_keys
-from trainer.contract.errors import CheckpointError, SpecError, Stopped
+from trainer.contract.errors import CheckpointError, SpecError, StoppedBySignal
 from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.plan.precision import DTYPES
@@ -42,7 +42,7 @@ LAST_STEPS = 20  # the result's loss is the mean over so many steps
 def run_segment(folder: Path) -> None:
     """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; Stopped after SIGTERM."""
     if stopping.asked():
-        raise Stopped("trainer.stopped_before", "Stopped before the segment began, as requested.")
+        raise StoppedBySignal("trainer.stopped_before", "Stopped before the segment began, as requested.")
     spec = SegmentSpec.load(folder)
     if (folder / "result.json").exists():
         return
@@ -68,29 +68,29 @@ def run_segment(folder: Path) -> None:
         ranks.leave()
 
 
-def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | None, list[Skipped]]:
+def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | None, list[SkippedCheckpoint]]:
     """The checkpoint to continue from: this segment's newest good one, else the initial one, else none.
 
     Each rank hashes its share of the files. All ranks get the same answer.
     """
     own = folder / "checkpoints"
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     if ranks.leads:
-        checkpoints.clear_unfinished(own)
+        checkpoints.delete_unfinished(own)
     ranks.wait()
     for _, path in reversed(checkpoints.steps_in(own)):
-        fault = shared_fault(path, ranks)
+        fault = find_fault_by_ranks(path, ranks)
         if not fault:
             return path, skipped
         if ranks.leads:
-            skipped.append(checkpoints.put_away(path, fault))
+            skipped.append(checkpoints.mark_as_bad(path, fault))
             said = Message("trainer.checkpoint_skipped", "checkpoint skipped: {fault}", fault=fault)
             print(said, file=sys.stderr, flush=True)
         ranks.wait()
     if spec.initial_checkpoint is None:
         return None, skipped
     initial = Path(spec.initial_checkpoint)
-    if fault := shared_fault(initial, ranks):
+    if fault := find_fault_by_ranks(initial, ranks):
         raise CheckpointError(Message.from_json(fault))
     step = checkpoints.read_state(initial)["step"]
     if step != spec.first_step:
@@ -103,7 +103,7 @@ def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | No
     return initial, skipped
 
 
-def shared_fault(path: Path, ranks: Ranks) -> str:
+def find_fault_by_ranks(path: Path, ranks: Ranks) -> str:
     """The first fault that any rank finds in its share of a checkpoint's files; '' if none does."""
     fault = checkpoints.find_fault(path, ranks.rank, ranks.size)
     if ranks.size == 1:
@@ -158,7 +158,9 @@ def train(folder: Path, run: Run) -> None:
             writer.poll()
             if reads and run.stop_asked and not ended:
                 writer.wait()
-                raise Stopped("trainer.stopped_after", "Stopped after step {step}, as requested.", step=run.step)
+                raise StoppedBySignal(
+                    "trainer.stopped_after", "Stopped after step {step}, as requested.", step=run.step
+                )
         batches.close()
         writer.wait()
         metrics.flush()
@@ -177,7 +179,7 @@ def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None
     path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
-    mean = lambda key: mean_of([line[key] for line in lines if line.get(key) is not None])
+    mean = lambda key: mean_or_none([line[key] for line in lines if line.get(key) is not None])
     spent = {key: run.counters[key] - run.at_start[key] for key in run.counters}
     shares = run.order.shares()
     result = {
@@ -200,6 +202,6 @@ def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
 
 
-def mean_of(values: list[float]) -> float | None:
+def mean_or_none(values: list[float]) -> float | None:
     """The mean; None without values (no step's loss was finite)."""
     return sum(values) / len(values) if values else None

@@ -22,7 +22,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Attempt:
+class EarlierProposal:
     """An earlier proposal and its verdict."""
 
     patch_id: str  # of ``Proposal.patch_id``
@@ -51,7 +51,7 @@ class ReadError(CodedError):
 
 
 @dataclass(frozen=True)
-class Checked:
+class QuickCheck:
     """The result of a quick check of edits. It is not a verdict. ``problems``: of the first stage that found any; the gate would find them too."""
 
     stage: str  # scope | static | oracle | import
@@ -79,7 +79,7 @@ class Workbench(Protocol):
         """The lines of a file that agents wrote, in order. Raises: ReadError."""
         ...
 
-    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
+    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
         """Run the gate's first stages on these edits. It compares ``op``, and each op whose choice changes, against fp64 in the
         sandbox. ``timed``: it also times those ops, within the agent's seconds for measuring.
         """
@@ -89,6 +89,6 @@ class Workbench(Protocol):
         """Time an implementation of an op ``against`` another. ``rows``: of a micro-batch; 0: as in the recipe. Raises: MeasurementError."""
         ...
 
-    def history(self, target: str) -> list[Attempt]:
+    def history(self, target: str) -> list[EarlierProposal]:
         """Earlier proposals for a target, or for all targets of a kind (``quality:``), oldest first."""
         ...

@@ -9,7 +9,7 @@ from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
-from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile
+from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile_targets
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
 from agents.loop.role import Aim, JsonObject
 from agents.loop.tools import problems_of
@@ -32,7 +32,7 @@ class KernelEngineer:
         if self.asked:
             aims = [named(self.asked, found, self.profile)]
         else:
-            aims = worthwhile(found, self.workbench.history)
+            aims = worthwhile_targets(found, self.workbench.history)
         if not aims:
             return Message(
                 "kernel_engineer.no_target", "No target of the profile promises a gain that could be measured."

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agents.core.workbench import Attempt
+from agents.core.workbench import EarlierProposal
 from agents.loop.role import TargetError, choices, did_you_mean
 
 MOST_LINES = 12  # lines named for a target, hottest first
@@ -57,7 +57,9 @@ def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileT
     return sorted(found, key=lambda target: -target.attainable)
 
 
-def worthwhile(found: Sequence[ProfileTarget], history: Callable[[str], Sequence[Attempt]]) -> list[ProfileTarget]:
+def worthwhile_targets(
+    found: Sequence[ProfileTarget], history: Callable[[str], Sequence[EarlierProposal]]
+) -> list[ProfileTarget]:
     """The targets with a measurable attainable gain that were neither rejected too often nor closed, largest gain first."""
     worth = []
     for target in found:

@@ -80,7 +80,7 @@ class EvidenceReader:
         rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])][:MOST_ROWS]
         known = set(self.workbench.files())
         places = dict.fromkeys((row["file"], row["line"]) for row in rows if row["file"] in known)
-        notes = "".join(tools.authors(self.workbench, file, line, line) for file, line in places)
+        notes = "".join(tools.authors_of_lines(self.workbench, file, line, line) for file, line in places)
         return notes + quoted("line profile", "\n".join(map(_row, rows)) or "no such op or file")
 
     def graph(self, line: str = "") -> str:

@@ -29,7 +29,7 @@ MOST_SETS = 8
 
 
 @dataclass(frozen=True)
-class Isolated:
+class IsolatedTime:
     """Seconds of one call; ``spread_s`` is the distance between the quartiles."""
 
     median_s: float
@@ -38,13 +38,13 @@ class Isolated:
     why_not: str = ""  # why it could not be called alone; the times are zero then
 
 
-def measure_all(
+def measure_operations(
     recorded: Mapping[Signature, Samples],
     estimates: Mapping[Signature, float],
     device: torch.device,
     budget_s: float,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> dict[Signature, Isolated]:
+) -> dict[Signature, IsolatedTime]:
     """Measure each signature once, within ``budget_s`` in all: the fastest first, each with an equal part of the time that is
     left, so that what they do not use goes to the slow ones.
 
@@ -61,18 +61,20 @@ def measure_all(
     return found
 
 
-def measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0) -> Isolated:
+def measure(
+    signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0
+) -> IsolatedTime:
     """Measure one operation alone. If it raises, ``why_not`` holds the message: an operation that cannot be repeated is not an error."""
     try:
         with torch.no_grad():
             return _measure(signature, values, device, budget_s, seed)
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-        return Isolated(
+        return IsolatedTime(
             0.0, 0.0, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:160] if str(error) else ''}"
         )
 
 
-def _measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int) -> Isolated:
+def _measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int) -> IsolatedTime:
     began = time.perf_counter()
     generator = torch.Generator(device).manual_seed(seed)
     sets = [inputs(signature, values, device, generator)]
@@ -95,7 +97,7 @@ def _measure(signature: Signature, values: Samples, device: torch.device, budget
     return repeated(call, first, began + budget_s)
 
 
-def repeated(call: Callable[[int], float], first: float, ends: float) -> Isolated:
+def repeated(call: Callable[[int], float], first: float, ends: float) -> IsolatedTime:
     """Warm-ups, then timed calls, fewer where the time ``ends`` comes first. ``call(number)`` returns its seconds.
 
     ``first``: seconds of one call that was made already.
@@ -107,7 +109,7 @@ def repeated(call: Callable[[int], float], first: float, ends: float) -> Isolate
     while len(times) < ITERATIONS and (len(times) < LEAST_ITERATIONS or time.perf_counter() < ends):
         times.append(call(len(times)))
     quartiles = statistics.quantiles(times, n=4)
-    return Isolated(statistics.median(times), quartiles[2] - quartiles[0], len(times))
+    return IsolatedTime(statistics.median(times), quartiles[2] - quartiles[0], len(times))
 
 
 def clock_of(device: torch.device) -> Callable[[Callable[[], Any]], float]:

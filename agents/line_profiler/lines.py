@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from agents.line_profiler.capture import ROOT, Event, Line, moves_nothing
-from agents.line_profiler.isolation import Isolated
+from agents.line_profiler.isolation import IsolatedTime
 from agents.line_profiler.signature import Signature
 from agents.line_profiler.table import ProfiledLine, ProfiledOp
 from kernels.contract.registry import OPS
@@ -17,11 +17,11 @@ OPTIMIZER_FILES = ("trainer/optim/optimizer.py", "trainer/monitor/stability.py",
 OPTIMIZER_OPS = frozenset(name for name, op in OPS.items() if not op.gradients)
 LAUNCH_BOUND = 0.1  # a line of short operations below this share of the roofline waits for its launches
 SHORT_OPERATION_S = 20e-6
-NOTHING_ALONE = Isolated(0.0, 0.0, 0)
+NOTHING_ALONE = IsolatedTime(0.0, 0.0, 0)
 
 
 @dataclass(frozen=True)
-class Roof:
+class PeakRates:
     """The machine's measured peak rates: of matrix products and of copies."""
 
     flops_per_s: float
@@ -35,12 +35,12 @@ class Roof:
         return "compute" if flops / self.flops_per_s >= bytes / self.bytes_per_s else "memory"
 
 
-def fold(
+def profile_lines(
     events: Iterable[Event],
     calls: Mapping[Line, float],
     step_s: float,
-    roof: Roof,
-    alone: Mapping[Signature, Isolated] | None = None,
+    roof: PeakRates,
+    alone: Mapping[Signature, IsolatedTime] | None = None,
 ) -> list[ProfiledLine]:
     """The lines of a recorded step. ``calls``: how often it executes each; ``step_s``: its time without a profiler."""
     by_line: defaultdict[Line, list[Event]] = defaultdict(list)
@@ -50,7 +50,12 @@ def fold(
 
 
 def _line(
-    line: Line, events: list[Event], calls: float, step_s: float, roof: Roof, alone: Mapping[Signature, Isolated] | None
+    line: Line,
+    events: list[Event],
+    calls: float,
+    step_s: float,
+    roof: PeakRates,
+    alone: Mapping[Signature, IsolatedTime] | None,
 ) -> ProfiledLine:
     file, number, op = line
     forward = sum(e.seconds for e in events if not e.backward)
@@ -93,7 +98,7 @@ def _bound(took: float, host: float, reached: float, operations: float, roof: st
     return "launch" if took / operations < SHORT_OPERATION_S and reached < LAUNCH_BOUND else roof
 
 
-def _isolated(events: list[Event], alone: Mapping[Signature, Isolated] | None) -> tuple[float | None, float | None]:
+def _isolated(events: list[Event], alone: Mapping[Signature, IsolatedTime] | None) -> tuple[float | None, float | None]:
     if alone is None:
         return None, None
     found = []
@@ -106,7 +111,7 @@ def _isolated(events: list[Event], alone: Mapping[Signature, Isolated] | None) -
     return sum(one.median_s for one in found), sum(one.spread_s for one in found)
 
 
-def data_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
+def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> list[ProfiledLine]:
     """The data loader's lines, from line → (seconds, times). All of their time is the host's."""
     return [
         ProfiledLine(
@@ -117,7 +122,7 @@ def data_lines(traced: Mapping[Line, tuple[float, float]], step_s: float) -> lis
     ]  # fmt: skip
 
 
-def fold_ops(
+def profile_ops(
     events: Iterable[Event], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
     """The times of each op with what the registry knows of it, so that readers of a profile need not import the kernels."""

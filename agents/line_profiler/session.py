@@ -20,18 +20,28 @@ from torch.profiler import profile as torch_profile
 
 from agents.line_profiler.capture import ROOT, Event, Line, Recorder
 from agents.line_profiler.graph import edges, fusion_candidates, stream_candidates
-from agents.line_profiler.isolation import ITERATIONS, WARMUP, Isolated, measure_all
-from agents.line_profiler.lines import Roof, data_lines, fold, fold_ops
+from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, measure_operations
+from agents.line_profiler.lines import PeakRates, data_loader_lines, profile_lines, profile_ops
 from agents.line_profiler.signature import Samples, Signature
-from agents.line_profiler.stopwatch import Lap, clock_of, counted, crossing, laps, no_collector, settled, timed, total
+from agents.line_profiler.stopwatch import (
+    TimedOperation,
+    clock_of,
+    counted,
+    laps,
+    settled,
+    stopwatch_overhead,
+    timed,
+    total,
+    without_garbage_collection,
+)
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
 from agents.line_profiler.workload import make_run, smallest
-from kernels.contract.choice import names_in
+from kernels.contract.choice import implementation_names
 from kernels.contract.message import Message
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.precision import DTYPES, resolved, this_device
 from trainer.contract.plan.rates import matmul_rate, memory_rate
 from trainer.contract.recipe import Recipe
 from trainer.run import Run
@@ -66,7 +76,7 @@ def measure(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = resolved(recipe, device_here())
+    recipe = resolved(recipe, this_device())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report(Message("line_profiler.eager_step", "eager step"))
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
@@ -80,7 +90,7 @@ def measure(
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
         recorder = Recorder()
-        with _ops_of(run, recorder.watch(run.model.ops)), no_collector(), recorder:
+        with _ops_of(run, recorder.watch(run.model.ops)), without_garbage_collection(), recorder:
             run.train_step(batch)
         rounds = _rounds(run, batch, steps, synchronize, report)
         # The fastest of each: other programs only add time.
@@ -90,13 +100,13 @@ def measure(
         events = tuple(timed(recorder.events, min(rounds.watched, key=total), crossing_s, device.type == "cpu"))
         check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
-        roof = Roof(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
+        roof = PeakRates(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
         alone, isolation = None, None
         if isolate:
             alone, isolation = _isolate(recorder.samples, events, device, isolation_budget_s, report)
         recipe_step = _recipe_step(recipe, kernels, Path(folder), steps, report) if measure_recipe_step else None
-    choice = {op: names_in(name)[0] for op, name in load_choice(kernels, device.type).items()}
-    every = fold(events, calls, step_s, roof, alone) + data_lines(data, step_s)
+    choice = {op: implementation_names(name)[0] for op, name in load_choice(kernels, device.type).items()}
+    every = profile_lines(events, calls, step_s, roof, alone) + data_loader_lines(data, step_s)
     lines = sorted(every, key=lambda line: -line.seconds)
     covered = sum(line.seconds for line in lines)
     found = Profile(
@@ -117,7 +127,7 @@ def measure(
         cross_check=check,
         isolation=isolation,
         lines=tuple(lines),
-        ops=tuple(fold_ops(events, recorder.op_calls, choice, step_s, device.type)),
+        ops=tuple(profile_ops(events, recorder.op_calls, choice, step_s, device.type)),
         edges=tuple(edges(events, recorder.callers)),
         fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
         stream_candidates=tuple(stream_candidates(events, step_s)),
@@ -126,12 +136,12 @@ def measure(
 
 
 @dataclass(frozen=True)
-class Rounds:
+class TimedRounds:
     """The same step many times: seconds of the unwatched steps, laps of those under the stopwatch, seconds of operations
     by torch.profiler."""
 
     unwatched: list[float]
-    watched: list[list[Lap]]
+    watched: list[list[TimedOperation]]
     torch: list[float]
 
     def settled(self) -> bool:
@@ -142,10 +152,10 @@ class Rounds:
 
 def _rounds(
     run: Run, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
-) -> Rounds:
+) -> TimedRounds:
     """The three kinds of step alternate, so that other programs slow all of them; one step after torch.profiler is not
     counted, so that none starts with colder caches. At least ``steps`` rounds, until settled or the time is spent."""
-    rounds = Rounds([], [], [])
+    rounds = TimedRounds([], [], [])
     began = time.perf_counter()
 
     def enough() -> bool:
@@ -153,7 +163,7 @@ def _rounds(
         settled = spent > LEAST_S and rounds.settled()
         return len(rounds.watched) >= steps and (settled or spent > SETTLING_S)
 
-    with no_collector():
+    with without_garbage_collection():
         while not enough():
             rounds.torch.append(_torch_profiler_s(run, batch))
             run.train_step(batch)
@@ -168,7 +178,7 @@ def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
     for _ in range(WARMUP_STEPS):
         run.train_step(make_batch(run.order).to(run.ranks.device))
     batch = make_batch(run.order).to(run.ranks.device)
-    return crossing(lambda: run.train_step(batch))
+    return stopwatch_overhead(lambda: run.train_step(batch))
 
 
 def _timed(run: Run, batch: Batch, synchronize: Callable[[], None] | None) -> float:
@@ -242,7 +252,7 @@ def _isolate(
     device: torch.device,
     budget_s: float,
     report: Callable[[str], None],
-) -> tuple[dict[Signature, Isolated], Isolation]:
+) -> tuple[dict[Signature, IsolatedTime], Isolation]:
     estimates = {event.signature: event.seconds for event in events if event.signature is not None}
     began = time.perf_counter()
     report(
@@ -253,7 +263,7 @@ def _isolate(
             seconds=budget_s,
         )
     )
-    alone = measure_all(recorded, estimates, device, budget_s, counted(report, "operations alone: "))
+    alone = measure_operations(recorded, estimates, device, budget_s, counted(report, "operations alone: "))
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began

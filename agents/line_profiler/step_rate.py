@@ -21,7 +21,7 @@ from kernels.contract.op import KernelError
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
-from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.precision import DTYPES, resolved, this_device
 from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0
@@ -33,7 +33,7 @@ def rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict[str, float]:
     Raises: TrainerError, KernelError.
     """
     began = time.perf_counter()
-    recipe = resolved(recipe, device_here())
+    recipe = resolved(recipe, this_device())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
         run = make_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
         run.train_step(make_batch(run.order).to(run.ranks.device))

@@ -29,7 +29,7 @@ SETTLING_S = 2.0  # the longest wait for a quiet machine
 
 
 @dataclass(frozen=True)
-class Lap:
+class TimedOperation:
     """One operation. Seconds, as the stopwatch saw them."""
 
     operation: str
@@ -90,18 +90,18 @@ class Stopwatch(TorchDispatchMode):
         self._seen.append(func)
         return out
 
-    def laps(self) -> list[Lap]:
+    def laps(self) -> list[TimedOperation]:
         first, *times, last = self.clock.seconds(self._marks)
         begins, ends = times[::2], [first, *times[1::2]]
         made = [
-            Lap(str(func), began - before, ended - began)
+            TimedOperation(str(func), began - before, ended - began)
             for func, began, ended, before in zip(self._seen, begins, ends[1:], ends)
         ]
         made[-1:] = [replace(lap, after=last - ends[-1]) for lap in made[-1:]]
         return made
 
 
-def laps(step: Callable[[], object], clock: HostClock | None = None) -> list[Lap]:
+def laps(step: Callable[[], object], clock: HostClock | None = None) -> list[TimedOperation]:
     """Run a step under the stopwatch. Returns its operations."""
     with Stopwatch(clock) as watch:
         step()
@@ -121,7 +121,7 @@ def counted(report: Callable[[str], None], what: str) -> Callable[[int, int], No
     return heard
 
 
-def total(laps: Sequence[Lap]) -> float:
+def total(laps: Sequence[TimedOperation]) -> float:
     """Seconds of the whole step."""
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
@@ -131,7 +131,7 @@ def settled(times: Sequence[float], alike: float = ALIKE) -> bool:
     return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
 
-def crossing(step: Callable[[], object], turns: int = 80) -> float:
+def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
     """Seconds that the stopwatch adds to an operation: of ``turns`` steps, the fastest watched minus the fastest unwatched.
 
     On a busy machine there are more steps, until both are settled or the time for that is spent.
@@ -139,7 +139,7 @@ def crossing(step: Callable[[], object], turns: int = 80) -> float:
     plain: list[float] = []
     watched: list[float] = []
     operations = 1
-    with no_collector():
+    with without_garbage_collection():
         ends = time.perf_counter() + SETTLING_S
         while len(plain) < turns or (time.perf_counter() < ends and not (settled(plain) and settled(watched))):
             began = time.perf_counter()
@@ -151,7 +151,9 @@ def crossing(step: Callable[[], object], turns: int = 80) -> float:
     return max(0.0, (min(watched) - min(plain)) / operations)
 
 
-def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float, on_host: bool = True) -> list[Event]:
+def timed(
+    events: Sequence[Event], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
+) -> list[Event]:
     """The events with the times of the same step's laps, each reduced by one crossing: from the gap before the operation
     first, then from the operation; what exceeds both is taken from the next. What Python does after the last operation
     counts for that operation's line. Not ``on_host``: by a device's clock, where a crossing lengthens gaps alone."""
@@ -169,7 +171,7 @@ def timed(events: Sequence[Event], laps: Sequence[Lap], crossing_s: float, on_ho
 
 
 @contextmanager
-def no_collector() -> Iterator[None]:
+def without_garbage_collection() -> Iterator[None]:
     """Switch off Python's garbage collector, whose time would count for the line that it interrupts."""
     collects = gc.isenabled()
     gc.disable()

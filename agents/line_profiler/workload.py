@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.plan.precision import device_here, resolved
+from trainer.contract.plan.precision import resolved, this_device
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
@@ -31,7 +31,7 @@ def make_run(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = resolved(recipe, device_here()).model_copy(update={"compile": compile})
+    recipe = resolved(recipe, this_device()).model_copy(update={"compile": compile})
     recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(

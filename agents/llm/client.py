@@ -8,21 +8,21 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agents.llm.exchange import Books, ChatMessage, Endpoint, Exchange, LlmError, Reply, Request, SendError, Usage
+from agents.llm.exchange import BudgetBooks, ChatMessage, Endpoint, Exchange, LlmError, Reply, Request, SendError, Usage
 from agents.llm.policy import LlmPolicy
 from kernels.contract.message import Message
 
 FIRST_WAIT = 1.0  # seconds before the second attempt, at most; doubled each time
 
 
-class Client:
+class LlmClient:
     """Sends requests to an endpoint, by a policy, and keeps the books. ``say`` tells a person what it waits for."""
 
     def __init__(
         self,
         endpoint: Endpoint,
         policy: LlmPolicy,
-        books: Books,
+        books: BudgetBooks,
         say: Callable[[str], None] = lambda _: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from agents.core.proposal import Edit, Proposal, gain_words
+from agents.core.proposal import Edit, Proposal, gain_with_unit
 from agents.core.untrusted import one_line, visible
 from agents.core.workbench import Workbench
-from agents.llm.client import Client
+from agents.llm.client import LlmClient
 from agents.llm.exchange import ChatMessage
 from agents.loop import checkpoints, prompts
 from agents.loop.role import DraftError, JsonObject, Role
@@ -53,7 +53,7 @@ class LoopRun:
     number: int
     role: Role
     workbench: Workbench
-    client: Client
+    client: LlmClient
     saved: Path | str
     person: Person | None = None
     say: Callable[[str], None] = lambda _: None
@@ -176,7 +176,7 @@ class _Loop:
                     "  round {number}: {title} (predicted {gain})",
                     number=number,
                     title=draft.title,
-                    gain=gain_words(draft.target, draft.predicted_gain),
+                    gain=gain_with_unit(draft.target, draft.predicted_gain),
                 )
             )
             before = [a for a in run.workbench.history(draft.target) if a.patch_id == draft.patch_id]

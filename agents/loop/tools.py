@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from agents.core.untrusted import one_line, quoted
-from agents.core.workbench import Attempt, Checked, ReadError, Workbench
+from agents.core.workbench import EarlierProposal, QuickCheck, ReadError, Workbench
 
 MOST_FILE_LINES = 400
 MOST_AUTHORS = 40
@@ -54,10 +54,10 @@ def read_file(workbench: Workbench, path: str, first: int = 1, last: int = MOST_
     first = max(1, first)
     last = min(last, len(lines), first + MOST_FILE_LINES - 1)
     text = quoted(f"{path}, lines {first} to {last} of {len(lines)}", "\n".join(lines[first - 1 : last]), 40_000)
-    return authors(workbench, path, first, last) + text
+    return authors_of_lines(workbench, path, first, last) + text
 
 
-def authors(workbench: Workbench, path: str, first: int, last: int) -> str:
+def authors_of_lines(workbench: Workbench, path: str, first: int, last: int) -> str:
     """One line for each part of the shown lines that an agent wrote, to stand before the data; '' if no agent wrote any."""
     words = [
         f"{path}, lines {max(first, part.first)} to {min(last, part.last)}, were written by the agent {one_line(part.agent, 60)} in proposal "
@@ -71,11 +71,11 @@ def authors(workbench: Workbench, path: str, first: int, last: int) -> str:
     return "".join(words[:MOST_AUTHORS]) + left_out
 
 
-def earlier(attempts: Iterable[Attempt]) -> str:
+def earlier(attempts: Iterable[EarlierProposal]) -> str:
     """Earlier proposals and their verdicts."""
     return quoted("earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts) or "none")
 
 
-def problems_of(found: Checked) -> str:
+def problems_of(found: QuickCheck) -> str:
     """The problems that the quick check found, as data; '' if it found none."""
     return "" if found.ok else quoted(f"quick check, {found.stage}", "\n".join(found.problems), 6000)

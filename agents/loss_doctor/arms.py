@@ -74,7 +74,7 @@ class DocumentScore:
 
 
 @dataclass(frozen=True)
-class Joined:
+class JoinedShards:
     """The new shards of one domain compared with its earlier ones. This needs no replay."""
 
     domain: str
@@ -129,11 +129,11 @@ class ReplayBench(Protocol):
     def scores(self, start: Start) -> Sequence[DocumentScore]:
         """Scores of each document of the window, and of samples of the shards that joined last and of the earlier shards."""
 
-    def joined(self) -> Sequence[Joined]:
+    def joined(self) -> Sequence[JoinedShards]:
         """For each domain, the shards that joined last compared with the earlier ones; empty if none joined."""
 
 
-def rate_arms(case: AnomalyCase) -> list[ReplayArm]:
+def arms_against_large_steps(case: AnomalyCase) -> list[ReplayArm]:
     """Changes that may tame a step that the optimiser makes too large. A change that was made last comes first.
 
     A warm-up of twice the length halves the rate at the anomaly, about; a longer one lowers it further.
@@ -151,7 +151,7 @@ def rate_arms(case: AnomalyCase) -> list[ReplayArm]:
     return arms
 
 
-def all_at_once(recipe: Mapping[str, Any]) -> ReplayArm | None:
+def without_accumulation(recipe: Mapping[str, Any]) -> ReplayArm | None:
     """The same batch without accumulation; None if the recipe does not accumulate."""
     micro = recipe["batch"].get("micro_sequences")
     return ReplayArm(MICRO, {"batch.micro_sequences": None}) if micro else None

@@ -52,7 +52,7 @@ class Findings:
 
 
 @dataclass(frozen=True)
-class Naming:
+class NamedCause:
     """One cause, or two that the arms cannot tell apart, and the reason."""
 
     causes: tuple[str, ...]
@@ -306,7 +306,7 @@ TABLE: tuple[Row, ...] = (
 )
 
 
-def name(findings: Findings) -> Naming | None:
+def name(findings: Findings) -> NamedCause | None:
     """The cause, or None if the findings are not yet enough. ``finished`` findings always give a cause.
 
     >>> name(Findings("loss_spike", repeatable=False)).causes
@@ -314,4 +314,4 @@ def name(findings: Findings) -> Naming | None:
     >>> name(Findings("loss_spike", repeatable=True, fires={"same again": True})) is None
     True
     """
-    return next((Naming(causes, why) for when, causes, why in TABLE if when(findings)), None)
+    return next((NamedCause(causes, why) for when, causes, why in TABLE if when(findings)), None)

@@ -59,17 +59,17 @@ class StepPoint:
 
 
 @dataclass(frozen=True)
-class Usual:
+class UsualValue:
     """Median and robust deviation of a quantity over the steps before an anomaly."""
 
     center: float
     deviation: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Usual:
+    def of(cls, values: Sequence[float]) -> UsualValue:
         """Of the finite ones; without any, 0 and infinite: nothing is unusual then.
 
-        >>> Usual.of([2.0, 2.1, 1.9, 2.0, 50.0]).center
+        >>> UsualValue.of([2.0, 2.1, 1.9, 2.0, 50.0]).center
         2.0
         """
         finite = [value for value in values if math.isfinite(value)]
@@ -101,7 +101,7 @@ class Symptom:
     kind: str  # of the anomaly
     quantity: str
     low: bool  # too low, not too high
-    usual: Usual
+    usual: UsualValue
     excess: float  # the largest, in the unit of the quantity; infinite where it was not finite
 
     @classmethod
@@ -113,11 +113,11 @@ class Symptom:
         3.0
         """
         quantity = quantity_of(kind, where)
-        usual = Usual.of(values_of(before, quantity))
+        usual = UsualValue.of(values_of(before, quantity))
         symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
         return cls(kind, quantity, symptom.low, usual, symptom.excess_of(window, usual))
 
-    def excess_of(self, window: Sequence[StepPoint], usual: Usual) -> float:
+    def excess_of(self, window: Sequence[StepPoint], usual: UsualValue) -> float:
         """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
         values = values_of(window, self.quantity)
         if self.kind == "non_finite" or not all(map(math.isfinite, values)):
@@ -150,7 +150,7 @@ class Symptom:
     def contrast(self, shown: Sequence[StepPoint], without: Sequence[StepPoint]) -> float:
         """The largest distance of one replay beyond another at the same step, in the symptom's direction: the effect of what the other leaves out.
 
-        >>> spike = Symptom("loss_spike", "loss", False, Usual(2.0, 0.1), 3.0)
+        >>> spike = Symptom("loss_spike", "loss", False, UsualValue(2.0, 0.1), 3.0)
         >>> spike.contrast([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
         2.5
         """
@@ -197,7 +197,7 @@ def onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: fl
     40
     """
     earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
-    usual = {key: Usual.of(values_of(earlier, key)) for key in ("loss", "grad_norm")}
+    usual = {key: UsualValue.of(values_of(earlier, key)) for key in ("loss", "grad_norm")}
     before = {point.step: point for point in lines}
     while step - 1 in before and reach and earlier:
         point = before[step - 1]

@@ -21,15 +21,15 @@ from agents.loss_doctor.arms import (
     AnomalyCase,
     ArmOutcome,
     BudgetSpent,
-    Joined,
+    JoinedShards,
     ReplayArm,
     ReplayBench,
-    all_at_once,
-    rate_arms,
+    arms_against_large_steps,
+    without_accumulation,
 )
-from agents.loss_doctor.causes import BAD_DATA, CODE, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, Naming, name
+from agents.loss_doctor.causes import BAD_DATA, CODE, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, NamedCause, name
 from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.suspects import learnt, ranking, shards_kind, smallest, strangers, suspects
+from agents.loss_doctor.suspects import find_odd_documents, learnt, rank_documents, shards_kind, smallest, suspects
 from kernels.contract.message import Message
 
 NOTICED = 8.0  # robust deviations: an anomaly of its own
@@ -70,7 +70,7 @@ def diagnose(bench: ReplayBench) -> Diagnosis:
     try:
         naming = consultation.run()
     except BudgetSpent as spent:
-        naming = name(consultation.findings) or Naming((UNKNOWN,), spent.message)
+        naming = name(consultation.findings) or NamedCause((UNKNOWN,), spent.message)
     return consultation.diagnosis(naming)
 
 
@@ -102,7 +102,7 @@ class _Consultation:
         begins = self.case.generation_begins
         return begins is not None and self.case.onset <= begins + AT_ONCE
 
-    def run(self) -> Naming:
+    def run(self) -> NamedCause:
         # Documents come last: the effect of a faulty kernel, commit or rate on one document is not the document's fault.
         first = (self._again, self._changes, self._numerics, self._commit, self._joined, self._documents)
         for step in (*first, self._order, self._earlier, self._rate):
@@ -110,7 +110,7 @@ class _Consultation:
             if self.outcomes and all(outcome.failed for outcome in self.outcomes):
                 reason = self.outcomes[0].failed
                 why = Message("loss_doctor.no_replay", "nothing could be replayed: {problem}", problem=reason)
-                return Naming((UNKNOWN,), why)
+                return NamedCause((UNKNOWN,), why)
             if (naming := name(self.findings)) is not None:
                 return naming
             if self.findings.masked_clears and self.findings.guilty_share <= SPREAD:
@@ -128,7 +128,7 @@ class _Consultation:
         arms = "; ".join(failed)
         return replace(naming, why=Message("loss_doctor.not_run", "{why} (not run: {arms})", why=naming.why, arms=arms))
 
-    def diagnosis(self, naming: Naming) -> Diagnosis:
+    def diagnosis(self, naming: NamedCause) -> Diagnosis:
         guilty = tuple(self.triggers) if naming.causes == (BAD_DATA,) else ()
         steps = sum(outcome.steps for outcome in self.outcomes)
         return Diagnosis(
@@ -163,14 +163,14 @@ class _Consultation:
         if name(self.findings) is None and self.case.has_previous_mixture:
             self._tried(MIXTURE)
         if name(self.findings) is None and self.case.was_otherwise:
-            self._tried_rate(rate_arms(self.case)[0])
+            self._tried_rate(arms_against_large_steps(self.case)[0])
 
     def _numerics(self) -> None:
         if self.case.recipe["precision"] != "fp32":
             self._tried(FP32)
         if not self.case.all_reference:
             self._tried(KERNELS)
-        if name(self.findings) is None and (arm := all_at_once(self.case.recipe)) is not None:
+        if name(self.findings) is None and (arm := without_accumulation(self.case.recipe)) is not None:
             self._tried(arm)
 
     def _commit(self) -> None:
@@ -182,7 +182,7 @@ class _Consultation:
     def _joined(self) -> None:
         """Mask all documents of new shards at once if their labels or masks are odd."""
         for joined in self.bench.joined() if self.case.generation_begins is not None else ():
-            if (odd := oddity(joined)) and self._masked(joined.documents).fires is False:
+            if (odd := cause_of_oddity(joined)) and self._masked(joined.documents).fires is False:
                 self.triggers = sorted(joined.documents)
                 self.findings = replace(self.findings, joined_clears=odd)
                 return
@@ -190,9 +190,9 @@ class _Consultation:
     def _documents(self) -> None:
         scores = self.bench.scores("newest")
         odd, common = suspects(scores), shards_kind(scores)
-        self.findings = replace(self.findings, strange=bool(strangers(scores)))
+        self.findings = replace(self.findings, strange=bool(find_odd_documents(scores)))
         if math.isinf(self.case.symptom.excess):
-            odd, common = ranking(scores), set()  # any document may make a value that is not finite
+            odd, common = rank_documents(scores), set()  # any document may make a value that is not finite
         # First the documents that stand out among their own kind, then all that stand out.
         rare = [key for key in odd if key not in common]
         self.ranked = rare if rare and self._cleared_without(rare) else odd
@@ -297,7 +297,7 @@ class _Consultation:
             self._tried(EARLIER)
 
     def _rate(self) -> None:
-        for arm in rate_arms(self.case):
+        for arm in arms_against_large_steps(self.case):
             if self._tried_rate(arm):
                 return
 
@@ -308,12 +308,12 @@ class _Consultation:
         return cleared
 
 
-def oddity(joined: Joined) -> str:
+def cause_of_oddity(joined: JoinedShards) -> str:
     """The cause that an oddity of new documents would be; '' if they are not odd.
 
-    >>> oddity(Joined("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
+    >>> cause_of_oddity(JoinedShards("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
     'loss mask'
-    >>> oddity(Joined("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
+    >>> cause_of_oddity(JoinedShards("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
     'mixture shift or wrong label'
     """
     if abs(joined.supervised - joined.supervised_before) > OTHER_MASK or joined.begins_alike < 0.5:

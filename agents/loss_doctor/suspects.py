@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from statistics import median
 
 from agents.loss_doctor.arms import DocumentScore
-from agents.loss_doctor.curves import Usual
+from agents.loss_doctor.curves import UsualValue
 
 STANDS_OUT = 3.5  # robust deviations of the logarithm: Iglewicz and Hoaglin 1993
 ABOUT = 0.75  # share of a document's distance from the usual (a logarithm): a document beyond it is about as odd
@@ -33,7 +33,7 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = 
     ['bad']
     """
     window = [score for score in scores if score.in_window]
-    gone = {score.key: outlying(score, [*window, *sample_before(scores)]) for score in window}
+    gone = {score.key: largest_deviation(score, [*window, *sample_before(scores)]) for score in window}
     before = sample_before(scores)
     excused = {score.key for score in window if excuse and has_peers(score, before)}
     ranked = sorted(
@@ -42,24 +42,24 @@ def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = 
     return ranked[: max(1, int(most * len(window)))]
 
 
-def ranking(scores: Sequence[DocumentScore]) -> list[str]:
+def rank_documents(scores: Sequence[DocumentScore]) -> list[str]:
     """Keys of all of the window's documents, those that stand out most first.
 
-    >>> ranking([DocumentScore("fair", 2.0, 1.0), DocumentScore("calm", 2.0, 1.0), DocumentScore("bad", 9.0, 30.0)])
+    >>> rank_documents([DocumentScore("fair", 2.0, 1.0), DocumentScore("calm", 2.0, 1.0), DocumentScore("bad", 9.0, 30.0)])
     ['bad', 'calm', 'fair']
     """
     window = [score for score in scores if score.in_window]
-    return [score.key for score in sorted(window, key=lambda score: (-outlying(score, window), score.key))]
+    return [score.key for score in sorted(window, key=lambda score: (-largest_deviation(score, window), score.key))]
 
 
-def strangers(scores: Sequence[DocumentScore]) -> list[str]:
+def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
     """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``suspects``.
 
     In a window that is mostly bad, a comparison within the window fails. Without earlier documents every document is a stranger.
 
     >>> before = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100, in_window=False) for n in range(9)]
     >>> window = [DocumentScore("fair", 2.0, 1.0), *(DocumentScore(f"bad{n}", 9.0, 30.0) for n in range(20))]
-    >>> len(strangers([*before, *window]))
+    >>> len(find_odd_documents([*before, *window]))
     20
     """
     before = sample_before(scores)
@@ -67,7 +67,7 @@ def strangers(scores: Sequence[DocumentScore]) -> list[str]:
 
 
 def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
-    return not before or (outlying(score, before) > STANDS_OUT and not has_peers(score, before))
+    return not before or (largest_deviation(score, before) > STANDS_OUT and not has_peers(score, before))
 
 
 def sample_before(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
@@ -95,7 +95,7 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
     odd = [
         score
         for score in scores
-        if score.in_window and score.joined and before and outlying(score, before) > STANDS_OUT
+        if score.in_window and score.joined and before and largest_deviation(score, before) > STANDS_OUT
     ]
     return {score.key for score in odd if joined and has_peers(score, joined, before, MANY, LEAST_MANY)}
 
@@ -154,14 +154,14 @@ def _peers(score: DocumentScore, among: Sequence[DocumentScore], before: Sequenc
     return len(peers)
 
 
-def outlying(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
+def largest_deviation(score: DocumentScore, among: Sequence[DocumentScore]) -> float:
     """The larger of the robust deviations of a document's loss and gradient from the others'; infinite if one is not finite."""
     if not (math.isfinite(score.loss) and math.isfinite(score.gradient)):
         return math.inf
     logs = lambda values: [math.log(max(value, 1e-12)) for value in values if math.isfinite(value)]
     found = []
     for mine, others in ((score.loss, [o.loss for o in among]), (score.gradient, [o.gradient for o in among])):
-        usual = Usual.of(logs(others))
+        usual = UsualValue.of(logs(others))
         deviation = max(usual.deviation, 0.05)  # of a logarithm: five per cent
         found.append(abs(logs([mine])[0] - usual.center) / deviation)
     return max(found)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from agents.core.untrusted import one_line
-from agents.llm.client import Client
+from agents.llm.client import LlmClient
 from agents.loop.role import DraftError, read_object, text
 from agents.loop.tools import TEXT, tool
 from agents.loss_doctor.causes import TABLE
@@ -39,7 +39,7 @@ OUTCOME = re.compile(rf"(?P<negation>{NEGATED})\b(?:(?P<gone>{GONE})|(?P<there>{
 
 
 @dataclass(frozen=True)
-class ArmShown:
+class ArmResult:
     """An arm's outcome in the record: ``there``, ``gone``, ``unclear`` or ``not run``."""
 
     shows: str
@@ -52,13 +52,13 @@ class DiagnosisFacts:
 
     causes: tuple[str, ...]  # as the table named them
     facts: Mapping[str, str]
-    arms: Mapping[str, ArmShown]
+    arms: Mapping[str, ArmResult]
     documents: tuple[tuple[str, str], ...] = ()  # name and beginning of the text; a claim cannot rest on these
 
     def about(self, name: str) -> tuple[str, str] | None:
         """The value of an arm or a fact, and the words from which a sentence may take numbers; None if the record has none of that name.
 
-        >>> DiagnosisFacts(("rate",), {"steps": "7 to 9"}, {"fp32": ArmShown("there", 4)}).about("fp32")
+        >>> DiagnosisFacts(("rate",), {"steps": "7 to 9"}, {"fp32": ArmResult("there", 4)}).about("fp32")
         ('there', 'fp32: it is there; 4 steps')
         """
         if arm := self.arms.get(name):
@@ -83,7 +83,7 @@ class Wording:
     dropped: tuple[str, ...] = ()
 
 
-def word(client: Client, label: str, facts: DiagnosisFacts) -> Wording:
+def word(client: LlmClient, label: str, facts: DiagnosisFacts) -> Wording:
     """Ask the model once. Raises: LlmError if no answer came; DraftError if it cannot be read."""
     called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
     reply = client.ask(label, called, TOOLS)
@@ -95,7 +95,7 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> Wording:
     """The claims of an answer that hold, in its order. The rest of the answer is not read. Raises: DraftError.
 
     >>> import json
-    >>> facts = DiagnosisFacts(("rate",), {"kind": "loss_spike"}, {"fp32": ArmShown("there")})
+    >>> facts = DiagnosisFacts(("rate",), {"kind": "loss_spike"}, {"fp32": ArmResult("there")})
     >>> true = {"says": "It stays in fp32.", "rests_on": "fp32", "shows": "there"}
     >>> found = read_wording(json.dumps({"claims": [true, {"says": "It is the disk.", "rests_on": "me", "shows": "gone"}]}), facts)
     >>> found.claims, found.dropped

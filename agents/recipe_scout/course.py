@@ -18,7 +18,7 @@ Lines = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
-class Course:
+class TrainingRecord:
     """Losses in bits per byte. A slope is the fall of the loss for e times the tokens, over the later half of the record."""
 
     recipe: Recipe
@@ -47,7 +47,7 @@ class Course:
         return self.slope * math.log1p(self.ahead * (speed - 1))
 
 
-def course_of(
+def make_record(
     recipe: Recipe,
     path: str,
     lines: Lines,
@@ -56,7 +56,7 @@ def course_of(
     judged_steps: int,
     least_gain: float,
     may_change: Callable[[str], bool] = lambda key: True,
-) -> Course:
+) -> TrainingRecord:
     """``lines``: of metrics.jsonl, oldest first; ``anomalies``: how many by kind; ``bytes_per_token``: of the tokenizer's text."""
     step = int(lines[-1]["step"]) + 1
     later = lines[len(lines) // 2 :]
@@ -67,7 +67,7 @@ def course_of(
     losses = [line["loss"] for line in later if line.get("loss")]
     z_losses = [line["z_loss"] for line in later if line.get("z_loss") is not None]
     supervised = [b["supervised_tokens"] - a["supervised_tokens"] for a, b in zip(later, later[1:], strict=False)]
-    return Course(
+    return TrainingRecord(
         recipe=recipe,
         path=path,
         step=step,

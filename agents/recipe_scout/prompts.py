@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from agents.loop.prompts import MATERIAL
 from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, tool
-from agents.recipe_scout.course import Course
+from agents.recipe_scout.course import TrainingRecord
 
 MOST_CHANGES = 3  # of one proposal: the effects of many changes cannot be separated
 
@@ -30,7 +30,7 @@ counts, not steps: half the batch gets twice the steps."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task(course: Course, keys: Sequence[str], asked: str, evidence: str, rounds: int) -> str:
+def task(course: TrainingRecord, keys: Sequence[str], asked: str, evidence: str, rounds: int) -> str:
     """The first message: what may be changed, how long it is judged, and the evidence."""
     wanted = f"One of the changed keys must be {asked}.\n" if asked else ""
     return (
@@ -61,7 +61,7 @@ TOOLS = (
 )
 
 
-def record_lines(course: Course) -> list[str]:
+def record_lines(course: TrainingRecord) -> list[str]:
     """The trunk's course as the model reads it."""
     slopes = ", ".join(f"{name} {slope:.3f}" for name, slope in course.domain_slopes.items())
     scale = f"{course.noise_scale:,.0f}" if course.noise_scale else "not measured"

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from agents.core.proposal import QUALITY, Edit, Proposal, gain_words
+from agents.core.proposal import QUALITY, Edit, Proposal, gain_with_unit
 from agents.core.untrusted import one_line, quoted
 from agents.core.workbench import Workbench
 from agents.core.yaml_edit import Scalar, change_recipe, values, written
@@ -18,7 +18,7 @@ from agents.loop import tools
 from agents.loop.role import Aim, DraftError, JsonObject, TargetError, choices, did_you_mean, number, read_object, text
 from agents.recipe_scout import prompts
 from agents.recipe_scout.changes import all_changes
-from agents.recipe_scout.course import Course
+from agents.recipe_scout.course import TrainingRecord
 from agents.recipe_scout.scout import AGENT, refuted_by, tried
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
@@ -35,7 +35,7 @@ class RecipeScout:
     system = prompts.SYSTEM
     tools: Sequence[JsonObject] = prompts.TOOLS
 
-    def __init__(self, course: Course, workbench: Workbench, asked: str = "") -> None:
+    def __init__(self, course: TrainingRecord, workbench: Workbench, asked: str = "") -> None:
         self.course, self.workbench, self.asked = course, workbench, asked
 
     def aim(self, rounds: int) -> Aim | str:
@@ -54,7 +54,7 @@ class RecipeScout:
             return Message("recipe_scout.no_key", "The recipe gate allows no key of the recipe to be changed.")
         text = self.workbench.read(course.path)
         lines = len(text.splitlines())
-        recipe = tools.authors(self.workbench, course.path, 1, lines) + quoted(course.path, text, 40_000)
+        recipe = tools.authors_of_lines(self.workbench, course.path, 1, lines) + quoted(course.path, text, 40_000)
         evidence = "\n\n".join((recipe, self.record(), self.ideas(), self.earlier_proposals()))
         about = Message(
             "recipe_scout.aim",
@@ -94,7 +94,7 @@ class RecipeScout:
                 "recipe_scout.idea",
                 "{change}: {gain}, because {why}",
                 change=c.words,
-                gain=gain_words(f"{QUALITY}:{c.key}", c.gain),
+                gain=gain_with_unit(f"{QUALITY}:{c.key}", c.gain),
                 why=c.why,
             )
             for c in found
@@ -105,7 +105,7 @@ class RecipeScout:
         return tools.earlier(self.workbench.history(f"{QUALITY}:"))
 
 
-def read_change(arguments: str, course: Course, recipe: str, required: str) -> Proposal:
+def read_change(arguments: str, course: TrainingRecord, recipe: str, required: str) -> Proposal:
     """The proposal that a call of ``propose`` makes. ``recipe``: the text to edit. ``required``: a key that must be changed, or ''.
 
     Raises: DraftError.
@@ -162,7 +162,7 @@ def read_change(arguments: str, course: Course, recipe: str, required: str) -> P
     return Proposal(AGENT, f"{QUALITY}:{'+'.join(sorted(new_values))}", title, words, gain, (Edit(course.path, new),))
 
 
-def _changes(raw: Any, course: Course) -> dict[str, Scalar]:
+def _changes(raw: Any, course: TrainingRecord) -> dict[str, Scalar]:
     if not isinstance(raw, list) or not 1 <= len(raw) <= prompts.MOST_CHANGES:
         raise DraftError(
             "recipe_scout.no_changes", "changes must be a list of one to {most} changes.", most=prompts.MOST_CHANGES

@@ -6,10 +6,10 @@ import re
 from collections.abc import Sequence
 
 from agents.core.proposal import QUALITY, Edit, Proposal
-from agents.core.workbench import Attempt, Workbench
+from agents.core.workbench import EarlierProposal, Workbench
 from agents.core.yaml_edit import change_recipe, written
 from agents.recipe_scout.changes import RecipeChange, Tried, all_changes
-from agents.recipe_scout.course import Course
+from agents.recipe_scout.course import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -18,7 +18,7 @@ REFUSED = "reject"  # a proposal that was held for lack of evidence may be tried
 DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 
 
-def propose(course: Course, workbench: Workbench) -> Proposal | None:
+def propose(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
     """The most promising change as a proposal, or None if no change is predicted to gain what the gate asks for."""
     text = workbench.read(course.path)
     rate_tried = tried(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
@@ -39,13 +39,13 @@ def propose(course: Course, workbench: Workbench) -> Proposal | None:
     return max(ranked, key=lambda proposal: proposal.predicted_gain, default=None)
 
 
-def _waits(change: RecipeChange, history: Sequence[Attempt]) -> bool:
+def _waits(change: RecipeChange, history: Sequence[EarlierProposal]) -> bool:
     """True if the key is closed, or if the gate promoted another change from its present value (which waits for approval, or was reverted)."""
     begins = f": {change.key} {written(change.old)} → "
     return any(attempt.closed or (attempt.outcome == "promote" and begins in attempt.title) for attempt in history)
 
 
-def tried(value: float, history: Sequence[Attempt]) -> Tried:
+def tried(value: float, history: Sequence[EarlierProposal]) -> Tried:
     """The directions from ``value`` in which the gate rejected changes, read from titles that ``RecipeChange.words`` made."""
     higher = lower = False
     rejected = [attempt for attempt in history if attempt.outcome == REFUSED]
@@ -62,7 +62,9 @@ def tried(value: float, history: Sequence[Attempt]) -> Tried:
     return Tried(higher, lower, len(rejected))
 
 
-def _write(course: Course, change: RecipeChange, gain: float, text: str, history: Sequence[Attempt]) -> Proposal:
+def _write(
+    course: TrainingRecord, change: RecipeChange, gain: float, text: str, history: Sequence[EarlierProposal]
+) -> Proposal:
     before = [
         Message(
             "recipe_scout.attempt",

@@ -15,7 +15,7 @@ from typing import Any
 from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import Measurement, MeasurementError, ReadError, Workbench
 from agents.core.yaml_edit import change_recipe, set_value
-from kernels.contract.choice import automatic, section_of
+from kernels.contract.choice import automatic, device_section
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -53,12 +53,12 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
-    tuned = automatic(section_of(policy, device))
+    tuned = automatic(device_section(policy, device))
     untuned = {**profile, "ops": [op for op in profile["ops"] if op["op"] not in tuned]}
     drafts = [
         write(candidate, profile, policy, device) for candidate in candidates(untuned, workbench, MOST_MEASURED * count)
     ]
-    knobs = [compile_blocks(profile, workbench, AGENT), micro_batches(profile, workbench, AGENT)]
+    knobs = [propose_compiled_blocks(profile, workbench, AGENT), micro_batches(profile, workbench, AGENT)]
     best: dict[str, Proposal] = {}
     for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
         if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
@@ -98,12 +98,14 @@ def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOS
                 share = op["calls"] * now / step if op["trained"] else share * profile["eager_step_s"] / step
             share = min(share, 0.9)
             found.append(
-                Candidate(op["op"], op["implementation"], name, about, share, measured, amdahl(share, measured.ratio))
+                Candidate(
+                    op["op"], op["implementation"], name, about, share, measured, amdahl_speedup(share, measured.ratio)
+                )
             )
     return found
 
 
-def amdahl(share: float, ratio: float) -> float:
+def amdahl_speedup(share: float, ratio: float) -> float:
     """Time before over time after, when ``share`` of it becomes ``ratio`` times as fast."""
     return 1.0 / (1.0 - share + share / ratio)
 
@@ -113,7 +115,7 @@ def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device:
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
     where = ", ".join(f"{line['file']}:{line['line']}" for line in hot)
-    covered = fusions_of_op(profile, c.op)
+    covered = find_fusions_of_op(profile, c.op)
     covers = _covers(covered) if covered else ""
     hypothesis = Message(
         "search_proposer.implementation",
@@ -162,12 +164,12 @@ def _refuted(gain: float) -> Message:
 
 
 # -- keys of the recipe --------------------------------------------------------------------------------------------------
-def fusions_of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:
+def find_fusions_of_op(profile: Mapping[str, Any], op: str) -> list[Fusion]:
     """The candidates with all lines in that op, which another implementation covers. Largest gain first."""
     return [f for f in profile.get("fusion_candidates", ()) if {_op(line) for line in f["lines"]} == {op}]
 
 
-def fusions_of_blocks(profile: Mapping[str, Any]) -> list[Fusion]:
+def find_fusions_of_blocks(profile: Mapping[str, Any]) -> list[Fusion]:
     """The candidates that compiled blocks cover. Largest gain first."""
     in_block = {op["op"]: op["in_block"] for op in profile["ops"]}
     inside = lambda line: in_block.get(_op(line), False) if _op(line) else line.startswith(f"{BLOCKS}:")
@@ -188,12 +190,12 @@ def in_words(fusions: Sequence[Fusion]) -> str:
     return "; ".join(named) + more
 
 
-def compile_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
+def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
     """A proposal of ``compile: true``, for a recipe that runs its blocks eagerly and whose profile has fusion candidates in them.
 
     The prediction is the candidates' bytes at the measured bandwidth; saved launches are not counted.
     """
-    recipe, fusions = profile["recipe"], fusions_of_blocks(profile)
+    recipe, fusions = profile["recipe"], find_fusions_of_blocks(profile)
     if recipe["compile"] or not fusions:
         return None
     path = f"policies/recipes/{recipe['name']}.yaml"

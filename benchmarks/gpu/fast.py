@@ -21,15 +21,15 @@ from benchmarks.gpu.right import ORDER, compile_every_shape, interpreter_is_too_
 from benchmarks.gpu.rivals import WHOLE_ROWS, Rival, Unavailable, disagreement, rivals
 from benchmarks.gpu.worker import Context, poisoned, short
 from benchmarks.support.waits import waits
-from kernels.contract.choice import names_in, untuned
+from kernels.contract.choice import implementation_names, untuned
 from kernels.contract.machine import here
-from kernels.contract.op import Case, Inputs, Op, Shape
+from kernels.contract.op import Inputs, Op, OracleCase, Shape
 from kernels.contract.oracle import judge, outcome
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 0.08  # of the timing of one pass
-SMALL = Case(
+SMALL = OracleCase(
     "agreement", Shape(batch=2, context=256, d_model=512, heads=8, kv_heads=2, head_dim=64, d_ff=1024, vocab_size=2048)
 )
 FIRST_WIDTH_ALONE = ("flex",)  # implementations that compile for more than 20 s a shape (H200)
@@ -146,7 +146,7 @@ def disagrees(rival: Rival, op: Op, settings: Settings) -> str:
     if registered in settings.wrong:
         return "by the part 'right'"
     if (op.name, rival.name) not in _off:
-        case = Case("agreement", shapes.DRY[0]) if settings.dry else SMALL
+        case = OracleCase("agreement", shapes.DRY[0]) if settings.dry else SMALL
         dtype = shapes.dtype_of(op)
         if rival.implementation:
             result = judge(op, rival.implementation, case, dtype=dtype, device=settings.device)
@@ -178,7 +178,7 @@ def items(settings: Settings) -> list[Item]:
 
 def in_order(op: Op, number: int, device: str) -> list[Rival]:
     """All that is timed at the n-th width, what ``auto`` runs on this machine first, then eager: without the two nothing is told."""
-    shipped = names_in(untuned(op.name, here().name))
+    shipped = implementation_names(untuned(op.name, here().name))
     every = [rival for rival in rivals(op, device) if number == 0 or rival.implementation not in FIRST_WIDTH_ALONE]
     rank = lambda rival: (
         rival.implementation != shipped[0],
@@ -190,7 +190,7 @@ def in_order(op: Op, number: int, device: str) -> list[Rival]:
 
 def always_tried(rival: Rival, op: Op) -> bool:
     """Is it what ``auto`` runs here, or eager? All others are compared with these two, so they are timed even if they did not compile in time."""
-    return rival.name == "eager" or rival.implementation == names_in(untuned(op.name, here().name))[0]
+    return rival.name == "eager" or rival.implementation == implementation_names(untuned(op.name, here().name))[0]
 
 
 def limit_memory(settings: Settings) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.worker import Context, poisoned, short
-from kernels.contract.op import CASES, Case, Implementation, Op, Shape
+from kernels.contract.op import CASES, Implementation, Op, OracleCase, Shape
 from kernels.contract.oracle import HOSTILE, judge
 from kernels.contract.registry import OPS
 
@@ -25,16 +25,16 @@ ORDER = (
 DTYPES = (torch.bfloat16, torch.float32)
 MORE = (
     # Several documents in each row, cut by the edges of blocks; heads as they are trained.
-    Case(
+    OracleCase(
         "packed",
         Shape(batch=2, context=777, d_model=512, heads=8, kv_heads=2, head_dim=128, d_ff=1536, vocab_size=4099),
     ),
     # Rows that no power of two holds, wider than one block of most kernels.
-    Case(
+    OracleCase(
         "wide", Shape(batch=2, context=67, d_model=2560, heads=20, kv_heads=4, head_dim=128, d_ff=6912, vocab_size=8209)
     ),
 )
-DRY = Case("small", replace(CASES[0].shape, context=8))  # the interpreter runs some hundred programs a second
+DRY = OracleCase("small", replace(CASES[0].shape, context=8))  # the interpreter runs some hundred programs a second
 TOO_OLD = "only 0-dimensional arrays can be converted"  # of the interpreter of triton 3.6, with numpy ≥ 2.4
 DRY_VALUES = ("normal", "outlier")
 
@@ -48,7 +48,7 @@ ILL_CONDITIONED = "at scores of a million softmax from an fp32 logsumexp, as fla
 
 @dataclass(frozen=True)
 class Check:
-    case: Case
+    case: OracleCase
     dtype: torch.dtype
     values: str
 

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from factory.backups.backups import make_ledger
+from factory.backups.backups import make_or_open_ledger
 from factory.core.progress import Progress
 from factory.core.workspace import Config, Workspace
 from factory.corpus import write_corpus
@@ -35,7 +35,7 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import build_suite
 from factory.evals.tasks import ScoredText, bits_per_byte, encode_documents, ratio_bits
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.inbox import arrived, ingest_arrived
+from factory.ingest.inbox import arrived, ingest_and_file
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
 from kernels.contract.host_memory import keep_freed_memory
@@ -48,7 +48,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
 from trainer.contract.json_lines import read_lines
-from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.precision import DTYPES, resolved, this_device
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
@@ -123,17 +123,17 @@ def recipe_of(steps: int, width: int, lr: float, compile: bool = True) -> Recipe
     raw["schedule"] |= {"trunk_steps": trunk, "anneal_steps": anneal, "warmup_steps": warm_up}
     raw["optimizer"] |= {"lr": lr}
     raw["stability"] = {"noise_scale_every": 0}  # it would split a batch of each 32 steps in two, and compile halves
-    return resolved(Recipe.parse(raw), device_here())
+    return resolved(Recipe.parse(raw), this_device())
 
 
 def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
     """A workspace with the standard library's documents in its ledger, as the demo ingests them."""
     workspace = Workspace.create(root, Config())
     _write_data_policy(workspace)
-    plant = Plant(workspace, make_ledger(workspace), progress)
+    plant = Plant(workspace, make_or_open_ledger(workspace), progress)
     write_corpus(workspace.inbox, progress, share)
     for path in arrived(plant, settle=0.0):
-        ingest_arrived(plant, path)
+        ingest_and_file(plant, path)
     return plant
 
 

@@ -35,11 +35,11 @@ from typing import Any
 import numpy as np
 
 from factory.evals.parity import CHECKS
-from factory.evals.statistics import CLOZE, holm
+from factory.evals.statistics import CLOZE, holm_step_down
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import measured
-from factory.gates.release.guards import detectable, floors, guarded, set_aside
+from factory.gates.release.guards import detectable_gain, floors, guarded, set_aside
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
@@ -192,7 +192,7 @@ def power_of(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
     for _ in range(pairs):
         sizes: Sizes = {}
         here, other = evidence_of(draw(kind, rng, none, sizes), 1, nothing), draw(kind, rng, none, sizes)
-        gain = detectable(POLICY, here)
+        gain = detectable_gain(POLICY, here)
         assert here.target is not None
         effective.append(here.target.effective or 0.0)
         told.append(math.inf if gain is None else gain)
@@ -218,7 +218,7 @@ def outcome_before(evidence: ReleaseEvidence) -> str:
         return bound is not None and bound > floor[name]
 
     now = judge(POLICY, evidence).outcome
-    return now if now != PROMOTE or all(holm(every, above).values()) else HOLD
+    return now if now != PROMOTE or all(holm_step_down(every, above).values()) else HOLD
 
 
 def held_by_a_guard(evidence: ReleaseEvidence, before: bool) -> bool:
@@ -247,7 +247,7 @@ def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> d
             decided = outcome_before if before else (lambda found: judge(POLICY, found).outcome)
             better[before] += decided(good) == PROMOTE
             harmed[before].append(decided(worse))
-        gain = detectable(POLICY, evidence)
+        gain = detectable_gain(POLICY, evidence)
         if gain is not None:
             gains.append(gain)
             there = judge(POLICY, evidence_of(better_by(other, gain), 1, nothing))

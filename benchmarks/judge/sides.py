@@ -29,7 +29,7 @@ from factory.corpus.shards import write_corpus
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument, Suite
-from factory.evals.tasks import build_cloze, score_cloze
+from factory.evals.tasks import build_cloze_items, score_cloze_items
 from factory.ingest.tokenizer import Tokenizer, train
 from tests.support.factory.exports import save_export, tiny_model
 
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         tokenizer, tokens, suite = corpus(root)
-        items = build_cloze(suite, tokenizer, POLICY)
+        items = build_cloze_items(suite, tokenizer, POLICY)
         right = lambda name, model: _right(model, root / name, tokenizer, items)
         apart, trunks = [], []
         for seed in range(asked.models):
@@ -115,7 +115,7 @@ def _train(model: Any, tokens: torch.Tensor, steps: int, seed: int) -> Any:
 
 
 def _right(model: Any, folder: Path, tokenizer: Tokenizer, items: list[Any]) -> np.ndarray:
-    rows = score_cloze(ReferenceModel.load(save_export(model, folder, tokenizer)), items, lambda _: None)
+    rows = score_cloze_items(ReferenceModel.load(save_export(model, folder, tokenizer)), items, lambda _: None)
     return np.array([row.value for row in rows])
 
 

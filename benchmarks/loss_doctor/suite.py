@@ -34,12 +34,12 @@ from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
 from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
 from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
 from factory.diagnosis.bench import Episode, WindowBench
-from factory.diagnosis.diagnosing import NEW_FOR, EpisodeSpan, Noted, previous_weights, spans, was_otherwise
+from factory.diagnosis.diagnosing import RECENT_STEPS, EpisodeSpan, Noted, previous_weights, spans, was_otherwise
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.runs.arm import Arm
 from factory.runs.live import prepare
-from factory.runs.sandboxed import Ended
+from factory.runs.sandboxed import ArmEnd
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan
@@ -184,7 +184,7 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpa
     fault, (before, spec) = ran.fault, ran.specs
     every = dict(rung for folder in ran.folders for rung in checkpoints.steps_in(folder / "checkpoints"))
     rungs = [(step, path) for step, path in every.items() if step <= span.onset]
-    recent = span.onset <= FIRST + NEW_FOR
+    recent = span.onset <= FIRST + RECENT_STEPS
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
         previous_code=CODE if ran.code == FAULTY else None, previous_commit="1" * 40,
@@ -194,11 +194,11 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpa
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
     )  # fmt: skip
 
-    def run(arm: Arm) -> Ended:
+    def run(arm: Arm) -> ArmEnd:
         folder = root / "runs" / arm.key
         spec = prepare(root / "runs", folder, arm)
         code = episode.code_of(arm)
-        return Ended(
+        return ArmEnd(
             folder, failed=run_here(fault, ran.seed, folder, spec, code, live=False, changed=not arm.environment)
         )
 

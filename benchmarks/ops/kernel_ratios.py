@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.ops.liger import contest, installed
 from benchmarks.support.best_here import DTYPE, PRECISION, ROOT
-from kernels.contract.bench import Setting, compare
+from kernels.contract.bench import BenchSetting, compare
 from kernels.contract.machine import here
 from kernels.contract.op import Shape
 from kernels.contract.precision import bf16_matmul
@@ -64,7 +64,7 @@ def kernels() -> list[tuple[str, str, str]]:
 
 def measure(name: str, implementation: str, shape: str) -> Ratio:
     """On a CPU with one thread: a second waits for whatever else runs there, and ratios differ with their number."""
-    setting, threads = Setting(SHAPES[shape], PRECISION, False), torch.get_num_threads()
+    setting, threads = BenchSetting(SHAPES[shape], PRECISION, False), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with bf16_matmul(DTYPE):  # as the trainer does

@@ -17,9 +17,9 @@ import torch
 from agents.line_profiler.workload import make_run
 from benchmarks.support.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
 from benchmarks.support.memory import printed_by, resident, restart_peak
-from kernels.contract.bench import Setting, compare
+from kernels.contract.bench import BenchSetting, compare
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.op import Case, Shape
+from kernels.contract.op import OracleCase, Shape
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS, load_choice
 from trainer.batch import prefetch
@@ -36,7 +36,7 @@ def test_the_loss_head_at_32k_is_faster_than_eager() -> None:
     keep_freed_memory()
     chosen = load_choice(tuned_kernels())[HEAD]
     with bf16_matmul(DTYPE):
-        found = compare(HEAD, chosen, setting=Setting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1)
+        found = compare(HEAD, chosen, setting=BenchSetting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1)
     print(f"\n{HEAD}: {chosen} {found.ratio:.2f} times eager at 32k ({found.ratio_low:.2f}–{found.ratio_high:.2f})")
     assert found.ratio >= 1.3
 
@@ -56,7 +56,7 @@ def peak_memory(implementation: str) -> int:
 
 def print_peak(implementation: str) -> None:
     function = OPS[HEAD].implementation(implementation).function
-    small, inputs = (OPS[HEAD].inputs(Case("", shape), dtype=DTYPE) for shape in (Shape(), AT_32K))
+    small, inputs = (OPS[HEAD].inputs(OracleCase("", shape), dtype=DTYPE) for shape in (Shape(), AT_32K))
     torch.autograd.grad(function(*small)[0], small[:2])  # what is loaded and compiled once is not the op's
     before = resident("VmRSS")
     restart_peak()

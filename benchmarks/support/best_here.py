@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from kernels.contract.machine import fast_precision, here
-from trainer.contract.plan.precision import DTYPES, device_here, resolved
+from trainer.contract.plan.precision import DTYPES, resolved, this_device
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DTYPE = DTYPES[PRECISION]
 
 def demo_recipe() -> Recipe:
     """The demo's recipe, in the precision that trains fastest here."""
-    return resolved(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), device_here())
+    return resolved(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), this_device())
 
 
 def tuned_kernels(recipe: Recipe | None = None) -> Path:
@@ -42,5 +42,5 @@ def tuned_kernels(recipe: Recipe | None = None) -> Path:
     print(f"\ntuned for {here()}, {recipe.precision}: {choice}")
     path = folder / "kernels.yaml"
     os.environ[known] = str(path)
-    path.write_text(yaml.safe_dump({device_here().type: choice}))
+    path.write_text(yaml.safe_dump({this_device().type: choice}))
     return path

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.audit.drawing import AuditWindow, tries
-from factory.audit.judge import allowed_share, differences, judge_audit
+from factory.audit.judge import differences, judge_audit, max_distance_share
 from factory.audit.keeping import folder_of, keep, kept
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
@@ -21,7 +21,7 @@ from factory.code_loop.reverting import AUDITED
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.launching import ranks
 from factory.core.policy_file import policy_sha256
 from factory.core.removal import remove
@@ -32,13 +32,13 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
-from factory.runs.arm import Arm, for_one_rank
-from factory.runs.distance import same_bits, unlike
+from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.distance import find_unlike_tensor, same_bits
 from factory.runs.running import Runs
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import spec_of
-from kernels.contract.choice import resolved_text
+from kernels.contract.choice import text_without_auto
 from kernels.contract.files import finite
 from kernels.contract.message import CodedError, Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
@@ -132,9 +132,9 @@ class _Measured:
         plant, row, window = self.runs.plant, self.row, self.window
         spec = spec_of(plant.ledger, row)
         if ranks(plant.workspace) > 1:
-            spec["recipe"] = for_one_rank(spec["recipe"])
+            spec["recipe"] = recipe_for_one_rank(spec["recipe"])
         kernels = (
-            resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.tuned)
+            text_without_auto((code / KERNELS).read_bytes(), devices.kind(), self.tuned)
             if row.computing is not None
             else ""
         )
@@ -162,7 +162,7 @@ class _Measured:
                 "audit.replay_failed", "The replay '{name}' failed: {problem}", name=name, problem=found.failed
             )
         try:
-            return read_whole(Trace(found.folder, self.window.first, until, ends=False))
+            return read_whole_trace(Trace(found.folder, self.window.first, until, ends=False))
         except UntrustedFileError as error:
             raise _NotMeasured(
                 "audit.replay_unreadable",
@@ -175,24 +175,24 @@ class _Measured:
         live, window = self.live, self.window
         assert live is not None
         found: dict[str, Any] = {"same_bits": same_bits(live.left, base.left)}
-        if missing := unlike(live.left, base.left):
+        if missing := find_unlike_tensor(live.left, base.left):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
                 "The checkpoint's {tensor} is missing, or has another shape or dtype.",
                 tensor=missing,
             )
             return found | {"told": [unlike_tensor]}
-        share = allowed_share(self.policy, self.claims | {"steps": window.steps})
+        share = max_distance_share(self.policy, self.claims | {"steps": window.steps})
         away: dict[str, float] = {}
         if shorter is not None:
-            away = squares(rest_of(shorter), rest_of(base.left))
+            away = squares(without_layout(shorter), without_layout(base.left))
             found |= {
                 "drift": drift(live.left.model, base.left.model, self.origin),
                 "control_drift": drift(shorter.model, base.left.model, self.origin, of_one=False),
             }
         told = shorter is not None or found["same_bits"]
-        state = differs(rest_of(live.left), rest_of(base.left), away, share) if told else None
-        each = (state, lines_differ(live, base, self.policy.lines), anomalies_differ(live, base))
+        state = differs(without_layout(live.left), without_layout(base.left), away, share) if told else None
+        each = (state, find_metrics_difference(live, base, self.policy.lines), find_anomaly_difference(live, base))
         return found | {"told": [one for one in each if one]}
 
 
@@ -220,7 +220,7 @@ def gather(
             )  # fmt: skip
         live = None
         try:
-            live = read_whole(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))
+            live = read_whole_trace(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))
         except UntrustedFileError as error:
             unreadable = Message(
                 "audit.segment_unreadable",
@@ -236,7 +236,7 @@ def gather(
         TrainerError,
         OSError,
     ) as error:  # no sandbox, or files that people changed since
-        if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
+        if isinstance(error, repository.CheckoutError) or is_machine_fault_of_no_file(error):
             raise  # a fault of the machine, such as a full disk: the audit is made afterwards
         return evidence | {"missing": error.message if isinstance(error, CodedError) else str(error)}
     finally:
@@ -253,7 +253,7 @@ def _replay(
         return {"again": {"same_bits": True}, "suspects": list(window.patches)}
     found = measured.compare(base, None)
     shorter = None
-    if not found["same_bits"] and not unlike(measured.live.left, base.left):
+    if not found["same_bits"] and not find_unlike_tensor(measured.live.left, base.left):
         left_out = window.last - 1
         if left_out > window.first:
             shorter = measured.trace("shorter", commit, left_out).left
@@ -320,8 +320,8 @@ def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]
 
 
 # Keys of metrics.jsonl that depend on the clock and the machine's memory.
-OF_THE_CLOCK = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
-OF_THE_MACHINE = (
+TIME_KEYS = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
+MACHINE_ANOMALIES = (
     "throughput_drop",
     "rank_grad_norm",
 )  # anomalies that a replay by one rank at another speed may lack
@@ -334,7 +334,7 @@ LAYOUT = {
 }  # keys of a recipe that may differ in a replay
 
 
-def read_whole(trace: Trace) -> Trace:
+def read_whole_trace(trace: Trace) -> Trace:
     """The trace with all its parts read. Raises: UntrustedFileError for a missing or wrong part."""
     if not all(bool(tensor.isfinite().all()) for tensor in trace.left.model.values() if tensor.is_floating_point()):
         raise UntrustedFileError(
@@ -344,13 +344,13 @@ def read_whole(trace: Trace) -> Trace:
     return trace
 
 
-def rest_of(left: Checkpoint) -> Checkpoint:
+def without_layout(left: Checkpoint) -> Checkpoint:
     """The checkpoint without the keys of state.json that may differ in a replay."""
     recipe = left.state["recipe"] | LAYOUT
     return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # a stopped run may have skipped steps
 
 
-def lines_differ(live: Trace, base: Trace, share: float) -> Message | None:
+def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message | None:
     """The first difference of metrics.jsonl between live training and the replay. None: no difference.
 
     A line of live training may have more keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``share``.
@@ -364,7 +364,7 @@ def lines_differ(live: Trace, base: Trace, share: float) -> Message | None:
     for step, theirs in sorted(base.lines.items()):
         ours = live.lines[step]
         for key, value in theirs.items():
-            if key in OF_THE_CLOCK:
+            if key in TIME_KEYS:
                 continue
             if key not in ours:
                 return Message("audit.key_missing", "metrics.jsonl lacks {key} of step {step}.", key=key, step=step)
@@ -393,10 +393,12 @@ def _near(one: object, other: object, share: float) -> bool:
     return abs(numbers[0] - numbers[1]) <= share * max(map(abs, numbers))
 
 
-def anomalies_differ(live: Trace, base: Trace) -> Message | None:
+def find_anomaly_difference(live: Trace, base: Trace) -> Message | None:
     """The first anomaly that only live training or only the replay has. None: no difference."""
     ours, theirs = (
-        Counter((one["step"], str(one.get("kind"))) for one in trace.anomalies if one.get("kind") not in OF_THE_MACHINE)
+        Counter(
+            (one["step"], str(one.get("kind"))) for one in trace.anomalies if one.get("kind") not in MACHINE_ANOMALIES
+        )
         for trace in (live, base)
     )
     if lost := theirs - ours:

@@ -20,8 +20,8 @@ from factory.code_loop.reverting import AUDITED
 from factory.git import repository
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject, VerdictRow
-from factory.training.certificate import TRAINED_WITH
+from factory.ledger.rows import ProposalRow, ReadsSql, SegmentRow, Subject, VerdictRow
+from factory.training.certificate import TRAINING_FILES
 
 DRAWN = "audit_drawn"
 
@@ -38,7 +38,7 @@ class AuditWindow:
     patches: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, db: Reads, segment: int) -> Self | None:
+    def of(cls, db: ReadsSql, segment: int) -> Self | None:
         """The window that was drawn for a segment. None: nothing was drawn yet."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
@@ -59,11 +59,11 @@ def draw(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     if known is not None or row.kind == "average":
         return known
     policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
-    patches = merged_patches(plant, row.code_commit)
-    windows = windows_of(row)
+    patches = find_merged_patches(plant, row.code_commit)
+    windows = list_windows(row)
     if not patches or not windows:
         return None
-    chosen, share = under_audit([patch.number for patch in patches], agreed(plant.ledger), policy)
+    chosen, share = choose_patches([patch.number for patch in patches], agreed(plant.ledger), policy)
     first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
     return note(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
 
@@ -75,11 +75,11 @@ def note(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
     return window
 
 
-def windows_of(row: SegmentRow) -> list[tuple[int, int]]:
+def list_windows(row: SegmentRow) -> list[tuple[int, int]]:
     """(first, last) of every window of a segment, in order. The first window counts only if a checkpoint precedes it.
 
     >>> from types import SimpleNamespace
-    >>> windows_of(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
+    >>> list_windows(SimpleNamespace(first_step=10, last_step=22, parent=1, recipe_json={"checkpoint_every": 5}))
     [(10, 15), (15, 20), (20, 22)]
     """
     every = int(row.recipe_json["checkpoint_every"])
@@ -87,10 +87,10 @@ def windows_of(row: SegmentRow) -> list[tuple[int, int]]:
     return list(itertools.pairwise([row.first_step, *ends] if row.parent else ends))
 
 
-def under_audit(patches: Sequence[int], agreed: Counter[int], policy: AuditPolicy) -> tuple[Sequence[int], float]:
+def choose_patches(patches: Sequence[int], agreed: Counter[int], policy: AuditPolicy) -> tuple[Sequence[int], float]:
     """(the patches to audit, the share of segments). All patches from the oldest new one on: a patch cannot be undone below a newer one.
 
-    >>> under_audit([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
+    >>> choose_patches([4, 7, 9], Counter({4: 3, 7: 1, 9: 3}), AuditPolicy())
     ([7, 9], 1.0)
     """
     new = [number for number in patches if agreed[number] < policy.windows]
@@ -103,7 +103,7 @@ def agreed(ledger: Ledger) -> Counter[int]:
     return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
 
 
-def merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
+def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
     """The approved patches of agents in a commit that change files of training, in the order of their merges.
 
     A patch that undoes another does not count, because it restores the code before. Raises: RepositoryError.
@@ -119,12 +119,12 @@ def merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
         and row.agent != REVALIDATOR
         and row.commit
         and repository.contains(code, commit, row.commit)
-        and any(c.path.startswith(TRAINED_WITH) for c in repository.changes(code, row.base_commit, row.commit))
+        and any(c.path.startswith(TRAINING_FILES) for c in repository.changes(code, row.base_commit, row.commit))
     ]
     return sorted(found, key=lambda row: order.get(str(Subject("proposal", row.number)), -1))
 
 
-def waiting(db: Reads, policy: AuditPolicy) -> list[int]:
+def waiting(db: ReadsSql, policy: AuditPolicy) -> list[int]:
     """The segments whose audit is due now, oldest first."""
     drawn = {
         Subject.parse(row["subject"]).number
@@ -133,7 +133,7 @@ def waiting(db: Reads, policy: AuditPolicy) -> list[int]:
     return [number for number in sorted(drawn) if _waits(db, number, policy)]
 
 
-def _waits(db: Reads, number: int, policy: AuditPolicy) -> bool:
+def _waits(db: ReadsSql, number: int, policy: AuditPolicy) -> bool:
     window = AuditWindow.of(db, number)
     if window is None or not window.steps or SegmentRow.get(db, number).state != "done":
         return False
@@ -144,13 +144,13 @@ def _waits(db: Reads, number: int, policy: AuditPolicy) -> bool:
     return newest.outcome == "hold" and due and tries(db, number) < policy.tries
 
 
-def tries(db: Reads, number: int) -> int:
+def tries(db: ReadsSql, number: int) -> int:
     """The number of verdicts on the audit of a segment, also of 'hold'."""
     which = "WHERE gate = :gate AND subject = :subject"
     return len(VerdictRow.select(db, which, gate=AUDIT, subject=str(Subject("segment", number))))
 
 
-def every_audit(ledger: Reads) -> list[dict[str, Any]]:
+def list_audits(ledger: ReadsSql) -> list[dict[str, Any]]:
     """All drawn audits, oldest first: segment, window, patches, and the verdict if there is one."""
     subjects = dict.fromkeys(
         row["subject"] for row in ledger.read("SELECT subject FROM events WHERE kind = :kind ORDER BY id", kind=DRAWN)

@@ -55,7 +55,7 @@ def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Messag
     drift, control = evidence.get("drift"), evidence.get("control_drift")
     if drift is None or control is None:
         return found
-    share = allowed_share(policy, evidence)
+    share = max_distance_share(policy, evidence)
     if not drift <= share * control:
         found.append(
             Message(
@@ -68,10 +68,10 @@ def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Messag
     return found
 
 
-def allowed_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
+def max_distance_share(policy: AuditPolicy, evidence: Mapping[str, Any]) -> float:
     """The allowed distance as a share of the effect of leaving out one step, by the distance of the patches' weights in the gate.
 
-    >>> of = lambda claimed: allowed_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
+    >>> of = lambda claimed: max_distance_share(AuditPolicy(), {"claimed": claimed, "gate_steps": 10, "steps": 20})
     >>> of(0.0), of(0.03), of(0.4), of(None)
     (0.1, 0.24, 0.5, 0.5)
     """
@@ -87,7 +87,7 @@ def _agreement(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Message:
         return Message(
             "audit.same_bits", "The results are the same to the last bit over {steps} steps.", steps=evidence["steps"]
         )
-    share = allowed_share(policy, evidence)
+    share = max_distance_share(policy, evidence)
     return Message(
         "audit.agrees",
         "The weights are {drift:.2g} away from the replay's after {steps} steps. At most {allowed:.2g} is allowed, which is {share:.2g} of the "

@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from factory.audit.drawing import AuditWindow, draw, note, windows_of
+from factory.audit.drawing import AuditWindow, draw, list_windows, note
 from factory.core.errors import FactoryError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.left_files import parse_json
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
@@ -82,7 +82,7 @@ def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     has no steps, and a line tells a person. Raises: a fault of the machine, after which the window can still be kept.
     """
     problem = ""
-    whole = [(row.first_step, row.last_step)] if row.parent else windows_of(row)[-1:]
+    whole = [(row.first_step, row.last_step)] if row.parent else list_windows(row)[-1:]
     for first, last in ((window.first, window.last), *whole):
         keeper = _Keeper(plant, row, replace(window, first=first, last=last))
         if keeper.look():
@@ -141,7 +141,10 @@ class _Keeper:
                     pass  # not written yet, or removed again
                 except (OSError, ValueError) as error:  # a full disk, or a broken checkpoint
                     lease = isinstance(error, BlockingIOError)  # the trainer may hold a lease on its files
-                    self.problem, self.fault = str(error), error if is_of_no_file(error) and not lease else None
+                    self.problem, self.fault = (
+                        str(error),
+                        error if is_machine_fault_of_no_file(error) and not lease else None,
+                    )
         return all(target.exists() for target in self.targets)
 
 
@@ -202,7 +205,7 @@ def _copied(file: IO[bytes], target: Path) -> str:
 NEWEST = 3
 
 
-def ladder_of(workspace: Workspace, segment: int) -> Path:
+def ladder_folder(workspace: Workspace, segment: int) -> Path:
     """The folder of a segment's ladder."""
     return workspace.root / "ladder" / f"{segment:05d}"
 
@@ -227,17 +230,17 @@ def rungs(steps: Collection[int], every: int) -> list[int]:
 
 
 @contextmanager
-def climbing(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
+def keep_ladder_during(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep its ladder. A failure here does not stop training. Retention removes old ladders."""
     if row.kind == "average":
         yield
         return
-    source, target = Path(row.folder) / "checkpoints", ladder_of(workspace, row.id)
-    with looking(lambda: keep_rungs(source, target, row.recipe_json["checkpoint_every"])):
+    source, target = Path(row.folder) / "checkpoints", ladder_folder(workspace, row.id)
+    with looking(lambda: update_ladder(source, target, row.recipe_json["checkpoint_every"])):
         yield
 
 
-def keep_rungs(source: Path, target: Path, every: int) -> bool:
+def update_ladder(source: Path, target: Path, every: int) -> bool:
     """Copy each wanted checkpoint, and remove unwanted rungs. Returns False: more checkpoints may follow."""
     for left in target.glob(".*"):  # left by a killed process
         remove(left)

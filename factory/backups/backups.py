@@ -21,17 +21,17 @@ from typing import Any
 
 from factory.backups.keys import KEYS, copy_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.faults import BROKEN, READ_ONLY, fault_of
+from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, fault_of
 from factory.core.removal import remove
-from factory.core.workspace import Workspace, work_in
+from factory.core.workspace import Workspace, list_factory_work
 from factory.ingest.compared import FOLDER
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
-from factory.ledger.journal import ABOUT, BACKUPS, backups_of
+from factory.ledger.journal import ABOUT, BACKUPS_FOLDER, list_backups
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.version import GONE, SCHEMA, refuse_other_version
-from kernels.contract.files import put_in_place, write_atomically
+from factory.ledger.version import GONE, SCHEMA_VERSION, check_version
+from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 
 KEPT = 7
@@ -39,19 +39,19 @@ OTHERS_SECONDS = 60.0  # to wait for the end of another backup
 DAY_SECONDS = 86_400.0
 LEDGER, MLFLOW = "ledger.db", "mlflow.db"
 MLFLOW_TABLE = "alembic_version"
-PG_DUMP = Message(
+POSTGRESQL_ADVICE = Message(
     "backups.postgresql",
     "The ledger is in PostgreSQL, and the factory does not copy it. Make a backup with 'pg_dump', and restore it with 'pg_restore'",
 )
 
 
-class NotWhole(WorkspaceError):
+class DamagedDatabaseError(WorkspaceError):
     """SQLite reports that a database is damaged."""
 
 
 def stamp() -> str:
     """Return the present time as in the names of backups: '2026-01-31T12-00-00'."""
-    return datetime.now(UTC).strftime(journal.TIME)
+    return datetime.now(UTC).strftime(journal.NAME_TIME_FORMAT)
 
 
 def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) -> tuple[Path, list[str]]:
@@ -63,7 +63,7 @@ def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) ->
     Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another process makes a backup; InputError.
     """
     if plant.ledger.file is None:
-        raise WorkspaceError(PG_DUMP)
+        raise WorkspaceError(POSTGRESQL_ADVICE)
     with plant.workspace.lock("backup", OTHERS_SECONDS):
         return _make_backup(plant, folder, keys)
 
@@ -72,7 +72,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     assert plant.ledger.file is not None
     own = folder is None
     target = (
-        plant.workspace.root / BACKUPS / journal.next_name(plant.workspace.root, datetime.now(UTC))
+        plant.workspace.root / BACKUPS_FOLDER / journal.next_backup_name(plant.workspace.root, datetime.now(UTC))
         if folder is None
         else folder.expanduser().resolve()
     )
@@ -90,14 +90,14 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         if keys:
             copy_keys(plant.workspace.root, aside / KEYS)
         if own:
-            with journal.journal_lock(plant.workspace.root):
-                if plant.ledger.journaled and (backups := backups_of(plant.workspace.root)):
+            with journal.hold_journal_lock(plant.workspace.root):
+                if plant.ledger.journaled and (backups := list_backups(plant.workspace.root)):
                     journal.append(plant.ledger.file, backups[-1])  # at least up to this backup
-                put_in_place(aside, target)
+                rename_into_place(aside, target)
         else:
             if target.exists():
                 target.rmdir()
-            put_in_place(aside, target)
+            rename_into_place(aside, target)
     except OSError as error:
         raise FactoryError(
             "backups.not_made",
@@ -112,7 +112,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         newest = about(target)["seq"]
         with plant.ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
-        for old in backups_of(plant.workspace.root)[:-KEPT]:
+        for old in list_backups(plant.workspace.root)[:-KEPT]:
             with suppress(OSError):  # the old backup stays whole, and the next call removes it
                 hidden = old.with_name(f".backup-{old.name}")
                 os.rename(old, hidden)  # so that half a backup never has the name of a backup
@@ -120,14 +120,14 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     return target, said
 
 
-def make_ledger(workspace: Workspace) -> Ledger:
+def make_or_open_ledger(workspace: Workspace) -> Ledger:
     """Make the ledger of a new workspace and its first backup. An existing ledger is opened.
 
     Raises: WorkspaceError when the ledger is damaged, or is missing in a workspace that has work: a new ledger would not know that work.
     """
     file = sqlite_file(workspace.ledger_url)
     empty = file is not None and not (file.exists() and file.stat().st_size)
-    left = [name for name in work_in(workspace.root) if name not in (LEDGER, MLFLOW)]
+    left = [name for name in list_factory_work(workspace.root) if name not in (LEDGER, MLFLOW)]
     if empty and left:
         raise WorkspaceError(
             "backups.lost_ledger",
@@ -138,7 +138,7 @@ def make_ledger(workspace: Workspace) -> Ledger:
             advice=GONE,
         )
     ledger = Ledger.create(workspace.ledger_url, workspace.root)
-    refuse_other_version(ledger.version(), f"the ledger of {workspace.root}")
+    check_version(ledger.version(), f"the ledger of {workspace.root}")
     back_up_daily(Plant(workspace, ledger))
     return ledger
 
@@ -150,8 +150,8 @@ def back_up_daily(plant: Plant) -> Message | str:
     """
     if plant.ledger.file is None:
         return ""
-    newest = about(backups[-1]) if (backups := backups_of(plant.workspace.root)) else {}
-    if newest.get("schema") == SCHEMA and abs(time.time() - newest["made_at"]) < DAY_SECONDS:
+    newest = about(backups[-1]) if (backups := list_backups(plant.workspace.root)) else {}
+    if newest.get("schema") == SCHEMA_VERSION and abs(time.time() - newest["made_at"]) < DAY_SECONDS:
         return ""
     path, said = make_backup(plant)
     if said:
@@ -186,8 +186,8 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         raise _damaged(source, fault)
 
 
-def _damaged(database: Path, why: str) -> NotWhole:
-    return NotWhole("backups.damaged_database", "{database} is damaged: {why}", database=database, why=why)
+def _damaged(database: Path, why: str) -> DamagedDatabaseError:
+    return DamagedDatabaseError("backups.damaged_database", "{database} is damaged: {why}", database=database, why=why)
 
 
 def database_damage(database: Path, table: str = "meta") -> str:
@@ -201,7 +201,7 @@ def database_damage(database: Path, table: str = "meta") -> str:
         try:
             found, has = _checked(database, table, "ro")
         except sqlite3.OperationalError as error:
-            if fault_of(error) != READ_ONLY:
+            if fault_of(error) != NO_WRITE_PERMISSION:
                 raise
             found, has = _checked(database, table, "rw")  # rolls back an interrupted transaction first
     except sqlite3.OperationalError as error:
@@ -216,7 +216,7 @@ def database_damage(database: Path, table: str = "meta") -> str:
 
 
 def _checked(database: Path, table: str, mode: str) -> tuple[str, bool]:
-    """Return the result of ``quick_check``, and whether the table exists."""
+    """Return the result of ``run_quick_check``, and whether the table exists."""
     with closing(sqlite3.connect(f"{database.as_uri()}?mode={mode}", uri=True, timeout=60)) as opened:
         found = " ".join(row[0] for row in opened.execute("PRAGMA quick_check(1)"))
         return found, bool(opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone())
@@ -239,7 +239,7 @@ def _fill(plant: Plant, aside: Path) -> list[str]:
     if (mlflow := sqlite_file(plant.workspace.mlflow_uri)) and mlflow.exists():
         try:
             copy_database(mlflow, aside / MLFLOW, MLFLOW_TABLE)
-        except NotWhole as error:
+        except DamagedDatabaseError as error:
             (aside / MLFLOW).unlink(missing_ok=True)
             said.append(
                 Message(
@@ -274,7 +274,7 @@ def _copy_hashes(root: Path, aside: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def put_back_hashes(root: Path, backup: Path) -> int:
+def restore_hashes(root: Path, backup: Path) -> int:
     """Copy the files with hashes of documents that the workspace ``root`` lacks. Returns how many. Old backups have none. Raises: OSError."""
     folder = root / "shards" / FOLDER
     lacking = [path for path in (backup / "shards" / FOLDER).glob("*.parquet") if not (folder / path.name).exists()]
@@ -286,13 +286,13 @@ def put_back_hashes(root: Path, backup: Path) -> int:
 
 def find_backup(workspace: Workspace, name: str) -> Path:
     """Return the folder of a backup, by its path or its name below ``backups/``. Raises: InputError that lists the known backups."""
-    for path in (workspace.root / BACKUPS / name, Path(name).expanduser().resolve()):
+    for path in (workspace.root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()):
         if (path / ABOUT).is_file():
             return path
     raise InputError(
         "backups.unknown_backup",
         "no backup {backup!r}. {folder} has: {known}",
         backup=name,
-        folder=workspace.root / BACKUPS,
-        known=[path.name for path in backups_of(workspace.root)] or "no backup",
+        folder=workspace.root / BACKUPS_FOLDER,
+        known=[path.name for path in list_backups(workspace.root)] or "no backup",
     )

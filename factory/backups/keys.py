@@ -10,13 +10,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from factory.core.removal import remove
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
 KEYS, KEY, PUBLIC = "keys", "bundle-signing.pem", "bundle-signing.pub.pem"
 
 
-def has_key(root: Path) -> bool:
+def has_private_key(root: Path) -> bool:
     """Return whether the folder of a workspace or a backup has the private key."""
     return (root / KEYS / KEY).is_file()
 
@@ -32,12 +32,12 @@ def copy_keys(root: Path, target: Path) -> None:
 
 def put_back(root: Path, backups: Iterable[Path]) -> list[str]:
     """Restore the key from a backup, if the workspace has no key. Returns a line for a person, or nothing."""
-    kept = next((path for path in backups if has_key(path)), None)
-    if has_key(root) or kept is None:
+    kept = next((path for path in backups if has_private_key(path)), None)
+    if has_private_key(root) or kept is None:
         return []
     aside = root / f".{KEYS}.part"
     remove(aside)
     copy_keys(kept, aside)
     remove(root / KEYS)  # it has no private key, at most a public one
-    put_in_place(aside, root / KEYS)
+    rename_into_place(aside, root / KEYS)
     return [Message("keys.restored", "the key that signs bundles is restored from {backup}", backup=kept)]

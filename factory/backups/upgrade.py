@@ -12,13 +12,13 @@ from factory.backups.backups import back_up_daily, copy_database, stamp
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
-from factory.ledger.journal import BACKUPS, watch
+from factory.ledger.journal import BACKUPS_FOLDER, watch
 from factory.ledger.ledger import Ledger, meta, metadata
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.ledger.version import SCHEMA, refuse_other_version
+from factory.ledger.version import SCHEMA_VERSION, check_version
 from factory.training.segment_folder import mark_owner
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
 # alembic's revisions, which upgrade an older ledger in one transaction
@@ -33,10 +33,10 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
     """
     ledger = Ledger(workspace.ledger_url, workspace.root)
     found = ledger.version()
-    if found == SCHEMA:
+    if found == SCHEMA_VERSION:
         return []
-    if not found or not found.isdigit() or int(found) > int(SCHEMA):
-        refuse_other_version(found, f"the ledger of {workspace.root}")
+    if not found or not found.isdigit() or int(found) > int(SCHEMA_VERSION):
+        check_version(found, f"the ledger of {workspace.root}")
     where = "a person's backup"
     if ledger.file:
         where = str(_backup(workspace, found or ""))
@@ -47,7 +47,7 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
             "Make a backup with 'pg_dump', then run 'factory upgrade --i-have-a-backup'",
             ledger=repr(ledger.engine.url),
             schema=found,
-            known=SCHEMA,
+            known=SCHEMA_VERSION,
         )
     script = ScriptDirectory(str(MIGRATIONS), version_locations=[str(MIGRATIONS)])
     made = workspace.root / "root"  # an older factory wrote the workspace's first path, which its ledger contains
@@ -60,21 +60,21 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
                 if int(step.revision) > int(now):
                     step.module.upgrade()
         watch(tx, metadata)
-        tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA))
+        tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA_VERSION))
     return [
         Message(
             "upgrade.done",
             "The ledger is upgraded from schema {before} to {schema}. The former ledger is kept: {backup}",
             before=found,
-            schema=SCHEMA,
+            schema=SCHEMA_VERSION,
             backup=where,
         )
     ]
 
 
-def backup_folder(workspace: Workspace) -> Path:
+def make_backup_folder(workspace: Workspace) -> Path:
     """Return the workspace's folder of backups; make it if it does not exist."""
-    folder = workspace.root / BACKUPS
+    folder = workspace.root / BACKUPS_FOLDER
     folder.mkdir(exist_ok=True)
     return folder
 
@@ -82,14 +82,14 @@ def backup_folder(workspace: Workspace) -> Path:
 def _backup(workspace: Workspace, version: str) -> Path:
     """Copy the SQLite ledger while other processes may write to it. After a kill the copy is whole or absent."""
     # Remove the files of an upgrade that was killed, SQLite's logs too.
-    for left in backup_folder(workspace).glob(".ledger-*.part*"):
+    for left in make_backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
-    path = backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
+    path = make_backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
     aside = path.with_name(f".{path.name}.part")
     source = sqlite_file(workspace.ledger_url)
     assert source is not None
     copy_database(source, aside)
-    put_in_place(aside, path)
+    rename_into_place(aside, path)
     return path
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, BundleFolder, difference, json_object, missing, shown, too_large
-from factory.core.exports import files_sha256
-from factory.core.launching import die_with
-from factory.core.workspace import code_root
+from factory.core.exports import export_files_sha256
+from factory.core.launching import make_die_with_parent
+from factory.core.workspace import checkout_root
 from factory.gates.release.licences import NONE
 from factory.gates.release.policy import ReleasePolicy
 from kernels.contract.message import Message
@@ -29,7 +29,7 @@ def export_problems(folder: BundleFolder) -> list[Message]:
     inside = {path: hashed.sha256 for path, hashed in folder.hashes.items() if path.startswith(f"{layout.MODEL}/")}
     digests = {Path(PurePosixPath(path).relative_to(layout.MODEL)): sha256 for path, sha256 in inside.items()}
     wanted = folder.object(layout.VERDICT).get("subject_sha256")
-    found = files_sha256(digests)
+    found = export_files_sha256(digests)
     if found == wanted:
         return []
     return [
@@ -40,7 +40,7 @@ def export_problems(folder: BundleFolder) -> list[Message]:
     ]  # fmt: skip
 
 
-def fixture_problems(folder: BundleFolder) -> list[Message]:
+def check_fixture(folder: BundleFolder) -> list[Message]:
     """Do weights and tokenizer still give the recorded fixture? A process of its own makes the fixture again."""
     recorded = folder.object(layout.FIXTURE)
     tokenizer = f"{layout.MODEL}/tokenizer.json"
@@ -61,7 +61,7 @@ def make_fixture(export: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"
         words = [sys.executable, "-P", "-m", "factory.serving.fixture", str(export.resolve()), str(out)]
-        environment = os.environ | {"PYTHONPATH": str(code_root())}
+        environment = os.environ | {"PYTHONPATH": str(checkout_root())}
         try:
             done = subprocess.run(
                 words,
@@ -69,7 +69,7 @@ def make_fixture(export: Path) -> dict[str, Any]:
                 env=environment,
                 capture_output=True,
                 timeout=FIXTURE_SECONDS,
-                preexec_fn=die_with(os.getpid()),
+                preexec_fn=make_die_with_parent(os.getpid()),
             )
         except subprocess.TimeoutExpired:
             raise BundleError(
@@ -99,7 +99,7 @@ def _sure(fixture: dict[str, Any], again: dict[str, Any]) -> Any:
     return fixture | {"greedy": [*kept, *rows[len(again["greedy"]) :]]}
 
 
-def licence_problems(folder: BundleFolder) -> list[Message]:
+def check_licences(folder: BundleFolder) -> list[Message]:
     """Do licences, token shards and evidence agree, and do they allow the release?"""
     stored, evidence = folder.object(layout.LICENCES), folder.object(layout.EVIDENCE)
     rows = list(folder.rows(layout.SHARDS))
@@ -159,7 +159,7 @@ def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message
     return [problem] if problem else []
 
 
-def document_problems(folder: BundleFolder, path: str) -> list[Message]:
+def check_document(folder: BundleFolder, path: str) -> list[Message]:
     """Is a generated document the one that the other files give?"""
     if path not in folder.names:
         return [missing(path)]
@@ -177,7 +177,7 @@ def document_problems(folder: BundleFolder, path: str) -> list[Message]:
     ]
 
 
-def data_problems(folder: BundleFolder) -> list[Message]:
+def check_data(folder: BundleFolder) -> list[Message]:
     """Does every document in the bundle have a licence that allows its release, and is no such document missing?"""
     included = {str(row.get("license")): 0 for row in folder.rows(layout.SHARDS) if row.get("included") is True}
     if layout.DOCUMENTS not in folder.names:

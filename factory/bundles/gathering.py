@@ -13,18 +13,18 @@ from factory.bundles.files import layout
 from factory.bundles.shards import planned_shards, shard_rows
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
-from factory.data.synthetic import written_in
+from factory.data.synthetic import count_synthetic
 from factory.evals.evaluator import items_of
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import documents_of, identity_sha256, item_identity
+from factory.evals.suite import documents_of, hash_held_out_document, hash_suite
 from factory.evals.tasks import DEV, EvalItem
-from factory.gates.release.licences import NONE, masked_throughout, not_releasable, tokens_by_licence
+from factory.gates.release.licences import NONE, count_tokens_by_licence, find_masked_documents, not_releasable
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
-from factory.ingest.document import maker_of
+from factory.ingest.document import read_maker
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import every_anomaly
-from factory.ledger.decisions import override_on
+from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import EvaluationRow, ReleaseRow, SegmentRow, VerdictRow
@@ -101,7 +101,7 @@ def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
 
 def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence: str) -> dict[str, Any]:
     rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
-    tokens = tokens_by_licence(plant.ledger, release.segment, rules)
+    tokens = count_tokens_by_licence(plant.ledger, release.segment, rules)
     other = not_releasable(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
@@ -119,10 +119,10 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
             limit=policy.not_releasable_max,
             named=[f"{name} ({share:.0%})" for name, share in list(other.items())[:5]],
         )
-    written = written_in(plant.ledger, planned_shards(plant.ledger, release.segment))
+    written = count_synthetic(plant.ledger, planned_shards(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
-    for row in masked_throughout(plant.ledger, release.segment).values():
-        if maker := maker_of(row["detail"]):
+    for row in find_masked_documents(plant.ledger, release.segment).values():
+        if maker := read_maker(row["detail"]):
             synthetic[maker] -= row["supervised_tokens"]
     allows = {name or NONE: rules.of(name).release for name in tokens}
     return {
@@ -142,7 +142,7 @@ def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[s
     judge = next((event.get("judge") for event in events if event.get("verdict") == verdict.id), None)
     if judge is not None:
         told["judge"] = judge
-    if over := override_on(ledger, verdict):
+    if over := find_override(ledger, verdict):
         told["override"] = over
     return {
         "release": release.number,
@@ -159,13 +159,13 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
         documents = documents_of(plant.ledger, sorted({item.item for item in items if item.task == task}))
-        halves[name] = list(map(item_identity, documents))
+        halves[name] = list(map(hash_held_out_document, documents))
     parts = {
         "tasks": summary.get("task_versions"),
         "policy": policy_sha256(EvalPolicy.load(plant.workspace.policy("evals.yaml"))),
         "tokenizer": summary.get("tokenizer_sha256"),
     }
-    whole = identity_sha256(parts | halves) == suite
+    whole = hash_suite(parts | halves) == suite
     return {"suite_sha256": suite, "identity": parts if whole else None, **halves}
 
 

@@ -14,11 +14,11 @@ from pydantic import TypeAdapter, ValidationError
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, BundleFolder, difference, not_an_object, shown, unexpected_key
-from factory.bundles.two_verdicts import TwoVerdicts
+from factory.bundles.two_verdicts import VerdictComparison
 from factory.core.errors import InputError
 from factory.core.policy_file import policy_sha256
 from factory.evals.statistics import Gain
-from factory.evals.suite import identity_sha256
+from factory.evals.suite import hash_suite
 from factory.evals.tasks import EvalItem, ratio_bits
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.gate import measured
@@ -39,7 +39,7 @@ RECORDED = (
 )  # fmt: skip
 
 
-def policy_problems(folder: BundleFolder) -> list[Message]:
+def check_policy(folder: BundleFolder) -> list[Message]:
     """Is this the policy of the verdict? Raises: BundleError."""
     raw = folder.read(layout.POLICY)
     _policy(folder)
@@ -55,7 +55,7 @@ def policy_problems(folder: BundleFolder) -> list[Message]:
     return []
 
 
-def evidence_problems(folder: BundleFolder) -> list[Message]:
+def check_evidence(folder: BundleFolder) -> list[Message]:
     """Do items and measurements give the recorded evidence? Raises: BundleError."""
     stored = folder.object(layout.EVIDENCE)
     if stored.get("sha256") != evidence_sha256(stored):
@@ -117,7 +117,7 @@ def evidence_problems(folder: BundleFolder) -> list[Message]:
     return found
 
 
-def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
+def two_verdicts(folder: BundleFolder) -> VerdictComparison:
     """The recorded verdict, and this judge's verdict on the same policy and evidence. Raises: BundleError."""
     stored = folder.object(layout.EVIDENCE)
     evidence, _ = _evidence(stored)
@@ -126,10 +126,10 @@ def two_verdicts(folder: BundleFolder) -> TwoVerdicts:
     except InputError as error:
         raise BundleError(_shown_error(error)) from None
     against = None if evidence.against == FIRST_RELEASE else evidence.against
-    return TwoVerdicts(folder.object(layout.VERDICT), verdict, against, str(stored.get("sha256")))
+    return VerdictComparison(folder.object(layout.VERDICT), verdict, against, str(stored.get("sha256")))
 
 
-def held_out_problems(folder: BundleFolder) -> list[Message]:
+def check_held_out(folder: BundleFolder) -> list[Message]:
     """Do the items belong to the suite that the evidence names? Raises: BundleError."""
     stored, evidence = folder.object(layout.HELD_OUT), folder.object(layout.EVIDENCE)
     if stored.get("suite_sha256") != evidence.get("suite_sha256"):
@@ -152,7 +152,7 @@ def held_out_problems(folder: BundleFolder) -> list[Message]:
             ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
         return [unexpected_key(shown(extra[0]))]
-    if isinstance(identity, dict) and identity_sha256(identity | halves) != stored["suite_sha256"]:
+    if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
         return [Message("judging_again.other_suite_hash", "The held-out documents do not have the suite's hash")]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
     for who, items in _items(folder).items():

@@ -10,7 +10,7 @@ from importlib.metadata import version as installed
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleFolder, Hashed, difference, shown
+from factory.bundles.files.folder import BundleFolder, FileHash, difference, shown
 from factory.git.version import version
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
@@ -37,7 +37,7 @@ OF_SEGMENT = " ".join(
 
 
 def statement(
-    ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, Hashed], shards: list[dict[str, Any]]
+    ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, FileHash], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The statement's JSON object. ``hashes``: of the bundle's files so far; ``shards``: the rows of its token shards."""
     lineage = SegmentRow.lineage(ledger, release.segment)
@@ -71,7 +71,7 @@ def statement(
     }  # fmt: skip
 
 
-def subjects(hashes: Mapping[str, Hashed]) -> list[dict[str, Any]]:
+def subjects(hashes: Mapping[str, FileHash]) -> list[dict[str, Any]]:
     """The statement's subjects: the model's files."""
     listed = sorted(path for path in hashes if path.startswith(f"{layout.MODEL}/"))
     return [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in listed]

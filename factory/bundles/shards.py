@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 
 from factory.core.errors import InputError
-from factory.gates.release.licences import NONE, masked_throughout
-from factory.ingest.document import SYNTHETIC, maker_of
+from factory.gates.release.licences import NONE, find_masked_documents
+from factory.ingest.document import SYNTHETIC_PREFIX, read_maker
 from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
-from factory.ledger.removals import with_contents
+from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import SegmentRow
-from factory.repairs.token_shards import token_shard_fault
+from factory.repairs.token_shards import find_token_shard_damage
 from trainer.contract.data.token_shard import TokenShard
 
 COUNTS = ("documents", "tokens", "supervised_tokens", "synthetic_tokens", "quarantined")
@@ -32,7 +32,7 @@ def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in SegmentRow.lineage(ledger, segment):
         plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=row.data_plan)[0]["plan"]
-        found |= {shard["id"]: shard for shard in with_contents(ledger, plan)["token_shards"]}
+        found |= {shard["id"]: shard for shard in with_replaced_token_shards(ledger, plan)["token_shards"]}
     return found
 
 
@@ -44,7 +44,7 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
     used = planned_shards(ledger, segment)
     moved = counted(ledger, licences)
     sql = f"""SELECT d.key, d.token_shard, d.shard, s.name, s.bytes, d.license, 1 AS documents, d.tokens, d.supervised_tokens,
-        CASE WHEN d.detail LIKE '{SYNTHETIC}%' THEN d.supervised_tokens ELSE 0 END AS synthetic_tokens,
+        CASE WHEN d.detail LIKE '{SYNTHETIC_PREFIX}%' THEN d.supervised_tokens ELSE 0 END AS synthetic_tokens,
         CASE WHEN d.fate <> 'train' THEN 1 ELSE 0 END AS quarantined
         FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE d.token_shard IS NOT NULL"""
     sums = ", ".join(f"SUM({name}) AS {name}" for name in COUNTS)
@@ -52,7 +52,7 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for row in ledger.read(groups):
         _add(found, row, row["license"], 1)
-    masked = masked_throughout(ledger, segment)
+    masked = find_masked_documents(ledger, segment)
     for key in masked:
         for row in ledger.read(f"{sql} AND d.key = :key", key=key):
             _add(found, row, row["license"], -1)
@@ -99,7 +99,7 @@ def releasable_documents(
     """
     moved = counted(ledger, licences)
     for number, place in planned_shards(ledger, segment).items():
-        if fault := token_shard_fault(root / place["path"], deep=True):
+        if fault := find_token_shard_damage(root / place["path"], deep=True):
             raise InputError(
                 "shards.damaged",
                 "{fault}. Its documents cannot be put into the bundle. Stop 'factory run', then repair it: 'factory check --repair'",
@@ -116,7 +116,7 @@ def releasable_documents(
                 ids, mask = shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
                 own = kept[row["key"]]
                 named = {name: own[name] for name in ("domain", "source", "license")}
-                named["synthetic_by"] = maker_of(own["detail"])
+                named["synthetic_by"] = read_maker(own["detail"])
                 yield {
                     "id": row["id"],
                     **tokenizer.content(ids, mask),
@@ -124,6 +124,6 @@ def releasable_documents(
                 }
 
 
-def json_line(value: Any) -> str:
+def to_json_line(value: Any) -> str:
     """A value as one line of JSON Lines, with its line end."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False) + "\n"

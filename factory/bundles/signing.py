@@ -20,7 +20,7 @@ from factory.bundles.files.folder import BundleError, shown
 from factory.bundles.files.layout import SIGNATURE
 from factory.core.errors import InputError
 from factory.core.removal import remove
-from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -59,12 +59,12 @@ def _make(folder: Path) -> None:
         write_atomically(aside / KEY, private)
         os.chmod(aside / KEY, 0o600)
         write_atomically(folder / PUBLIC, _pem(key.public_key()))
-        put_in_place(aside / KEY, folder / KEY)
+        rename_into_place(aside / KEY, folder / KEY)
     finally:
         remove(aside)
 
 
-def public_pem(private: Path) -> bytes:
+def read_public_key(private: Path) -> bytes:
     """The public key, as PEM, of a private key's file. Raises: InputError unless the file is an unencrypted key of a supported curve."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec

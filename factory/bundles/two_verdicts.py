@@ -14,10 +14,10 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, difference, shown
-from factory.gates.release.guards import ESTIMATES
+from factory.gates.release.guards import ESTIMATE_CODES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
-from factory.gates.release.judged_by import JudgedBy, judged_by
-from factory.gates.release.recorded import not_overridable
+from factory.gates.release.judged_by import JudgeVersion, judged_by
+from factory.gates.release.recorded import find_not_overridable
 from kernels.contract.message import Message
 
 NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
@@ -27,7 +27,7 @@ OVERRIDE = {"by", "why", "sha256", "evidence_sha256"}
 
 
 @dataclass(frozen=True)
-class TwoVerdicts:
+class VerdictComparison:
     """``recorded``: the content of ``verdict.json``. ``again``, ``against``: this judge's verdict, and the champion it compared with."""
 
     recorded: Mapping[str, Any]
@@ -49,7 +49,7 @@ class TwoVerdicts:
         return told
 
     @cached_property
-    def by(self) -> JudgedBy | None:
+    def by(self) -> JudgeVersion | None:
         """The version of the judge that the record names. None: an older factory wrote it, or someone removed it. Raises: BundleError."""
         told = self.recorded.get("judge")
         if told is None:
@@ -61,7 +61,7 @@ class TwoVerdicts:
                 "{file}: key 'judge' must have a SHA-256 and a version, both texts",
                 file=layout.VERDICT,
             )
-        return JudgedBy(**told)
+        return JudgeVersion(**told)
 
     @property
     def same_judge(self) -> bool:
@@ -124,7 +124,7 @@ class TwoVerdicts:
             return [
                 Message("two_verdicts.override_of_other", "The override is for another model or for other evidence")
             ]
-        if reason := not_overridable(self.again.found.missing):
+        if reason := find_not_overridable(self.again.found.missing):
             return [
                 Message(
                     "two_verdicts.not_overridable",
@@ -184,7 +184,7 @@ class TwoVerdicts:
 
     def _other_number(self) -> Message | None:
         """The first sentence that both verdicts give with different numbers, and that can decide. None: no such sentence."""
-        ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATES}
+        ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATE_CODES}
         for reason in self.otherwise:
             if own := ours.get(NUMBER.sub("#", reason)):
                 return Message(
@@ -194,5 +194,5 @@ class TwoVerdicts:
         return None
 
 
-def _named(by: JudgedBy) -> str:
+def _named(by: JudgeVersion) -> str:
     return f"{shown(by.version)}, sha256 {by.sha256[:12]}"

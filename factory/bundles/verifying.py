@@ -33,33 +33,33 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         checking.export_problems,
         Message("verifying.same_model", "The model is the judged export, byte for byte"),
     ),
-    "policy": (judging_again.policy_problems, Message("verifying.same_policy", "The policy is the verdict's policy")),
+    "policy": (judging_again.check_policy, Message("verifying.same_policy", "The policy is the verdict's policy")),
     "evidence": (
-        judging_again.evidence_problems,
+        judging_again.check_evidence,
         Message("verifying.same_evidence", "The items give the recorded evidence"),
     ),
     "verdict": (lambda folder: two_verdicts(folder).problems(), lambda folder: two_verdicts(folder).words()),
     "held_out": (
-        judging_again.held_out_problems,
+        judging_again.check_held_out,
         Message("verifying.same_suite", "The items belong to the suite that the evidence names"),
     ),
     "fixture": (
-        checking.fixture_problems,
+        checking.check_fixture,
         Message("verifying.same_fixture", "Weights and tokenizer give the recorded fixture"),
     ),
     "licences": (
-        checking.licence_problems,
+        checking.check_licences,
         Message("verifying.licences_allow", "Licences, token shards and evidence agree and allow the release"),
     ),
     "provenance": (
         provenance.problems,
         Message("verifying.same_provenance", "The provenance names these files, this evidence and these token shards"),
     ),
-    "card": (partial(checking.document_problems, path=layout.CARD), _same_document(layout.CARD)),
-    "croissant": (partial(checking.document_problems, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
-    "spdx": (partial(checking.document_problems, path=layout.SPDX), _same_document(layout.SPDX)),
+    "card": (partial(checking.check_document, path=layout.CARD), _same_document(layout.CARD)),
+    "croissant": (partial(checking.check_document, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
+    "spdx": (partial(checking.check_document, path=layout.SPDX), _same_document(layout.SPDX)),
     "data": (
-        checking.data_problems,
+        checking.check_data,
         Message(
             "verifying.same_data", "The bundle holds exactly the documents that it lists, and all may be passed on"
         ),
@@ -69,7 +69,7 @@ SIGNATURE_CHECK = "signature"
 
 
 @dataclass(frozen=True)
-class Verified:
+class VerifyResult:
     """The result of all checks.
 
     ``pinned``: the signature was checked with a key from outside the folder. ``judge``: ``TwoVerdicts.to_json``; None if the bundle
@@ -91,7 +91,7 @@ class Verified:
         return facts | {"checks": [asdict(c) for c in self.checks]}
 
 
-def verify(root: Path, public_key: Path | None = None) -> Verified:
+def verify(root: Path, public_key: Path | None = None) -> VerifyResult:
     """Run every check of a bundle: the files, the signature, then the rest of ``CHECKS``. A failed check does not raise.
 
     ``public_key``: the signer's key, from its publisher. Without it, the folder's own key is used, which proves nothing about the signer.
@@ -103,11 +103,11 @@ def verify(root: Path, public_key: Path | None = None) -> Verified:
         others = (name for name in (SIGNATURE_CHECK, *CHECKS) if name != "files")
         skipped = Message("verifying.skipped", "Skipped, because the folder is not safe to read")
         unasked = [Check(name, None, skipped) for name in others]
-        return Verified((Check("files", False, error.message), *unasked), None, public_key is not None)
+        return VerifyResult((Check("files", False, error.message), *unasked), None, public_key is not None)
     found = {name: ask(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
-    return Verified((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
+    return VerifyResult((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
 
 
 def ask(name: str, folder: BundleFolder) -> Check:

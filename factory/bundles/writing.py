@@ -20,21 +20,21 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.files.manifest import manifest
 from factory.bundles.gathering import gather
 from factory.bundles.provenance import statement
-from factory.bundles.shards import json_line, releasable_documents
-from factory.bundles.verifying import Verified, verify
+from factory.bundles.shards import releasable_documents, to_json_line
+from factory.bundles.verifying import VerifyResult, verify
 from factory.core.errors import InputError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.left_files import DEPTH, open_file
 from factory.core.removal import remove
 from factory.evals.probes.checks import joined
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import rewound_in
+from factory.ledger.anomalies import rewound_segments_of_lineage
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
-from factory.release.checks import check_export
-from kernels.contract.files import finite_json, put_in_place
+from factory.release.checks import check_export_unchanged
+from kernels.contract.files import finite_json, rename_into_place
 from kernels.contract.message import Message
 
 # ``--traces`` copies these files of every segment, and its checkpoints that still exist.
@@ -127,15 +127,15 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             "writing.not_published", "Release {release} is {state}, not published. Finish it: 'factory release'",
             release=number, state=release.state,
         )  # fmt: skip
-    if spoiled := rewound_in(plant.ledger, release.segment):
+    if spoiled := rewound_segments_of_lineage(plant.ledger, release.segment):
         raise InputError(
             "writing.rewound", "Release {release} gets no bundle, because segment {segment} of its training was rewound",
             release=number, segment=spoiled[0],
         )  # fmt: skip
-    check_export(plant.ledger, release.candidate)
+    check_export_unchanged(plant.ledger, release.candidate)
     files = gather(plant, release, options.licence, options.data)
     private = options.key or signing.own_key(plant.workspace.root)
-    public = signing.public_pem(private)
+    public = signing.read_public_key(private)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -175,7 +175,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             plant.progress.line(
                 Message("writing.other_judge", "  release {release}: {detail}", release=number, detail=detail)
             )
-        put_in_place(aside, out)
+        rename_into_place(aside, out)
     finally:
         remove(aside)
     signer = signing.fingerprint(public, str(private))
@@ -194,14 +194,14 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
     shutil.copytree(release.export_path, aside / layout.MODEL, symlinks=True)
     for path in (aside / layout.MODEL).iterdir():
         path.chmod(0o644)  # so that other users can read it
-    if (found := folder_sha256(aside / layout.MODEL)) != release.export_sha256:
+    if (found := export_folder_sha256(aside / layout.MODEL)) != release.export_sha256:
         raise InputError(
             "writing.export_changed", "{export} changed during the copy (sha256 {found:.12}…, recorded {recorded:.12}…). No bundle was made",
             export=release.export_path, found=found, recorded=release.export_sha256,
         )  # fmt: skip
 
 
-def _refuse_unverified(number: int, aside: Path) -> Verified:
+def _refuse_unverified(number: int, aside: Path) -> VerifyResult:
     verified = verify(aside)
     failed = [check for check in verified.checks if not check.ok]
     if failed:
@@ -225,4 +225,4 @@ def _write(aside: Path, path: str, value: Any) -> None:
 def _write_lines(place: Path, rows: Iterable[dict[str, Any]]) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(place, "w", encoding="utf-8") as out:
-        out.writelines(json_line(row) for row in rows)
+        out.writelines(to_json_line(row) for row in rows)

@@ -34,26 +34,26 @@ def diagnose(
     The loss doctor replays the steps around the anomaly several times, each time with one thing changed, until the cause is known. The
     daemon does this by itself after a segment with an anomaly. While the daemon runs, this command asks it to do so in its next pass.
     """
-    from factory.cli.core.ask_daemon import hold_or_ask
+    from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.diagnosis.diagnosing import diagnose_and_act
-    from factory.diagnosis.wording import word_waiting
+    from factory.diagnosis.wording import describe_waiting_diagnoses
     from factory.gates.release.anomaly_policy import AnomalyPolicy
-    from factory.ledger.anomalies import AnomalyRow, undiagnosed
-    from factory.show.catching_up import catch_up
+    from factory.ledger.anomalies import AnomalyRow, next_undiagnosed_anomaly
+    from factory.show.catching_up import show_missing
 
     kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
-    number = undiagnosed(plant.ledger, kinds) if anomaly is None else anomaly
+    number = next_undiagnosed_anomaly(plant.ledger, kinds) if anomaly is None else anomaly
     if number is None:
         say({}, Message("anomalies.none_waits", "  No anomaly waits for a diagnosis."))
         return
     with ExitStack() as held:
         wanted = [f"diagnose {AnomalyRow.get(plant.ledger, number).id}"]
-        if said := hold_or_ask(held, plant, wanted, replayed_steps=steps):
+        if said := lock_or_ask_daemon(held, plant, wanted, replayed_steps=steps):
             say({"anomaly": number, "says": said}, f"  {said}")
             return
         found = diagnose_and_act(plant, number, steps)
-        word_waiting(plant)
-        catch_up(plant)
+        describe_waiting_diagnoses(plant)
+        show_missing(plant)
     say(found, f"    {found['why']}")
 
 
@@ -76,22 +76,22 @@ def _line(row: dict[str, Any]) -> str:
 def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
     """Show the diagnosis of one anomaly: every replay, the documents involved, and the report."""
     from factory.ledger.anomalies import (
-        DEV_ALONE,
         DIAGNOSED,
+        GAIN_ON_DEV_ONLY,
         AnomalyRow,
-        draft_of,
+        describe_explanation,
+        draft_proposal_for_rate,
         every_anomaly,
-        newest_about,
-        words_about,
-        words_state,
+        find_explanation,
+        newest_details_by_anomaly,
     )
 
     AnomalyRow.get(plant.ledger, number)
     row = next(row for row in every_anomaly(plant.ledger) if row["id"] == number)
-    diagnosis = newest_about(plant.ledger, DIAGNOSED).get(number)
-    said = words_about(plant.ledger, number)
+    diagnosis = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
+    said = find_explanation(plant.ledger, number)
     say(row | {"diagnosis": diagnosis, "words": said}, _line(row))
-    if row["kind"] == DEV_ALONE:
+    if row["kind"] == GAIN_ON_DEV_ONLY:
         detail = AnomalyRow.get(plant.ledger, number).detail or {}
         say.line(
             f"    {detail.get('why', '')} Verdict {detail.get('verdict')} holds candidate {detail.get('candidate')}."
@@ -113,10 +113,10 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
     for name in ("guilty", "triggers"):
         if diagnosis[name]:
             say.line(f"    {name}: {', '.join(diagnosis[name])}")
-    say.line(f"    {words_state(diagnosis, said)}")
+    say.line(f"    {describe_explanation(diagnosis, said)}")
     for claim in said["claims"] if said else ():
         say.line(f"      {claim['says']} [{claim['rests_on']}: {claim['shows']}]")
-    if draft := draft_of(diagnosis):
+    if draft := draft_proposal_for_rate(diagnosis):
         say.line(f"    {draft}")
     say.line(f"    report: {diagnosis['report']}")
 

@@ -9,13 +9,24 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, AsJson, Say, Where, command, open_plant, person, print_json
+from factory.cli.core.options import DEFAULT, JsonOption, Say, WorkspaceOption, command, open_plant, person, print_json
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
 from factory.core.faults import fault_of
 from kernels.contract.message import Message, plain, titled
 
-__all__ = ["DEFAULT", "AsJson", "Say", "Where", "app", "command", "main", "open_plant", "person", "print_json"]
+__all__ = [
+    "DEFAULT",
+    "JsonOption",
+    "Say",
+    "WorkspaceOption",
+    "app",
+    "command",
+    "main",
+    "open_plant",
+    "person",
+    "print_json",
+]
 
 # OpenMP threads that wait for one another spin, by default for milliseconds. Next to two busy programs on two cores a step took 4.8 s
 # instead of 0.17 s; with fewer spins it took 0.4 s. On an idle machine fewer spins cost about 4 % (docs/LOG.md). Child processes inherit this.
@@ -43,7 +54,7 @@ def _version(asked: bool) -> None:
 
 
 @app.callback()
-def every_command(
+def read_global_options(
     version: Annotated[
         bool,
         typer.Option(
@@ -57,7 +68,7 @@ def every_command(
 def main() -> None:
     """The entry point. A ``FactoryError`` or a fault of the machine ends with one message; any other exception is a bug and keeps its traceback."""
     end_if_stopped = stopping.handle_signals()
-    for name, value in (SPINS | devices.COMPILER).items():
+    for name, value in (SPINS | devices.COMPILER_SETTINGS).items():
         os.environ.setdefault(name, value)
     # Child processes must not import modules from the folder that they run in.
     os.environ["PYTHONSAFEPATH"] = "1"

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, open_plant, person, print_json
+from factory.cli.app import DEFAULT, JsonOption, Say, WorkspaceOption, app, command, open_plant, person, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -29,7 +29,7 @@ SETTLED = ("approved", "rejected", "reverted", "superseded")
 
 @app.command()
 def propose(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     agent: Annotated[
         str,
         typer.Option(
@@ -62,14 +62,14 @@ def propose(
     the LLM at the same time; timing runs one at a time on the GPU or CPU.
     """
     from agents.kernel_engineer.draft import AGENT
-    from factory.code_loop.agent_runs import AgentOptions, wants_model
+    from factory.code_loop.agent_runs import AgentOptions, needs_model
     from factory.code_loop.proposing import propose as propose_patch
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     plant, terminal = open_plant(where)
     options = AgentOptions(endpoint, model, target, _ask if interactive else None)
     if not agent:
-        agent = AGENT if wants_model(plant.workspace, options) else "search"
+        agent = AGENT if needs_model(plant.workspace, options) else "search"
         if agent != AGENT:
             terminal.line(
                 Message("cli.no_llm_endpoint", "  No LLM endpoint is configured, so the search proposer works.")
@@ -78,7 +78,7 @@ def propose(
         with plant.workspace.lock("code-loop"):
             numbers = propose_patch(plant, agent=agent, options=options, count=count)
     finally:  # also shows what was judged before an error
-        catch_up(plant)
+        show_missing(plant)
     for number in numbers:
         _show_proposal(plant.workspace, number, False)
 
@@ -96,7 +96,7 @@ def _ask(question: str) -> str:
 
 
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
-    from agents.core.proposal import gain_words
+    from agents.core.proposal import gain_with_unit
     from agents.core.untrusted import one_line
     from factory.ledger.reader import Reader
     from factory.ledger.rows import ProposalRow
@@ -106,7 +106,7 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     if as_json:
         print_json(vars(row) | {"evidence": row.evidence(db) or None})
         return
-    gain = f" (predicted {gain_words(row.target, row.predicted_gain)})" if row.predicted_gain else ""
+    gain = f" (predicted {gain_with_unit(row.target, row.predicted_gain)})" if row.predicted_gain else ""
     print(
         Message(
             "cli.proposal",
@@ -153,7 +153,9 @@ def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
 
 
 @proposals_app.callback()
-def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+def list_without_subcommand(
+    context: typer.Context, where: WorkspaceOption = DEFAULT, as_json: JsonOption = False
+) -> None:
     """List the patches that agents proposed, with the verdict on each."""
     context.obj = where
     if context.invoked_subcommand is None:
@@ -161,7 +163,7 @@ def proposals_default(context: typer.Context, where: Where = DEFAULT, as_json: A
 
 
 @proposals_app.command("list")
-def proposals_list(context: typer.Context, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+def list_proposals(context: typer.Context, where: WorkspaceOption = DEFAULT, as_json: JsonOption = False) -> None:
     """List all proposals, one line each."""
     _list_proposals(_named(context, where), as_json)
 
@@ -187,7 +189,9 @@ def _list_proposals(where: Path, as_json: bool) -> None:
 
 
 @proposals_app.command("show")
-def proposals_show(context: typer.Context, number: int, where: Where = DEFAULT, as_json: AsJson = False) -> None:
+def show_proposal(
+    context: typer.Context, number: int, where: WorkspaceOption = DEFAULT, as_json: JsonOption = False
+) -> None:
     """Show one proposal: its hypothesis, predicted gain, evidence and verdict."""
     _show_proposal(Workspace.open(_named(context, where)), number, as_json)
 
@@ -197,7 +201,7 @@ Why = Annotated[str, typer.Option(help="The reason; the ledger keeps it.")]
 
 
 @proposals_app.command("approve")
-def proposals_approve(context: typer.Context, number: Number, where: Where = DEFAULT) -> None:
+def approve_proposal(context: typer.Context, number: Number, where: WorkspaceOption = DEFAULT) -> None:
     """Merge a proposal that the patch gate promoted into the checked-out branch of the repository.
 
     You approve exactly the patch that was judged. If the code changed since the verdict, the gate judges the patch again first.
@@ -208,7 +212,7 @@ def proposals_approve(context: typer.Context, number: Number, where: Where = DEF
 
 
 @proposals_app.command("reject")
-def proposals_reject(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
+def reject_proposal(context: typer.Context, number: Number, where: WorkspaceOption = DEFAULT, why: Why = "") -> None:
     """Reject a judged proposal, whatever its verdict is. Its branch is kept."""
     from factory.code_loop.approvals import reject
 
@@ -216,7 +220,7 @@ def proposals_reject(context: typer.Context, number: Number, where: Where = DEFA
 
 
 @proposals_app.command("revert")
-def proposals_revert(context: typer.Context, number: Number, where: Where = DEFAULT, why: Why = "") -> None:
+def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOption = DEFAULT, why: Why = "") -> None:
     """Undo an approved proposal by a new commit."""
     from factory.code_loop.approvals import revert
 
@@ -225,12 +229,12 @@ def proposals_revert(context: typer.Context, number: Number, where: Where = DEFA
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
     """Carry out a person's decision while holding the code loop's lock, then show the result in MLflow."""
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     plant, _ = open_plant(_named(context, where))
     with plant.workspace.lock("code-loop"):
         decision(plant)
-    catch_up(plant)
+    show_missing(plant)
     _show_proposal(plant.workspace, number, False)
 
 
@@ -248,12 +252,12 @@ def audit(
     While it runs, this command asks it to audit in its next pass.
     """
     from factory.audit.auditing import audit
-    from factory.audit.drawing import every_audit, waiting
+    from factory.audit.drawing import list_audits, waiting
     from factory.audit.policy import AuditPolicy
-    from factory.cli.core.ask_daemon import hold_or_ask
+    from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.code_loop.reverting import open_reverts
     from factory.ledger.rows import SegmentRow
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     numbers = (
         waiting(plant.ledger, AuditPolicy.load(plant.workspace.policy("gates/audit.yaml")))
@@ -263,14 +267,14 @@ def audit(
     if numbers:
         with ExitStack() as held:
             wanted = [f"audit {SegmentRow.get(plant.ledger, number).id}" for number in numbers]
-            if said := hold_or_ask(held, plant, wanted):
+            if said := lock_or_ask_daemon(held, plant, wanted):
                 say({"segments": numbers, "says": said}, f"  {said}")
                 return
             for number in numbers:
                 audit(plant, number)
             open_reverts(plant)
-            catch_up(plant)
-    found = every_audit(plant.ledger)
+            show_missing(plant)
+    found = list_audits(plant.ledger)
     say(found)
     for row in found:
         verdict = row["verdict"]

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, print_json
+from factory.cli.app import DEFAULT, JsonOption, WorkspaceOption, app, print_json
 from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import Config, Workspace, code_root, load_yaml
+from factory.core.workspace import Config, Workspace, checkout_root, load_yaml
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -36,8 +36,8 @@ app.add_typer(commands, name="config")
 @commands.command()
 def show(
     name: Annotated[str | None, typer.Argument(help=f"One of {', '.join(NAMES)} (default: all).")] = None,
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
+    where: WorkspaceOption = DEFAULT,
+    as_json: JsonOption = False,
 ) -> None:
     """Print every key with its value, its source and its meaning.
 
@@ -54,7 +54,7 @@ def show(
         workspace = Workspace(where.resolve(), Config())  # before 'factory init' the shipped files are in force
     else:
         workspace = Workspace.open(where)
-    found = {one: in_force(workspace, one) for one in ([name] if name else NAMES)}
+    found = {one: read_settings(workspace, one) for one in ([name] if name else NAMES)}
     if as_json:
         print_json(
             {one: {"file": str(path), "keys": [asdict(v) for v in values]} for one, (path, values) in found.items()}
@@ -76,7 +76,7 @@ def set_(
             help="The value, as YAML, such as 0.05 or true. Of a mapping, such as '{train: true}', each key is set."
         ),
     ],
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
 ) -> None:
     """Change one key in the workspace's own copy of a policy.
 
@@ -147,7 +147,7 @@ def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
         yield place, value
 
 
-def in_force(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
+def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     """The file in force, and every key with its value. Raises: ConfigError for an invalid file."""
     from factory.cli.policy_sources import values
     from trainer.contract.errors import TrainerError
@@ -203,16 +203,16 @@ def _source(workspace: Workspace, path: Path) -> str:
     """Where a file comes from: the workspace's own copy, the shipped one, or the repository that is trained with."""
     if path.is_relative_to(workspace.root / "policies"):
         return "workspace"
-    return "shipped" if path.is_relative_to(code_root() / "policies") else "repository"
+    return "shipped" if path.is_relative_to(checkout_root() / "policies") else "repository"
 
 
 def _configuration(workspace: Workspace) -> list[Value]:
     from factory.cli.policy_sources import DEFAULT as UNSET
-    from factory.cli.policy_sources import Value, documentation
+    from factory.cli.policy_sources import Value, field_docs
 
     path = workspace.root / "factory.yaml"
     given = load_yaml(path) if path.exists() else None
-    about = documentation(Config)
+    about = field_docs(Config)
     chosen = {
         key: PASSWORD.sub(r"\1***@", str(getattr(workspace, key))) for key in ("repository", "ledger_url", "mlflow_uri")
     }
@@ -227,11 +227,11 @@ def _configuration(workspace: Workspace) -> list[Value]:
 def _kernels(workspace: Workspace, path: Path) -> list[Value]:
     """The implementation chosen for each op and kind of device, as committed. ``auto`` is resolved when a segment is planned."""
     from factory.cli.policy_sources import Value
-    from factory.computing.tuned_kernels import live_kernels
+    from factory.computing.tuned_kernels import live_kernels_file
     from kernels.contract.registry import KernelError, load_choice
 
     source = _source(workspace, path)
-    with live_kernels(workspace) as (live, text):
+    with live_kernels_file(workspace) as (live, text):
         if not path.exists() or text != path.read_text("utf-8"):
             source = f"{source}, as committed"
         try:
@@ -251,9 +251,9 @@ def _print(name: str, path: Path, values: list[Value]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from factory.core.console import for_tables
+    from factory.core.console import table_console
 
-    console = for_tables()
+    console = table_console()
     table = Table(title=f"{name}: {path}", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("key", no_wrap=True)
     table.add_column("value", max_width=40, overflow="fold")

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, print_json
+from factory.cli.app import DEFAULT, JsonOption, Say, WorkspaceOption, app, command, print_json
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -20,14 +20,14 @@ WATCH_SECONDS = 2.0
 
 @app.command()
 def status(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     watch: Annotated[
         bool, typer.Option("--watch", help="Print the status again every two seconds, until Ctrl-C.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
-    from factory.core.moments import with_iso
+    from factory.core.moments import replace_moments_by_iso
     from factory.status.status import facts, screen
 
     workspace = Workspace.open(where)
@@ -43,7 +43,7 @@ def status(
                 from rich.console import Console
 
                 Console().clear()
-            print_json(with_iso(found)) if as_json else print("\n".join(screen(found)))
+            print_json(replace_moments_by_iso(found)) if as_json else print("\n".join(screen(found)))
         if not watch:
             return
         time.sleep(WATCH_SECONDS)
@@ -55,21 +55,21 @@ def duties(plant: Plant, say: Say) -> None:
 
     For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
     """
-    from factory.core.moments import with_iso
+    from factory.core.moments import replace_moments_by_iso
     from factory.duties.listing import facts, lines
 
     found = facts(plant)
-    say(with_iso(found), lines(found))
+    say(replace_moments_by_iso(found), lines(found))
 
 
 @app.command()
 def log(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="How many of the newest entries to print.")] = 40,
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Then print new entries as they come, until Ctrl-C.")
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Print the daemon's log, logs/daemon.log. Tracebacks are in logs/errors.log, and the output of trainers is in logs/segment-N.log."""
     from factory.status import log as daemon_log
@@ -82,7 +82,7 @@ def log(
 
 @app.command()
 def ui(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on.")] = 5000,
     host: Annotated[
         str, typer.Option(help="Address to listen on. An address that other machines can reach needs --user.")
@@ -104,20 +104,20 @@ def ui(
     """Serve the MLflow UI of this workspace, and print the pages to begin with: releases, candidates, training, proposals."""
     from factory.core.listening import is_loopback, listen
     from factory.show.mlflow.login import login
-    from factory.show.mlflow.names import in_brackets, reached_as
-    from factory.show.mlflow.registry import start_pages
-    from factory.show.mlflow.store import ui_command
+    from factory.show.mlflow.names import bracket_ipv6, server_names
+    from factory.show.mlflow.registry import list_start_pages
+    from factory.show.mlflow.store import mlflow_ui_command
 
     workspace = Workspace.open(where)
     if not user and not is_loopback(host):
         raise _login_needed("--host", host)
-    names = reached_as(host, name or ())
+    names = server_names(host, name or ())
     if others := [each.host for each in names if not user and not is_loopback(each.host.strip("[]"))]:
         raise _login_needed("--name", others[0])
     if not show:
         listen(host, port).close()  # a port in use is an error now; MLflow itself would end later, with a traceback
     secrets, password = login(workspace, user) if user else (None, None)
-    command, environment = ui_command(workspace, port, host, secrets, name or ())
+    command, environment = mlflow_ui_command(workspace, port, host, secrets, name or ())
     if show:
         print(" ".join(command))
         return
@@ -129,7 +129,7 @@ def ui(
             file=password,
         )
         print(said, flush=True)
-    server = names[0].address(port) if names else f"http://{in_brackets(host)}:{port}"
+    server = names[0].address(port) if names else f"http://{bracket_ipv6(host)}:{port}"
     if names:
         said = Message(
             "look.ui_names",
@@ -137,7 +137,7 @@ def ui(
             names=[each.host for each in names],
         )
         print(said, flush=True)
-    pages = start_pages(workspace, server)
+    pages = list_start_pages(workspace, server)
     print(
         Message(
             "look.ui_address", "The MLflow UI is at {address}. Ctrl-C stops it. Begin with these pages:", address=server
@@ -160,7 +160,7 @@ def _login_needed(flag: str, host: str) -> InputError:
 
 @app.command()
 def check(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     deep: Annotated[bool, typer.Option("--deep", help="Hash all files of the workspace, not only a sample.")] = False,
     mend: Annotated[
         bool,
@@ -168,7 +168,7 @@ def check(
             "--repair", help="Repair what can be repaired: rebuild, replay or restore files. Stop 'factory run' first."
         ),
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Check this machine and the workspace: report what is missing or damaged, and what to do about it.
 
@@ -191,10 +191,10 @@ def check(
     if mend and workspace:
         from factory.ledger.ledger import Ledger
         from factory.repairs.mending import repair_all
-        from factory.show.catching_up import catch_up
+        from factory.show.catching_up import show_missing
 
         done = repair_all(workspace, deep, progress)
-        catch_up(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
+        show_missing(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")
     found = examine(workspace, deep, progress)
@@ -210,7 +210,7 @@ def check(
 
 @app.command()
 def demo(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     minutes: Annotated[
         float,
         typer.Option(

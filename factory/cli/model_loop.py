@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, Say, Where, app, command, open_plant, person
+from factory.cli.app import DEFAULT, Say, WorkspaceOption, app, command, open_plant, person
 from factory.core.errors import InputError, nearest
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @app.command()
 def init(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     preset: Annotated[
         str,
         typer.Option(help="laptop, one-gpu or eight-gpus: a recipe, a vocabulary and a data policy that fit together."),
@@ -61,9 +61,9 @@ def init(
     code = Path(repository).resolve() if repository else None
     workspace = make(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
     if tune:
-        from factory.training.tuning import tune_if_new
+        from factory.training.tuning import tune_if_needed
 
-        tune_if_new(workspace, Terminal())
+        tune_if_needed(workspace, Terminal())
     print(Message("model_loop.workspace_ready", "The workspace is ready: {workspace}", workspace=workspace.root))
     if Path(os.environ.get("FACTORY_HOME") or DEFAULT).resolve() != workspace.root:
         print(
@@ -102,7 +102,7 @@ def tune(
 
 @app.command()
 def run(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     once: Annotated[bool, typer.Option("--once", help="Stop when nothing is left to do.")] = False,
 ) -> None:
     """Run the daemon: ingest files from the inbox, train, evaluate, judge and release, over and over.
@@ -110,7 +110,7 @@ def run(
     Stop the daemon with Ctrl-C. You can also kill it at any moment: started again, it continues.
     """
     from factory.core.console import Terminal
-    from factory.duties.back_off import with_retries
+    from factory.duties.back_off import retry_faults
     from factory.duties.runner import run as run_daemon
     from factory.status.log import LoggedProgress
     from factory.status.metrics import serving
@@ -133,18 +133,18 @@ def run(
     if once:
         start()
     else:
-        with_retries(start, Terminal().line)
+        retry_faults(start, Terminal().line)
 
 
 @app.command()
 def train(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     steps: Annotated[int | None, typer.Option(min=1, help="Number of steps to train (default: the recipe's).")] = None,
 ) -> None:
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train as train_segment
-    from factory.repairs.mending import with_mending
+    from factory.repairs.mending import call_with_repairs
     from factory.retrying.asking import refuse_paused
     from factory.retrying.tries import open_segment
     from factory.training.planning import plan_trunk
@@ -163,7 +163,7 @@ def train(
             )
             train_segment(plant, waiting)
         plan = lambda: plan_trunk(plant, steps)
-        train_segment(plant, with_mending(plant, plan))
+        train_segment(plant, call_with_repairs(plant, plan))
 
 
 @command(app)
@@ -176,11 +176,11 @@ def certify(
     ] = None,
 ) -> None:
     """List the certificates of code changes: old and new code trained on the same data, and their difference compared with seed noise."""
-    from factory.training.certifying import accept, every_certificate
+    from factory.training.certifying import accept, list_certificates
 
     if take is not None:  # one transaction, so it works while the daemon runs
         accept(plant, take, person())
-    found = every_certificate(plant.ledger)
+    found = list_certificates(plant.ledger)
     say(found)
     if not found:
         say.line(
@@ -205,12 +205,12 @@ def certify(
 
 
 @app.command()
-def anneal(where: Where = DEFAULT) -> None:
+def anneal(where: WorkspaceOption = DEFAULT) -> None:
     """Train an anneal branch off the trunk, with a decaying learning rate, and export it as a candidate."""
     from factory.core.workspace import MODEL_LOOP
-    from factory.duties.releasing import unexported
+    from factory.duties.releasing import find_unexported_segments
     from factory.duties.training import train as train_segment
-    from factory.repairs.mending import with_mending
+    from factory.repairs.mending import call_with_repairs
     from factory.retrying.asking import refuse_paused
     from factory.retrying.tries import open_segment
     from factory.training.exporting import export_candidate
@@ -223,11 +223,11 @@ def anneal(where: Where = DEFAULT) -> None:
         if waiting:
             train_segment(plant, waiting)
         number = next(
-            iter(unexported(plant.ledger)), None
+            iter(find_unexported_segments(plant.ledger)), None
         )  # an anneal that was trained but not exported is only exported
         if number is None:
             plan = lambda: plan_anneal(plant)
-            number = with_mending(plant, plan)
+            number = call_with_repairs(plant, plan)
             train_segment(plant, number)
         terminal.line(f"  candidate {export_candidate(plant, number)}")
 
@@ -278,18 +278,18 @@ def evaluate(
 
     While the daemon runs, this command asks it to do so in its next pass.
     """
-    from factory.cli.core.ask_daemon import hold_or_ask
+    from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.duties.releasing import judge
     from factory.ledger.rows import EvaluationRow, VerdictRow
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     number = _candidate(plant.ledger, candidate)
     with ExitStack() as held:
-        if said := hold_or_ask(held, plant, [f"judge {number}"]):
+        if said := lock_or_ask_daemon(held, plant, [f"judge {number}"]):
             say({"candidate": number, "says": said}, f"  {said}")
             return
         verdict = judge(plant, number)
-        catch_up(plant)
+        show_missing(plant)
     evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
     shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
     say({"candidate": number, **shown})
@@ -298,7 +298,7 @@ def evaluate(
 @app.command()
 def release(
     candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     rollback: Annotated[int | None, typer.Option(help="Make this older release champion again.")] = None,
     bundle: Annotated[
         int | None,
@@ -327,10 +327,10 @@ def release(
     Where the policy requires a person's approval, this command gives it.
     """
     from factory.ledger.rows import champion
-    from factory.release.checks import newest_verdict
+    from factory.release.checks import get_newest_verdict
     from factory.release.releases import release as release_verdict
     from factory.release.releases import rollback as roll_back
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     asked = [
         name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None
@@ -356,12 +356,12 @@ def release(
         return
     if rollback is not None:
         roll_back(plant, rollback)
-        catch_up(plant)
+        show_missing(plant)
         terminal.line(Message("model_loop.rolled_back", "  Release {release} is champion again.", release=rollback))
         return
-    verdict = newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
+    verdict = get_newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
     done = release_verdict(plant, verdict.id, approved_by=person())
-    catch_up(plant)
+    show_missing(plant)
     best = champion(plant.ledger)
     if best and best.number == done:
         terminal.line(Message("model_loop.is_champion", "  Release {release} is champion.", release=done))
@@ -394,7 +394,7 @@ ENGINES = ("native", "vllm")
 
 @app.command()
 def serve(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     engine: Annotated[
         str,
         typer.Option(

@@ -128,16 +128,16 @@ def clean_up(
     The daemon does this after each segment.
     """
     from factory.core.workspace import MODEL_LOOP
-    from factory.retention.cleaning import Cleaned, clean, describe, examine
-    from factory.show.catching_up import catch_up
+    from factory.retention.cleaning import CleaningResult, clean, describe, examine
+    from factory.show.catching_up import show_missing
 
     if dry_run:
         choices = examine(plant)
-        cleaned = Cleaned(choices, 0)
+        cleaned = CleaningResult(choices, 0)
     else:
         with plant.workspace.lock(MODEL_LOOP):
             cleaned = clean(plant)
-        catch_up(plant)
+        show_missing(plant)
     sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
     told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.goes, "why": one.why}
     say([told(one) | {"bytes": sizes[one.what.path]} for one in cleaned.choices])

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import AsJson, app, print_json
+from factory.cli.app import JsonOption, app, print_json
 from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def plan(
     vocab: Annotated[
         int | None, typer.Option(help="Size of the vocabulary, with --params (default: 32000, or 128256 from 2B parameters on).")
     ] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:  # fmt: skip
     """Plan a training run: memory by part, parallelism, batch, steps, days and cost, each with its formula and source."""
     from trainer.contract.errors import TrainerError
     from trainer.contract.plan.gpus import GPUS
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.plan_report import as_json as plan_json
-    from trainer.contract.plan.run_plan import PRICE, Ask, SizingError, active, plan_run
+    from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, active, plan_run
     from trainer.contract.plan.sizing import GB, shape_of
 
     if bool(params) + bool(recipe) + bool(config) != 1:
@@ -108,7 +108,7 @@ def plan(
                 gpus=gpus,
                 experts=shape.experts.count,
             )
-        ask = Ask(
+        ask = PlanRequest(
             shape, wanted, gpus, chosen_gpu, logit_rows=_logit_rows(), mfu=mfu, price=price or PRICE,
             network=network and network * GB, expert=expert_parallel, fp8=fp8,
         )  # fmt: skip
@@ -184,7 +184,7 @@ def _recipe(name: str) -> Recipe:
     """The recipe with that name, or in that file."""
     from trainer.contract.recipe import Recipe
 
-    folder = code_root() / "policies" / "recipes"
+    folder = checkout_root() / "policies" / "recipes"
     path = Path(name)
     if path.suffix not in (".yaml", ".yml"):
         path = folder / f"{name}.yaml"
@@ -202,7 +202,7 @@ def _logit_rows() -> int | None:
     """How many tokens have logits at one time, by the kernels chosen for CUDA. None: all tokens of a micro-batch."""
     import yaml
 
-    policy = yaml.safe_load((code_root() / "policies" / "kernels.yaml").read_text("utf-8"))
+    policy = yaml.safe_load((checkout_root() / "policies" / "kernels.yaml").read_text("utf-8"))
     chosen = policy.get("cuda", {}).get("linear_cross_entropy", "reference")
     return None if chosen in ("auto", "reference", "compiled") else 1024
 
@@ -211,11 +211,11 @@ def _show(plan: RunPlan) -> None:
     from rich import box
     from rich.table import Table
 
-    from factory.core.console import for_tables
-    from trainer.contract.plan.plan_report import lines, remarks
+    from factory.core.console import table_console
+    from trainer.contract.plan.plan_report import lines, plan_warnings
     from trainer.contract.plan.sizing import GB, needed
 
-    console = for_tables()
+    console = table_console()
 
     def table(title: str) -> Table:
         made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, expand=True)
@@ -248,5 +248,5 @@ def _show(plan: RunPlan) -> None:
     )
     console.print(run)
     console.print(memory)
-    for remark in remarks(plan):
+    for remark in plan_warnings(plan):
         console.print(f"  · {remark}", markup=False, soft_wrap=True)

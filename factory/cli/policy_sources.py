@@ -30,7 +30,7 @@ class Value:
 
 def values(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Value]:
     """Every key of a loaded policy. ``raw``: the parsed file. A key in the file has ``source`` as its source."""
-    about = documentation(type(policy))
+    about = field_docs(type(policy))
     for name in type(policy).model_fields:
         yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
 
@@ -56,7 +56,7 @@ def _plain(value: Any) -> Any:
     return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
-def documentation(schema: type) -> dict[str, str]:
+def field_docs(schema: type) -> dict[str, str]:
     """By field of a class, its documentation on one line: the string below the field, or the comment behind it."""
     text = textwrap.dedent(inspect.getsource(schema))
     lines = text.splitlines()

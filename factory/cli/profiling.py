@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Where, app, open_plant
+from factory.cli.app import DEFAULT, JsonOption, WorkspaceOption, app, open_plant
 from factory.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ every line says which. Local processes (--workers) or the actors of a Ray cluste
   factory profile --sweep --models 7b,375b --batches 1,4 --sequences 1024,4096 --workers 2"""
 )
 def profile(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     recipe: Annotated[
         str | None,
         typer.Option(help="A recipe's name or file (default: the workspace's own, or 'demo' without a workspace)."),
@@ -57,12 +57,12 @@ def profile(
     workers: Annotated[int | None, typer.Option(min=1, help="Number of processes, or Ray actors, of a sweep.")] = None,
     ray: Annotated[str | None, typer.Option(help="Run a sweep on a Ray cluster: 'auto' or its address.")] = None,
     budget: Annotated[float | None, typer.Option(min=1, help="Total seconds of measuring in a sweep.")] = None,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
     from factory.code_loop.profiling import profile as profile_step
     from factory.core.console import Terminal
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
@@ -80,7 +80,7 @@ def profile(
         plant, _ = open_plant(where, as_json)
         with plant.workspace.lock("code-loop"):
             number = profile_step(plant, options)
-        catch_up(plant)
+        show_missing(plant)
         path = Path(plant.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))

@@ -24,9 +24,9 @@ def runs(
 
     Certificates, preflights, audits, diagnoses, replicas and the gates of patches start such runs.
     """
-    from factory.runs.running import every_run, in_words
+    from factory.runs.running import in_words, list_runs
 
-    found = every_run(plant.ledger, lines)
+    found = list_runs(plant.ledger, lines)
     nothing = Message(
         "runs.none",
         "  No run besides the segments was started yet. Certificates, preflights, audits, diagnoses and gates start such runs.",

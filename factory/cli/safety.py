@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, AsJson, Say, Where, app, command, print_json
+from factory.cli.app import DEFAULT, JsonOption, Say, WorkspaceOption, app, command, print_json
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -34,9 +34,9 @@ def backup(
     copied either: use pg_dump.
     """
     from factory.backups.backups import make_backup
-    from factory.backups.keys import has_key
+    from factory.backups.keys import has_private_key
 
-    has = has_key(plant.workspace.root)
+    has = has_private_key(plant.workspace.root)
     if keys and not has:
         raise InputError(
             "safety.no_key",
@@ -65,8 +65,8 @@ def restore(
     name: Annotated[
         str, typer.Argument(metavar="[BACKUP]", help="A backup's name or folder (default: the newest undamaged one).")
     ] = "",
-    where: Where = DEFAULT,
-    as_json: AsJson = False,
+    where: WorkspaceOption = DEFAULT,
+    as_json: JsonOption = False,
 ) -> None:
     """Restore a lost or damaged ledger from a backup, the backup's journal, and the files in the workspace.
 
@@ -75,8 +75,8 @@ def restore(
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
+    from factory.repairs.lost_ledger import describe_start
     from factory.repairs.lost_ledger import restore as restore_ledger
-    from factory.repairs.lost_ledger import starts_at
 
     terminal = Terminal()
     done = restore_ledger(where, name, SILENT if as_json else terminal)
@@ -85,17 +85,17 @@ def restore(
         return
     for line in done:
         terminal.line(f"  {line}")
-    terminal.line(Message("safety.restored", "  The ledger is restored. {start}", start=starts_at(where)))
+    terminal.line(Message("safety.restored", "  The ledger is restored. {start}", start=describe_start(where)))
 
 
 @app.command()
 def upgrade(
-    where: Where = DEFAULT,
+    where: WorkspaceOption = DEFAULT,
     has_backup: Annotated[
         bool,
         typer.Option("--i-have-a-backup", help="Upgrade a PostgreSQL ledger, of which I made a backup with pg_dump."),
     ] = False,
-    as_json: AsJson = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Upgrade a workspace of an older factory version to this version. Safe to repeat and to kill.
 

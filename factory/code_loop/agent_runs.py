@@ -26,7 +26,7 @@ import sqlalchemy as sa
 
 from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
-from agents.llm.client import Client
+from agents.llm.client import LlmClient
 from agents.llm.exchange import BudgetError, Endpoint, Exchange, LlmError
 from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
@@ -35,7 +35,7 @@ from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import LoopRun, forget, work
 from agents.loop.role import Role, TargetError
 from factory.core.errors import ConfigError, FactoryError, InputError
-from factory.core.served import find_served
+from factory.core.served import find_served_champion
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
@@ -51,7 +51,7 @@ Work = Literal["proposal", "diagnosis"]  # the purpose of a run; each has a budg
 
 
 class ExchangeBooks:
-    """The books (``agents.llm.exchange.Books``) of one run of an agent, in the ledger."""
+    """The books (``agents.llm.exchange.BudgetBooks``) of one run of an agent, in the ledger."""
 
     def __init__(self, plant: Plant, policy: LlmPolicy, run: int, work: Work = "proposal") -> None:
         self.workspace, self.ledger, self.policy, self.run, self.work = plant.workspace, plant.ledger, policy, run, work
@@ -156,7 +156,7 @@ class AgentRun:
     """A run that was begun or is continued."""
 
     number: int
-    client: Client
+    client: LlmClient
     target: str
     profile: int  # the id of the line profile that it works from
     began: float  # seconds since 1970
@@ -191,7 +191,7 @@ class AgentRuns:
             policy, endpoint = _champion(plant.workspace, policy)
         else:
             endpoint = _endpoint(policy, options, plant.progress.line)
-        checkpoints_at(plant.workspace)
+        checkpoint_place(plant.workspace)
         agent_runs.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
         return cls(plant, agent, options, policy, endpoint, work, by)
 
@@ -223,7 +223,7 @@ class AgentRuns:
 
     def draft(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
         """The agent's proposal, or None after a line that says why. Raises: InputError for a target that does not exist; ModelError."""
-        saved = checkpoints_at(self.plant.workspace)
+        saved = checkpoint_place(self.plant.workspace)
         try:
             drafted, why = work(
                 LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.plant.progress.line)
@@ -259,7 +259,7 @@ class AgentRuns:
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
         books = ExchangeBooks(self.plant, self.policy, row["id"], self.work)
-        client = Client(self.endpoint, self.policy, books, self.plant.progress.line)
+        client = LlmClient(self.endpoint, self.policy, books, self.plant.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
     def end(self, number: int, state: str, **values: Any) -> None:
@@ -268,7 +268,7 @@ class AgentRuns:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
             record(tx, f"agent_{state}", Subject("agent_run", number), values)
         with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
-            forget(checkpoints_at(self.plant.workspace), self.agent, number)
+            forget(checkpoint_place(self.plant.workspace), self.agent, number)
 
 
 def say_nothing_proposed(plant: Plant, why: str) -> None:
@@ -290,7 +290,7 @@ def has_endpoint(workspace: Workspace) -> bool:
     return endpoint_of(policy, DEFAULTS) not in ("", NONE)
 
 
-def wants_model(workspace: Workspace, options: AgentOptions) -> bool:
+def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
     """True if an endpoint is configured, or if the person chose an option that only a language model needs. Raises: InputError; ConfigError."""
     if options.endpoint == NONE:
         if options != AgentOptions(NONE):
@@ -303,7 +303,7 @@ def wants_model(workspace: Workspace, options: AgentOptions) -> bool:
     return options != DEFAULTS or bool(endpoint_of(policy, options))
 
 
-def checkpoints_at(workspace: Workspace) -> Path | str:
+def checkpoint_place(workspace: Workspace) -> Path | str:
     """The place of the runs' checkpoints: a file in the workspace, or the ledger's database. Raises: InputError."""
     url = sa.make_url(workspace.ledger_url)
     if url.get_backend_name() == "sqlite":
@@ -321,7 +321,7 @@ def checkpoints_at(workspace: Workspace) -> Path | str:
 def _champion(workspace: Workspace, policy: LlmPolicy) -> tuple[LlmPolicy, Endpoint]:
     """The policy with the name under which our release is served, and the endpoint of the release. Raises: InputError."""
     key = os.environ.get("FACTORY_SERVE_KEY", "")
-    url, model, release = find_served(workspace, key)
+    url, model, release = find_served_champion(workspace, key)
     policy = policy.model_copy(update={"model": model})
     endpoint = HttpEndpoint(url, key or "none", policy)
     endpoint.name = f"champion, release {release}"  # the name that is stored with the exchanges

@@ -24,23 +24,23 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import AUDIT, note_validated
-from factory.code_loop.reverting import reopen
-from factory.code_loop.submitting import PROPOSED, in_turn, make_ready, submit
+from factory.code_loop.revalidating import AUDIT, record_validated
+from factory.code_loop.reverting import reopen_revert
+from factory.code_loop.submitting import PROPOSED, clear_and_get_live_commit, run_under_lock, submit
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patience import missing_alone, ran_out
+from factory.gates.patience import find_only_missing_stage, ran_out
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.scope import Change
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
-from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
-from factory.ledger.writing import record_once
-from kernels.contract.choice import section_of
+from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
+from factory.ledger.writing import record_event_once
+from kernels.contract.choice import device_section
 from kernels.contract.message import Message
 
 
@@ -61,7 +61,7 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
             why=why,
         )
     code = plant.workspace.repository
-    live = repository.live_commit(code)
+    live = repository.get_live_commit(code)
     if not repository.contains(code, live, row.patch_commit):
         _check_patch(plant.workspace, row)
         if live != row.base_commit:
@@ -105,7 +105,7 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
             state=_state(row),
         )
     code = plant.workspace.repository
-    live = repository.live_commit(code)
+    live = repository.get_live_commit(code)
     reason = f"\n\n{why.strip()[:2000]}" if why.strip() else ""
     message = Message(
         "code_loop.revert_commit",
@@ -147,7 +147,8 @@ def follow(plant: Plant, word_of: Callable[[int], str | None]) -> int:
             by=by,
         )
         settled += (
-            in_turn(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by) is not None
+            run_under_lock(plant, act, "decision_refused", Subject("proposal", number), words, word=word, by=by)
+            is not None
         )
     return settled
 
@@ -179,7 +180,7 @@ def _state(row: ProposalRow) -> str:
 def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
     """Raises: InputError unless the branch holds the patch that the verdict is about."""
     code = workspace.repository
-    commit = repository.branch_commit(code, row.branch)
+    commit = repository.get_branch_commit(code, row.branch)
     if commit is None:
         raise InputError(
             "code_loop.no_branch",
@@ -201,17 +202,17 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
 def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     """Record the surroundings in which a merged patch was judged, and mark the proposal that it undoes as reverted."""
     kind, _, number = row.target.partition(":")
-    undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO else None
+    undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
     if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_start(ledger):
-        note_validated(ledger, row.number, start)
+        record_validated(ledger, row.number, start)
 
 
 def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     """Judge the same patch on top of newer code, as a new proposal; returns its number. Raises: InputError."""
     if row.gate == AUDIT:  # measured on a segment; the live code does not matter
-        number = reopen(plant, row)
+        number = reopen_revert(plant, row)
         _become(plant.ledger, row, "superseded")
         return number
     code = plant.workspace.repository
@@ -238,13 +239,13 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
     return number
 
 
-def judge_held_again(plant: Plant) -> list[int]:
+def judge_due_patches_again(plant: Plant) -> list[int]:
     """Have the patches that are due judged again, as new proposals; returns their numbers."""
     made = []
     for row in due(plant.ledger, PatchPolicy.load(plant.workspace.policy("gates/patch.yaml"))):
         words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
         made.append(
-            in_turn(
+            run_under_lock(
                 plant,
                 partial(_judge_held_again, plant, row),
                 "judging_again_waits",
@@ -256,10 +257,10 @@ def judge_held_again(plant: Plant) -> list[int]:
 
 
 def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
-    live = make_ready(plant)
+    live = clear_and_get_live_commit(plant)
     held_by = (
         Message("code_loop.missing_device", "the lack of this device")
-        if waits_here(row.evidence(plant.ledger))
+        if waits_for_this_device(row.evidence(plant.ledger))
         else Message("code_loop.time_limit", "a time limit")
     )
     plant.say(
@@ -278,7 +279,7 @@ def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
     held = [
         (row, evidence)
         for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
-        if ran_out(evidence := row.evidence(ledger)) or waits_here(evidence)
+        if ran_out(evidence := row.evidence(ledger)) or waits_for_this_device(evidence)
     ]
     times: dict[str, int] = {}
     for _, evidence in held:
@@ -290,13 +291,13 @@ def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
         if row.state == "judged"
         and times[evidence["patch_id"]] <= policy.judge_again
         and row.verdict is not None
-        and (waits_here(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
+        and (waits_for_this_device(evidence) or VerdictRow.get(ledger, row.verdict).created_at <= since)
     ]
 
 
-def waits_here(evidence: Mapping[str, Any]) -> bool:
+def waits_for_this_device(evidence: Mapping[str, Any]) -> bool:
     """True if a patch was held back only because a device was missing that this machine has."""
-    return missing_alone(evidence).get("waits_for") == devices.kind()
+    return find_only_missing_stage(evidence).get("waits_for") == devices.kind()
 
 
 def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
@@ -307,10 +308,10 @@ def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
     text = (change.content or b"").decode()
     if change.path != KERNELS:
         return text
-    base, now = (repository.file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
+    base, now = (repository.read_file_text(code, commit, KERNELS) for commit in (row.base_commit, live))
     replayed = base
     for device in yaml.safe_load(text):
-        old, new, held = (section_of(version, device) for version in (base, text, now))
+        old, new, held = (device_section(version, device) for version in (base, text, now))
         for op in (op for op in new if old.get(op) != new[op]):
             if held.get(op) != old.get(op):
                 raise InputError(
@@ -335,7 +336,7 @@ def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
 def _record_decision(ledger: Ledger, kind: str, row: ProposalRow, by: str, why: str = "") -> None:
     """Record a decision once, with the hash of the patch."""
     detail = {"sha256": row.patch_sha256, "base": row.base_commit, "by": by}
-    record_once(ledger, kind, Subject("proposal", row.number), detail | ({"why": why[:2000]} if why else {}))
+    record_event_once(ledger, kind, Subject("proposal", row.number), detail | ({"why": why[:2000]} if why else {}))
 
 
 def _become(ledger: Ledger, row: ProposalRow, state: str) -> None:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from factory.core.workspace import Workspace, load_yaml
-from factory.ledger.rows import Reads
+from factory.ledger.rows import ReadsSql
 from kernels.contract.message import Message
 
 # The events of a stage. BEGAN: {"stage", "situation", "agent"?, "proposal"?}. ENDED: {"began": id of the first, "seconds", "devices"} and the
@@ -22,7 +22,7 @@ REMEMBERED = 1000  # newest events
 
 
 @dataclass(frozen=True)
-class Used:
+class BudgetUse:
     """The part of the budget used in the last 24 hours. A stage that was killed counts its language model's possible use, and no time."""
 
     device_seconds: float = 0.0
@@ -45,7 +45,7 @@ class Used:
 
 
 @dataclass(frozen=True)
-class StageDone:
+class BegunStage:
     """A stage that was begun. ``left``: the record at its end; None while it runs, or if it was killed."""
 
     at: float
@@ -54,7 +54,7 @@ class StageDone:
     until: float  # seconds since 1970: its end, the next one's beginning, or now
 
 
-def stages(db: Reads, now: float) -> list[StageDone]:
+def stages(db: ReadsSql, now: float) -> list[BegunStage]:
     """The newest stages, oldest first."""
     sql = f"SELECT id, at, kind, detail FROM events WHERE kind IN ('{BEGAN}', '{ENDED}') ORDER BY id DESC LIMIT {REMEMBERED}"
     events = db.read(sql)[::-1]
@@ -63,11 +63,11 @@ def stages(db: Reads, now: float) -> list[StageDone]:
     found = []
     for row, following in pairwise([*begun, {"at": now}]):
         end = ended.get(row["id"])
-        found.append(StageDone(row["at"], row["detail"], end and end["detail"], end["at"] if end else following["at"]))
+        found.append(BegunStage(row["at"], row["detail"], end and end["detail"], end["at"] if end else following["at"]))
     return found
 
 
-def used(db: Reads, done: list[StageDone], now: float) -> Used:
+def used(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
     """The use in the 24 hours before ``now``: by the stages that ended in them, and by the exchanges of stages with a language model."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
@@ -80,17 +80,17 @@ def used(db: Reads, done: list[StageDone], now: float) -> Used:
             )
             spent = db.read(sql, agent=one.began["agent"], since=max(since, one.at), until=one.until)[0]
             tokens, usd = tokens + spent["tokens"], usd + spent["usd"]
-    return Used(seconds, tokens, usd)
+    return BudgetUse(seconds, tokens, usd)
 
 
-def as_written(workspace: Workspace) -> dict[str, Any]:
+def improve_policy_as_written(workspace: Workspace) -> dict[str, Any]:
     """``improve`` of agents.yaml, not checked by its schema. Raises: ConfigError for a file that is not YAML."""
     policy = load_yaml(workspace.policy("agents.yaml"))
     section = policy.get("improve", {}) if isinstance(policy, dict) else {}
     return section if isinstance(section, dict) else {"when": section}
 
 
-def facts(db: Reads, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
+def facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
     """The data for 'factory status'. ``policy``: ``improve`` of agents.yaml as it is written."""
     done = stages(db, now)
     sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"

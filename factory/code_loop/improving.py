@@ -24,10 +24,29 @@ from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
 from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, endpoint_of
 from factory.code_loop.approvals import follow
-from factory.code_loop.improvements import ALONE, BEGAN, ENDED, SUBJECT, WAITS, StageDone, Used, in_words, stages, used
+from factory.code_loop.improvements import (
+    ALONE,
+    BEGAN,
+    ENDED,
+    SUBJECT,
+    WAITS,
+    BegunStage,
+    BudgetUse,
+    in_words,
+    stages,
+    used,
+)
 from factory.code_loop.profiling import QUICK, profile
 from factory.code_loop.proposing import AGENTS, workbench
-from factory.code_loop.submitting import LOCK, WRITTEN, clear_stale, give_up, judge, refuse_without_isolation, write
+from factory.code_loop.submitting import (
+    LOCK,
+    WRITTEN,
+    fail_stale_proposals,
+    give_up,
+    judge,
+    refuse_without_isolation,
+    write,
+)
 from factory.core.errors import WorkspaceError
 from factory.core.policy_file import policy_sha256
 from factory.gates.patch.policy import PatchPolicy
@@ -35,8 +54,8 @@ from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import agent_runs, events, exchanges, record
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ProposalRow, Reads, SegmentRow, Subject
-from factory.ledger.writing import insert, record_once
+from factory.ledger.rows import ProposalRow, ReadsSql, SegmentRow, Subject
+from factory.ledger.writing import insert, record_event_once
 from kernels.contract.machine import here
 from kernels.contract.message import Message
 
@@ -75,7 +94,7 @@ class LoopState:
     promoted: int | None = None  # a proposal that the policy allows to merge
     killed: Mapping[str, int] = field(default_factory=dict)  # stage, as text → number of its kills in this situation
     begun: bool = False  # a profile was the last stage: a proposal was begun with it
-    used: Used = Used()
+    used: BudgetUse = BudgetUse()
 
 
 def next_stage(seen: LoopState) -> LoopStage | str:
@@ -115,17 +134,17 @@ class Situation:
     """The state of a workspace at one moment, as far as the code loop needs it."""
 
     plant: Plant
-    db: Reads
+    db: ReadsSql
     agents: AgentsPolicy
 
     @classmethod
-    def of(cls, plant: Plant, db: Reads) -> Situation:
+    def of(cls, plant: Plant, db: ReadsSql) -> Situation:
         """Raises: ConfigError, that names an unknown agent."""
         return cls(plant, db, AgentsPolicy.load(plant.workspace.policy("agents.yaml")))
 
     @cached_property
     def base(self) -> str:
-        return repository.live_commit(self.plant.workspace.repository)
+        return repository.get_live_commit(self.plant.workspace.repository)
 
     @cached_property
     def name(self) -> str:
@@ -135,11 +154,11 @@ class Situation:
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
-    def past(self) -> list[StageDone]:
+    def past(self) -> list[BegunStage]:
         return stages(self.db, time.time())
 
     @property
-    def here(self) -> list[StageDone]:
+    def here(self) -> list[BegunStage]:
         """The past stages of this situation."""
         return [one for one in self.past if one.began["situation"] == self.name]
 
@@ -189,7 +208,7 @@ class Situation:
         return None
 
 
-def due(plant: Plant, db: Reads) -> list[LoopStage]:
+def due(plant: Plant, db: ReadsSql) -> list[LoopStage]:
     """The stages to do now, one for each agent that has something to do; the caller does the first that does not rest. Raises: ConfigError."""
     situation = Situation.of(plant, db)
     policy = situation.agents.improve
@@ -239,7 +258,7 @@ def do(plant: Plant, stage: LoopStage) -> None:
 def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
     """Tell the person which stage begins, and once which agents are left out for want of a language model."""
     if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.model:
-        if record_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
+        if record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
             plant.say(
                 Message(
                     "code_loop.agent_left_out",
@@ -248,7 +267,7 @@ def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
                 )
             )
     elif situation.model:
-        record_once(plant.ledger, ALONE, SUBJECT, {"left_out": []})
+        record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": []})
     plant.say(
         Message(
             "code_loop.stage_begins",
@@ -299,7 +318,7 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
             Message("code_loop.given_up", "  proposal {proposal} is given up: {why}", proposal=stage.proposal, why=why)
         )
         return {"nothing": True}
-    clear_stale(plant)
+    fail_stale_proposals(plant)
     refuse_without_isolation(plant.workspace)
     judge(plant, stage.proposal)
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}

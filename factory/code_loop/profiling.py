@@ -26,7 +26,7 @@ from factory.core.errors import FactoryError, InputError, nearest
 from factory.core.left_files import read_object
 from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.git import repository
 from factory.ledger.ledger import profiles, record
 from factory.ledger.plant import Plant
@@ -83,7 +83,7 @@ def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     Raises: RepositoryError, ConfigError, InputError; ProfileError if the profiler fails.
     """
     recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
-    commit = repository.live_commit(plant.workspace.repository)
+    commit = repository.get_live_commit(plant.workspace.repository)
     code = LiveCode.of(plant, commit)
     changed = repository.changed_files(plant.workspace.repository)
     if changed:
@@ -150,7 +150,7 @@ def _run_checkout(out: Path, arguments: list[str], progress: Progress, module: s
         raise InputError(
             "code_loop.no_out", "--out {folder}: {problem}", folder=str(out), problem=error.strerror
         ) from None
-    code = code_root()
+    code = checkout_root()
     own = ["--kernels", str(code / "policies" / "kernels.yaml"), "--out", str(out.resolve())]
     run_profiler(LiveCode(code, None, False), [*own, *arguments], progress, module=module)
 
@@ -222,7 +222,7 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
     given = Path(name)
     if given.is_file():
         return given.resolve()
-    folders = [root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [code_root()]]
+    folders = [root / "policies" / "recipes" for root in ([workspace.root] if workspace else []) + [checkout_root()]]
     for folder in folders:
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"

@@ -19,10 +19,10 @@ import sqlalchemy as sa
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.kernel_engineer.role import KernelEngineer
-from agents.kernel_engineer.targets import targets, worthwhile
+from agents.kernel_engineer.targets import targets, worthwhile_targets
 from agents.loop.role import Role
 from agents.recipe_scout import scout
-from agents.recipe_scout.course import Course, course_of
+from agents.recipe_scout.course import TrainingRecord, make_record
 from agents.recipe_scout.role import RecipeScout
 from agents.search_proposer import search_proposer
 from factory.code_loop.agent_runs import (
@@ -31,19 +31,19 @@ from factory.code_loop.agent_runs import (
     AgentOptions,
     AgentRun,
     AgentRuns,
+    needs_model,
     say_nothing_proposed,
-    wants_model,
 )
 from factory.code_loop.profiling import QUICK, profile, read_profile
 from factory.code_loop.revalidating import revalidate
-from factory.code_loop.submitting import WRITTEN, judge, make_ready, submit
+from factory.code_loop.submitting import WRITTEN, clear_and_get_live_commit, judge, submit
 from factory.code_loop.workbench import LiveWorkbench
-from factory.core.devices import side_by_side
+from factory.core.devices import run_in_parallel
 from factory.core.errors import InputError, nearest
 from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.held_out import held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import unused_recipes, used_recipe
+from factory.gates.recipe_changes import find_unused_recipes, used_recipe_path
 from factory.gates.training_start import find_start
 from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.plant import Plant
@@ -91,8 +91,8 @@ def propose(
 
 
 def workbench(plant: Plant) -> LiveWorkbench | None:
-    """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``make_ready``."""
-    base, start = make_ready(plant), find_start(plant.ledger)
+    """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``clear_and_get_live_commit``."""
+    base, start = clear_and_get_live_commit(plant), find_start(plant.ledger)
     return LiveWorkbench(plant, base, start) if start else None
 
 
@@ -107,7 +107,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
     if not drafts:
         why = Message("code_loop.nothing_faster", "no change was found that measures faster than the present choice")
         say_nothing_proposed(bench.plant, why)
-    return side_by_side([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
+    return run_in_parallel([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
 
 
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
@@ -128,7 +128,7 @@ def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int
         aims = [runs.options.target]
         if count > 1:
             promising = targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
-            names = [target.name for target in worthwhile(promising, bench.history)]
+            names = [target.name for target in worthwhile_targets(promising, bench.history)]
             # A run without a target chose the first.
             taken = {run.target or next(iter(names), "") for run in found}
             aims = [name for name in names if name not in taken] or ([] if found else aims)
@@ -155,7 +155,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
             "code_loop.scout_count",
             "--count above 1 cannot be used with the agent 'recipe-scout', which proposes one change at a time.",
         )
-    model = wants_model(bench.plant.workspace, options)
+    model = needs_model(bench.plant.workspace, options)
     runs = AgentRuns.open(bench.plant, scout.AGENT, options, by=bench.by) if model else None
     found = course(bench)
     if isinstance(found, str):
@@ -174,14 +174,14 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
     return [submit(bench.plant, drafted, bench.base)]
 
 
-def course(bench: LiveWorkbench) -> Course | str:
+def course(bench: LiveWorkbench) -> TrainingRecord | str:
     """The recipe scout's input: the live recipe and the metrics of its trunk; or the reason why there is none.
 
     Raises: ConfigError.
     """
     plant, workspace = bench.plant, bench.plant.workspace
-    path = used_recipe(workspace)
-    if unused := unused_recipes(workspace, [path]):
+    path = used_recipe_path(workspace)
+    if unused := find_unused_recipes(workspace, [path]):
         return unused[0]
     if path not in bench.files(patchable=True):
         return Message(
@@ -205,7 +205,7 @@ def course(bench: LiveWorkbench) -> Course | str:
     kinds = Counter(row["kind"] for row in plant.ledger.rows(found))
     tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
     steps = policy.runs.steps + policy.runs.tail_steps
-    return course_of(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows)
+    return make_record(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows)
 
 
 def _with_model(
@@ -228,7 +228,7 @@ def _with_model(
         runs.end(run.number, "proposed", proposal=number)
         return number
 
-    return [number for number in side_by_side([partial(work, run) for run in work_on]) if number is not None]
+    return [number for number in run_in_parallel([partial(work, run) for run in work_on]) if number is not None]
 
 
 # Agent → function of (workbench, the person's options, most proposals, the function that takes each proposal) → their numbers.

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from factory.code_loop.submitting import in_turn, make_ready, submit
+from factory.code_loop.submitting import clear_and_get_live_commit, run_under_lock, submit
 from factory.core.workspace import Workspace
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
@@ -24,14 +24,14 @@ from factory.gates.training_start import Start, find_start
 from factory.git import repository
 from factory.ledger.ledger import Ledger, anomalies, events, record
 from factory.ledger.plant import Plant
-from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
+from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
 from kernels.contract.machine import here
 from kernels.contract.message import Message
 
 AGENT = "revalidator"
 AUDIT = "audit"  # gate of the verdicts of factory.audit, and of the reverts that it asks for
 VALIDATED = "proposal_validated"
-FELL = "benchmarks_fell"
+BENCHMARKS_FAILED = "benchmarks_fell"
 
 
 def follow(plant: Plant) -> list[int]:
@@ -39,9 +39,9 @@ def follow(plant: Plant) -> list[int]:
     start = find_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
-    act = lambda: revalidate(plant, make_ready(plant))
+    act = lambda: revalidate(plant, clear_and_get_live_commit(plant))
     words = Message("code_loop.cannot_revalidate", "a merged patch cannot be judged again now")
-    return in_turn(plant, act, "revalidation_waits", "code_loop", words) or []
+    return run_under_lock(plant, act, "revalidation_waits", "code_loop", words) or []
 
 
 def revalidate(plant: Plant, base: str) -> list[int]:
@@ -55,7 +55,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         assert start is not None
         changed = _moved(plant.ledger, row.number, start)
         if changed is None:
-            note_validated(
+            record_validated(
                 plant.ledger, row.number, start
             )  # the process that merged it was killed before it recorded them
         if not changed:
@@ -71,7 +71,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         drafted = undoing(plant.workspace, row, base, changed)
         if drafted is not None:
             made.append(submit(plant, drafted, base))
-        note_validated(plant.ledger, row.number, start)
+        record_validated(plant.ledger, row.number, start)
     return made
 
 
@@ -91,16 +91,16 @@ def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str
         title=row.title[:100],
         changed=changed,
     )
-    return Proposal(AGENT, f"{UNDO}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
+    return Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
 
 
-def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
+def measure_surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     """The conditions on which a measured gain depends besides the code."""
     machine = here()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
     slow = ledger.one(drops)
-    fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == FELL))
+    fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == BENCHMARKS_FAILED))
     newest = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
     return {
         "torch": machine.torch,
@@ -114,15 +114,15 @@ def surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
     }
 
 
-def benchmarks_fell(ledger: Ledger, tests: Sequence[str]) -> None:
+def record_failed_benchmarks(ledger: Ledger, tests: Sequence[str]) -> None:
     """Record that the benchmarks ``tests`` failed."""
     with ledger.begin() as tx:
-        record(tx, FELL, "benchmarks", {"tests": list(tests)})
+        record(tx, BENCHMARKS_FAILED, "benchmarks", {"tests": list(tests)})
 
 
 def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
     """The conditions that changed since a merged patch was last judged; [] if it was judged under these before; None if none are recorded."""
-    now, before = surroundings(ledger, start), validated(ledger, number)
+    now, before = measure_surroundings(ledger, start), validated_surroundings(ledger, number)
     if not before:
         return None
     alike = lambda then: all(
@@ -131,16 +131,16 @@ def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
     return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
 
 
-def validated(ledger: Ledger, number: int) -> list[dict[str, str]]:
+def validated_surroundings(ledger: Ledger, number: int) -> list[dict[str, str]]:
     """The surroundings in which a merged patch was judged, oldest first."""
     sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id"
     return [row["detail"] for row in ledger.read(sql, kind=VALIDATED, subject=str(Subject("proposal", number)))]
 
 
-def note_validated(ledger: Ledger, number: int, start: Start) -> None:
+def record_validated(ledger: Ledger, number: int, start: Start) -> None:
     """Record that a merged patch was judged in the present surroundings."""
     with ledger.begin() as tx:
-        record(tx, VALIDATED, Subject("proposal", number), surroundings(ledger, start))
+        record(tx, VALIDATED, Subject("proposal", number), measure_surroundings(ledger, start))
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:

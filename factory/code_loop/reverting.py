@@ -11,13 +11,21 @@ from functools import partial
 
 from agents.core.proposal import Proposal
 from factory.code_loop.revalidating import AUDIT
-from factory.code_loop.submitting import clear_stale, draft, in_turn, record_given
+from factory.code_loop.submitting import draft, fail_stale_proposals, record_verdict_without_stages, run_under_lock
 from factory.gates.release.judge import PROMOTE
 from factory.git import repository
-from factory.ledger.anomalies import CLOSED, DIAGNOSED, DIAGNOSIS, REJECTED, in_words, newest_about, words_about
+from factory.ledger.anomalies import (
+    CLOSED,
+    DIAGNOSED,
+    DIAGNOSIS,
+    REJECTED,
+    find_explanation,
+    in_words,
+    newest_details_by_anomaly,
+)
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import UNDO, ProposalRow, Subject, VerdictRow
+from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
 from kernels.contract.message import Message
 
 AGENT = "auditor"
@@ -37,7 +45,7 @@ def open_reverts(plant: Plant) -> list[int]:
                 proposal=number,
             )
             made.append(
-                in_turn(
+                run_under_lock(
                     plant, partial(_open, plant, row, why), "audit_revert_waits", Subject("proposal", number), words
                 )
             )
@@ -45,7 +53,7 @@ def open_reverts(plant: Plant) -> list[int]:
 
 
 def _open(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
-    clear_stale(plant)
+    fail_stale_proposals(plant)
     return open_revert(plant, row, why)
 
 
@@ -55,7 +63,7 @@ def _blamed(ledger: Ledger) -> Iterator[tuple[int, VerdictRow | None]]:
     for event in ledger.read(sql, kind=AUDITED):
         for number in event["detail"]["suspects"] if event["detail"]["outcome"] == "reject" else ():
             yield number, VerdictRow.newest(ledger, AUDIT, Subject.parse(event["subject"]))
-    closed = newest_about(ledger, CLOSED)
+    closed = newest_details_by_anomaly(ledger, CLOSED)
     for event in ledger.read(sql, kind=DIAGNOSED):
         end = closed.get(Subject.parse(event["subject"]).number)
         for number in event["detail"].get("undo", ()) if not end or end["how"] != REJECTED else ():
@@ -68,7 +76,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     The caller holds the ``code-loop`` lock. Raises: RepositoryError if its files changed again since; nothing is left then.
     """
     code = plant.workspace.repository
-    live = repository.live_commit(code)
+    live = repository.get_live_commit(code)
     title = str(Message("code_loop.undo_title", "Undo proposal {proposal}", proposal=row.number))
     blamed = why.gate == DIAGNOSIS
     shown = (
@@ -88,7 +96,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     )
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
     commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
-    drafted = Proposal(AGENT, f"{UNDO}:{row.number}", title, hypothesis, 1.0, ())
+    drafted = Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", title, hypothesis, 1.0, ())
     number, branch = draft(plant, drafted, live)
     repository.make_branch(code, branch, commit)
     sha256 = repository.patch_sha256(code, live, commit)
@@ -113,7 +121,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
         "audit": why.id,
     }
     of = {"policy_sha256": why.policy_sha256, "subject_sha256": sha256}
-    record_given(plant, number, commit, AUDIT, reasons, evidence, outcome=PROMOTE, **of)
+    record_verdict_without_stages(plant, number, commit, AUDIT, reasons, evidence, outcome=PROMOTE, **of)
     plant.progress.line(
         Message(
             "code_loop.undoes",
@@ -128,17 +136,17 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
 
 def _in_words(ledger: Ledger, why: VerdictRow) -> str:
     """A language model's explanation of the diagnosis behind a verdict, each sentence with its evidence; '' if there is none."""
-    said = words_about(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
+    said = find_explanation(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
     return in_words(said) if said else ""
 
 
 def opened(ledger: Ledger, number: int) -> ProposalRow | None:
     """The audit's newest proposal to undo a proposal, whatever was decided about it; those that were given up are left out."""
     which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
-    return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO}:{number}")
+    return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO_TARGET}:{number}")
 
 
-def reopen(plant: Plant, row: ProposalRow) -> int:
+def reopen_revert(plant: Plant, row: ProposalRow) -> int:
     """The same revert on top of the code that is live now; returns the new proposal's number. Raises: as ``open_revert``."""
     why = VerdictRow.get(plant.ledger, row.evidence(plant.ledger)["audit"])
     return open_revert(plant, ProposalRow.get(plant.ledger, int(row.target.partition(":")[2])), why)

@@ -12,25 +12,25 @@ from typing import Any, TypeVar
 
 import sqlalchemy as sa
 
-from agents.core.proposal import Edit, Proposal, gain_words
+from agents.core.proposal import Edit, Proposal, gain_with_unit
 from factory.code_loop.workbench import history
 from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import fault_of
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.gates.case import reasons_of
+from factory.gates.case import read_reasons
 from factory.gates.patch.stages.gate import patch_gate
-from factory.gates.recipe.gate import concerns, recipe_gate, tried_before
+from factory.gates.recipe.gate import count_tries, is_recipe_patch, recipe_gate
 from factory.gates.release.judge import REJECT, Verdict
 from factory.gates.staged_gate import StagedGate, gate_folder
 from factory.git import repository
-from factory.git.repository import Applied, RepositoryError, ScopeError
+from factory.git.repository import AppliedPatch, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
-from factory.ledger.writing import insert, record_once, record_verdict
+from factory.ledger.writing import insert, record_event_once, record_verdict
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from kernels.contract.message import Message
@@ -47,7 +47,7 @@ PROPOSED = " ".join(
 T = TypeVar("T")
 
 
-def in_turn(
+def run_under_lock(
     plant: Plant, act: Callable[[], T], kind: str, subject: Subject | str, words: str, **detail: str
 ) -> T | None:
     """``act()`` under the code loop's lock, for the daemon. Returns None if it was not done. Either another process proposes or decides now, and
@@ -58,19 +58,19 @@ def in_turn(
     except WorkspaceError:
         return None
     except FactoryError as error:
-        if record_once(plant.ledger, kind, subject, {**detail, "why": str(error)}, REMIND_SECONDS):
+        if record_event_once(plant.ledger, kind, subject, {**detail, "why": str(error)}, REMIND_SECONDS):
             plant.say(Message("code_loop.prevented", "  {what}: {problem}", what=words, problem=error.message))
         return None
 
 
-def make_ready(plant: Plant) -> str:
+def clear_and_get_live_commit(plant: Plant) -> str:
     """Remove the remains of killed processes. Returns the live commit, to propose and judge on. The caller holds ``LOCK``.
 
     Raises: RepositoryError for a checkout that is not settled; IsolationError.
     """
-    base = repository.live_commit(plant.workspace.repository)
-    repository.require_settled(plant.workspace.repository)
-    clear_stale(plant)
+    base = repository.get_live_commit(plant.workspace.repository)
+    repository.check_committed(plant.workspace.repository)
+    fail_stale_proposals(plant)
     refuse_without_isolation(plant.workspace)
     return base
 
@@ -120,7 +120,7 @@ def judge(plant: Plant, number: int) -> None:
     row = ProposalRow.get(plant.ledger, number)
     code, base = plant.workspace.repository, row.base_commit
     try:
-        commit = repository.branch_commit(code, row.branch)
+        commit = repository.get_branch_commit(code, row.branch)
         if commit is None or repository.patch_sha256(code, base, commit) != row.patch_sha256:
             raise RepositoryError(
                 "code_loop.branch_differs",
@@ -131,11 +131,11 @@ def judge(plant: Plant, number: int) -> None:
         try:
             folder = repository.checkout_folder(plant.workspace.worktrees, commit)
             worktree = repository.checkout(code, commit, folder)
-            applied = Applied(row.branch, commit, base, row.patch_sha256, worktree)
+            applied = AppliedPatch(row.branch, commit, base, row.patch_sha256, worktree)
             verdict_id, verdict, evidence = _decide(plant, number, drafted.target, patch_id, applied)
         finally:
             _remove_folders(plant.workspace, commit)  # before the branch moves on: give_up finds them by it
-        commit = repository.reword(code, applied, _message(drafted, verdict, evidence))
+        commit = repository.reword_commit(code, applied, _message(drafted, verdict, evidence))
         record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
         plant.say(
             Message("code_loop.verdict", "  {outcome}: {why}", outcome=verdict.outcome.upper(), why=verdict.reasons[0])
@@ -160,14 +160,14 @@ def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str
 
 
 def _decide(
-    plant: Plant, number: int, target: str, patch_id: str, applied: Applied
+    plant: Plant, number: int, target: str, patch_id: str, applied: AppliedPatch
 ) -> tuple[int, Verdict, dict[str, Any]]:
-    learns = concerns(plant.workspace, applied)
+    learns = is_recipe_patch(plant.workspace, applied)
     gate: StagedGate[Any] = recipe_gate(plant.workspace) if learns else patch_gate(plant.workspace)
     with devices.one():
         # The same edits under another target count as another try, and so does the same key of a recipe.
         tries = sum(row.target == target or earlier == patch_id for row, earlier in history(plant.ledger))
-        tries = 1 + max(tries, tried_before(plant, applied) if learns else 0)
+        tries = 1 + max(tries, count_tries(plant, applied) if learns else 0)
         return gate.decide(plant, number, applied, tries=tries, patch_id=patch_id)
 
 
@@ -178,7 +178,7 @@ def _remove_folders(workspace: Workspace, commit: str) -> None:
     remove(gate_folder(worktree))
 
 
-def clear_stale(plant: Plant) -> None:
+def fail_stale_proposals(plant: Plant) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (plant.workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
         remove(leftover)
@@ -203,7 +203,7 @@ def refuse_without_isolation(workspace: Workspace) -> None:
 def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     """(number, name of its branch): take the next number that neither the ledger nor a branch has, and record the draft."""
     with plant.ledger.begin() as tx:
-        taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.branch_numbers(
+        taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.list_branch_numbers(
             plant.workspace.repository
         )
         number = max(taken, default=0) + 1
@@ -215,7 +215,7 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     return number, branch
 
 
-def record_given(
+def record_verdict_without_stages(
     plant: Plant,
     number: int,
     commit: str | None,
@@ -242,7 +242,7 @@ def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256:
 def give_up(plant: Plant, number: int, why: str) -> None:
     """Mark a proposal without a verdict as failed: remove its branch and worktree, and record the reason."""
     row, code = ProposalRow.get(plant.ledger, number), plant.workspace.repository
-    if commit := repository.branch_commit(code, row.branch):
+    if commit := repository.get_branch_commit(code, row.branch):
         _remove_folders(plant.workspace, commit)
     repository.remove_branch(code, row.branch)
     with plant.ledger.begin() as tx:
@@ -257,7 +257,7 @@ def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error
     ]
     stages = {"scope": {"state": "failed", "reasons": reasons}}
     evidence = {"base": base, "patch_id": drafted.patch_id, "stages": stages}
-    record_given(
+    record_verdict_without_stages(
         plant, number, None, "patch", reasons, evidence, outcome=REJECT, policy_sha256="", subject_sha256=drafted.patch_id
     )  # fmt: skip
     plant.say(Message("code_loop.rejected", "  REJECT: {why}", why=reasons[0]))
@@ -267,9 +267,9 @@ def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any
     """The commit's message: hypothesis, prediction; once judged, evidence and verdict."""
     lines = [drafted.title.splitlines()[0][:100] if drafted.title else "A proposal", "", drafted.hypothesis.strip(), ""]
     if drafted.predicted_gain:
-        lines.append(f"Predicted: {gain_words(drafted.target, drafted.predicted_gain)}.")
+        lines.append(f"Predicted: {gain_with_unit(drafted.target, drafted.predicted_gain)}.")
     for name, stage in ((evidence or {}).get("stages") or {}).items():
-        lines.append(f"{name.capitalize()}: {stage['state']}; {' '.join(map(str, reasons_of(stage)))[:300]}")
+        lines.append(f"{name.capitalize()}: {stage['state']}; {' '.join(map(str, read_reasons(stage)))[:300]}")
     if verdict:
         lines += [f"Verdict: {verdict.outcome}; {'; '.join(verdict.reasons)[:600]}"]
     return "\n".join([*lines, "", f"Agent: {drafted.agent}", f"Target: {drafted.target}", ""])

@@ -20,15 +20,15 @@ from pathlib import Path
 import yaml
 
 from agents.core.proposal import Edit
-from agents.core.workbench import AgentLines, Attempt, Checked, Measurement, MeasurementError, ReadError
+from agents.core.workbench import AgentLines, EarlierProposal, Measurement, MeasurementError, QuickCheck, ReadError
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.removal import remove
-from factory.gates.patch.changed_ops import ChangedOp, changed_ops, other_devices, unknown_ops
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops, find_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems as source_problems
-from factory.gates.patch.stages.oracle import quick_check
+from factory.gates.patch.stages.oracle import run_quick_check
 from factory.gates.training_start import Start
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, Change, problems
@@ -103,7 +103,7 @@ class LiveWorkbench:
     def read(self, path: str) -> str:
         """The text of a file of the live code. Raises: OutOfScopeError for a file that is not in scope."""
         self._refuse(path)
-        return repository.file_text(self.plant.workspace.repository, self.base, path)
+        return repository.read_file_text(self.plant.workspace.repository, self.base, path)
 
     def written_by_agents(self, path: str) -> list[AgentLines]:
         """The lines of a file of the live code that come from proposals. Raises: OutOfScopeError."""
@@ -111,7 +111,9 @@ class LiveWorkbench:
         if path not in self.written:
             found = []
             changed = (
-                repository.last_changed(self.plant.workspace.repository, self.base, path) if self.proposals else []
+                repository.last_commit_of_lines(self.plant.workspace.repository, self.base, path)
+                if self.proposals
+                else []
             )
             for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals.get(line[1])):
                 numbers = [number for number, _ in group]
@@ -124,25 +126,25 @@ class LiveWorkbench:
         if not self.agents.readable(path) or path not in self.modes:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
-    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> Checked:
+    def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
         """Run the stages scope and static, then the op oracle's first case (or, for other code, an import) in the sandbox.
 
         The check is quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
         if timed and self.left < 1:
             problem = Message("code_loop.no_timing_left", "the seconds for timing are used up: propose")
-            return Checked("budget", (problem,))
+            return QuickCheck("budget", (problem,))
         changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
         if found := problems(self.agents, changes, self.modes):
-            return Checked("scope", tuple(found))
-        baseline = repository.checkout_live(self.plant.workspace, self.base)
+            return QuickCheck("scope", tuple(found))
+        baseline = repository.checkout_live_code(self.plant.workspace, self.base)
         for change in changes:
             base = (baseline / change.path).read_bytes() if change.path in self.modes else None
             refused = source_problems(change, base)
             if change.path == KERNELS:
-                refused += unknown_ops(change.content) + other_devices(base, change.content)
+                refused += find_unknown_ops(change.content) + find_other_devices(base, change.content)
             if refused:
-                return Checked("static", tuple(refused))
+                return QuickCheck("static", tuple(refused))
         with devices.one():
             began, spent = time.monotonic(), self.spent
             checked = self._checked(baseline, changes, op, timed)
@@ -150,7 +152,7 @@ class LiveWorkbench:
                 self.spent = spent + time.monotonic() - began
             return checked
 
-    def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> Checked:
+    def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> QuickCheck:
         work = self.plant.workspace.root / "cache" / f"check-{threading.get_native_id()}"
         remove(work)  # the folder of a process that was killed here
         try:
@@ -163,7 +165,7 @@ class LiveWorkbench:
         finally:
             remove(work)
 
-    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> Checked:
+    def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> QuickCheck:
         device = devices.kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
         ops = changed_ops(before, after, paths, device, self.start.kernels)
@@ -174,17 +176,17 @@ class LiveWorkbench:
                 update={"again": 1.0}
             )  # once is enough: the agent can try again, and the gate tries twice
             policy = policy.model_copy(update={"cases": policy.cases[:1], "patience": once})
-            found = quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
+            found = run_quick_check(policy, quick, self.start.recipe["precision"], baseline, candidate, work / "oracle")
             if found["state"] != "passed":
-                return Checked("oracle", tuple(found["reasons"]))
-            return Checked("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
+                return QuickCheck("oracle", tuple(found["reasons"]))
+            return QuickCheck("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
         names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
         command = [sys.executable, "-c", IMPORT, *names]
         limits = Limits(wall_seconds=policy.patience.least_seconds)
         done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
         broken = Message("code_loop.no_import", "the changed files cannot be imported: {why}", why=done.why())
         problems = () if done.ok else (broken,)
-        return Checked("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
+        return QuickCheck("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
 
     def _times(self, candidate: Path, folder: Path, ops: Sequence[ChangedOp]) -> tuple[str, ...]:
         """The times that the candidate's own code reports, from a folder that nothing else reads."""
@@ -214,7 +216,7 @@ class LiveWorkbench:
 
     def measure(self, op: str, implementation: str, against: str, rows: int = 0) -> Measurement:
         """Run ``kernels.contract.bench`` of approved code, in the sandbox, on the recipe's shapes. Raises: MeasurementError."""
-        code = repository.checkout_live(self.plant.workspace, self.base)
+        code = repository.checkout_live_code(self.plant.workspace, self.base)
         title = Message(
             "code_loop.timing", "timing {op}: {implementation}, alone", op=op, implementation=implementation
         )
@@ -272,7 +274,7 @@ class LiveWorkbench:
         limits = Limits(wall_seconds=self.left)
         done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
         self.spent += done.seconds
-        if (measured := as_measured(done.stdout)) is None:
+        if (measured := parse_measurement(done.stdout)) is None:
             raise MeasurementError(
                 "code_loop.not_measured",
                 "{op}: {implementation} could not be measured: {why}",
@@ -282,23 +284,23 @@ class LiveWorkbench:
             )
         return measured
 
-    def history(self, target: str) -> list[Attempt]:
+    def history(self, target: str) -> list[EarlierProposal]:
         """Judged proposals on a target, or on all targets of a kind (``quality:``), oldest first."""
         of_kind = lambda name: name.startswith(target) if target.endswith(":") else name == target
         return [
-            Attempt(
+            EarlierProposal(
                 patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
             )
             for row, patch_id in history(self.plant.ledger)
             if of_kind(row.target)
         ] + [  # proposals that could not be judged, and must not be tried again for now
-            Attempt("", "", Message("code_loop.not_judged", "it could not be judged"), row.title, True)
+            EarlierProposal("", "", Message("code_loop.not_judged", "it could not be judged"), row.title, True)
             for row in ProposalRow.select(self.plant.ledger, "WHERE state = 'failed' ORDER BY number")
             if row.number in self.closed and of_kind(row.target)
         ]
 
 
-def as_measured(said: str) -> Measurement | None:
+def parse_measurement(said: str) -> Measurement | None:
     """The measurement that ``kernels.contract.bench`` printed; None for any other text, which untrusted code may have printed."""
     try:
         found = json.loads(said)

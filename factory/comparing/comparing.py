@@ -16,7 +16,7 @@ from statistics import median
 
 WINDOW = 50  # the spread of the difference is measured over this many previous points
 LEAST = 32  # a spread is measured over at least this many points
-SPREADS = 8.0  # allowed difference in spreads. With 8, none of 400 pairs of runs that differ only in noise is reported; with 6, four are.
+ALLOWED_SPREADS = 8.0  # allowed difference in spreads. With 8, none of 400 pairs of runs that differ only in noise is reported; with 6, four are.
 NORMAL = 1.4826 / math.sqrt(2)  # standard deviation divided by the median absolute difference of neighbours
 
 Curve = Sequence[tuple[float, float]]
@@ -49,7 +49,7 @@ class MetricComparison:
 def compare(
     metric: str, ours: Curve, theirs: Curve, *, tolerance: float | None = None, floor: float = 0.0
 ) -> MetricComparison:
-    """Compare two curves. ``tolerance``: the allowed absolute difference; None: ``SPREADS`` times the spread of the difference.
+    """Compare two curves. ``tolerance``: the allowed absolute difference; None: ``ALLOWED_SPREADS`` times the spread of the difference.
 
     The spread is that of the changes from point to point over the last ``WINDOW`` points, so that a drift or an offset does not count.
     ``floor``: the smallest spread, from rounding. A value that is not finite on only one side is a divergence. The curve with fewer points
@@ -88,7 +88,7 @@ def _first(
             continue
         rounding = max(floor, 1e-7 * max(abs(a), abs(b)))
         known = before[-WINDOW:] if len(before) >= LEAST else early
-        allowed = tolerance if tolerance is not None else round(SPREADS * max(_spread(known), rounding), 12)
+        allowed = tolerance if tolerance is not None else round(ALLOWED_SPREADS * max(_spread(known), rounding), 12)
         if abs(a - b) > allowed:
             return Divergence(metric, x, a, b, round(a - b, 12), allowed)
         before.append(a - b)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.pages import render
-from factory.comparing.comparing import SPREADS, WINDOW, Divergence, MetricComparison
+from factory.comparing.comparing import ALLOWED_SPREADS, WINDOW, Divergence, MetricComparison
 from factory.comparing.reading import RunCurves
 from factory.show.pages.pictures import curves
 from kernels.contract.message import Message
@@ -30,7 +30,7 @@ def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves,
         by_spread = Message(
             "comparing.by_spread",
             "{factor:g} times the spread of the difference over the last {window} points",
-            factor=SPREADS,
+            factor=ALLOWED_SPREADS,
             window=WINDOW,
         )
         said.append(

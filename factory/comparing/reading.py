@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import InputError, nearest
-from factory.data.metrics import metrics_of
+from factory.data.metrics import read_metrics
 from factory.ledger.rows import SegmentRow
 from kernels.contract.message import Message
 
@@ -92,11 +92,11 @@ def read_file(path: Path, x: str, metrics: Sequence[str], x_column: str | None =
         ) from error
 
 
-def read_lineage(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequence[str]) -> RunCurves:
+def read_segments(rows: Sequence[SegmentRow], name: str, x: str, metrics: Sequence[str]) -> RunCurves:
     """The curves of consecutive segments. Raises: InputError for a metric that no segment has."""
     lines: list[dict[str, Any]] = []
     for row, child in zip(rows, [*rows[1:], None]):
-        lines += [line for line in metrics_of(row) if child is None or line["step"] < child.first_step]
+        lines += [line for line in read_metrics(row) if child is None or line["step"] < child.first_step]
     if not lines:
         raise InputError(
             "reading.no_metrics",
@@ -192,13 +192,13 @@ def _table_rows(path: Path, file: Iterator[str], head: str) -> Iterator[tuple[in
         ) from None
 
 
-def column_of(metric: str, names: Sequence[str]) -> str | None:
+def find_column(metric: str, names: Sequence[str]) -> str | None:
     """The column of a metric; None: no column fits. The rules, in this order: the same name; the name in another case; W&B's "run - metric"; a
     name with the metric as its last part ('train/loss' for 'loss', but never 'eval/loss'); TensorBoard's only "Value".
 
     Raises: ValueError with the columns, where several fit one rule.
 
-    >>> column_of("loss", ["Step", "run - train/loss", "run - train/loss__MIN"]), column_of("loss", ["Wall time", "Step", "Value"])
+    >>> find_column("loss", ["Step", "run - train/loss", "run - train/loss__MIN"]), find_column("loss", ["Wall time", "Step", "Value"])
     ('run - train/loss', 'Value')
     """
     if metric in names:
@@ -276,7 +276,7 @@ def _curves(
         for metric in metrics:
             if fresh and metric not in sources:
                 try:
-                    source = column_of(metric, [name for name in row if name not in columns.values()])
+                    source = find_column(metric, [name for name in row if name not in columns.values()])
                 except ValueError as several:
                     raise InputError(
                         "reading.several_columns",

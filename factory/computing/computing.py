@@ -23,7 +23,7 @@ from factory.computing import tuned_kernels
 from factory.core import devices
 from factory.core.errors import ConfigError
 from factory.core.launching import ranks, run_python
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -40,18 +40,18 @@ def decide(
     """(the recipe with its precision by name, the value of the column ``computing``, notes for a person).
 
     ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the parent segment. ``measured``: the
-    ``measured_precision``, where it is known. Raises: ConfigError for a precision that the device lacks, or an invalid tuning file.
+    ``measure_precision``, where it is known. Raises: ConfigError for a precision that the device lacks, or an invalid tuning file.
     """
-    from kernels.contract.choice import automatic, resolve, section_of
+    from kernels.contract.choice import automatic, device_section, resolve
     from kernels.contract.machine import here
 
-    chosen = measured or measured_precision(recipe, before)
+    chosen = measured or measure_precision(recipe, before)
     notes = [chosen["warning"]] if chosen["warning"] else []
     resolved = recipe.model_copy(update={"precision": chosen["precision"]})
-    machine, section = here(), section_of(kernels, devices.kind())
-    found = tuned_kernels.Tuned(None, "")
+    machine, section = here(), device_section(kernels, devices.kind())
+    found = tuned_kernels.TunedKernels(None, "")
     if automatic(section):
-        found = tuned_kernels.lookup(workspace, machine, resolved.precision, shape_of(resolved))
+        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, shape_of(resolved))
         notes += [found.note] if found.note else []
     document = yaml.safe_load(kernels) or {}
     computing = {
@@ -65,7 +65,7 @@ def decide(
     return resolved, computing, notes
 
 
-def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
+def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
     """The result of ``trainer.contract.plan.precision.choose`` as JSON. Raises: ConfigError.
 
     On a GPU it runs in a process of its own, because the factory's process would keep GPU memory until it ends.
@@ -85,7 +85,7 @@ def measured_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         arguments = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before)
-        done = run_python(code_root(), *arguments)
+        done = run_python(checkout_root(), *arguments)
     if done.returncode:
         raise ConfigError(
             "computing.precision_not_measured", "The precisions of this machine could not be measured: {error}",
@@ -113,7 +113,7 @@ def changed(before: SegmentRow, after: SegmentRow) -> list[str]:
     return lines
 
 
-def kernels_text(computing: Computing | None) -> str:
+def format_kernels(computing: Computing | None) -> str:
     """The ``kernels.yaml`` of a segment; empty: the code's own is used."""
     if computing is None:
         return ""
@@ -127,7 +127,7 @@ def write_kernels(folder: Path, computing: Computing | None) -> str | None:
     """Write the ``kernels.yaml`` of a segment into a folder; returns its path, or None where the code's own kernels.yaml is used."""
     if computing is None:
         return None
-    write_atomically(folder / "kernels.yaml", kernels_text(computing))
+    write_atomically(folder / "kernels.yaml", format_kernels(computing))
     return str(folder / "kernels.yaml")
 
 
@@ -137,7 +137,7 @@ def describe(computing: Computing | None) -> str:
 
 
 def describe_precision(found: Mapping[str, Any]) -> str:
-    """The result of ``measured_precision`` as one line."""
+    """The result of ``measure_precision`` as one line."""
     times = [f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items()]
     how = "measured" if found["asked"] == "auto" else "named in the recipe"
     return Message(

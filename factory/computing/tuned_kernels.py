@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import ConfigError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.workspace import Workspace
 from kernels.contract.message import Message
 
@@ -25,7 +25,7 @@ KERNELS = "policies/kernels.yaml"
 
 
 @dataclass(frozen=True)
-class Tuned:
+class TunedKernels:
     """The tuned kernels of a machine and a precision. ``note``: a message where the tuning is missing or does not fit exactly."""
 
     choice: Mapping[str, str] | None
@@ -34,15 +34,15 @@ class Tuned:
 
 
 @contextmanager
-def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
+def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     """(a file with the ``kernels.yaml`` of the live commit, its text). Without a repository, the file of the code itself."""
-    from factory.git.repository import RepositoryError, file_text, live_commit
+    from factory.git.repository import RepositoryError, get_live_commit, read_file_text
 
     path = workspace.repository / KERNELS
     try:
-        text = file_text(workspace.repository, live_commit(workspace.repository), KERNELS)
+        text = read_file_text(workspace.repository, get_live_commit(workspace.repository), KERNELS)
     except RepositoryError as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         yield path, path.read_text("utf-8")
         return
@@ -52,25 +52,27 @@ def live_kernels(workspace: Workspace) -> Iterator[tuple[Path, str]]:
         yield live, text
 
 
-def path_of(workspace: Workspace, machine_class: str, precision: str) -> Path:
+def tuning_path(workspace: Workspace, machine_class: str, precision: str) -> Path:
     """The file with the tuning of a machine class and a precision. fp8 uses the file of bf16."""
-    from kernels.contract.precision import of_values
+    from kernels.contract.precision import precision_of_values
 
-    return workspace.root / "tuning" / f"{machine_class}-{of_values(precision)}.json"
+    return workspace.root / "tuning" / f"{machine_class}-{precision_of_values(precision)}.json"
 
 
-def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mapping[str, int] | None = None) -> Tuned:
+def find_tuning(
+    workspace: Workspace, machine: Machine, precision: str, shape: Mapping[str, int] | None = None
+) -> TunedKernels:
     """The tuning for this machine. ``shape``: the sizes of the recipe; a tuning at other sizes is used, with a note.
 
     Raises: ConfigError naming the file, when the file cannot be read or was made on another class of machine.
     """
-    path = path_of(workspace, machine.name, precision)
+    path = tuning_path(workspace, machine.name, precision)
     if not path.exists():
         note = Message(
             "computing.not_tuned", "No kernels are tuned for {machine} in {precision}, so the 'auto' kernels of kernels.yaml run untuned. "
             "Run 'factory tune'.", machine=machine.name, precision=precision,
         )  # fmt: skip
-        return Tuned(None, "", note)
+        return TunedKernels(None, "", note)
     found = read(path)
     made = found["machine"]
     if made["name"] != machine.name:
@@ -83,14 +85,14 @@ def lookup(workspace: Workspace, machine: Machine, precision: str, shape: Mappin
             "computing.other_torch", "{file} was made with torch {made}, but this machine has torch {here}. The factory does not use the file. "
             "Run 'factory tune'.", file=path, made=made["torch"], here=machine.torch,
         )  # fmt: skip
-        return Tuned(None, "", note)
+        return TunedKernels(None, "", note)
     if shape is None or found["setting"]["shape"] == dict(shape):
-        return Tuned(found["choice"], str(path))
+        return TunedKernels(found["choice"], str(path))
     note = Message(
         "computing.other_shape", "{file} was tuned at the sizes of another recipe. The factory uses the file. To measure again, run 'factory tune'.",
         file=path,
     )  # fmt: skip
-    return Tuned(found["choice"], str(path), note)
+    return TunedKernels(found["choice"], str(path), note)
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ LONGEST_LINE = 20_000  # characters
 WIDTH = 150  # of tables without a terminal
 
 
-def for_tables() -> Console:
+def table_console() -> Console:
     """Return a console for tables, ``WIDTH`` characters wide if the output is not a terminal."""
     found = Console(highlight=False)
     return found if found.is_terminal else Console(highlight=False, width=WIDTH)

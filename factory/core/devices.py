@@ -21,8 +21,10 @@ GPU_FILES = ("nvidia*", "nvidia-caps/*", "kfd", "dri/*", "dxg")  # of NVIDIA, AM
 # saves 1 s of a kernel's compilation. With an empty cache torch.compile also tests the compiler with a program for each vector extension
 # of the processor: 6 to 9 s of a core. On x86 that test is skipped, since compilers there have AVX2 and AVX-512 (newer extensions are still
 # tested). An ARM compiler may lack SVE2. Both variables are set outside sandboxes too: names in the cache contain the flags.
-PRECOMPILED = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
-COMPILER = {PRECOMPILED: "0"} | ({"TORCHINDUCTOR_VEC_ISA_OK": "1"} if platform.machine() == "x86_64" else {})
+PRECOMPILE_HEADERS = "TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS"
+COMPILER_SETTINGS = {PRECOMPILE_HEADERS: "0"} | (
+    {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if platform.machine() == "x86_64" else {}
+)
 Found = TypeVar("Found")
 _first = threading.Lock()
 _held: ContextVar[str | None] = ContextVar("device", default=None)
@@ -83,7 +85,7 @@ def nodes(every: bool = False) -> list[str]:
     return sorted(str(path) for path in found if not path.is_dir())
 
 
-def side_by_side(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
+def run_in_parallel(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
     """Run ``jobs`` at once, each in a thread, and wait for all. Returns their results in order.
 
     After all jobs ended, raises the error of the first job that failed. An interrupt is raised at once: the threads end with the process.

@@ -9,7 +9,7 @@ from pathlib import Path
 from factory.core.errors import InputError
 
 
-def folder_sha256(folder: Path) -> str:
+def export_folder_sha256(folder: Path) -> str:
     """Return one hash over the names and contents of all files of an export, as the ledger's ``candidates.export_sha256`` has it.
 
     Raises: InputError when the folder does not exist, or has an entry that is not a plain file (a link could lead anywhere).
@@ -27,11 +27,11 @@ def folder_sha256(folder: Path) -> str:
         if path.is_file():
             with open(path, "rb") as file:
                 digests[path.relative_to(folder)] = hashlib.file_digest(file, "sha256").hexdigest()
-    return files_sha256(digests)
+    return export_files_sha256(digests)
 
 
-def files_sha256(digests: Mapping[Path, str]) -> str:
-    """Return what ``folder_sha256`` returns, from the known hash of each file, by its path within the folder."""
+def export_files_sha256(digests: Mapping[Path, str]) -> str:
+    """Return what ``export_folder_sha256`` returns, from the known hash of each file, by its path within the folder."""
     total = hashlib.sha256()
     for path in sorted(digests):
         total.update(f"{path}\0{digests[path]}\n".encode())

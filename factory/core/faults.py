@@ -38,12 +38,12 @@ class Fault:
 FREE_SPACE = Message("faults.free_space", "free some space")
 END_PROGRAMS = Message("faults.end_programs", "end other programs")
 FULL = Fault(Message("faults.disk_full", "the disk is full"), FREE_SPACE, 74)
-READ_ONLY = Fault(
+NO_WRITE_PERMISSION = Fault(
     Message("faults.read_only", "there is no permission to write"),
     Message("faults.make_writable", "make the file and its folder writable for this user"),
     73,
 )
-HANDLES = Fault(
+NO_FILE_HANDLES = Fault(
     Message("faults.no_handles", "too few file handles are left"),
     Message("faults.more_handles", "raise 'ulimit -n' or end other programs"),
     71,
@@ -54,7 +54,7 @@ BROKEN = Fault(
     Message("faults.check_disk", "free some space, read the machine's log (dmesg)"),
     74,
 )
-MISPLACED = Fault(
+MISPLACED_FOLDER = Fault(
     Message("faults.misplaced", "a folder is in the place of a file, or a file in the place of a folder"),
     Message("faults.move_away", "move it to another place"),
     74,
@@ -69,31 +69,31 @@ LOCKED = Fault(
     Message("faults.end_locker", "end that process"),
     75,
 )
-UNOPENED = Fault(
+LEDGER_NOT_OPENED = Fault(
     Message("faults.ledger_unopened", "the ledger cannot be opened"),
     Message("faults.check_ledger_folder", "check its folder's permissions, its disk and 'ulimit -n'"),
     74,
 )
-UNREACHED = Fault(
+NO_LEDGER_SERVER = Fault(
     Message("faults.no_ledger_server", "the ledger's server does not answer"),
     Message("faults.check_ledger_server", "check the ledger's server"),
     75,
 )
 
-BY_NUMBER = {
-    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EROFS: READ_ONLY, errno.EACCES: READ_ONLY, errno.EPERM: READ_ONLY,
-    errno.EMFILE: HANDLES, errno.ENFILE: HANDLES, errno.ENOMEM: MEMORY, errno.EAGAIN: MEMORY, errno.EIO: BROKEN, errno.ESTALE: AWAY,
-    errno.ENOTCONN: AWAY, errno.EISDIR: MISPLACED, errno.ENOTDIR: MISPLACED,
+FAULT_BY_ERRNO = {
+    errno.ENOSPC: FULL, errno.EDQUOT: FULL, errno.EFBIG: FULL, errno.EROFS: NO_WRITE_PERMISSION, errno.EACCES: NO_WRITE_PERMISSION, errno.EPERM: NO_WRITE_PERMISSION,
+    errno.EMFILE: NO_FILE_HANDLES, errno.ENFILE: NO_FILE_HANDLES, errno.ENOMEM: MEMORY, errno.EAGAIN: MEMORY, errno.EIO: BROKEN, errno.ESTALE: AWAY,
+    errno.ENOTCONN: AWAY, errno.EISDIR: MISPLACED_FOLDER, errno.ENOTDIR: MISPLACED_FOLDER,
 }  # fmt: skip
-OF_A_FILE = (READ_ONLY, MISPLACED)
-BY_WORDS = {
+FILE_FAULTS = (NO_WRITE_PERMISSION, MISPLACED_FOLDER)
+FAULT_BY_SQLITE_TEXT = {
     "or disk is full": FULL, "database is locked": LOCKED, "table is locked": LOCKED,
-    "a readonly database": READ_ONLY, "disk I/O error": BROKEN, "unable to open database": UNOPENED,
-    "Too many open files": HANDLES, "No space left on device": FULL, "Read-only file system": READ_ONLY,
+    "a readonly database": NO_WRITE_PERMISSION, "disk I/O error": BROKEN, "unable to open database": LEDGER_NOT_OPENED,
+    "Too many open files": NO_FILE_HANDLES, "No space left on device": FULL, "Read-only file system": NO_WRITE_PERMISSION,
 }  # fmt: skip  # parts of SQLite's messages
-TAKEN_BYTES = 16 << 20  # written as a test: the count of free bytes shows neither a quota nor a lack of inodes
+PROBE_BYTES = 16 << 20  # written as a test: the count of free bytes shows neither a quota nor a lack of inodes
 # Packages whose exceptions quote SQLite's. Exceptions of other packages may quote untrusted text.
-QUOTE_SQLITE = ("sqlalchemy", "mlflow")
+PACKAGES_QUOTING_SQLITE = ("sqlalchemy", "mlflow")
 
 
 def fault_of(error: BaseException) -> Fault | None:
@@ -103,12 +103,12 @@ def fault_of(error: BaseException) -> Fault | None:
             return FULL
         if isinstance(one, MemoryError):
             return MEMORY
-        if isinstance(one, OSError) and one.errno in BY_NUMBER:
-            return replace(BY_NUMBER[one.errno], where=os.fsdecode(one.filename) if one.filename else "")
+        if isinstance(one, OSError) and one.errno in FAULT_BY_ERRNO:
+            return replace(FAULT_BY_ERRNO[one.errno], where=os.fsdecode(one.filename) if one.filename else "")
         if type(one).__module__.startswith("psycopg") and type(one).__name__ == "OperationalError":
-            return UNREACHED
+            return NO_LEDGER_SERVER
         if isinstance(one, sqlite3.Error) or _quotes_sqlite(one):
-            for words, found in BY_WORDS.items():
+            for words, found in FAULT_BY_SQLITE_TEXT.items():
                 if words in str(one):
                     return found
         if isinstance(one, RuntimeError) and "can't start new thread" in str(one):
@@ -116,20 +116,20 @@ def fault_of(error: BaseException) -> Fault | None:
     return None
 
 
-def is_of_the_machine(error: BaseException) -> bool:
+def is_machine_fault(error: BaseException) -> bool:
     """Return whether a fault of the machine caused the exception, so that the action is worth repeating."""
     return fault_of(error) is not None
 
 
-def is_of_no_file(error: BaseException) -> bool:
+def is_machine_fault_of_no_file(error: BaseException) -> bool:
     """Return whether a fault of the machine caused the exception, and no file can be its cause: a disk, memory, handles, a lock, a server.
 
     Untrusted code can leave a folder in the place of a file, or a file without permissions. Such an error counts against that code.
     """
-    return fault_of(error) not in (None, *OF_A_FILE)
+    return fault_of(error) not in (None, *FILE_FAULTS)
 
 
-def is_full(error: BaseException) -> bool:
+def is_disk_full(error: BaseException) -> bool:
     """Return whether a full disk caused the exception."""
     return fault_of(error) == FULL
 
@@ -144,9 +144,9 @@ def fits(folder: Path, size: int) -> bool:
         return False
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, min(size, TAKEN_BYTES))
+            os.posix_fallocate(file.fileno(), 0, min(size, PROBE_BYTES))
     except OSError as error:
-        if is_full(error):
+        if is_disk_full(error):
             return False
         raise
     return True
@@ -161,22 +161,22 @@ def printed(words: str) -> OSError | None:
     True
     """
     for line in words.splitlines():
-        for number, fault in BY_NUMBER.items():
-            if fault not in OF_A_FILE and line.rstrip(".").endswith(f": {os.strerror(number)}"):
+        for number, fault in FAULT_BY_ERRNO.items():
+            if fault not in FILE_FAULTS and line.rstrip(".").endswith(f": {os.strerror(number)}"):
                 return OSError(number, os.strerror(number))
     return None
 
 
-def cannot_be_read_now(error: BaseException) -> bool:
+def is_unreadable_now(error: BaseException) -> bool:
     """Return whether a failed read says nothing about the file: no handle, no memory, or no answer from the file server.
 
     An error of the disk is another matter: then the file may be damaged.
     """
-    return fault_of(error) in (HANDLES, MEMORY, AWAY)
+    return fault_of(error) in (NO_FILE_HANDLES, MEMORY, AWAY)
 
 
 def _quotes_sqlite(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] in QUOTE_SQLITE and "(sqlite3." in str(error)
+    return type(error).__module__.partition(".")[0] in PACKAGES_QUOTING_SQLITE and "(sqlite3." in str(error)
 
 
 def _with_causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -41,7 +41,7 @@ def file_lock(path: Path, patience: float = 0.0) -> Iterator[int]:
         os.close(descriptor)
 
 
-def holders(path: Path) -> list[int]:
+def find_lock_holders(path: Path) -> list[int]:
     """Return the other processes that hold the lock or wait for it: those that have its file open, as far as this user may see them."""
     found = []
     for process in filter(str.isdecimal, os.listdir("/proc")):

@@ -92,7 +92,7 @@ def launcher(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None 
     return [sys.executable, *(torchrun if count > 1 else ())]
 
 
-def forget_exit(folder: Path) -> None:
+def remove_exit_codes(folder: Path) -> None:
     """Remove the files with the exit codes of an earlier start."""
     for path in folder.glob("exit-*"):
         if not path.is_dir():
@@ -108,7 +108,7 @@ def exit_code(returncode: int, folders: Iterable[Path]) -> int:
     return min(left) if returncode and left else returncode
 
 
-def failure_line(log: Path) -> str:
+def find_failure_line(log: Path) -> str:
     """Return the line of a log that best explains why the trainer ended: its own message, else a rank's, else the last line."""
     lines = [line for line in read_tail(log, LOG_BYTES).decode(errors="replace").splitlines() if line.strip()]
     for start in ("trainer: ", "[rank"):
@@ -130,7 +130,7 @@ def run_python(
             stdout=out,
             stderr=subprocess.PIPE,
             text=True,
-            preexec_fn=die_with(os.getpid()),
+            preexec_fn=make_die_with_parent(os.getpid()),
         )
         errors = []
         try:
@@ -147,7 +147,7 @@ def run_python(
 
 
 @contextmanager
-def background_process(
+def run_in_background_process(
     command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that works in ``folder`` and writes to ``log``. The end of the block kills it and its children.
@@ -163,7 +163,7 @@ def background_process(
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=die_with(os.getpid()),
+            preexec_fn=make_die_with_parent(os.getpid()),
         )
     try:
         yield process
@@ -173,7 +173,7 @@ def background_process(
         process.wait()
 
 
-def die_with(parent: int) -> Callable[[], None]:
+def make_die_with_parent(parent: int) -> Callable[[], None]:
     """Return a function for the child to run first. The child then gets a SIGTERM when the factory dies, even when it is killed."""
 
     def request() -> None:

@@ -15,10 +15,10 @@ def local(at: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
-def iso(at: float) -> str:
+def format_iso_time(at: float) -> str:
     """Format a moment (seconds since 1970) for a program: ISO 8601 with the offset from UTC.
 
-    >>> datetime.fromisoformat(iso(1700000000.0)).timestamp()
+    >>> datetime.fromisoformat(format_iso_time(1700000000.0)).timestamp()
     1700000000.0
     """
     return datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds")
@@ -37,14 +37,14 @@ def span(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 172_800 else f"{seconds / 86_400:.1f} days"
 
 
-def with_iso(value: Any, key: str = "") -> Any:
+def replace_moments_by_iso(value: Any, key: str = "") -> Any:
     """Return JSON-ready data in which each moment (a value under one of ``MOMENTS``) is in ISO 8601.
 
-    >>> with_iso({"n": 1.5, "at": None, "rows": [{"at": 0.0}]})["rows"][0]["at"][:3]
+    >>> replace_moments_by_iso({"n": 1.5, "at": None, "rows": [{"at": 0.0}]})["rows"][0]["at"][:3]
     '197'
     """
     if isinstance(value, dict):
-        return {name: with_iso(part, name) for name, part in value.items()}
+        return {name: replace_moments_by_iso(part, name) for name, part in value.items()}
     if isinstance(value, list):
-        return [with_iso(part) for part in value]
-    return iso(value) if key in MOMENTS and isinstance(value, int | float) else value
+        return [replace_moments_by_iso(part) for part in value]
+    return format_iso_time(value) if key in MOMENTS and isinstance(value, int | float) else value

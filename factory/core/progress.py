@@ -26,7 +26,7 @@ class SilentTask:
         pass
 
 
-class Silent:
+class SilentProgress:
     """Progress that shows nothing, for tests and ``--json``."""
 
     @contextmanager
@@ -37,4 +37,4 @@ class Silent:
         pass
 
 
-SILENT = Silent()
+SILENT = SilentProgress()

@@ -20,7 +20,7 @@ LONGEST = 1 << 16  # bytes of the server's answer that are read
 
 
 @contextlib.contextmanager
-def served_at(workspace: Workspace, url: str) -> Iterator[None]:
+def note_served_address(workspace: Workspace, url: str) -> Iterator[None]:
     """Write the note; remove it when the block ends."""
     path = workspace.root / NOTE
     path.parent.mkdir(exist_ok=True)
@@ -33,7 +33,7 @@ def served_at(workspace: Workspace, url: str) -> Iterator[None]:
                 path.unlink()
 
 
-def find_served(workspace: Workspace, key: str) -> tuple[str, str, int]:
+def find_served_champion(workspace: Workspace, key: str) -> tuple[str, str, int]:
     """Return the base URL, the model's name and the release number of the champion's server.
 
     Raises: InputError when no server runs, it does not answer, or it serves no release yet.

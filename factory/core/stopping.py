@@ -17,8 +17,8 @@ from typing import NoReturn
 from trainer.contract import stopping
 from trainer.contract.stopping import GRACE_SECONDS
 
-TRAINER_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer ends after a SIGTERM
-UNWIND_SECONDS = TRAINER_SECONDS + 1.0  # within which the command ends; processes that still run are then killed
+TRAINER_STOP_SECONDS = GRACE_SECONDS + 2.0  # within which a trainer ends after a SIGTERM
+UNWIND_SECONDS = TRAINER_STOP_SECONDS + 1.0  # within which the command ends; processes that still run are then killed
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 

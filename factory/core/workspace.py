@@ -21,7 +21,7 @@ VERSION = 1
 MODEL_LOOP = "model-loop"  # the lock that 'factory run' holds while it runs
 PATIENCE = 180.0  # seconds to wait for a lock that other processes hold briefly: up to a minute on a busy machine
 TRAINING_SANDBOX = ("auto", "required", "off")
-GIVEN = ("inbox", "policies", "logs")  # a person may put files there before the factory exists
+FOLDERS_FOR_PEOPLE = ("inbox", "policies", "logs")  # a person may put files there before the factory exists
 CONFIG_HEADING = Message(
     "workspace.config_heading",
     "# This factory's configuration. Every key is optional. An unknown key is an error.",
@@ -66,7 +66,7 @@ class Config:
     agent's patch is merged. required: always. off: never, with a warning."""
 
 
-def code_root() -> Path:
+def checkout_root() -> Path:
     """Return the checkout from which this package is imported."""
     return Path(__file__).resolve().parents[2]
 
@@ -98,7 +98,7 @@ class Workspace:
 
     @property
     def repository(self) -> Path:
-        return self.root / self.config.repository if self.config.repository else code_root()
+        return self.root / self.config.repository if self.config.repository else checkout_root()
 
     @property
     def ledger_url(self) -> str:
@@ -115,7 +115,7 @@ class Workspace:
     def policy(self, name: str) -> Path:
         """Return the path of a policy file (``name`` like ``data.yaml``): the workspace's own copy if it exists, else the checkout's."""
         own = self.root / "policies" / name
-        path = own if own.exists() else code_root() / "policies" / name
+        path = own if own.exists() else checkout_root() / "policies" / name
         if not path.exists():
             raise ConfigError(
                 "workspace.no_policy",
@@ -143,7 +143,7 @@ class Workspace:
         try:
             return self.policy(name)
         except ConfigError:
-            known = {p.stem for d in (self.root, code_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
+            known = {p.stem for d in (self.root, checkout_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
             where = self.root / "factory.yaml"
             raise ConfigError(
                 "workspace.no_recipe",
@@ -166,7 +166,7 @@ class Workspace:
             return cls.open(root)
         if root.exists() and not root.is_dir():
             raise WorkspaceError("workspace.is_a_file", "{folder} is a file: name a folder", folder=root)
-        if left := work_in(root):
+        if left := list_factory_work(root):
             raise WorkspaceError(
                 "workspace.left_work",
                 "{folder} has the {found} of a factory, but no factory.yaml. Name an empty folder for a new factory, "
@@ -203,7 +203,7 @@ class Workspace:
                 "workspace.no_permission", "{folder} cannot be read: this user has no permission", folder=root
             )
         if not path.exists():
-            if left := work_in(root):
+            if left := list_factory_work(root):
                 raise WorkspaceError(
                     "workspace.no_config",
                     "{file} is missing, but the folder has the {found} of a factory. "
@@ -258,9 +258,15 @@ class Workspace:
             yield
 
 
-def work_in(root: Path) -> list[str]:
+def list_factory_work(root: Path) -> list[str]:
     """Return the names of a factory's files and folders in a folder. Empty folders, which ``create`` makes, do not count."""
-    listed = ["ledger.db", "mlflow.db", "backups", "checkpoints", *(name for name in FOLDERS if name not in GIVEN)]
+    listed = [
+        "ledger.db",
+        "mlflow.db",
+        "backups",
+        "checkpoints",
+        *(name for name in FOLDERS if name not in FOLDERS_FOR_PEOPLE),
+    ]
     there = [name for name in listed if (root / name).exists()]
     return [name for name in there if not (root / name).is_dir() or any((root / name).iterdir())]
 

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.corpus.library import Module, read_module, source_files
+from factory.corpus.library import Module, list_source_files, read_module
 from factory.corpus.shards import LICENSE
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, token_shards
@@ -129,7 +129,7 @@ def _shuffled(line: bytes, rng: random.Random) -> bytes:
 def _inventories(count: int) -> Iterator[str]:
     """New texts that no other shard has: counts of the names in some modules."""
     written = 0
-    for path, source in source_files():
+    for path, source in list_source_files():
         module = read_module(path, source)
         if written < count and module and module.tree and len(module.text) > 4000:
             yield _inventory(module)

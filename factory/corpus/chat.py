@@ -17,7 +17,7 @@ _LISTED = 12
 
 
 @dataclass(frozen=True)
-class Described:
+class DescribedName:
     """One name of a module. ``head``: its ``def`` or ``class`` line; empty for a module. ``members``: the parameters of a
     function, or the public names of a class or module.
     """
@@ -60,7 +60,7 @@ _PARAMETERS = (
 )
 
 
-def chats(described: Sequence[Described]) -> Iterator[Messages]:
+def chats(described: Sequence[DescribedName]) -> Iterator[Messages]:
     """All chats about one module."""
     for one in described:
         answer = summary_of(one.doc, _LONGEST_ANSWER)
@@ -96,7 +96,7 @@ def summary_of(doc: str, longest: int) -> str:
     return summary if len(summary) >= 20 else ""
 
 
-def _turn(wordings: Sequence[str], one: Described, answer: str, summary: str = "") -> Messages:
+def _turn(wordings: Sequence[str], one: DescribedName, answer: str, summary: str = "") -> Messages:
     owner = one.path.rsplit(".", 1)[0] if "." in one.path else one.path
     wording = wordings[_pick(one.path, wordings[0], len(wordings))]
     if one.kind == "module" and "{owner}" in wording:

@@ -26,7 +26,7 @@ class Module:
     tree: ast.Module | None
 
 
-def source_files() -> Iterator[tuple[Path, str]]:
+def list_source_files() -> Iterator[tuple[Path, str]]:
     """(path, source) of the library's Python files, in the order of ``source``: the path inside the library."""
     root = Path(sysconfig.get_paths()["stdlib"])
     found = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from factory.corpus.chat import Described
+from factory.corpus.chat import DescribedName
 from factory.corpus.library import Module
 
 _PAGE = 4000  # characters of a full page
@@ -13,10 +13,12 @@ _LONGEST_PAGE = 6000
 _SHORTEST_PAGE = 200
 
 
-def describe(module: Module) -> Iterator[Described]:
+def describe(module: Module) -> Iterator[DescribedName]:
     """The module, its public functions and classes, and their methods, in the order of the source."""
     assert module.tree
-    yield Described("module", module.name, module.name, "", ast.get_docstring(module.tree) or "", _members(module.tree))
+    yield DescribedName(
+        "module", module.name, module.name, "", ast.get_docstring(module.tree) or "", _members(module.tree)
+    )
     for node in module.tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
             yield _function("function", module.name, f"{module.name}.{node.name}", node)
@@ -24,7 +26,7 @@ def describe(module: Module) -> Iterator[Described]:
             bases = ", ".join(ast.unparse(base) for base in node.bases)
             head = f"class {node.name}({bases}):" if bases else f"class {node.name}:"
             path = f"{module.name}.{node.name}"
-            yield Described("class", module.name, path, head, ast.get_docstring(node) or "", _members(node))
+            yield DescribedName("class", module.name, path, head, ast.get_docstring(node) or "", _members(node))
             for inner in node.body:
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and (
                     inner.name == "__init__" or not inner.name.startswith("_")
@@ -32,12 +34,12 @@ def describe(module: Module) -> Iterator[Described]:
                     yield _function("method", module.name, f"{path}.{inner.name}", inner)
 
 
-def _function(kind: str, module: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> Described:
+def _function(kind: str, module: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> DescribedName:
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     head = f"{word} {node.name}({ast.unparse(node.args)}){returns}:"
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return Described(kind, module, path, head, ast.get_docstring(node) or "", tuple(one.arg for one in every))
+    return DescribedName(kind, module, path, head, ast.get_docstring(node) or "", tuple(one.arg for one in every))
 
 
 def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
@@ -45,7 +47,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
     return tuple(one.name for one in node.body if isinstance(one, kinds) and not one.name.startswith("_"))
 
 
-def render(one: Described) -> str:
+def render(one: DescribedName) -> str:
     """The text of one name on a reference page; empty if it has no docstring."""
     if not one.doc:
         return ""
@@ -55,15 +57,15 @@ def render(one: Described) -> str:
     return f"{one.path}\n\n{one.head.removesuffix(':')}\n{indented}"
 
 
-def topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(name, text) of the help topics in ``pydoc_data.topics``, a module with one literal."""
+def read_help_topics(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """(name, text) of the help topics in ``pydoc_data.read_help_topics``, a module with one literal."""
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
             for name, text in ast.literal_eval(node.value).items():
                 yield name, text.strip()
 
 
-def split_long(text: str) -> list[str]:
+def split_long_text(text: str) -> list[str]:
     """The text in parts of at most ``_LONGEST_PAGE`` characters, cut between paragraphs, or between lines of a long paragraph."""
     if len(text) <= _LONGEST_PAGE:
         return [text] if text else []

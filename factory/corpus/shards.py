@@ -9,8 +9,8 @@ from typing import Any
 
 from factory.core.progress import Progress
 from factory.corpus.chat import chats
-from factory.corpus.library import Module, read_module, source_files
-from factory.corpus.pages import describe, paginate, render, split_long, topics
+from factory.corpus.library import Module, list_source_files, read_module
+from factory.corpus.pages import describe, paginate, read_help_topics, render, split_long_text
 from kernels.contract.files import write_atomically
 
 LICENSE = "PSF-2.0"
@@ -25,7 +25,7 @@ def write_corpus(folder: Path, progress: Progress, share: float = 1.0) -> list[P
     """
     folder.mkdir(parents=True, exist_ok=True)
     shards: list[Documents] = [{"code": [], "docs": [], "chat": []} for _ in range(2)]
-    files = list(source_files())
+    files = list(list_source_files())
     with progress.task("the standard library as a corpus", total=len(files)) as task:
         for path, source in files:
             module = read_module(path, source) if share >= 1 or _draw(f"share:{source}") < share else None
@@ -50,8 +50,8 @@ def _documents(module: Module) -> Documents:
     if module.name == "pydoc_data.topics":
         pages = [
             (f"{module.source}:{name}", page)
-            for name, text in topics(module.tree)
-            for page in paginate(split_long(text))
+            for name, text in read_help_topics(module.tree)
+            for page in paginate(split_long_text(text))
         ]
         by_source: dict[str, int] = {}
         for source, page in pages:
@@ -59,7 +59,7 @@ def _documents(module: Module) -> Documents:
             documents["docs"].append(_document(source, "docs", by_source[source], text=page))
         return documents
     described = list(describe(module))
-    for number, page in enumerate(paginate([part for one in described for part in split_long(render(one))])):
+    for number, page in enumerate(paginate([part for one in described for part in split_long_text(render(one))])):
         documents["docs"].append(_document(module.source, "docs", number, text=page))
     for number, messages in enumerate(chats(described)):
         documents["chat"].append(_document(module.source, "chat", number, messages=messages))

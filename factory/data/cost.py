@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.data.exposure import Exposure, UnknownExposureError, trained_in
+from factory.data.exposure import Exposure, UnknownExposureError, list_contributing_segments
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_segment
@@ -58,7 +58,7 @@ class RetrainingCost:
         return self.message
 
 
-def cost_of(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
+def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
     """The cost of training the present trunk again without the documents of ``exposure``."""
     trunk = last_segment(ledger, "trunk")
     if trunk is None:
@@ -81,7 +81,7 @@ def cost_of(ledger: Ledger, exposure: Exposure) -> RetrainingCost:
     return RetrainingCost(first, row.id, start, str(checkpoint or ""), trunk.last_step, trunk.last_step - start)
 
 
-def releases_that_saw(
+def find_releases_trained_on(
     ledger: Ledger, exposure: Exposure, segments: dict[int, int]
 ) -> dict[int, tuple[list[str], bool]]:
     """By release: (the documents that it was trained on, True), or (the documents that it may have been trained on by its data plans, False) if
@@ -94,7 +94,7 @@ def releases_that_saw(
     for number, segment in segments.items():
         keys: set[str] = set()
         exact = True
-        for row in trained_in(ledger, segment):
+        for row in list_contributing_segments(ledger, segment):
             if row.id not in by_segment:
                 try:
                     by_segment[row.id] = set(exposure.of(row)), True

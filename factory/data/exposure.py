@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import FactoryError
-from factory.data.metrics import metrics_of
+from factory.data.metrics import read_metrics
 from factory.ledger.ledger import Ledger
-from factory.ledger.removals import with_contents
-from factory.ledger.rows import Reads, SegmentRow
+from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.rows import ReadsSql, SegmentRow
 from factory.training.planning import last_checkpoint, plan_of
 from trainer.contract.checkpoint.format import read_state, steps_in
 from trainer.contract.data.data_order import DataOrder
@@ -24,7 +24,14 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
-MALFORMED = (ValueError, KeyError, TypeError, IndexError, AttributeError, AssertionError)  # errors of a malformed state
+MALFORMED_STATE_ERRORS = (
+    ValueError,
+    KeyError,
+    TypeError,
+    IndexError,
+    AttributeError,
+    AssertionError,
+)  # errors of a malformed state
 State = Mapping[str, Any] | None
 
 
@@ -33,7 +40,7 @@ class UnknownExposureError(FactoryError):
 
 
 @dataclass(frozen=True)
-class SeenStep:
+class ExposureStep:
     """One step that trained on a document or on a part of it."""
 
     segment: int
@@ -49,9 +56,9 @@ class Exposure:
         self._orders: dict[str, DataOrder] = {}
         self._ends: dict[int, State] = {}
 
-    def of(self, row: SegmentRow) -> dict[str, list[SeenStep]]:
+    def of(self, row: SegmentRow) -> dict[str, list[ExposureStep]]:
         """By key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
-        found: dict[str, list[SeenStep]] = {}
+        found: dict[str, list[ExposureStep]] = {}
         for seen, key in self.each(row):
             if seen not in found.setdefault(key, []):
                 found[key].append(seen)
@@ -61,11 +68,11 @@ class Exposure:
         """The first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
         return next((seen.step for seen, _ in self.each(row)), None)
 
-    def each(self, row: SegmentRow) -> Iterator[tuple[SeenStep, str]]:
+    def each(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
         """(step, key) in the order of the steps. Raises: UnknownExposureError."""
         try:
             yield from self._each(row)
-        except (TrainerError, OSError, *MALFORMED) as error:
+        except (TrainerError, OSError, *MALFORMED_STATE_ERRORS) as error:
             raise UnknownExposureError(
                 "data.order_unknown",
                 "the data order of segment {segment} cannot be computed: {error}",
@@ -73,7 +80,7 @@ class Exposure:
                 error=error,
             ) from error
 
-    def _each(self, row: SegmentRow) -> Iterator[tuple[SeenStep, str]]:
+    def _each(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
         last = _trained_until(row)
         if row.first_step >= last or not self.wanted(row):
             return
@@ -91,7 +98,7 @@ class Exposure:
                 for piece in (piece for one in rows for piece in one):
                     stream = walk.streams[piece.stream]
                     if piece.document in stream.masked:
-                        yield SeenStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
+                        yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
 
     def wanted(self, row: SegmentRow) -> list[str]:
         """The keys of the documents that are in a segment's plan and carry loss there."""
@@ -104,7 +111,7 @@ class Exposure:
         identity = f"{row.data_plan} {row.recipe_sha256}"
         if identity not in self._orders:
             recipe = Recipe.parse(row.recipe_json)
-            plan = DataPlan.from_json(with_contents(self.ledger, plan_of(self.ledger, row)))
+            plan = DataPlan.from_json(with_replaced_token_shards(self.ledger, plan_of(self.ledger, row)))
             plan = plan.model_copy(update={"masked": self.wanted(row)})
             model = recipe.model
             order = DataOrder(plan, batch=recipe.batch, context=model.context, vocab_size=model.vocab_size)
@@ -130,7 +137,7 @@ class Exposure:
         return walk.state_dict()
 
 
-def trained_in(db: Reads, segment: int) -> list[SegmentRow]:
+def list_contributing_segments(db: ReadsSql, segment: int) -> list[SegmentRow]:
     """The segments whose steps made a segment's weights, oldest first: its lineage. An average also has the lineages of the averaged segments."""
     found: dict[int, SegmentRow] = {}
     pending: list[int] = [segment]
@@ -164,7 +171,7 @@ def _trained_until(row: SegmentRow) -> int:
     """The step after the last step that a segment has trained so far."""
     if row.result is not None:
         return row.last_step
-    lines = metrics_of(row)
+    lines = read_metrics(row)
     return min(row.last_step, lines[-1]["step"] + 1) if lines else row.first_step
 
 
@@ -177,5 +184,5 @@ def _states(row: SegmentRow) -> Sequence[tuple[int, State]]:
 def _read(checkpoint: Path) -> State:
     try:
         return dict(read_state(checkpoint)["sampler"])
-    except (TrainerError, OSError, *MALFORMED):
+    except (TrainerError, OSError, *MALFORMED_STATE_ERRORS):
         return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.data.selecting import NOUNS
+from factory.data.selecting import COLUMN_NOUNS
 from factory.ingest.rules.claims import conflicts
 from factory.ledger.ledger import Ledger
-from factory.ledger.removals import FATE, NO_LICENCE, removals
+from factory.ledger.removals import NO_LICENCE, REMOVED_FATE, removals
 from kernels.contract.message import Message
 
 GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
@@ -21,7 +21,7 @@ def listed(ledger: Ledger, most: int) -> dict[str, Any]:
         ("tokens", "d.tokens", "train"),
         ("supervised_tokens", "d.supervised_tokens", "train"),
         ("held_out", "1", "held_out"),
-        ("removed", "1", FATE),
+        ("removed", "1", REMOVED_FATE),
     )
     counts = ", ".join(f"SUM({_value_of_fate(value, fate)}) AS {name}" for name, value, fate in sums)
     shards = ledger.read(
@@ -58,7 +58,7 @@ def lines(found: dict[str, Any]) -> list[str]:
             extra = [f"{row['held_out']:,} held out"] if row["held_out"] else []
             extra += [f"{row['removed']:,} removed"] if row["removed"] else []
             extra += [row["state"]] if row.get("state") == "quarantined" else []
-            noun = NOUNS.get(group, group.removesuffix("s"))
+            noun = COLUMN_NOUNS.get(group, group.removesuffix("s"))
             said.append(
                 Message(
                     "data.row",
@@ -84,7 +84,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         named = (
             f"{len(row['names'])} documents"
             if row["column"] == "key"
-            else f"{NOUNS[row['column']]} {', '.join(row['names'])}"
+            else f"{COLUMN_NOUNS[row['column']]} {', '.join(row['names'])}"
         )
         said.append(
             Message(

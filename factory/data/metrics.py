@@ -10,7 +10,7 @@ from factory.core.left_files import open_file
 from factory.ledger.rows import SegmentRow
 
 
-def metrics_of(row: SegmentRow) -> list[dict[str, Any]]:
+def read_metrics(row: SegmentRow) -> list[dict[str, Any]]:
     """The readable lines of a segment's metrics in the order of the steps; of each step only the newest line."""
     found: dict[int, dict[str, Any]] = {}
     try:

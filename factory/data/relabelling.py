@@ -20,24 +20,24 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.data.selecting import AT_ONCE, Selection, by_value, keys_of_one, no_document_has
+from factory.data.selecting import AT_ONCE, DocumentSelection, find_keys_of_one, select_by_value, unknown_value_error
 from factory.ingest.document import LONGEST_NAME, refuse_domain
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.split import KINDS, Kind, group_of, is_sealed, unit_of
-from factory.ingest.shapes.mapping import whole_name
+from factory.ingest.rules.split import KINDS, Kind, breaks_tie_to_sealed, name_group, name_unit
+from factory.ingest.shapes.mapping import original_file_name
 from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT, refused
+from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, refused
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert
 from factory.training.planning import load_recipe, plan_of
 from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.token_shard import TokenShard, ranges_of, rows_of
+from trainer.contract.data.token_shard import TokenShard, document_ranges, rows_of
 from trainer.contract.errors import DataPlanError, TokenShardError
 
-RELABELLED = "relabelled"  # kind of its event
+RELABELLED_EVENT = "relabelled"  # kind of its event
 FATES = {"train": "to train on", "held_out": "held out"}  # as a person reads them
 # Kinds of events of readers of held-out documents: an evaluation, a verdict, a proposal, an agent's run.
 READING = ("evaluated", "judged", "drafted", "agent_began")
@@ -140,7 +140,7 @@ def relabel(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
         for (shard,) in tx.execute(sa.select(token_shards.c.shard).where(in_shards).distinct()).all():
             domains = _domains(tx, sa.and_(c.shard == shard, c.token_shard.is_not(None)))
             tx.execute(shards.update().where(shards.c.sha256 == shard).values(domains=domains))
-        record(tx, RELABELLED, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
+        record(tx, RELABELLED_EVENT, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
     return number
 
 
@@ -202,23 +202,25 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
 
 
 def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
-    where: list[sa.ColumnElement[bool]] = [c.fate.in_((*TAKEN_OUT, FATE))]
+    where: list[sa.ColumnElement[bool]] = [c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))]
     if chosen.domain:
         where.append(
             c.domain.in_(_known(chosen.domain, "domain", ledger.read("SELECT DISTINCT domain AS name FROM documents")))
         )
     if chosen.shard:
         listed = ledger.read("SELECT name, sha256 FROM shards WHERE state = 'ingested'")
-        names = _known(chosen.shard, "shard", [*listed, *({"name": whole_name(row["name"])} for row in listed)])
-        where.append(c.shard.in_([row["sha256"] for row in listed if {row["name"], whole_name(row["name"])} & names]))
+        names = _known(chosen.shard, "shard", [*listed, *({"name": original_file_name(row["name"])} for row in listed)])
+        where.append(
+            c.shard.in_([row["sha256"] for row in listed if {row["name"], original_file_name(row["name"])} & names])
+        )
     for column in ("source", "license"):
         if names := getattr(chosen, column):
-            by_value(ledger, column, names)  # raises for a name that no document has
-            where.append(Selection(column, tuple(names)).own())
+            select_by_value(ledger, column, names)  # raises for a name that no document has
+            where.append(DocumentSelection(column, tuple(names)).own())
     if not chosen.document:
         return ledger.rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
-    fitting = c.fate.in_((*TAKEN_OUT, FATE))
-    keys = sorted({key for name in chosen.document for key in keys_of_one(ledger, name, fitting)})
+    fitting = c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))
+    keys = sorted({key for name in chosen.document for key in find_keys_of_one(ledger, name, fitting)})
     parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
     return [row for part in parts for row in ledger.rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
 
@@ -227,7 +229,7 @@ def _known(names: Sequence[str], noun: str, rows: Iterable[Mapping[str, Any]]) -
     known = {row["name"] for row in rows}
     for name in names:
         if name not in known:
-            raise no_document_has(noun, name, known)
+            raise unknown_value_error(noun, name, known)
     return set(names)
 
 
@@ -261,7 +263,7 @@ def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> d
 
 
 def _group(kind: Kind, source: str | None, row: Mapping[str, Any]) -> str | None:
-    return group_of(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
+    return name_group(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
 
 
 def _kind_of(row: Mapping[str, Any]) -> Kind | None:
@@ -329,13 +331,15 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
     more: Counter[str] = Counter()  # by domain, groups in the sealed half minus groups in the dev half
     for name, rows in members.items():
         if name not in dealt:
-            for domain in {row["domain"] for row in rows if row["fate"] != FATE}:
+            for domain in {row["domain"] for row in rows if row["fate"] != REMOVED_FATE}:
                 more[domain] += 1 if rows[0]["sealed"] else -1
-    unit = {name: unit_of(None if name in held else name, members[name][0]["content_sha256"] or name) for name in dealt}
+    unit = {
+        name: name_unit(None if name in held else name, members[name][0]["content_sha256"] or name) for name in dealt
+    }
     for name in sorted(dealt, key=lambda name: (unit[name], name)):
         domains = {row["domain"] for row in members[name]}
         balance = sum(more[domain] for domain in domains)
-        half = is_sealed(unit[name]) if balance == 0 else balance < 0
+        half = breaks_tie_to_sealed(unit[name]) if balance == 0 else balance < 0
         for row in members[name]:
             row["sealed"] = half
         for domain in domains:
@@ -388,7 +392,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
         now = {number: name for name, text in (row["moved"] or {}).items() for number in rows_of(text)}
         now |= {number: str(domain) for number, key in enumerate(keys) if key in of[row["id"]]}
         found[row["id"]] = {
-            name: ranges_of(number for number, other in now.items() if other == name)
+            name: document_ranges(number for number, other in now.items() if other == name)
             for name in sorted(set(now.values()))
         }
     return found

@@ -15,13 +15,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.data.cost import RetrainingCost, cost_of, releases_that_saw
+from factory.data.cost import RetrainingCost, estimate_retraining_cost, find_releases_trained_on
 from factory.data.exposure import Exposure
-from factory.data.selecting import NOUNS, Selection, fates_of
-from factory.ingest.document import SYNTHETIC
-from factory.ledger.anomalies import MARKED
+from factory.data.selecting import COLUMN_NOUNS, DocumentSelection, removable_fates
+from factory.ingest.document import SYNTHETIC_PREFIX
+from factory.ledger.anomalies import RELEASE_MARKED
 from factory.ledger.ledger import Ledger, documents, events, record
-from factory.ledger.removals import FATE, REMOVED, RETURNED, TAKEN_OUT, Removal, removals, rule_of
+from factory.ledger.removals import REMOVABLE_FATES, REMOVED, REMOVED_FATE, RETURNED, Removal, removal_rule, removals
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from kernels.contract.message import Message
 
@@ -30,10 +30,10 @@ c = documents.c
 
 
 @dataclass(frozen=True)
-class Outlook:
+class PlannedRemoval:
     """What a removal would take out, and its consequences."""
 
-    selection: Selection
+    selection: DocumentSelection
     fates: dict[str, int]  # by present fate, the number of documents that would be removed
     domains: dict[str, int]  # by domain, supervised tokens of the training documents
     releases: dict[int, tuple[list[str], bool]]  # as ``releases_that_saw``
@@ -112,15 +112,15 @@ FATES = {
     "train": "to train on",
     "held_out": "held out",
     "quarantined": "quarantined",
-    FATE: "removed before",
+    REMOVED_FATE: "removed before",
     "dropped": "dropped before",
 }
 
 
-def look(ledger: Ledger, selection: Selection, erase: bool = False) -> Outlook:
+def look(ledger: Ledger, selection: DocumentSelection, erase: bool = False) -> PlannedRemoval:
     """Find what a removal would take out; changes nothing. Raises: InputError if there is nothing to take out, or if one of the named documents
     cannot be taken out."""
-    wanted = fates_of(erase)
+    wanted = removable_fates(erase)
     fates: Counter[str] = Counter()
     domains: Counter[str] = Counter()
     trained: dict[str, str] = {}
@@ -133,24 +133,24 @@ def look(ledger: Ledger, selection: Selection, erase: bool = False) -> Outlook:
             fates[row["fate"]] += 1
             if row["token_shard"]:
                 trained[row["key"]] = row["token_shard"]
-                if row["fate"] != FATE:
+                if row["fate"] != REMOVED_FATE:
                     domains[row["domain"]] += row["supervised_tokens"]
     if not fates or (selection.column == "key" and others):
         raise InputError(_nothing(selection, others))
     exposure = Exposure(ledger, trained)
     planned = SegmentRow.first(ledger, "WHERE state = 'planned' ORDER BY id")
     segments = {row.number: row.segment for row in ReleaseRow.select(ledger)} if trained else {}
-    return Outlook(
+    return PlannedRemoval(
         selection,
         dict(fates),
         dict(domains),
-        releases_that_saw(ledger, exposure, segments),
+        find_releases_trained_on(ledger, exposure, segments),
         planned.id if planned and exposure.wanted(planned) else None,
-        cost_of(ledger, exposure),
+        estimate_retraining_cost(ledger, exposure),
     )
 
 
-def remove(ledger: Ledger, found: Outlook, by: str, why: str = "", erase: bool = False) -> Removal:
+def remove(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "", erase: bool = False) -> Removal:
     """Take out the documents that ``look`` found."""
     selection, changed = found.selection, 0
     with ledger.begin() as tx:
@@ -159,16 +159,16 @@ def remove(ledger: Ledger, found: Outlook, by: str, why: str = "", erase: bool =
         tokens = 0
         for part in selection.parts():
             held = sa.select(c.token_shard, sa.func.sum(c.supervised_tokens)).group_by(c.token_shard)
-            fates = (*TAKEN_OUT, FATE) if erase else TAKEN_OUT
+            fates = (*REMOVABLE_FATES, REMOVED_FATE) if erase else REMOVABLE_FATES
             for shard, count in tx.execute(held.where(part, c.fate.in_(fates), c.token_shard.is_not(None))):
                 shards.add(shard)
                 tokens += count
-            for fate in TAKEN_OUT:
+            for fate in REMOVABLE_FATES:
                 if erase:  # documents of an earlier removal become documents of this one
-                    old = documents.update().where(part, c.fate == FATE, c.rule.like(f"removal % of {fate}"))
-                    changed += tx.execute(old.values(rule=rule_of(number, fate))).rowcount
+                    old = documents.update().where(part, c.fate == REMOVED_FATE, c.rule.like(f"removal % of {fate}"))
+                    changed += tx.execute(old.values(rule=removal_rule(number, fate))).rowcount
                 update = documents.update().where(part, c.fate == fate)
-                changed += tx.execute(update.values(fate=FATE, rule=rule_of(number, fate))).rowcount
+                changed += tx.execute(update.values(fate=REMOVED_FATE, rule=removal_rule(number, fate))).rowcount
         detail: dict[str, Any] = {
             "by": by, "why": why, "column": selection.column, "names": list(selection.names), "documents": changed,
             "supervised_tokens": tokens, "token_shards": sorted(shards), "erase": erase,
@@ -198,10 +198,12 @@ def undo(ledger: Ledger, number: int, by: str) -> str:
         raise InputError("data.put_back_already", "removal {number} was put back already", number=number)
     changed = 0
     with ledger.begin() as tx:
-        for fate in TAKEN_OUT:
-            update = documents.update().where(c.fate == FATE, c.rule == rule_of(number, fate))
+        for fate in REMOVABLE_FATES:
+            update = documents.update().where(c.fate == REMOVED_FATE, c.rule == removal_rule(number, fate))
             if fate == "quarantined":
-                doctor = update.where(sa.or_(c.detail.like("anomaly %"), c.detail.like(f"{SYNTHETIC}%; anomaly %")))
+                doctor = update.where(
+                    sa.or_(c.detail.like("anomaly %"), c.detail.like(f"{SYNTHETIC_PREFIX}%; anomaly %"))
+                )
                 changed += tx.execute(doctor.values(fate=fate, rule="loss_doctor")).rowcount
             changed += tx.execute(update.values(fate=fate, rule="person" if fate == "quarantined" else None)).rowcount
         record(tx, RETURNED, Subject("removal", number), {"by": by, "documents": changed})
@@ -217,7 +219,7 @@ def mark_new_releases(ledger: Ledger) -> list[str]:
     taken = [one for one in removals(ledger) if one.state != "returned" and one.token_shards]
     if not taken:
         return []
-    known = ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=MARKED)
+    known = ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=RELEASE_MARKED)
     marked = {(row["subject"], row["detail"].get("removal")) for row in known}
     said: list[str] = []
     for removal in taken:
@@ -227,7 +229,9 @@ def mark_new_releases(ledger: Ledger) -> list[str]:
             if all(row.created_at > removal.at for row in SegmentRow.lineage(ledger, release.segment)):
                 continue
             exposure = Exposure(ledger, _documents(ledger, removal))
-            saw = releases_that_saw(ledger, exposure, {release.number: release.segment}).get(release.number, ([], True))
+            saw = find_releases_trained_on(ledger, exposure, {release.number: release.segment}).get(
+                release.number, ([], True)
+            )
             with ledger.begin() as tx:  # also a release that saw none, so that it is not checked again
                 _mark(tx, release.number, removal.number, *saw)
             if saw[0]:
@@ -244,17 +248,17 @@ def mark_new_releases(ledger: Ledger) -> list[str]:
 
 
 def _documents(ledger: Ledger, removal: Removal) -> dict[str, str]:
-    rules = [removal.rule(fate) for fate in TAKEN_OUT]
+    rules = [removal.rule(fate) for fate in REMOVABLE_FATES]
     rows = ledger.rows(sa.select(c.key, c.token_shard).where(c.rule.in_(rules), c.token_shard.is_not(None)))
     return {row["key"]: row["token_shard"] for row in rows}
 
 
 def _mark(tx: sa.Connection, release: int, removal: int, keys: Sequence[str], exact: bool) -> None:
     detail = {"anomaly": None, "removal": removal, "documents": keys[:SHOWN], "count": len(keys), "exact": exact}
-    record(tx, MARKED, Subject("release", release), detail)
+    record(tx, RELEASE_MARKED, Subject("release", release), detail)
 
 
-def _nothing(selection: Selection, others: dict[str, str]) -> Message:
+def _nothing(selection: DocumentSelection, others: dict[str, str]) -> Message:
     if selection.column == "key":
         key, fate = next(iter(others.items()), (selection.names[0], "none"))
         return Message(
@@ -266,7 +270,7 @@ def _nothing(selection: Selection, others: dict[str, str]) -> Message:
     return Message(
         "data.nothing_used",
         "no document of the {noun} {names} is training data or held out ({fates}); nothing was changed",
-        noun=NOUNS[selection.column],
+        noun=COLUMN_NOUNS[selection.column],
         names=selection.names,
         fates=[f"{count:,} {fate}" for fate, count in Counter(others.values()).items()],
     )

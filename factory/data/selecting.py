@@ -9,19 +9,19 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError, nearest
-from factory.ingest.rules.claims import COPIES
+from factory.ingest.rules.claims import COPY_RULES
 from factory.ledger.ledger import Ledger, documents, shards
-from factory.ledger.removals import FATE, NO_LICENCE, TAKEN_OUT
+from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE
 from kernels.contract.message import Message
 
 AT_ONCE = 5000  # values in one IN (…)
 LISTED = 20  # documents with the same id that an error lists
 COLUMNS = {"source": documents.c.source, "license": documents.c.license}
-NOUNS = {"source": "source", "license": "licence"}
+COLUMN_NOUNS = {"source": "source", "license": "licence"}
 
 
 @dataclass(frozen=True)
-class Selection:
+class DocumentSelection:
     """Documents whose ``column`` ('key', 'source', 'license') is one of ``names``. By licence: also documents of which a copy came under it."""
 
     column: str
@@ -33,7 +33,7 @@ class Selection:
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
         if self.column == "license":
             copy = documents.alias()
-            came = sa.select(copy.c.matched).where(copy.c.rule.in_(COPIES), copy.c.matched.is_not(None))
+            came = sa.select(copy.c.matched).where(copy.c.rule.in_(COPY_RULES), copy.c.matched.is_not(None))
             return sa.or_(
                 self._licence(documents.c.license), documents.c.key.in_(came.where(self._licence(copy.c.license)))
             )
@@ -54,24 +54,24 @@ class Selection:
         return [self.where(start) for start in range(0, count, AT_ONCE)]
 
 
-def fates_of(erase: bool) -> tuple[str, ...]:
+def removable_fates(erase: bool) -> tuple[str, ...]:
     """The fates of documents that a removal may take out."""
-    return (*TAKEN_OUT, FATE, "dropped") if erase else TAKEN_OUT
+    return (*REMOVABLE_FATES, REMOVED_FATE, "dropped") if erase else REMOVABLE_FATES
 
 
-def by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> Selection:
-    """The documents with these keys or ids. Raises: InputError as ``keys_of_one``."""
-    keys = [key for name in names for key in keys_of_one(ledger, name, documents.c.fate.in_(fates))]
-    return Selection("key", tuple(dict.fromkeys(keys)))
+def by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
+    """The documents with these keys or ids. Raises: InputError as ``find_keys_of_one``."""
+    keys = [key for name in names for key in find_keys_of_one(ledger, name, documents.c.fate.in_(fates))]
+    return DocumentSelection("key", tuple(dict.fromkeys(keys)))
 
 
-def keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
+def find_keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> list[str]:
     """The keys of the one document that a person means by a key, or by an id that no other document has; with the copies of its text that have
     the same id. If several documents have the id, only those that meet the conditions ``fitting`` count; if none meets them, all count.
 
     Raises: InputError with the keys if several documents remain, or with similar ids if no document has the id.
     """
-    found = keys_of(ledger, name)
+    found = find_keys(ledger, name)
     if name in found:
         return [name]
     c = documents.c
@@ -97,7 +97,7 @@ def keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]) -> 
     )
 
 
-def keys_of(ledger: Ledger, name: str) -> list[str]:
+def find_keys(ledger: Ledger, name: str) -> list[str]:
     """The keys of all documents with that id or key. Raises: InputError with similar ids if there is none."""
     rows = ledger.read("SELECT key FROM documents WHERE id = :name OR key = :name ORDER BY key", name=name)
     if rows:
@@ -113,18 +113,18 @@ def keys_of(ledger: Ledger, name: str) -> list[str]:
     )
 
 
-def by_value(ledger: Ledger, column: str, names: Sequence[str]) -> Selection:
+def select_by_value(ledger: Ledger, column: str, names: Sequence[str]) -> DocumentSelection:
     """The documents of these sources or licences. Raises: InputError with a similar name for a name that no document has."""
-    selection = Selection(column, tuple(dict.fromkeys(names)))
+    selection = DocumentSelection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:
-        if not ledger.one(sa.select(documents.c.key).where(Selection(column, (name,)).where()).limit(1)):
-            noun, values = NOUNS[column], COLUMNS[column]
+        if not ledger.one(sa.select(documents.c.key).where(DocumentSelection(column, (name,)).where()).limit(1)):
+            noun, values = COLUMN_NOUNS[column], COLUMNS[column]
             known = ledger.rows(sa.select(values.label("name")).where(values.is_not(None)).distinct().limit(10_000))
-            raise no_document_has(noun, name, [row["name"] for row in known])
+            raise unknown_value_error(noun, name, [row["name"] for row in known])
     return selection
 
 
-def no_document_has(noun: str, name: str, known: Collection[str]) -> InputError:
+def unknown_value_error(noun: str, name: str, known: Collection[str]) -> InputError:
     """The error of a domain, source, licence or shard (``noun``) of this name that no document has. ``known``: the names that documents have."""
     near = nearest(name, known)[:300] if known else ""
     return InputError(

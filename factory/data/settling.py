@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.errors import InputError, nearest
-from factory.data.selecting import keys_of_one
+from factory.data.selecting import find_keys_of_one
 from factory.ingest.rules.claims import SETTLED, LicenceConflict, conflicts
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import Licences
-from factory.ingest.shapes.mapping import whole_name
+from factory.ingest.shapes.mapping import original_file_name
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.removals import NO_LICENCE
 from kernels.contract.message import Message
@@ -98,14 +98,14 @@ def settle(
     """Set aside all claims except ``licence`` ('none': no licence) about the documents with these ids or keys, and about all documents on which
     these shards, or parts of these files, conflict with others. Returns the conflicts before the change.
 
-    Raises: InputError if there is no conflict, or no row claims ``licence``; and as ``keys_of_one``.
+    Raises: InputError if there is no conflict, or no row claims ``licence``; and as ``find_keys_of_one``.
     """
-    wanted = {key for name in names for key in keys_of_one(ledger, name)}
+    wanted = {key for name in names for key in find_keys_of_one(ledger, name)}
     about = [
         one
         for one in conflicts(ledger)
         if wanted & {claim.key for claim in one.claims}
-        or {name for claim in one.claims for name in (claim.shard, whole_name(claim.shard))} & set(shards)
+        or {name for claim in one.claims for name in (claim.shard, original_file_name(claim.shard))} & set(shards)
     ]
     if not about:
         raise InputError(

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.ingest.document import SYNTHETIC, maker_of, written_by
+from factory.ingest.document import SYNTHETIC_PREFIX, read_maker, written_by
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 
@@ -19,7 +19,7 @@ _RELEASE = re.compile(r"release (\d{1,9}) \(weights [0-9a-f]{16}\)\Z")
 
 
 @dataclass(frozen=True)
-class WrittenBy:
+class SyntheticCount:
     """The documents of one maker. ``release``: the release of this factory that the maker is; None: it is not one."""
 
     maker: str
@@ -31,25 +31,25 @@ class WrittenBy:
         return asdict(self)
 
 
-def written_in(ledger: Ledger, used: Collection[str]) -> list[WrittenBy]:
+def count_synthetic(ledger: Ledger, used: Collection[str]) -> list[SyntheticCount]:
     """The documents in these token shards that models wrote, by maker, most tokens first. Removed and quarantined documents count too, since
     models were trained on them."""
     found: dict[str, tuple[int, int]] = {}
     for row in _rows(ledger):
-        if row["token_shard"] in used and (maker := maker_of(row["detail"])):
+        if row["token_shard"] in used and (maker := read_maker(row["detail"])):
             count, tokens = found.get(maker, (0, 0))
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
-    listed = [WrittenBy(maker, release_of(maker, weights), *counts) for maker, counts in found.items()]
+    listed = [SyntheticCount(maker, release_of(maker, weights), *counts) for maker, counts in found.items()]
     return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
 
 
-def written_of(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
+def count_written_by_release(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
     """By token shard, the number of its training documents that a release wrote."""
     maker = written_by(release.number, release.export_sha256)
     found: dict[str, int] = {}
     for row in _rows(ledger):
-        if maker_of(row["detail"]) == maker:
+        if read_maker(row["detail"]) == maker:
             found[row["token_shard"]] = found.get(row["token_shard"], 0) + row["documents"]
     return found
 
@@ -68,5 +68,5 @@ def release_of(maker: str, weights: Mapping[int, str]) -> int | None:
 
 def _rows(ledger: Ledger) -> list[dict[str, Any]]:
     sql = f"""SELECT detail, token_shard, COUNT(*) AS documents, SUM(supervised_tokens) AS supervised_tokens FROM documents
-        WHERE detail LIKE '{SYNTHETIC}%' AND token_shard IS NOT NULL GROUP BY detail, token_shard"""
+        WHERE detail LIKE '{SYNTHETIC_PREFIX}%' AND token_shard IS NOT NULL GROUP BY detail, token_shard"""
     return ledger.read(sql)

@@ -16,19 +16,19 @@ from typing import Any
 
 import yaml
 
-from factory.backups.backups import make_ledger
+from factory.backups.backups import make_or_open_ledger
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
-from factory.core.workspace import MODEL_LOOP, Config, Workspace, code_root
+from factory.core.workspace import MODEL_LOOP, Config, Workspace, checkout_root
 from factory.demo import demo_size
 from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
 from factory.demo.summary import summary
 from factory.duties.runner import work
-from factory.git.repository import fork, live_commit
-from factory.ingest.inbox import arrived, ingest_arrived
+from factory.git.repository import fork, get_live_commit
+from factory.ingest.inbox import arrived, ingest_and_file
 from factory.ledger.ledger import sa, shards
 from factory.ledger.plant import Plant
 from factory.ledger.status import snapshot
@@ -37,13 +37,15 @@ from kernels.contract.message import Message
 
 MARK = ".demo"  # --fresh removes only a folder with this file
 BAD_SHARD = "surprise-00.jsonl"
-MEASURING = "measuring"  # stands for a commit, before the demo's repository has one
+MEASURING_COMMIT = "measuring"  # stands for a commit, before the demo's repository has one
 CODE = "code"  # folder in the workspace: the demo's own repository, so that yours gets no branches
 RECIPE = "policies/recipes/demo.yaml"
-SMALL_CORPUS = 4.0  # with fewer minutes, the corpus is half of the library
+SMALL_CORPUS_MINUTES = 4.0  # with fewer minutes, the corpus is half of the library
 
 
-def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX, fresh: bool = False) -> None:
+def run_demo(
+    where: Path, terminal: Terminal, *, minutes: float = demo_size.DEFAULT_MINUTES, fresh: bool = False
+) -> None:
     """Run the demo. Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
     began = time.monotonic()
     demo_size.checked(minutes)
@@ -67,7 +69,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
     (root / MARK).touch()
     workspace = Workspace.create(root, Config(repository=CODE))
     _write_data_policy(workspace)
-    plant = Plant(workspace, make_ledger(workspace), terminal)
+    plant = Plant(workspace, make_or_open_ledger(workspace), terminal)
     with workspace.lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
@@ -75,7 +77,7 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
         _arrive(plant, first)
         ingesting = time.monotonic()
         for path in arrived(plant, settle=0.0):
-            ingest_arrived(plant, path)
+            ingest_and_file(plant, path)
         if not workspace.repository.exists():
             terminal.heading(
                 Message("demo.step_measure", "3  Measure the speed of this machine, and choose the model and its steps")
@@ -113,13 +115,13 @@ def run_demo(where: Path, terminal: Terminal, *, minutes: float = demo_size.SIX,
 
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
     """Measure this machine, choose the sizes, and write them into the recipe, the kernels and the workspace's policies."""
-    from factory.computing.computing import describe_precision, measured_precision
+    from factory.computing.computing import describe_precision, measure_precision
     from trainer.contract.recipe import Recipe
 
-    raw = _read_recipe((code_root() / RECIPE).read_text("utf-8"))
-    found = measured_precision(Recipe.parse(raw))
+    raw = _read_recipe((checkout_root() / RECIPE).read_text("utf-8"))
+    found = measure_precision(Recipe.parse(raw))
     terminal.line(f"  {describe_precision(found)}")
-    shape = demo_size.first_guess(minutes, _predicted(raw, found))
+    shape = demo_size.guess_first_shape(minutes, _predicted(raw, found))
     for attempt in range(3):
         measured = _step_rate(workspace, terminal, shape.recipe(raw) | {"precision": found["precision"]}, str(shape))
         terminal.line(
@@ -131,7 +133,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
                 rate=measured["tokens_per_s"],
             )  # fmt: skip
         )
-        better = demo_size.next_guess(minutes, shape, measured["step_s"])
+        better = demo_size.guess_next_shape(minutes, shape, measured["step_s"])
         climbs = LADDER.index(better) > LADDER.index(shape)
         if better == shape or attempt == 2 or (climbs and attempt == 1):  # the chosen shape must have been measured
             break
@@ -167,12 +169,12 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
             )  # fmt: skip
         )
     _write_policies(workspace, size)
-    edits = {KERNELS: plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
+    edits = {KERNELS: use_plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
     title = Message("demo.commit", "Use plain kernels and a model that fits this machine, for the demo")
-    fork(code_root(), workspace.repository, edits, title)
-    measured_with = devices.compiled(workspace.root, MEASURING)
+    fork(checkout_root(), workspace.repository, edits, title)
+    measured_with = devices.compiled(workspace.root, MEASURING_COMMIT)
     if measured_with.is_dir():  # the factory's own checkout compiled it, so training may use it
-        own = devices.compiled(workspace.root, live_commit(workspace.repository))
+        own = devices.compiled(workspace.root, get_live_commit(workspace.repository))
         shutil.rmtree(own, ignore_errors=True)
         measured_with.rename(own)
 
@@ -212,12 +214,12 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     folder.mkdir(exist_ok=True)
     given, kernels = folder / "demo-recipe.yaml", folder / "demo-kernels.yaml"
     given.write_text(yaml.safe_dump(recipe))
-    kernels.write_text(plain_kernels((code_root() / KERNELS).read_text("utf-8")))
+    kernels.write_text(use_plain_kernels((checkout_root() / KERNELS).read_text("utf-8")))
     arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.compiled(workspace.root, MEASURING) / "inductor")
+    cache = str(devices.compiled(workspace.root, MEASURING_COMMIT) / "inductor")
     began = time.monotonic()
     with terminal.task(Message("demo.timing", "timing steps of {shape} (the first step compiles)", shape=title)):
-        done = run_python(code_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
+        done = run_python(checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
     if done.returncode:
         raise FactoryError(
             "demo.not_timed", "A step of the demo's recipe could not be timed: {error}",
@@ -240,7 +242,7 @@ def _write_data_policy(workspace: Workspace) -> None:
 
     path = workspace.root / "policies" / "data.yaml"
     if not path.exists():
-        text = (code_root() / "policies" / "data.yaml").read_text("utf-8")
+        text = (checkout_root() / "policies" / "data.yaml").read_text("utf-8")
         for domain in ("code", "docs", "chat"):
             text = set_value(text, ("domains", domain, "group"), "source")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -259,7 +261,7 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
         "gates/patch.yaml": {"training": size.patch},
     }
     for name, values in changes.items():
-        raw = yaml.safe_load((code_root() / "policies" / name).read_text("utf-8"))
+        raw = yaml.safe_load((checkout_root() / "policies" / name).read_text("utf-8"))
         for key, value in values.items():
             raw[key] = raw.get(key, {}) | value if isinstance(value, dict) else value
         path = own / name
@@ -270,7 +272,7 @@ def _write_policies(workspace: Workspace, size: Size) -> None:
         path.write_text(comment + yaml.safe_dump(raw, sort_keys=False))
 
 
-def plain_kernels(policy: str) -> str:
+def use_plain_kernels(policy: str) -> str:
     """kernels.yaml with plain expressions in place of every choice, so that the code loop can find an improvement."""
     from agents.core.yaml_edit import set_value
     from kernels.contract.choice import PLAIN
@@ -288,7 +290,7 @@ def _corpus(workspace: Workspace, terminal: Terminal, minutes: float) -> list[Pa
     if not folder.exists():
         shutil.rmtree(aside, ignore_errors=True)
         aside.mkdir()
-        write_corpus(aside, terminal, 1.0 if minutes >= SMALL_CORPUS else 0.5)
+        write_corpus(aside, terminal, 1.0 if minutes >= SMALL_CORPUS_MINUTES else 0.5)
         os.rename(aside, folder)
     found = sorted(path for path in folder.glob("*.jsonl") if path.name != BAD_SHARD)
     if not found:

@@ -1,7 +1,7 @@
 """Chooses the model, the steps and the size of evaluations that fit into the demo's minutes. Pure functions of measured seconds.
 
 Every machine makes two candidates and one judged proposal. A faster machine gets a larger model and more steps, not a shorter demo. A step
-should take about ``STEP_S`` in a demo of six minutes, so that the patch gate, which repeats steps about 300 times, leaves time for training.
+should take about ``STEP_SECONDS`` in a demo of six minutes, so that the patch gate, which repeats steps about 300 times, leaves time for training.
 The model is the largest of ``LADDER`` with such steps.
 """
 
@@ -15,8 +15,8 @@ from factory.core.errors import InputError
 from kernels.contract.message import Message
 
 LEAST_MINUTES, MOST_MINUTES = 2.0, 120.0
-STEP_S = 0.15  # seconds of a step in a demo of SIX minutes
-SIX = 6.0
+STEP_SECONDS = 0.15  # seconds of a step in a demo of SIX minutes
+DEFAULT_MINUTES = 6.0
 OVERHEAD = 2.0  # time of a step divided by that of its products, attention and loss head; measured on small models
 
 
@@ -86,7 +86,7 @@ class Size:
 LEAST = {"first": 60, "later": 30, "anneal": 24}  # with fewer steps a candidate may not beat the trigram model
 SHARES = {"first": 0.44, "later": 0.24, "anneal": 0.16}  # of all steps; the demo has two anneals
 JUDGED_STEPS = 310  # steps of the gate's runs and warm-ups, measured twice, with four pairs
-TWO_PAIRS = 0.74  # share of JUDGED_STEPS that two pairs need
+TWO_PAIRS_SHARE = 0.74  # share of JUDGED_STEPS that two pairs need
 
 
 def checked(minutes: float) -> float:
@@ -94,21 +94,21 @@ def checked(minutes: float) -> float:
     if not (math.isfinite(minutes) and LEAST_MINUTES <= minutes <= MOST_MINUTES):
         raise InputError(
             "demo.minutes", "--minutes must be from {least:g} to {most:g}, not {minutes:g}. The default is {default:g}.", minutes=minutes,
-            least=LEAST_MINUTES, most=MOST_MINUTES, default=SIX,
+            least=LEAST_MINUTES, most=MOST_MINUTES, default=DEFAULT_MINUTES,
         )  # fmt: skip
     return minutes
 
 
-def first_guess(minutes: float, predicted: dict[DemoShape, float]) -> DemoShape:
+def guess_first_shape(minutes: float, predicted: dict[DemoShape, float]) -> DemoShape:
     """The largest shape with a short enough predicted step. ``predicted``: seconds of its products, attention and loss head."""
-    short = STEP_S * minutes / SIX
+    short = STEP_SECONDS * minutes / DEFAULT_MINUTES
     fitting = [shape for shape in LADDER if shape in predicted and predicted[shape] * OVERHEAD <= short]
     return fitting[-1] if fitting else LADDER[0]
 
 
-def next_guess(minutes: float, shape: DemoShape, step: float) -> DemoShape:
+def guess_next_shape(minutes: float, shape: DemoShape, step: float) -> DemoShape:
     """The shape to try after ``shape`` took ``step`` seconds a step; ``shape`` itself when the time is near the goal."""
-    ratio, place = step / (STEP_S * minutes / SIX), LADDER.index(shape)
+    ratio, place = step / (STEP_SECONDS * minutes / DEFAULT_MINUTES), LADDER.index(shape)
     if ratio > 1.3 and place > 0:
         return LADDER[place - (2 if ratio > 5 and place > 1 else 1)]
     if ratio < 0.35 and place + 1 < len(LADDER):
@@ -118,7 +118,7 @@ def next_guess(minutes: float, shape: DemoShape, step: float) -> DemoShape:
 
 def plan(minutes: float, seen: Seen) -> Size:
     """The sizes that use the remaining minutes."""
-    scale = min(1.0, minutes / SIX)
+    scale = min(1.0, minutes / DEFAULT_MINUTES)
     evals = {
         "documents_per_domain": max(16, round(60 * scale)),
         "cloze_items_per_domain": max(10, round(40 * scale)),
@@ -126,11 +126,11 @@ def plan(minutes: float, seen: Seen) -> Size:
     }
     # The gate measures a gain that would promote twice. Two pairs each are enough for a gain as large as the demo's.
     # On a noisy machine a measurement is repeated once. A second repeat would take another minute of the six.
-    hurried = minutes < 2 * SIX
+    hurried = minutes < 2 * DEFAULT_MINUTES
     patch = {"steps": 10, "pairs": 2 if hurried else 4, "tries": 2 if hurried else 3, "long": 8 if scale == 1 else 4}
     # Enough to compile and time at least two implementations. Without them, no patch can be proposed.
     measure = round(max(40.0 * scale, 15.0 + 5 * seen.start), 1)
-    judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else TWO_PAIRS)
+    judged = JUDGED_STEPS * (1.0 if patch["pairs"] == 4 else TWO_PAIRS_SHARE)
     # In starts of a program that imports torch, on two cores without a GPU. The work between the starts is small.
     fixed = {
         "ingest of later shards": 0.5 * seen.ingest,

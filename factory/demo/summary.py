@@ -11,7 +11,7 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.ledger.reader import Reader
-from factory.ledger.rows import CandidateRow, Reads, SegmentRow, VerdictRow
+from factory.ledger.rows import CandidateRow, ReadsSql, SegmentRow, VerdictRow
 from factory.ledger.status import describe_average
 from kernels.contract.message import Message
 
@@ -191,7 +191,7 @@ class Judged:
     seconds: float  # from the moment that its ingest was recorded
 
 
-def judged_shards(db: Reads) -> list[Judged]:
+def judged_shards(db: ReadsSql) -> list[Judged]:
     """Of every ingested shard that has one, in the order in which they came."""
     shards = db.read("SELECT sha256, name, ingested_at FROM shards WHERE state = 'ingested' ORDER BY ingested_at")
     shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
@@ -208,7 +208,7 @@ def judged_shards(db: Reads) -> list[Judged]:
     ]
 
 
-def _numbers(db: Reads, facts: dict[str, Any], seconds: float) -> list[str]:
+def _numbers(db: ReadsSql, facts: dict[str, Any], seconds: float) -> list[str]:
     """What another system can be compared by. ``python -m benchmarks.headline`` measures the same with more care."""
     lines = ["  IN NUMBERS"]
     timed = [one for one in facts["segments"] if isinstance(_tokens_per_s(one), float)]

@@ -17,40 +17,43 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.loss_doctor.causes import CODE, HEALTHY, KERNEL, RATE
-from factory.audit.drawing import merged_patches
+from factory.audit.drawing import find_merged_patches
 from factory.core.errors import InputError
-from factory.data.cost import releases_that_saw
+from factory.data.cost import find_releases_trained_on
 from factory.data.exposure import Exposure
-from factory.data.selecting import keys_of_one
+from factory.data.selecting import find_keys_of_one
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ingest.document import SYNTHETIC, keeping_maker
+from factory.ingest.document import SYNTHETIC_PREFIX, keep_maker
 from factory.ledger.anomalies import (
     ASKED,
     CLOSED,
-    DEV_ALONE,
     DIAGNOSED,
-    FREED,
-    MARKED,
-    QUARANTINED,
+    DOCUMENTS_FREED,
+    DOCUMENTS_QUARANTINED,
+    GAIN_ON_DEV_ONLY,
     REJECTED,
-    REWOUND,
+    RELEASE_MARKED,
+    SEGMENT_REWOUND,
     AnomalyRow,
-    newest_about,
+    newest_details_by_anomaly,
 )
 from factory.ledger.ledger import Ledger, documents, record, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, ReleaseRow, SegmentRow, Subject
+from factory.ledger.rows import ReadsSql, ReleaseRow, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.training.planning import RecipeOverride, last_checkpoint, record_override, was_overridden
+from factory.training.planning import RecipeOverride, has_override, last_checkpoint, record_override
 from kernels.contract.message import Message
 
 AT_ONCE = 16  # steps from an episode's onset in which new shards show their effect
-DOCTOR, PERSON = "loss_doctor", "person"  # values of ``documents.rule``: who quarantined the document
-Saw = Mapping[
+QUARANTINED_BY_DOCTOR, QUARANTINED_BY_PERSON = (
+    "loss_doctor",
+    "person",
+)  # values of ``documents.rule``: who quarantined the document
+ReleaseExposure = Mapping[
     int, tuple[Sequence[str], bool]
 ]  # by release: (keys of the documents that it was trained on, whether this is certain)
-OF_KERNELS = ("kernels/", "policies/kernels.yaml")
+KERNEL_FILES = ("kernels/", "policies/kernels.yaml")
 
 
 def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
@@ -63,7 +66,7 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
         return quarantine_and_rewind(ledger, lead, "policy")
     if _override(found) and policy.rate == "automatic":
         spoiled = SegmentRow.get(ledger, found["segment"])
-        if not was_overridden(ledger, spoiled.kind, spoiled.parent):
+        if not has_override(ledger, spoiled.kind, spoiled.parent):
             return override_and_rewind(ledger, lead, "policy")
     with ledger.begin() as tx:
         asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
@@ -83,7 +86,7 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
     )  # fmt: skip
 
 
-def blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: str | None) -> list[int]:
+def find_blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: str | None) -> list[int]:
     """The number of the only patch of an agent that can be the cause, where the cause is a code change or a faulty kernel.
 
     Candidates are patches merged since the commit ``previous`` (None: all merged patches); for a kernel, those that change kernels.
@@ -94,14 +97,14 @@ def blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previous: s
     code = plant.workspace.repository
     since = [
         row
-        for row in merged_patches(plant, commit)
+        for row in find_merged_patches(plant, commit)
         if previous is None or not repository.contains(code, previous, row.patch_commit)
     ]
     if tuple(causes) == (KERNEL,):
         files = {
             row.number: [c.path for c in repository.changes(code, row.base_commit, row.patch_commit)] for row in since
         }
-        since = [row for row in since if any(path.startswith(OF_KERNELS) for path in files[row.number])]
+        since = [row for row in since if any(path.startswith(KERNEL_FILES) for path in files[row.number])]
     return [row.number for row in since] if len(since) == 1 else []
 
 
@@ -110,7 +113,7 @@ def accept(ledger: Ledger, number: int, by: str) -> Message:
 
     Raises: InputError when the anomaly is closed or has no diagnosis.
     """
-    if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
+    if AnomalyRow.get(ledger, number).kind == GAIN_ON_DEV_ONLY:
         return _noted(ledger, number, "accepted", by)
     found = _diagnosis(ledger, number)
     if found["guilty"]:
@@ -125,19 +128,19 @@ def accept(ledger: Ledger, number: int, by: str) -> Message:
 
 def reject(ledger: Ledger, number: int, by: str) -> Message:
     """Close an anomaly whose diagnosis is wrong, and free the documents that it quarantined; returns a message. Raises: InputError."""
-    if AnomalyRow.get(ledger, number).kind == DEV_ALONE:
+    if AnomalyRow.get(ledger, number).kind == GAIN_ON_DEV_ONLY:
         return _noted(ledger, number, REJECTED, by)
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number, also_closed=True)
         reason, detail = f"anomaly {found['lead']}: ", documents.c.detail
-        written = sa.and_(detail.startswith(SYNTHETIC), detail.contains(f"; {reason}", autoescape=True))
+        written = sa.and_(detail.startswith(SYNTHETIC_PREFIX), detail.contains(f"; {reason}", autoescape=True))
         its_own = sa.or_(detail.startswith(reason, autoescape=True), written)  # no documents of another diagnosis
         which = (documents.c.key.in_(found["guilty"]), documents.c.fate == "quarantined", its_own)
         if _override(found):
             record_override(tx, SegmentRow.get(db, found["segment"]), RecipeOverride({}, 0, "rejected"))
         freed = list(tx.execute(sa.select(documents.c.key).where(*which)).scalars())
-        change_documents(tx, freed, "train", None, None)
+        change_fates(tx, freed, "train", None, None)
         _closed(tx, found, REJECTED, by, documents=found["guilty"])
     if not freed:
         return Message("diagnosis.rejected", "The anomaly is closed.")
@@ -148,15 +151,15 @@ def reject(ledger: Ledger, number: int, by: str) -> Message:
     )
 
 
-def change_documents(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
+def change_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | None, detail: str | None) -> None:
     """Give documents another fate and its reason; the maker of a synthetic document stays recorded."""
     c = documents.c
     for start in range(0, len(keys), 500):
         these = c.key.in_(keys[start : start + 500])
-        written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC))).all()
+        written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC_PREFIX))).all()
         tx.execute(documents.update().where(these).values(fate=fate, rule=rule, detail=detail))
         for key, before in written:
-            tx.execute(documents.update().where(c.key == key).values(detail=keeping_maker(before, detail)))
+            tx.execute(documents.update().where(c.key == key).values(detail=keep_maker(before, detail)))
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
@@ -164,19 +167,24 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
 
     All of it is one transaction.
     """
-    saw = releases_that_were_trained_on(ledger, _diagnosis(ledger, number)["guilty"])
+    saw = find_exposed_releases(ledger, _diagnosis(ledger, number)["guilty"])
     with ledger.begin() as tx:
         db = Snapshot(tx, ledger.root)
         found = _diagnosis(db, number)
         guilty, reason = found["guilty"], _reason(found)
-        change_documents(tx, guilty, "quarantined", DOCTOR, reason)
-        record(tx, QUARANTINED, Subject("anomaly", found["lead"]), {"documents": guilty, "reason": reason, "by": by})
-        mark_releases(tx, saw, found["lead"])
-        mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
+        change_fates(tx, guilty, "quarantined", QUARANTINED_BY_DOCTOR, reason)
+        record(
+            tx,
+            DOCUMENTS_QUARANTINED,
+            Subject("anomaly", found["lead"]),
+            {"documents": guilty, "reason": reason, "by": by},
+        )
+        record_exposed_releases(tx, saw, found["lead"])
+        mark_rewound(tx, segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "quarantined", by)
     return Message(
         "diagnosis.quarantined", "{documents:,|document is|documents are} quarantined, and segment {segment} is rewound.{releases}",
-        documents=len(guilty), segment=found["segment"], releases=saw_in_words(saw),
+        documents=len(guilty), segment=found["segment"], releases=exposure_message(saw),
     )  # fmt: skip
 
 
@@ -188,7 +196,7 @@ def override_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
         override = _override(found)
         assert override is not None
         record_override(tx, SegmentRow.get(db, found["segment"]), override)
-        mark_rewound(tx, spoiled_by(db, found["segment"]), {"anomaly": found["lead"]})
+        mark_rewound(tx, segment_and_descendants(db, found["segment"]), {"anomaly": found["lead"]})
         _closed(tx, found, "trained again", by)
     return Message(
         "diagnosis.rate_lowered", "Segment {segment} is rewound. Training repeats it with {values} until step {until}.",
@@ -224,7 +232,7 @@ def _reason(found: Mapping[str, Any]) -> str:
     return f"anomaly {found['lead']}: {' or '.join(found['causes'])}"
 
 
-def spoiled_by(db: Reads, segment: int) -> list[SegmentRow]:
+def segment_and_descendants(db: ReadsSql, segment: int) -> list[SegmentRow]:
     """A segment and all its descendants."""
     return [row for row in SegmentRow.select(db) if any(p.id == segment for p in SegmentRow.lineage(db, row.id))]
 
@@ -241,7 +249,7 @@ def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mappi
     for row in spoiled:
         if row.state != "rewound":  # also a failed segment, else training would wait for a person
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
-            record(tx, REWOUND, Subject("segment", row.id), dict(detail))
+            record(tx, SEGMENT_REWOUND, Subject("segment", row.id), dict(detail))
 
 
 def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
@@ -252,9 +260,9 @@ def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
     return Message("diagnosis.noted", "The anomaly is closed. The candidate stays held, as its verdict says.")
 
 
-def refuse_closed(db: Reads, number: int) -> None:
+def refuse_closed(db: ReadsSql, number: int) -> None:
     """Raises: InputError when the anomaly is closed."""
-    if end := newest_about(db, CLOSED).get(number):
+    if end := newest_details_by_anomaly(db, CLOSED).get(number):
         raise InputError(
             "diagnosis.closed",
             "Anomaly {anomaly} is closed: {how} by {person}.",
@@ -274,9 +282,9 @@ def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **mo
     record(tx, CLOSED, Subject("anomaly", found["lead"]), detail)
 
 
-def _diagnosis(db: Reads, number: int, also_closed: bool = False) -> dict[str, Any]:
+def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str, Any]:
     """The newest diagnosis of an anomaly. Raises: InputError when there is none, or the anomaly is closed."""
-    found = newest_about(db, DIAGNOSED).get(number)
+    found = newest_details_by_anomaly(db, DIAGNOSED).get(number)
     if found is None:
         raise InputError(
             "diagnosis.not_diagnosed",
@@ -288,24 +296,24 @@ def _diagnosis(db: Reads, number: int, also_closed: bool = False) -> dict[str, A
     return found
 
 
-def releases_that_were_trained_on(ledger: Ledger, keys: Sequence[str]) -> Saw:
+def find_exposed_releases(ledger: Ledger, keys: Sequence[str]) -> ReleaseExposure:
     """By release: the documents of ``keys`` that it was trained on, as in ``factory provenance``, and whether this is certain."""
     c = documents.c
     rows = ledger.rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
     exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
-    return releases_that_saw(ledger, exposure, {row.number: row.segment for row in ReleaseRow.select(ledger)})
+    return find_releases_trained_on(ledger, exposure, {row.number: row.segment for row in ReleaseRow.select(ledger)})
 
 
-def mark_releases(tx: sa.Connection, saw: Saw, anomaly: int | None = None) -> None:
+def record_exposed_releases(tx: sa.Connection, saw: ReleaseExposure, anomaly: int | None = None) -> None:
     """Record that releases were trained on documents that are quarantined now."""
     for release, (keys, exact) in saw.items():
-        record(tx, MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact})
+        record(tx, RELEASE_MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact})
 
 
-def saw_in_words(saw: Saw) -> str:
+def exposure_message(saw: ReleaseExposure) -> str:
     """The releases that were trained on some documents, as sentences.
 
-    >>> saw_in_words({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
+    >>> exposure_message({1: (["a"], True), 2: (["a"], True), 3: (["a"], False)})
     ' Trained on them: release 1, 2. Possibly trained on them: release 3.'
     """
     certain, possible = ([release for release, (_, exact) in saw.items() if exact is known] for known in (True, False))
@@ -347,7 +355,7 @@ def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> Message:
                     segment=number,
                     checkpoint=before,
                 )
-        spoiled = [one for one in spoiled_by(db, number) if one.state != "rewound"]
+        spoiled = [one for one in segment_and_descendants(db, number) if one.state != "rewound"]
         mark_rewound(tx, spoiled, {"by": by, "why": why})
     ids = [one.id for one in spoiled]
     made = [one.number for one in ReleaseRow.select(ledger) if one.segment in ids]
@@ -372,15 +380,15 @@ def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> 
         document=name, fate=fate,
     )  # fmt: skip
     keys = _keys(ledger, names, "train", None, refusal)
-    saw = releases_that_were_trained_on(ledger, keys)
+    saw = find_exposed_releases(ledger, keys)
     detail = f"by {by}" + (f": {why}" if why else "")
     with ledger.begin() as tx:
-        change_documents(tx, keys, "quarantined", PERSON, detail)
-        record(tx, QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
-        mark_releases(tx, saw)
+        change_fates(tx, keys, "quarantined", QUARANTINED_BY_PERSON, detail)
+        record(tx, DOCUMENTS_QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
+        record_exposed_releases(tx, saw)
     return Message(
         "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined and will carry no loss from the next segment "
-        "on.{releases}", documents=len(keys), releases=saw_in_words(saw),
+        "on.{releases}", documents=len(keys), releases=exposure_message(saw),
     )  # fmt: skip
 
 
@@ -390,10 +398,10 @@ def free(ledger: Ledger, names: Sequence[str], by: str) -> Message:
         "diagnosis.not_quarantined", "No person quarantined document {document!r}: its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
     )  # fmt: skip
-    keys = _keys(ledger, names, "quarantined", PERSON, refusal)
+    keys = _keys(ledger, names, "quarantined", QUARANTINED_BY_PERSON, refusal)
     with ledger.begin() as tx:
-        change_documents(tx, keys, "train", None, None)
-        record(tx, FREED, "documents", {"documents": keys, "by": by})
+        change_fates(tx, keys, "train", None, None)
+        record(tx, DOCUMENTS_FREED, "documents", {"documents": keys, "by": by})
     return Message(
         "diagnosis.freed",
         "{documents:,|document is|documents are} trained on again from the next segment on.",
@@ -410,7 +418,7 @@ def _keys(
     found: list[str] = []
     for name in names:
         try:
-            keys = keys_of_one(ledger, name, fits)
+            keys = find_keys_of_one(ledger, name, fits)
         except InputError as error:
             if "nothing was changed" in str(error).lower():
                 raise

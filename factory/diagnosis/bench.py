@@ -14,14 +14,23 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.arms import AGAIN, AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, Joined, ReplayArm, Start
+from agents.loss_doctor.arms import (
+    AGAIN,
+    AnomalyCase,
+    ArmOutcome,
+    BudgetSpent,
+    DocumentScore,
+    JoinedShards,
+    ReplayArm,
+    Start,
+)
 from agents.loss_doctor.curves import StepPoint, Symptom, points, quantity_of
 from factory.audit.keeping import copy_checkpoint
 from factory.core.removal import remove
-from factory.diagnosis.joined import joined_in
+from factory.diagnosis.joined import compare_new_documents
 from factory.gates.patch.held_out import reference_model
 from factory.runs.arm import Arm
-from factory.runs.sandboxed import Ended
+from factory.runs.sandboxed import ArmEnd
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -29,10 +38,10 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, name_of
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import Piece, Stream, generation_of
+from trainer.contract.data.document_stream import Piece, Stream, shard_generation
 from trainer.contract.recipe import Recipe
 
-Runner = Callable[[Arm], Ended]  # trains an arm
+ArmTrainer = Callable[[Arm], ArmEnd]  # trains an arm
 USUAL_STEPS = 32  # steps before the onset that define the usual values
 SAMPLE = 200  # documents of earlier shards that are scored for comparison
 
@@ -97,7 +106,7 @@ class WindowBench:
 
     episode: Episode
     folder: Path
-    run_trainer: Runner
+    run_trainer: ArmTrainer
     budget: int  # the most steps that may be replayed
     before: str = ""  # the Python interpreter of the previous environment
     told: Callable[[float, str], None] = lambda steps, arm: (
@@ -121,7 +130,7 @@ class WindowBench:
             has_end=found.end is not None,
             has_earlier=len(found.in_segment()) > 1,
             has_older=found.older() is not None,
-            resumed_at=found.newest[0] if moments_are_lost(found.newest[1]) else None,
+            resumed_at=found.newest[0] if has_lost_moments(found.newest[1]) else None,
             generation_begins=found.generation_begins,
             has_previous_mixture=found.previous_weights is not None,
             was_otherwise=found.was_otherwise,
@@ -196,7 +205,7 @@ class WindowBench:
             return at_onset
         older = episode.older()
         assert older is not None
-        return graft(older[1], at_onset if at_onset.exists() else episode.newest[1], self.folder / "grafted")
+        return graft_checkpoint(older[1], at_onset if at_onset.exists() else episode.newest[1], self.folder / "grafted")
 
     def _replay(self, arm: ReplayArm, first: int, start: Path, until: int) -> ArmOutcome:
         episode = self.episode
@@ -251,16 +260,16 @@ class WindowBench:
         write_atomically(stored, json.dumps([astuple(score) for score in found]))
         return found
 
-    def joined(self) -> list[Joined]:
+    def joined(self) -> list[JoinedShards]:
         """For each domain, how the documents that the newest shards bring into the window differ from earlier ones."""
-        order = order_at(self.episode, self.episode.onset)
+        order = data_order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
-        for key, piece in read_until(order, self.episode.until):
+        for key, piece in read_pieces_until(order, self.episode.until):
             keys[piece.stream].add(key)
-        return joined_in(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
+        return compare_new_documents(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
 
 
-def order_at(episode: Episode, step: int) -> DataOrder:
+def data_order_at(episode: Episode, step: int) -> DataOrder:
     """The segment's data order, moved to a step at or after the newest checkpoint."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
@@ -276,7 +285,7 @@ def order_at(episode: Episode, step: int) -> DataOrder:
     return order
 
 
-def read_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
+def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
     """(key of the document, piece) for each piece of the steps before ``step``."""
     while order.step < step:
         for piece in (piece for row in order.next_rows() for piece in row):
@@ -286,15 +295,15 @@ def read_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
 def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
     """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``samples``. Computed on the CPU."""
     model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
-    order = order_at(episode, episode.onset)
+    order = data_order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
-    for key, piece in read_until(order, episode.until):
+    for key, piece in read_pieces_until(order, episode.until):
         pieces[key, True].append(piece)
     for piece in samples(order, SAMPLE):
         key = order.streams[piece.stream].key(piece.document)
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
-    joined = last_joined(order)
+    joined = newest_streams(order)
     every = [order.streams[piece.stream].tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
     counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
     nats_of = -np.log(counts / counts.sum())
@@ -316,15 +325,15 @@ def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
     return found
 
 
-def last_joined(order: DataOrder) -> set[str]:
+def newest_streams(order: DataOrder) -> set[str]:
     """Names of the streams of the newest generation; empty for a single generation."""
-    newest, oldest = (end(map(generation_of, order.streams)) for end in (max, min))
-    return {name for name in order.streams if generation_of(name) == newest > oldest}
+    newest, oldest = (end(map(shard_generation, order.streams)) for end in (max, min))
+    return {name for name in order.streams if shard_generation(name) == newest > oldest}
 
 
 def samples(order: DataOrder, count: int) -> list[Piece]:
     """The first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
-    joined, found = last_joined(order), []
+    joined, found = newest_streams(order), []
     for new in (True, False):
         streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
         share = min(1.0, count / max(1, sum(len(stream.length) for stream in streams)))
@@ -359,7 +368,7 @@ def _store(path: Path, outcome: ArmOutcome) -> None:
     write_atomically(path, json.dumps(asdict(replace(outcome, curve=())) | {"curve": [p.row() for p in outcome.curve]}))
 
 
-def graft(older: Path, newest: Path, parent: Path) -> Path:
+def graft_checkpoint(older: Path, newest: Path, parent: Path) -> Path:
     """A checkpoint with the weights and moments of ``older`` and the step and data position of ``newest``; returns its path."""
     target = parent / newest.name
     if not target.exists():
@@ -369,7 +378,7 @@ def graft(older: Path, newest: Path, parent: Path) -> Path:
     return target
 
 
-def moments_are_lost(checkpoint: Path) -> bool:
+def has_lost_moments(checkpoint: Path) -> bool:
     """Whether all moments of a checkpoint are zero."""
     moments = [
         t

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.untrusted import visible
-from agents.loss_doctor.arms import rate_arms
+from agents.loss_doctor.arms import arms_against_large_steps
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import KINDS, StepPoint, onset, points
 from agents.loss_doctor.doctor import Diagnosis, diagnose
-from factory.audit.keeping import ladder_of
+from factory.audit.keeping import ladder_folder
 from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.launching import ranks
 from factory.core.policy_file import policy_sha256
 from factory.core.progress import Progress
@@ -31,15 +31,22 @@ from factory.diagnosis import acting
 from factory.diagnosis.bench import Episode, WindowBench
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, REPLICAS_APART, AnomalyRow, newest_about, settled
+from factory.ledger.anomalies import (
+    DIAGNOSED,
+    DIAGNOSIS,
+    REPLICAS_DIFFER,
+    AnomalyRow,
+    newest_details_by_anomaly,
+    settled,
+)
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.runs.arm import Arm, for_one_rank
+from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.running import Runs
-from factory.runs.sandboxed import Ended
-from factory.runs.trace import step_lines
+from factory.runs.sandboxed import ArmEnd
+from factory.runs.trace import read_step_lines
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
@@ -49,9 +56,9 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
 
-GAP = 8  # steps without an anomaly end an episode
+EPISODE_GAP_STEPS = 8  # steps without an anomaly end an episode
 LONGEST = 32  # the most steps of an episode
-MOST_STEPS = 6  # replayed steps of an episode, from its onset on; later anomalies get another diagnosis
+MOST_REPLAYED_STEPS = 6  # replayed steps of an episode, from its onset on; later anomalies get another diagnosis
 NEAR = 6  # steps: the trainer's onset of a sudden anomaly may be so much before the doctor's; its search is early by up to 16
 SLOW = (
     "divergence",
@@ -59,7 +66,7 @@ SLOW = (
     "attention_logits",
     "update_jump",
 )  # kinds that begin long before the trainer notices them; the trainer's onset counts
-REACH = 128  # the trainer's onset is used if it is at most so many steps before the anomaly
+MOST_ONSET_STEPS = 128  # the trainer's onset is used if it is at most so many steps before the anomaly
 
 
 @dataclass(frozen=True)
@@ -76,7 +83,7 @@ class Noted:
     def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> Noted:
         """``detail``: the line of anomalies.jsonl. Patchable code wrote it, so an impossible onset is ignored."""
         began, where = (detail or {}).get("onset"), (detail or {}).get("where", "")
-        possible = type(began) is int and step - REACH <= began <= step
+        possible = type(began) is int and step - MOST_ONSET_STEPS <= began <= step
         return cls(number, step, kind, began if possible else None, where if isinstance(where, str) else "")
 
 
@@ -108,7 +115,7 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
     """
     found: list[list[Noted]] = []
     for anomaly in sorted((a for a in anomalies if a.kind in KINDS), key=lambda a: (a.step, a.number)):
-        near = found and anomaly.step - found[-1][-1].step <= GAP
+        near = found and anomaly.step - found[-1][-1].step <= EPISODE_GAP_STEPS
         if near and anomaly.step - found[-1][0].step < LONGEST:
             found[-1].append(anomaly)
         else:
@@ -122,7 +129,7 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
             tells = anomaly.began is not None and (anomaly.kind in SLOW or anomaly.began >= own - NEAR)
             first = min(first, anomaly.began if tells and anomaly.began is not None else anomaly.step)
         first = min(lead.step, max(first, least))
-        last = max(a.step for a in group if a.step < max(lead.step + 1, first + MOST_STEPS))
+        last = max(a.step for a in group if a.step < max(lead.step + 1, first + MOST_REPLAYED_STEPS))
         noted = (group[0].step, group[-1].step)
         made.append(EpisodeSpan(lead.kind, first, last, tuple(a.number for a in group), lead.where, noted))
     return made
@@ -131,7 +138,7 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
 PATIENCE_SECONDS = 600.0  # added to a multiple of the longest replay's time, to limit the next replay
 AROUND = 40  # steps before the onset, and after the last step, in the figure
 CURVES = 4  # curves of arms in the figure, besides that of the live run
-NEW_FOR = 16  # steps: a change can cause an anomaly whose onset is at most so much later
+RECENT_STEPS = 16  # steps: a change can cause an anomaly whose onset is at most so much later
 
 
 def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dict[str, Any]:
@@ -149,7 +156,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             "--steps, to 1 or more.", budget=budget,
         )  # fmt: skip
     row = AnomalyRow.get(plant.ledger, number)
-    recorded = newest_about(plant.ledger, DIAGNOSED).get(number)
+    recorded = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
     if recorded and number not in settled(plant.ledger):  # killed before it acted on the diagnosis
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
     acting.refuse_closed(plant.ledger, number)
@@ -157,7 +164,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     lines: list[StepPoint] = []
     unreadable: InputError | None = None
     try:
-        lines = live_lines(plant.ledger, segment)
+        lines = read_live_metrics(plant.ledger, segment)
     except InputError as error:
         unreadable = error
     span = _span(plant.ledger, row, segment.first_step, lines)
@@ -172,7 +179,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     )  # fmt: skip
     with plant.progress.task(title, budget) as told:
         try:
-            if row.kind == REPLICAS_APART:
+            if row.kind == REPLICAS_DIFFER:
                 causes = [HARDWARE, LAYOUT]
                 raise _replicas_apart(row)
             if unreadable:
@@ -193,10 +200,12 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             elif policy.previous_python and episode.environment_changed:
                 bench.before = policy.previous_python
             found = diagnose(bench)
-            keys = next((dict(arm.recipe) for arm in rate_arms(bench.case()) if arm.name == found.remedy), {})
+            keys = next(
+                (dict(arm.recipe) for arm in arms_against_large_steps(bench.case()) if arm.name == found.remedy), {}
+            )
             why = " ".join([found.why, *(f"({note})" for note in notes)])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
-            if isinstance(error, repository.CheckoutError) or is_of_no_file(error):
+            if isinstance(error, repository.CheckoutError) or is_machine_fault_of_no_file(error):
                 raise  # a fault of the machine is no evidence about the anomaly
             why = str(error)
         finally:
@@ -259,9 +268,9 @@ def _replicas_apart(row: AnomalyRow) -> FactoryError:
 
 def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
     try:
-        return acting.blamed_patches(plant, causes, segment.code_commit, previous_commit(plant.ledger, segment, 0))
+        return acting.find_blamed_patches(plant, causes, segment.code_commit, previous_commit(plant.ledger, segment, 0))
     except FactoryError as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         plant.progress.line(
             Message(
@@ -281,17 +290,17 @@ def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnos
     return {"loss": loss, "grad_norm": {"live": [(float(p.step), p.grad_norm) for p in live]}}
 
 
-def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
+def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
     """The metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
     for row in SegmentRow.lineage(ledger, segment.id):
         if row.kind != "average" and Path(row.folder).is_dir():
             try:
                 lines += [
-                    line for line in step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
+                    line for line in read_step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
                 ]
             except (UntrustedFileError, OSError) as error:
-                if is_of_no_file(error):
+                if is_machine_fault_of_no_file(error):
                     raise
                 raise InputError(
                     "diagnosis.metrics_unreadable",
@@ -303,7 +312,7 @@ def live_lines(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
 
 
 def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
-    if row.kind == REPLICAS_APART:
+    if row.kind == REPLICAS_DIFFER:
         return EpisodeSpan(row.kind, row.step, row.step, (row.id,), noted=(row.step, row.step))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
     for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
@@ -336,11 +345,11 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
         )
     notes: list[str] = []
     if ranks(plant.workspace) > 1:
-        spec["recipe"] = for_one_rank(spec["recipe"])
+        spec["recipe"] = recipe_for_one_rank(spec["recipe"])
         notes.append("replayed on one rank")
     every: dict[int, Path] = {}
     for row in SegmentRow.lineage(plant.ledger, segment.id):
-        for folder in (ladder_of(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
+        for folder in (ladder_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
             every |= dict(checkpoints.steps_in(folder))
     sound = [
         (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
@@ -367,9 +376,9 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
             plant.workspace.repository, commit, _worktree(plant.workspace, segment, "-previous")
         )
     begins = segment.first_step if parent is not None and segment.generation != parent.generation else None
-    if begins is not None and not begins <= span.onset <= begins + NEW_FOR:
+    if begins is not None and not begins <= span.onset <= begins + RECENT_STEPS:
         begins = None
-    recent = parent is not None and span.onset <= segment.first_step + NEW_FOR
+    recent = parent is not None and span.onset <= segment.first_step + RECENT_STEPS
     after = [path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_fault(path)]
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
@@ -395,7 +404,7 @@ def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | N
 def previous_weights(
     plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
 ) -> dict[str, float] | None:
-    """The domain shares before those at step ``last``, if they changed at most ``NEW_FOR`` steps before the onset; else None.
+    """The domain shares before those at step ``last``, if they changed at most ``RECENT_STEPS`` steps before the onset; else None.
 
     They change with a phase, or with the segment, whose parent had the plan ``before``.
 
@@ -407,7 +416,7 @@ def previous_weights(
     {'y': 1.0}
     """
     now = DataPlan.from_json(plan).weights_at(last)
-    for step in range(last - 1, max(-1, onset - NEW_FOR - 1), -1):
+    for step in range(last - 1, max(-1, onset - RECENT_STEPS - 1), -1):
         if (then := DataPlan.from_json(plan).weights_at(step)) != now:
             return then
     then = DataPlan.from_json(before).weights_at(onset) if before else now
@@ -457,7 +466,7 @@ class _Trainers:
         self._ended: list[float] = []  # seconds
         self._left: list[Path] = []
 
-    def __call__(self, arm: Arm) -> Ended:
+    def __call__(self, arm: Arm) -> ArmEnd:
         output = self.runs.folder(arm)
         for left in (*self._left, output):  # of the previous arm, which was read, and of a killed process
             remove(left)

@@ -12,35 +12,35 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from agents.loss_doctor.arms import Joined
+from agents.loss_doctor.arms import JoinedShards
 from trainer.contract.data.data_order import DataOrder
-from trainer.contract.data.document_stream import Stream, domain_of, generation_of
+from trainer.contract.data.document_stream import Stream, shard_domain, shard_generation
 
 SAMPLE = 200  # documents of a stream that are read
-BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
+TOKEN_BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
 COMMON = 0.02  # share of documents: a token is common if loss begins after it in so many
 
 
-def joined_in(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[Joined]:
+def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[JoinedShards]:
     """The comparison for each stream of the newest generation with documents in the window. Empty for a single generation.
 
     ``keys``: the keys of the window's documents, by stream.
     """
-    newest = max(map(generation_of, order.streams))
+    newest = max(map(shard_generation, order.streams))
     before: dict[str, list[Stream]] = {}
     for name, stream in order.streams.items():
-        if generation_of(name) < newest:
+        if shard_generation(name) < newest:
             before.setdefault(stream.domain, []).append(stream)
     found = []
     for name, documents in sorted(keys.items()):
-        domain = domain_of(name)
-        if generation_of(name) < newest or domain not in before:
+        domain = shard_domain(name)
+        if shard_generation(name) < newest or domain not in before:
             continue
         new, old = _documents([order.streams[name]]), _documents(before[domain])
         others = {other: [tokens for tokens, _ in _documents(streams)] for other, streams in before.items()}
-        share, share_before, alike = mask_of(new, old)
-        reads_like = nearest_domain([tokens for tokens, _ in new], domain, others)
-        found.append(Joined(domain, documents, reads_like, share, share_before, alike))
+        share, share_before, alike = compare_loss_masks(new, old)
+        reads_like = find_nearest_domain([tokens for tokens, _ in new], domain, others)
+        found.append(JoinedShards(domain, documents, reads_like, share, share_before, alike))
     return found
 
 
@@ -64,14 +64,14 @@ def _documents(streams: Sequence[Stream]) -> list[Document]:
     return found
 
 
-def mask_of(new: Sequence[Document], old: Sequence[Document]) -> tuple[float, float, float]:
+def compare_loss_masks(new: Sequence[Document], old: Sequence[Document]) -> tuple[float, float, float]:
     """(share of tokens with loss in the new documents, the same in the old documents, share of new documents with a usual begin).
 
     The begin is usual if loss begins after a token after which it commonly begins in the old documents.
 
     >>> chat = lambda marker, at: (np.arange(8) + marker * (np.arange(8) == at), np.arange(8) > at)
     >>> old = [chat(900, 3) for _ in range(9)]
-    >>> mask_of([chat(900, 3)], old), mask_of([(chat(900, 3)[0], np.ones(8, bool))], old)
+    >>> compare_loss_masks([chat(900, 3)], old), compare_loss_masks([(chat(900, 3)[0], np.ones(8, bool))], old)
     ((0.5, 0.5, 1.0), (1.0, 0.5, 0.0))
     """
     share = lambda documents: (
@@ -93,7 +93,7 @@ def _begins_after(tokens: npt.NDArray[np.int64], mask: npt.NDArray[np.bool_]) ->
     return int(tokens[first - 1]) if first else -1
 
 
-def nearest_domain(
+def find_nearest_domain(
     new: Sequence[npt.NDArray[np.int64]], domain: str, others: Mapping[str, Sequence[npt.NDArray[np.int64]]]
 ) -> str:
     """The domain whose documents are most like ``new``: ``domain``, unless another domain is nearer.
@@ -101,7 +101,7 @@ def nearest_domain(
     The measure is the mean logarithm of a token's share among all tokens of half of a domain's documents.
 
     >>> low, high = (([np.arange(20) + start] * 4) for start in (0, 500))
-    >>> nearest_domain(high, "code", {"code": low, "docs": high}), nearest_domain(low, "code", {"code": low, "docs": high})
+    >>> find_nearest_domain(high, "code", {"code": low, "docs": high}), find_nearest_domain(low, "code", {"code": low, "docs": high})
     ('docs', 'code')
     """
     models = {name: _shares(documents[::2]) for name, documents in others.items()}
@@ -119,14 +119,14 @@ def nearest_domain(
 
 
 def _shares(documents: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.float64]:
-    """The logarithm of each token's share; tokens are counted modulo ``BUCKETS``."""
-    counts = np.full(BUCKETS, 0.05)
+    """The logarithm of each token's share; tokens are counted modulo ``TOKEN_BUCKETS``."""
+    counts = np.full(TOKEN_BUCKETS, 0.05)
     for tokens in documents:
-        counts += np.bincount(tokens % BUCKETS, minlength=BUCKETS)
+        counts += np.bincount(tokens % TOKEN_BUCKETS, minlength=TOKEN_BUCKETS)
     found: npt.NDArray[np.float64] = np.log(counts / counts.sum())
     return found
 
 
 def _likelihood(documents: Sequence[npt.NDArray[np.int64]], model: npt.NDArray[np.float64]) -> float:
-    found = [model[tokens % BUCKETS] for tokens in documents]
+    found = [model[tokens % TOKEN_BUCKETS] for tokens in documents]
     return float(np.concatenate(found).mean()) if found else 0.0

@@ -17,13 +17,13 @@ from agents.core.untrusted import one_line, visible
 from agents.llm.exchange import LlmError
 from agents.loop.role import DraftError
 from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.wording import AGENT, ArmShown, DiagnosisFacts, Wording, word
+from agents.loss_doctor.wording import AGENT, ArmResult, DiagnosisFacts, Wording, word
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.diagnosis.diagnosing import live_lines
+from factory.diagnosis.diagnosing import read_live_metrics
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded
+from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_anomaly, next_unexplained_episode
 from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
@@ -31,19 +31,19 @@ from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TrainerError
 
-MOST_ASKED = 2  # requests about one diagnosis: the first, and one after a kill
+MOST_REQUESTS = 2  # requests about one diagnosis: the first, and one after a kill
 BEFORE = 16  # steps before the onset whose median is the usual loss
 LONGEST = 500  # characters of a fact
 TEXT = 600  # characters of each document in the request
 DOCUMENTS = 10
 
 
-def word_diagnosis(plant: Plant, number: int) -> None:
+def describe_diagnosis(plant: Plant, number: int) -> None:
     """Let a language model describe the newest diagnosis of an anomaly, and record the result. Afterwards the diagnosis waits no longer.
 
     Raises nothing that the endpoint, its answer or its policy can cause: such a failure is recorded.
     """
-    detail = newest_about(plant.ledger, DIAGNOSED)[number]
+    detail = newest_details_by_anomaly(plant.ledger, DIAGNOSED)[number]
     lead, segment = detail["lead"], SegmentRow.get(plant.ledger, detail["segment"])
     said, model, failed = Wording(), "", ""
     asked = AgentOptions(target=f"diagnosis:{detail['event']}")
@@ -58,15 +58,15 @@ def word_diagnosis(plant: Plant, number: int) -> None:
         runs = AgentRuns.open(plant, AGENT, asked, work="diagnosis")
         model = f"{runs.policy.model or 'a model without a name'} at {runs.endpoint.name}"
         shown = documents_of(plant, detail["guilty"] or detail["triggers"], runs.policy.diagnosis_documents)
-        facts = facts_of(detail, live_lines(plant.ledger, segment), shown)
+        facts = facts_of(detail, read_live_metrics(plant.ledger, segment), shown)
         run = next(iter(runs.unfinished(segment.code_commit, 1)), None) or runs.begin(segment.code_commit, asked.target)
         try:
-            if _requests(plant.ledger, asked.target) >= MOST_ASKED:
+            if _requests(plant.ledger, asked.target) >= MOST_REQUESTS:
                 raise LlmError(
                     Message(
                         "diagnosis.wording_killed",
                         "The factory asked the model {requests} times and was killed each time.",
-                        requests=MOST_ASKED,
+                        requests=MOST_REQUESTS,
                     )
                 )
             said = word(run.client, f"{AGENT}-{run.number}", facts)
@@ -80,7 +80,7 @@ def word_diagnosis(plant: Plant, number: int) -> None:
         "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
     }  # fmt: skip
     with plant.ledger.begin() as tx:
-        record(tx, WORDED, Subject("anomaly", lead), answer)
+        record(tx, EXPLAINED, Subject("anomaly", lead), answer)
     counts = Message(
         "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped} dropped.",
         kept=len(said.claims), dropped=len(said.dropped),
@@ -88,10 +88,10 @@ def word_diagnosis(plant: Plant, number: int) -> None:
     plant.progress.line(f"  {failed or counts}")
 
 
-def word_waiting(plant: Plant) -> None:
+def describe_waiting_diagnoses(plant: Plant) -> None:
     """Let a language model describe every diagnosis that waits for it."""
-    while (lead := unworded(plant.ledger)) is not None:
-        word_diagnosis(plant, lead)
+    while (lead := next_unexplained_episode(plant.ledger)) is not None:
+        describe_diagnosis(plant, lead)
 
 
 def facts_of(
@@ -108,7 +108,7 @@ def facts_of(
     """
     shows = {True: "there", False: "gone", None: "unclear"}
     arms = {
-        one_line(arm["arm"], 100): ArmShown("not run" if arm["failed"] else shows[arm["fires"]], arm["steps"])
+        one_line(arm["arm"], 100): ArmResult("not run" if arm["failed"] else shows[arm["fires"]], arm["steps"])
         for arm in detail["arms"]
     }
     facts = {

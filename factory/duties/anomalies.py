@@ -6,17 +6,21 @@ Apart because a duty is one file, and one line of the table.
 from __future__ import annotations
 
 from factory.diagnosis.diagnosing import diagnose_and_act
-from factory.diagnosis.wording import word_diagnosis
-from factory.duties.duty import Duty, Look
+from factory.diagnosis.wording import describe_diagnosis
+from factory.duties.duty import Duty, DutyState
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.ledger.anomalies import undiagnosed, unworded
+from factory.ledger.anomalies import next_undiagnosed_anomaly, next_unexplained_episode
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-def _undiagnosed(look: Look) -> list[int]:
+def _undiagnosed(look: DutyState) -> list[int]:
     policy = AnomalyPolicy.load(look.plant.workspace.policy("anomalies.yaml"))
-    found = undiagnosed(look.db, policy.kinds, look.rests("diagnose")) if policy.diagnose == "automatic" else None
+    found = (
+        next_undiagnosed_anomaly(look.db, policy.kinds, look.rests("diagnose"))
+        if policy.diagnose == "automatic"
+        else None
+    )
     return [] if found is None else [found]
 
 
@@ -25,8 +29,8 @@ def _diagnose(plant: Plant, anomaly: int, replayed_steps: int | None = None) -> 
     diagnose_and_act(plant, anomaly, replayed_steps)
 
 
-def _unworded(look: Look) -> list[int]:
-    found = unworded(look.db, look.rests("word"))
+def _unworded(look: DutyState) -> list[int]:
+    found = next_unexplained_episode(look.db, look.rests("word"))
     return [] if found is None else [found]
 
 
@@ -34,4 +38,4 @@ DIAGNOSE = Duty(
     "diagnose", Message("duties.diagnose", "replay an anomaly to find its cause, and act on the cause"), _undiagnosed, _diagnose,
     trains=True, fills_disk=True,
 )  # fmt: skip
-WORD = Duty("word", Message("duties.word", "let a language model describe a diagnosis"), _unworded, word_diagnosis)
+WORD = Duty("word", Message("duties.word", "let a language model describe a diagnosis"), _unworded, describe_diagnosis)

@@ -3,7 +3,7 @@
 A fault of the machine ends the pass. A failure is reported once and recorded as an event, again when its text changes, and when the errand
 works again. The traceback of an unexpected exception goes to ``logs/errors.log``. Waits are in memory only, so a new daemon tries at once.
 
-Background work of the daemon (``in_background``) and its start (``with_retries``) are retried in the same way.
+Background work of the daemon (``in_background``) and its start (``retry_faults``) are retried in the same way.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
-from factory.core.faults import LOCKED, Fault, fault_of, is_of_no_file
+from factory.core.faults import LOCKED, Fault, fault_of, is_machine_fault_of_no_file
 from factory.core.moments import span
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 from factory.retrying.asking import RewoundError
-from factory.retrying.backoff import Backoff, Resting, keep_traceback
+from factory.retrying.backoff import FailureWait, FailureWaits, append_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import ASKED, TrainerDiedError
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
 from kernels.contract.message import Message
 
-PASS = "a pass"  # the key of a whole pass
+PASS_KEY = "a pass"  # the key of a whole pass
 FAULT_SECONDS = 60.0  # the longest wait between two passes during a fault of the machine
 TURN = 1.5  # the errand that met the fault rests so many times longer, so that other errands get a turn
 START_SECONDS = 1.0  # between the first two tries to start
@@ -37,13 +37,13 @@ MOST_UNRECORDED = 100
 T = TypeVar("T")
 
 
-class Attempts:
+class ErrandAttempts:
     """Does the errands of a pass. A key is an errand as text. In this class nothing rests and failures are raised, for a single pass.
 
-    ``factory run --once`` uses this class; the daemon uses ``BackOff``.
+    ``factory run --once`` uses this class; the daemon uses ``RetryingAttempts``.
     """
 
-    def rests(self) -> Mapping[str, Resting]:
+    def rests(self) -> Mapping[str, FailureWait]:
         """The state of each failed errand, by key."""
         return {}
 
@@ -69,7 +69,7 @@ class Attempts:
             raise why
 
 
-class BackOff(Attempts):
+class RetryingAttempts(ErrandAttempts):
     """Attempts of the daemon: failed errands rest and are retried."""
 
     def __init__(self, plant: Plant) -> None:
@@ -77,7 +77,7 @@ class BackOff(Attempts):
         policy = RetryPolicy()
         with contextlib.suppress(FactoryError, OSError):  # a pass reports an error of the file
             policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
-        self.backoff = Backoff(policy.first_wait_seconds, policy.longest_wait_seconds)
+        self.backoff = FailureWaits(policy.first_wait_seconds, policy.longest_wait_seconds)
         self._asked: int | None = None  # the newest 'retry_asked' event that was obeyed
         self._unrecorded: list[tuple[str, dict[str, Any]]] = []  # events that the ledger could not record
         self._told: set[str] = set()  # keys of reported failures, also of an earlier daemon
@@ -95,7 +95,7 @@ class BackOff(Attempts):
     def failing(self) -> frozenset[str]:
         return frozenset({*self.backoff.known(), *self._told})
 
-    def rests(self) -> Mapping[str, Resting]:
+    def rests(self) -> Mapping[str, FailureWait]:
         return self.backoff.known()
 
     def attempt(self, key: str, act: Callable[[], object]) -> bool:
@@ -149,11 +149,11 @@ class BackOff(Attempts):
     def too_early(self) -> bool:
         """Whether it is too early for the next pass, because a pass failed."""
         self._hear()
-        return self.backoff.rests(PASS)
+        return self.backoff.rests(PASS_KEY)
 
     def passed(self) -> None:
         """A pass ended: every due errand was tried, or rests."""
-        self._works(PASS)
+        self._works(PASS_KEY)
         for key in sorted(self._told - self._rested - self._failed):
             self.backoff.succeeded(key)
             gone = Message("duties.no_longer_due", "{errand} failed earlier and is no longer due", errand=key)
@@ -164,12 +164,12 @@ class BackOff(Attempts):
     def pass_failed(self, error: Exception) -> None:
         """A pass ended early by a fault of the machine or a bug."""
         fault = fault_of(error)
-        said = words_of(fault) if fault else self._words(error, PASS)
+        said = words_of(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
-        rest, news = self.backoff.failed(PASS, said, about=fault.do if fault else "", longest=longest)
+        rest, news = self.backoff.failed(PASS_KEY, said, about=fault.do if fault else "", longest=longest)
         if news:
             # Writing to a locked ledger would block for a minute, so this event is recorded later.
-            self._tell(PASS_FAILED, PASS, said, rest, record_now=fault != LOCKED)
+            self._tell(PASS_FAILED, PASS_KEY, said, rest, record_now=fault != LOCKED)
 
     def say(self, message: str) -> None:
         """Print a line. An error is ignored: the disk of the log may be full, the terminal may be closed."""
@@ -191,7 +191,7 @@ class BackOff(Attempts):
             )  # fmt: skip
             self._tell_no_longer(key, again, before.says if before else "")
 
-    def _tell(self, kind: str, key: str, message: str, rest: Resting, record_now: bool = True) -> None:
+    def _tell(self, kind: str, key: str, message: str, rest: FailureWait, record_now: bool = True) -> None:
         self._told.add(key)
         detail = {"what": key, "error": rest.says, "failures": rest.failures, "again_in_s": rest.seconds}
         self._record(kind, detail, message, record_now)
@@ -230,7 +230,7 @@ def words_of(fault: Fault) -> Message:
 def _unexpected(workspace: Workspace, what: str, error: Exception) -> str:
     log = workspace.logs / "errors.log"
     with contextlib.suppress(OSError):
-        keep_traceback(log, what, error)
+        append_traceback(log, what, error)
     return Message(
         "duties.unexpected",
         "unexpected {type}: {error} (traceback in {log})",
@@ -288,19 +288,19 @@ def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
     return ""
 
 
-def with_retries(act: Callable[[], T], say: Callable[[str], object]) -> T:
+def retry_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
     """The result of ``act()``, which is repeated while a fault of the machine makes it fail. Each fault is reported once.
 
     Just after its start, a machine may still lack a disk. Raises: any other error of ``act``. A ConfigError or InputError with a fault is
     raised if a setting can cause it (a port that only root may use), and repeated if no setting can (no file handle is left).
     """
-    waits = Backoff(START_SECONDS, FAULT_SECONDS)
+    waits = FailureWaits(START_SECONDS, FAULT_SECONDS)
     while True:
         try:
             return act()
         except Exception as error:
             fault = fault_of(error)
-            mistake = isinstance(error, ConfigError | InputError) and not is_of_no_file(error)
+            mistake = isinstance(error, ConfigError | InputError) and not is_machine_fault_of_no_file(error)
             if fault is None or mistake:
                 raise
             rest, news = waits.failed("start", fault.says)

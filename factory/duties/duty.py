@@ -12,18 +12,18 @@ from typing import Literal
 from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, SegmentRow
-from factory.retrying.asking import EVERYTHING, Pause, pause_of
+from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.retrying.asking import EVERYTHING, Pause, current_pause
 from factory.retrying.tries import open_segment
 from kernels.contract.message import Message
 
 
 @dataclass
-class Look:
+class DutyState:
     """The state at one moment, for each ``due``. It reads each value of the ledger once."""
 
     plant: Plant
-    db: Reads  # the ledger, at one moment
+    db: ReadsSql  # the ledger, at one moment
     duties: tuple[Duty, ...] = ()  # the list of duties, for the requests of a person
     low_on_disk: bool = False
     resting: frozenset[str] = frozenset()  # failed errands, as text, that are not tried now
@@ -33,7 +33,7 @@ class Look:
 
     @cached_property
     def pause(self) -> Pause | None:
-        return pause_of(self.db)
+        return current_pause(self.db)
 
     @cached_property
     def open_segment(self) -> int | None:
@@ -47,9 +47,9 @@ class Look:
         if row is None or row.state not in ("failed", "uncertified"):
             return None
         if row.state == "uncertified":
-            from factory.git.repository import live_commit
+            from factory.git.repository import get_live_commit
 
-            if live_commit(self.plant.workspace.repository) != row.code_commit:
+            if get_live_commit(self.plant.workspace.repository) != row.code_commit:
                 return None
         return row.id
 
@@ -58,7 +58,7 @@ class Look:
         return [int(key.removeprefix(f"{name} ")) for key in self.resting if key.startswith(f"{name} ")]
 
 
-def always(look: Look) -> Iterable[object]:
+def always_due(look: DutyState) -> Iterable[object]:
     """``due`` of a duty that finds out itself whether it has work."""
     return (None,)
 
@@ -70,7 +70,7 @@ class Duty:
     name: str  # a verb and its object as one word, for requests of a person and messages about failures
     does: str  # a line for 'factory duties'
     # The subjects that wait, most urgent first: a number, a path, None, or an Errand of another duty.
-    due: Callable[[Look], Iterable[object]]
+    due: Callable[[DutyState], Iterable[object]]
     do: Callable[..., object]  # do(plant, subject): safe to repeat; its own transaction records it
     trains: bool = False  # starts trainers: waits while training is paused
     fills_disk: bool = False  # waits while the disk is below its floor
@@ -82,7 +82,7 @@ class Duty:
     in_background: float = 0.0  # seconds between two turns in a thread of its own, also while the daemon is paused
     at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
-    def held(self, look: Look) -> str:
+    def held(self, look: DutyState) -> str:
         """Why the duty waits, whether or not it is due; empty when it does not wait."""
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return look.pause.message

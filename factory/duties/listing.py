@@ -15,11 +15,11 @@ from typing import Any
 from factory.core.faults import fault_of
 from factory.core.moments import local, span
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, Errand, Look
+from factory.duties.duty import Duty, DutyState, Errand
 from factory.duties.table import DUTIES
 from factory.ledger.files import low_disk
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import Resting
+from factory.retrying.backoff import FailureWait
 from factory.status.waiting import failing
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -28,7 +28,7 @@ NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {e
 MOST_SHOWN = 5  # errands of a duty
 
 
-def note(workspace: Workspace, rests: Mapping[str, Resting], done: Errand | None = None) -> None:
+def note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Errand | None = None) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written or raised."""
     before, now = read(workspace), time.time()
     known = before["rests"]
@@ -63,7 +63,7 @@ def facts(plant: Plant) -> list[dict[str, Any]]:
     noted, now = read(plant.workspace), time.time()
     errors = {one["what"]: one["error"] for one in failing(plant.ledger)}
     with plant.ledger.snapshot() as db:
-        look = Look(plant, db, DUTIES, low_on_disk=low_disk(db) is not None, endless=True)
+        look = DutyState(plant, db, DUTIES, low_on_disk=low_disk(db) is not None, endless=True)
         return [
             {
                 "rank": rank,
@@ -89,7 +89,7 @@ def _when(duty: Duty) -> str:
     return {"pass": "once in each pass", "look": "before each later duty", "": "when it is due"}[duty.each]
 
 
-def _due(duty: Duty, look: Look) -> list[str]:
+def _due(duty: Duty, look: DutyState) -> list[str]:
     if duty.in_background or duty.each:
         return []
     try:

@@ -12,18 +12,18 @@ from factory.audit.auditing import audit
 from factory.audit.drawing import waiting
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import revalidating
-from factory.code_loop.approvals import judge_held_again
+from factory.code_loop.approvals import judge_due_patches_again
 from factory.code_loop.reverting import open_reverts
-from factory.duties.duty import Duty, Look, always
+from factory.duties.duty import Duty, DutyState, always_due
 from factory.ledger.plant import Plant
-from factory.show.mlflow.answering import follow_proposals
+from factory.show.mlflow.answering import settle_proposals
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.code_loop.improving import LoopStage
 
 
-def _waiting(look: Look, overdue: bool = False) -> list[int]:
+def _waiting(look: DutyState, overdue: bool = False) -> list[int]:
     """The segments to audit now. ``overdue``: only when so many segments wait for an audit that training must wait."""
     policy = AuditPolicy.load(look.plant.workspace.policy("gates/audit.yaml"))
     found = waiting(look.db, policy)
@@ -35,10 +35,10 @@ def _audit(plant: Plant, segment: int) -> None:
     open_reverts(plant)
 
 
-def _improvement(look: Look) -> Iterable[object]:
-    from factory.code_loop.improvements import as_written
+def _improvement(look: DutyState) -> Iterable[object]:
+    from factory.code_loop.improvements import improve_policy_as_written
 
-    if as_written(look.plant.workspace).get("when", "off") == "off":
+    if improve_policy_as_written(look.plant.workspace).get("when", "off") == "off":
         return ()  # before the heavy imports
     from factory.code_loop.improving import due
 
@@ -52,20 +52,20 @@ def _improve(plant: Plant, stage: LoopStage) -> None:
 
 
 OPEN_REVERTS = Duty(
-    "open_reverts", Message("duties.open_reverts", "open a proposal that undoes each patch that failed its audit"), always,
+    "open_reverts", Message("duties.open_reverts", "open a proposal that undoes each patch that failed its audit"), always_due,
     lambda plant, _: open_reverts(plant), each="pass",
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
-    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the decided proposals"), always,
-    lambda plant, _: follow_proposals(plant), each="pass",
+    "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the decided proposals"), always_due,
+    lambda plant, _: settle_proposals(plant), each="pass",
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
-    "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again after their environment changed"), always,
+    "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again after their environment changed"), always_due,
     lambda plant, _: revalidating.follow(plant), trains=True, each="pass",
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
-    "judge_held_again", Message("duties.judge_held_again", "judge patches again that were held only by a time limit"), always,
-    lambda plant, _: judge_held_again(plant), trains=True, each="pass",
+    "judge_held_again", Message("duties.judge_held_again", "judge patches again that were held only by a time limit"), always_due,
+    lambda plant, _: judge_due_patches_again(plant), trains=True, each="pass",
 )  # fmt: skip
 OVERDUE_AUDIT = Duty(
     "audit", Message("duties.overdue_audit", "replay a window of a segment when too many audits wait"), lambda look: _waiting(look, overdue=True),

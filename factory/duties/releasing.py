@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from factory.duties.duty import Duty, Look
+from factory.duties.duty import Duty, DutyState
 from factory.evals.evaluator import evaluate
 from factory.gates.release.gate import decide
-from factory.ledger.anomalies import rewound_in
-from factory.ledger.decisions import decision_on, rejected_before
+from factory.ledger.anomalies import rewound_segments_of_lineage
+from factory.ledger.decisions import find_decision, was_export_rejected
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, SegmentRow, VerdictRow
-from factory.release.approvals import automatic, how_to_answer, waits
-from factory.release.releases import OutOfDate, release
+from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, SegmentRow, VerdictRow
+from factory.release.approvals import automatic, describe_waiting_candidate, waits
+from factory.release.releases import OutOfDateError, release
 from factory.training.exporting import export_candidate
 from kernels.contract.message import Message
 
 
-def unexported(db: Reads) -> list[int]:
+def find_unexported_segments(db: ReadsSql) -> list[int]:
     """The finished anneals and averages without a candidate."""
     rows = SegmentRow.select(
         db,
@@ -24,24 +24,26 @@ def unexported(db: Reads) -> list[int]:
     return [row.id for row in rows]
 
 
-def _unfinished(look: Look) -> list[int]:
+def _unfinished(look: DutyState) -> list[int]:
     """The releases that are not yet published."""
     return [row.number for row in ReleaseRow.select(look.db, "WHERE state <> 'published' ORDER BY number")]
 
 
-def _unjudged(look: Look) -> list[int]:
+def _unjudged(look: DutyState) -> list[int]:
     judged = "(SELECT 1 FROM verdicts v WHERE v.gate = 'release' AND v.subject = 'candidate:' || candidates.id)"
     return [row.id for row in CandidateRow.select(look.db, f"WHERE NOT EXISTS {judged} ORDER BY id")]
 
 
-def _promoted(look: Look) -> list[int]:
+def _promoted(look: DutyState) -> list[int]:
     """The newest verdict, if it promotes, is not released, and needs no approval by the policy."""
     verdict = VerdictRow.first(look.db, "WHERE gate = 'release' ORDER BY id DESC")
     if verdict is None or verdict.outcome != "promote":
         return []
     if ReleaseRow.select(look.db, "WHERE verdict = :verdict", verdict=verdict.id):
         return []
-    if rewound_in(look.db, CandidateRow.get(look.db, verdict.number).segment) or rejected_before(look.db, verdict):
+    if rewound_segments_of_lineage(look.db, CandidateRow.get(look.db, verdict.number).segment) or was_export_rejected(
+        look.db, verdict
+    ):
         return []
     return [verdict.id] if automatic(look.plant.workspace) else []
 
@@ -53,7 +55,7 @@ def _finish(plant: Plant, number: int) -> None:
 def _release(plant: Plant, verdict: int) -> None:
     try:
         release(plant, verdict)
-    except OutOfDate as error:  # the champion changed since, so the candidate is judged against the new one
+    except OutOfDateError as error:  # the champion changed since, so the candidate is judged against the new one
         plant.say(f"  {error}")
         judge(plant, VerdictRow.get(plant.ledger, verdict).number)
 
@@ -74,8 +76,8 @@ def judge(plant: Plant, candidate: int) -> int:
     )
     for reason in row.reasons:
         plant.say(f"    {reason}")
-    if decision_on(plant.ledger, row) is None and waits(plant, row):
-        plant.say(f"  {how_to_answer(candidate)}")
+    if find_decision(plant.ledger, row) is None and waits(plant, row):
+        plant.say(f"  {describe_waiting_candidate(candidate)}")
     return verdict
 
 
@@ -85,7 +87,7 @@ FINISH_RELEASE = Duty(
 EXPORT = Duty(
     "export",
     Message("duties.export", "make a candidate of an anneal or an average"),
-    lambda look: unexported(look.db),
+    lambda look: find_unexported_segments(look.db),
     export_candidate,
     fills_disk=True,
 )

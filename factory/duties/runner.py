@@ -13,28 +13,28 @@ from dataclasses import replace
 from functools import partial
 
 from factory.core.errors import FactoryError, InputError, SegmentError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.workspace import MODEL_LOOP
-from factory.duties.back_off import Attempts, BackOff, in_background
-from factory.duties.duty import Duty, Errand, Look, always
+from factory.duties.back_off import ErrandAttempts, RetryingAttempts, in_background
+from factory.duties.duty import Duty, DutyState, Errand, always_due
 from factory.duties.listing import note
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.repairs.mending import with_mending
-from factory.retention.low_disk import filled, make_room, training_waits
+from factory.repairs.mending import call_with_repairs
+from factory.retention.low_disk import filled, make_room, must_training_wait
 from factory.retrying.asking import PausedError, answer, asked
-from factory.retrying.tries import describe_parked
-from factory.training.certifying import NotCertified, certificate_of, next_steps
+from factory.retrying.tries import parked_instructions
+from factory.training.certifying import NotCertifiedError, certificate_instructions, newest_code_verdict
 from kernels.contract.message import Message
 
 MOST_REPEATS = 3  # of one errand in a row
-ASKED_BY = ("action", "by", "at", "event")  # keys of a request; its other keys are arguments of ``do``
+REQUEST_KEYS = ("action", "by", "at", "event")  # keys of a request; its other keys are arguments of ``do``
 
 
-def next_errands(look: Look) -> list[Errand]:
+def next_errands(look: DutyState) -> list[Errand]:
     """The first errand that is due, not resting and not held, after the "look" duties before it.
 
     Without such an errand, the daemon waits for files or for a person.
@@ -50,11 +50,11 @@ def next_errands(look: Look) -> list[Errand]:
     return found
 
 
-def _first(duty: Duty, look: Look) -> Errand | None:
+def _first(duty: Duty, look: DutyState) -> Errand | None:
     """The first errand of a duty, or None. If ``due`` fails, an errand that asks it again: its error is repaired or reported, and it rests."""
     if look.resting & {duty.name, duty.look_key} or duty.held(look):
         return None
-    again = Errand(Duty(duty.look_key, duty.does, always, partial(_look_again, duty, replace(look))))
+    again = Errand(Duty(duty.look_key, duty.does, always_due, partial(_look_again, duty, replace(look))))
     if duty.look_key in look.failing:
         return again
     try:
@@ -67,7 +67,7 @@ def _first(duty: Duty, look: Look) -> Errand | None:
     return None
 
 
-def _look_again(duty: Duty, look: Look, plant: Plant, _: None) -> None:
+def _look_again(duty: Duty, look: DutyState, plant: Plant, _: None) -> None:
     with plant.ledger.snapshot() as db:
         next(iter(duty.due(replace(look, db=db))), None)
 
@@ -77,7 +77,7 @@ def work(
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
-    attempts: Attempts | None = None,
+    attempts: ErrandAttempts | None = None,
     duties: tuple[Duty, ...] = DUTIES,
 ) -> int:
     """Make a pass: do errands until none is due; returns the number of errands done.
@@ -85,15 +85,15 @@ def work(
     A bad shard or file does not stop other errands. A missing or damaged token shard or checkpoint is made again. ``attempts``: handles
     failures; by default they are raised, and so is the reason why training waits for a person.
     """
-    attempts = attempts or Attempts()
-    nothing = Look(plant, plant.ledger, duties, settle=settle, endless=endless)
+    attempts = attempts or ErrandAttempts()
+    nothing = DutyState(plant, plant.ledger, duties, settle=settle, endless=endless)
     look = replace(nothing, resting=attempts.resting(), failing=attempts.failing())
     for errand in [errand for duty in duties if duty.each == "pass" and (errand := _first(duty, look))]:
         attempts.attempt(str(errand), partial(errand.do, plant))
     done = repeats = 0
     previous = ""
     while True:
-        low = training_waits(plant)
+        low = must_training_wait(plant)
         with plant.ledger.snapshot() as db:
             look = replace(nothing, db=db, low_on_disk=low, resting=attempts.resting(), failing=attempts.failing())
             errands = next_errands(look)
@@ -122,11 +122,11 @@ def _do(plant: Plant, errand: Errand, repeats: int) -> None:
             errand=str(errand), repeats=repeats,
         )  # fmt: skip
     wanted = asked(plant.ledger).get(str(errand), {})
-    how = {key: value for key, value in wanted.items() if key not in ASKED_BY and value is not None}
+    how = {key: value for key, value in wanted.items() if key not in REQUEST_KEYS and value is not None}
     try:
-        with_mending(plant, partial(errand.duty.do, plant, errand.subject, **how))
+        call_with_repairs(plant, partial(errand.duty.do, plant, errand.subject, **how))
     except InputError as error:  # for example, the anomaly was closed meanwhile
-        if not wanted or is_of_no_file(error):
+        if not wanted or is_machine_fault_of_no_file(error):
             raise
         plant.say(
             Message(
@@ -140,7 +140,7 @@ def _do(plant: Plant, errand: Errand, repeats: int) -> None:
         answer(plant.ledger, str(errand), wanted["event"])
 
 
-def _why_training_waits(look: Look) -> FactoryError | None:
+def _why_training_waits(look: DutyState) -> FactoryError | None:
     """The reason why training waits, as an error; None when it does not wait."""
     if look.pause:
         return PausedError(look.pause.message)
@@ -148,14 +148,14 @@ def _why_training_waits(look: Look) -> FactoryError | None:
         return None
     row = SegmentRow.get(look.db, look.stuck_segment)
     if row.state == "uncertified":
-        verdict = certificate_of(look.plant.ledger, row.id)
-        return NotCertified(
+        verdict = newest_code_verdict(look.plant.ledger, row.id)
+        return NotCertifiedError(
             "duties.not_certified", "Training waits, because the code of segment {segment} is not certified. {reason} {to_do}",
-            segment=row.id, reason=verdict.reasons[0] if verdict else "", to_do=next_steps(row.id),
+            segment=row.id, reason=verdict.reasons[0] if verdict else "", to_do=certificate_instructions(row.id),
         )  # fmt: skip
     log = look.plant.workspace.logs / f"segment-{row.id:05d}.log"
     return SegmentError(
-        "duties.parked", "{parked} The log is {log}.", parked=describe_parked(look.db, row), segment=row.id, log=log
+        "duties.parked", "{parked} The log is {log}.", parked=parked_instructions(look.db, row), segment=row.id, log=log
     )
 
 
@@ -182,7 +182,7 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
         for duty in threads:  # each thread has its own connections
             own = replace(plant, ledger=Ledger.open(plant.workspace.ledger_url, plant.workspace.root))
             stack.enter_context(in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
-        back_off = BackOff(plant)
+        back_off = RetryingAttempts(plant)
         while True:
             if not back_off.too_early():
                 try:

@@ -26,10 +26,10 @@ from factory.duties.upkeep import (
     FINISH_REMOVALS,
     INGEST,
     NOTIFY,
-    PUBLISH,
+    PUBLISH_REPORTS,
     REPORT_RELEASABLE,
-    SHOW,
     UPDATE_INBOX,
+    UPDATE_SERVED_FOLDER,
 )
 
 DUTIES: tuple[Duty, ...] = (
@@ -38,14 +38,14 @@ DUTIES: tuple[Duty, ...] = (
     BACK_UP,  # once in each pass
     FINISH_REMOVALS,
     UPDATE_INBOX,
-    PUBLISH,
+    UPDATE_SERVED_FOLDER,
     OPEN_REVERTS,
     FOLLOW_APPROVALS,
     JUDGE_MERGED_AGAIN,
     JUDGE_HELD_AGAIN,
     INGEST,
     REPORT_RELEASABLE,
-    SHOW,
+    PUBLISH_REPORTS,
     FINISH_RELEASE,
     TRAIN,
     EXPORT,

@@ -8,23 +8,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import climbing, keeping
-from factory.duties.duty import Duty, Look
+from factory.audit.keeping import keep_ladder_during, keeping
+from factory.duties.duty import Duty, DutyState
 from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED
+from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
-from factory.ledger.writing import record_once
-from factory.repairs.mending import mend_inputs
-from factory.replicas.replicating import replicate, waits
-from factory.retention.cleaning import tidy
+from factory.ledger.writing import record_event_once
+from factory.repairs.mending import repair_inputs
+from factory.replicas.replicating import train_next_replica, waits
+from factory.retention.cleaning import clean_after_segment
 from factory.show.mlflow.runs import Tracking
 from factory.status.status import AHEAD
-from factory.training.planning import Trunk, next_trunk, plan_anneal, plan_trunk
+from factory.training.planning import Trunk, forecast_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
-from factory.training.tuning import tune_if_new
+from factory.training.tuning import tune_if_needed
 from kernels.contract.message import Message
 
 _computed: dict[Path, tuple[Any, Trunk]] = {}
@@ -36,12 +36,12 @@ def train(plant: Plant, segment: int) -> None:
     follower = Tracking.open(plant).follow_segment(row, plant.progress.line)
     follower.begin()
     try:
-        with keeping(plant, row), climbing(plant.workspace, row):
-            mend = lambda every: mend_inputs(plant, segment, every)
+        with keeping(plant, row), keep_ladder_during(plant.workspace, row):
+            mend = lambda every: repair_inputs(plant, segment, every)
             result = run_segment(plant, segment, follower, mend)
     finally:
         follower.finish()
-    tidy(plant)
+    clean_after_segment(plant)
     loss = result.get("loss")
     if row.kind == "average":
         average = describe_average(result["averaged"])
@@ -63,7 +63,7 @@ def train(plant: Plant, segment: int) -> None:
     )
 
 
-def _unannealed(look: Look) -> list[int]:
+def _unannealed(look: DutyState) -> list[int]:
     """The newest finished trunk segment, if it has no anneal."""
     trunk = SegmentRow.first(look.db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
     if trunk is None:
@@ -72,48 +72,50 @@ def _unannealed(look: Look) -> list[int]:
     return [] if SegmentRow.first(look.db, which, trunk=trunk.id) else [trunk.id]
 
 
-def _unmeasured(look: Look) -> list[int]:
+def _unmeasured(look: DutyState) -> list[int]:
     """The anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
     workspace = look.plant.workspace
     found = waits(workspace, look.db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
     return [] if found is None else [found]
 
 
-def _trunk(look: Look) -> Iterable[None]:
+def _trunk(look: DutyState) -> Iterable[None]:
     """``(None,)`` if the data are enough for the next trunk segment and it has a reason: new shards, or an endless run."""
     if not look.db.read("SELECT id FROM token_shards WHERE tokens > 0 LIMIT 1"):
         return ()
-    trunk = trunk_ahead(look)
+    trunk = cached_trunk_forecast(look)
     return (None,) if trunk.steps and (trunk.new_shards or (look.endless and trunk.steps == trunk.wanted)) else ()
 
 
-def trunk_ahead(look: Look) -> Trunk:
-    """The result of ``next_trunk``, computed again only after one of its inputs changed, because it opens every token shard.
+def cached_trunk_forecast(look: DutyState) -> Trunk:
+    """The result of ``forecast_trunk``, computed again only after one of its inputs changed, because it opens every token shard.
 
     The ledger records it, and ``factory status`` reads the missing tokens there. Raises: ConfigError.
     """
     plant, follows_from = look.plant, _follows_from(look)
     known = _computed.get(plant.workspace.root)
     if known is None or known[0] != follows_from:
-        trunk = next_trunk(plant)
-        record_once(plant.ledger, AHEAD, "daemon", asdict(trunk))
+        trunk = forecast_trunk(plant)
+        record_event_once(plant.ledger, AHEAD, "daemon", asdict(trunk))
         known = _computed[plant.workspace.root] = (follows_from, trunk)
     return known[1]
 
 
-def _follows_from(look: Look) -> Any:
+def _follows_from(look: DutyState) -> Any:
     """A summary that changes with the token shards, the states of segments, the masked documents or the recipe."""
     shards = look.db.read("SELECT COUNT(*) AS n, MAX(created_at) AS newest FROM token_shards WHERE tokens > 0")
     segments = look.db.read(
         "SELECT state, COUNT(*) AS n, MAX(id) AS newest FROM segments GROUP BY state ORDER BY state"
     )
-    kinds = ", ".join(f"'{kind}'" for kind in (QUARANTINED, FREED, CLOSED, REMOVED, RETURNED, SHARD_ERASED))
+    kinds = ", ".join(
+        f"'{kind}'" for kind in (DOCUMENTS_QUARANTINED, DOCUMENTS_FREED, CLOSED, REMOVED, RETURNED, SHARD_ERASED)
+    )
     masked = look.db.read(f"SELECT COUNT(*) AS n FROM events WHERE kind IN ({kinds})")
     return shards, segments, masked, hashlib.sha256(look.plant.workspace.recipe_path().read_bytes()).hexdigest()
 
 
 def _plan_trunk(plant: Plant, _: None) -> None:
-    tune_if_new(plant.workspace, plant.progress)
+    tune_if_needed(plant.workspace, plant.progress)
     plan_trunk(plant)
 
 
@@ -126,7 +128,7 @@ PLAN_ANNEAL = Duty(
     lambda plant, _: plan_anneal(plant), trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 REPLICATE = Duty(
-    "replicate", Message("duties.replicate", "train a champion's anneal again with another data order, to measure its noise"), _unmeasured, replicate,
+    "replicate", Message("duties.replicate", "train a champion's anneal again with another data order, to measure its noise"), _unmeasured, train_next_replica,
     trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 PLAN_TRUNK = Duty(

@@ -10,14 +10,14 @@ from functools import lru_cache
 from factory.backups.backups import back_up_daily
 from factory.core.errors import FactoryError
 from factory.core.faults import LOCKED, fault_of
-from factory.duties.duty import Duty, always
-from factory.erasing.erasing import finish_removals
+from factory.duties.duty import Duty, always_due
+from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.inbox import arrived, take, update_inbox
 from factory.ledger.plant import Plant
-from factory.releasable.recorded import refresh
+from factory.releasable.recorded import update_report
 from factory.release.releases import reconcile
-from factory.show.catching_up import catch_up
-from factory.show.mlflow.answering import ApprovalAnswers
+from factory.show.catching_up import show_missing
+from factory.show.mlflow.answering import ApprovalResponder
 from factory.show.telling.delivery import Notifier
 from kernels.contract.message import Message
 
@@ -57,35 +57,35 @@ def _back_up(plant: Plant, _: None) -> None:
         plant.say(f"  {said}")
 
 
-BACK_UP = Duty("back_up", Message("duties.back_up", "make a backup once a day"), always, _back_up, each="pass")
+BACK_UP = Duty("back_up", Message("duties.back_up", "make a backup once a day"), always_due, _back_up, each="pass")
 FINISH_REMOVALS = Duty(
-    "finish_removals", Message("duties.finish_removals", "erase documents that a person took out, and mark the releases that saw them"), always,
-    lambda plant, _: finish_removals(plant), each="pass",
+    "finish_removals", Message("duties.finish_removals", "erase documents that a person took out, and mark the releases that saw them"), always_due,
+    lambda plant, _: finish_pending_removals(plant), each="pass",
 )  # fmt: skip
 REPORT_RELEASABLE = Duty(
-    "report_releasable", Message("duties.report_releasable", "after a change, check whether the data allow a release"), always,
-    lambda plant, _: refresh(plant), each="look",
+    "report_releasable", Message("duties.report_releasable", "after a change, check whether the data allow a release"), always_due,
+    lambda plant, _: update_report(plant), each="look",
 )  # fmt: skip
 
 
 # One object of each in a process: it keeps the waits after failures, and reports each waiting item once.
-_notifier, _answers = lru_cache(maxsize=1)(Notifier), lru_cache(maxsize=1)(ApprovalAnswers)
+_notifier, _answers = lru_cache(maxsize=1)(Notifier), lru_cache(maxsize=1)(ApprovalResponder)
 
-PUBLISH = Duty(
+UPDATE_SERVED_FOLDER = Duty(
     "publish",
     Message("duties.publish", "update the folder of the served release"),
-    always,
+    always_due,
     lambda plant, _: reconcile(plant),
     each="pass",
 )
-SHOW = Duty(
-    "show", Message("duties.show", "add new results to MLflow and to reports/"), always, lambda plant, _: catch_up(plant), each="look"
+PUBLISH_REPORTS = Duty(
+    "show", Message("duties.show", "add new results to MLflow and to reports/"), always_due, lambda plant, _: show_missing(plant), each="look"
 )  # fmt: skip
 NOTIFY = Duty(
-    "notify", Message("duties.notify", "send notifications to their receivers"), always, lambda plant, _: _notifier(plant).look(),
+    "notify", Message("duties.notify", "send notifications to their receivers"), always_due, lambda plant, _: _notifier(plant).look(),
     in_background=2.0, at_end=True,
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(
-    "answer_approvals", Message("duties.answer_approvals", "read decisions of people about candidates in MLflow"), always,
+    "answer_approvals", Message("duties.answer_approvals", "read decisions of people about candidates in MLflow"), always_due,
     lambda plant, _: _answers(plant).look_and_ask(), in_background=15.0,
 )  # fmt: skip

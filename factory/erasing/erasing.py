@@ -29,36 +29,36 @@ from factory.backups.backups import make_backup
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.data.removing import mark_new_releases
-from factory.data.selecting import Selection
+from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
 from factory.ingest.reading.kinds import kind_of
-from factory.ledger.files import FILED, filed, origins
-from factory.ledger.journal import backups_of
+from factory.ledger.files import SHARD_FILED, filed, origins
+from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import (
     ERASED,
-    FATE,
+    REMOVABLE_FATES,
+    REMOVED_FATE,
     SHARD_ERASED,
-    TAKEN_OUT,
     Removal,
     erased_shards,
-    former_contents,
-    former_files,
+    former_file_hashes,
+    former_token_shard_names,
     removals,
 )
 from factory.ledger.rows import SegmentRow, Subject
-from factory.repairs.token_shards import raw_shard
-from factory.sandbox.together import remove_left
+from factory.repairs.token_shards import find_raw_shard
+from factory.sandbox.together import remove_unused_links
 from factory.training.planning import plan_of
-from kernels.contract.files import put_in_place, sync_folder
+from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
 c = documents.c
 
 
-def warnings(plant: Plant, selection: Selection) -> list[str]:
+def warnings(plant: Plant, selection: DocumentSelection) -> list[str]:
     """Lines for a person: the consequences of erasing the text of these documents."""
     held = {
         shard
@@ -92,13 +92,13 @@ def warnings(plant: Plant, selection: Selection) -> list[str]:
             )
         )
     for sha256 in _shards_of(plant.ledger, selection):
-        path, _ = raw_shard(plant, sha256)
+        path, _ = find_raw_shard(plant, sha256)
         if path is not None and not path.is_relative_to(plant.workspace.root):
             said.append(_outside(path))
         for origin in sorted({one["origin"] for one in origins(plant.ledger, sha256)}):
             if Path(origin).exists() and not Path(origin).is_relative_to(plant.workspace.root):
                 said.append(_outside(origin))
-    if made := [path.name for path in backups_of(plant.workspace.root)]:
+    if made := [path.name for path in list_backups(plant.workspace.root)]:
         said.append(
             Message(
                 "erasing.backups",
@@ -117,7 +117,7 @@ def _outside(path: Path | str) -> Message:
     )
 
 
-def finish_removals(plant: Plant) -> list[str]:
+def finish_pending_removals(plant: Plant) -> list[str]:
     """Mark the releases made since each removal, and erase the text of removals that ask for it; returns lines for a person. The caller holds the
     model loop's lock."""
     said = mark_new_releases(plant.ledger)
@@ -143,7 +143,7 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
     said = []
     for left in plant.workspace.shards.glob(".writing-*"):  # of a run that was killed
         remove(left)
-    remove_left(plant.workspace.shards)
+    remove_unused_links(plant.workspace.shards)
     with plant.ledger.begin() as tx:
         rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
         tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
@@ -191,7 +191,7 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
                 labels = {key: [at[name] for name in ("domain", "source", "license")] for key, at in _places(old, keys)}
                 about = {"content": new.id, "fill": _fill(old), "masks": masks, "labels": labels}
                 detail["token_shards"][row["id"]] = about
-        raw, name = raw_shard(plant, sha256)
+        raw, name = find_raw_shard(plant, sha256)
         aside, filing, said = _raw_without(plant, sha256, raw, name, rows)
         if aside is not None:
             detail["raw"] = file_sha256(aside)
@@ -202,11 +202,11 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
                 )
             record(tx, SHARD_ERASED, f"shard:{sha256[:16]}", detail)
             if filing:
-                record(tx, FILED, f"shard:{sha256[:16]}", filing)
+                record(tx, SHARD_FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
-            put_in_place(aside, raw)
+            rename_into_place(aside, raw)
         said += remove_originals(plant, sha256)
-        former = former_contents(plant.ledger, sha256)  # also of an earlier run that was killed at this point
+        former = former_token_shard_names(plant.ledger, sha256)  # also of an earlier run that was killed at this point
         for number, old_path, new in made:
             for path in {old_path, *(plant.workspace.shards / name for name in (number, *former))} - {new.path}:
                 remove(path)
@@ -236,7 +236,7 @@ def _raw_without(
             path=raw,
         )
         return None, None, [outside]
-    if file_sha256(raw) not in {sha256, *former_files(plant.ledger, sha256)}:
+    if file_sha256(raw) not in {sha256, *former_file_hashes(plant.ledger, sha256)}:
         other = Message(
             "erasing.other_file",
             "{path} is not the file that was ingested: the factory erased nothing in this file",
@@ -244,7 +244,7 @@ def _raw_without(
         )
         return None, None, [other]
     aside = raw.with_name(f".{raw.name}.erased")
-    rewrite_without(raw, name, rows, aside)
+    rewrite_without_rows(raw, name, rows, aside)
     shutil.copymode(raw, aside)
     known = filed(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
     status = aside.stat()
@@ -290,10 +290,10 @@ def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
 
 def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
     """(shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
-    rules = [removal.rule(fate) for fate in TAKEN_OUT]
-    mine = sa.select(c.key).where(c.fate == FATE, c.rule.in_(rules))
+    rules = [removal.rule(fate) for fate in REMOVABLE_FATES]
+    mine = sa.select(c.key).where(c.fate == REMOVED_FATE, c.rule.in_(rules))
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
-    chosen = Selection(removal.column, tuple(removal.names))
+    chosen = DocumentSelection(removal.column, tuple(removal.names))
     early = sa.select(shards.c.sha256).where(shards.c.ingested_at <= removal.at)
     found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.parts()]
     return {(shard, row, key) for part in found for shard, row, key in _select(ledger, [c.shard, c.row, c.key], part)}
@@ -308,7 +308,7 @@ def _reader(ledger: Ledger, removal: Removal) -> int | None:
     return None
 
 
-def _shards_of(ledger: Ledger, selection: Selection) -> list[str]:
+def _shards_of(ledger: Ledger, selection: DocumentSelection) -> list[str]:
     return sorted({shard for part in selection.parts() for (shard,) in _select(ledger, [c.shard], part)})
 
 
@@ -319,7 +319,7 @@ def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, 
 ROW = b'{"erased": true}'  # replaces an erased line
 
 
-def rewrite_without(path: Path, name: str, rows: Collection[int], target: Path) -> None:
+def rewrite_without_rows(path: Path, name: str, rows: Collection[int], target: Path) -> None:
     """Write the raw shard ``path``, which arrived as ``name``, to ``target`` without the content of these rows.
 
     Raises: OSError; pyarrow.ArrowException for a damaged file.

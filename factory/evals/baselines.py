@@ -92,7 +92,7 @@ def baselines(
     return found
 
 
-def baselines_key(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
+def hash_of_baselines(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
     """A hash of the suite and the token shards, on which the baselines depend."""
     return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
 

@@ -18,10 +18,10 @@ import sqlalchemy as sa
 
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import Check, joined
-from factory.ingest.shapes.calls import before_tools
+from factory.ingest.shapes.calls import strip_tools
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
-from factory.ledger.removals import FATE
+from factory.ledger.removals import REMOVED_FATE
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenShard
 
@@ -33,14 +33,14 @@ Tokens = npt.NDArray[np.int64]
 Hashes = npt.NDArray[np.uint64]
 
 
-def contamination_checks(
+def check_contamination(
     ledger: Ledger, tokenizer: Tokenizer, shards: Sequence[TokenShard], policy: EvalPolicy
 ) -> list[Check]:
     """Both checks of the token shards that a candidate was trained on."""
     found = list(_held_out_tokens(ledger, tokenizer))
     held, skipped = {key: ids for key, ids, _ in found}, {key: tools for key, _, tools in found}
     size, limit = policy.contamination_ngram, policy.contamination_overlap
-    return [_same_hashes(ledger), shared_tokens(held, shards, size, limit, skipped)]
+    return [_same_hashes(ledger), check_shared_ngrams(held, shards, size, limit, skipped)]
 
 
 def _same_hashes(ledger: Ledger) -> Check:
@@ -66,18 +66,18 @@ def _same_hashes(ledger: Ledger) -> Check:
 def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens, int]]:
     """(key, ids from BOS to the end token, length of a leading system turn that lists tools) of every held-out document."""
     h, d = held_out.c, documents.c
-    living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != FATE).order_by(h.key)
+    living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != REMOVED_FATE).order_by(h.key)
     for row in ledger.rows(living):
         content = row["content"]
         messages = content.get("messages")
         ids, _ = tokenizer.encode_messages(messages) if messages else tokenizer.encode_text(content["text"][:LONGEST])
         tools = 0
-        if messages and before_tools(messages[0]["content"]) != messages[0]["content"]:
+        if messages and strip_tools(messages[0]["content"]) != messages[0]["content"]:
             tools = int(np.flatnonzero(ids == tokenizer.stop_token)[0])
         yield row["key"], ids.astype(np.int64), tools
 
 
-def shared_tokens(
+def check_shared_ngrams(
     held: dict[str, Tokens],
     shards: Sequence[TokenShard],
     size: int,
@@ -89,7 +89,7 @@ def shared_tokens(
     A document is contaminated if a training document has the same ids, or if more than ``limit`` of its n-grams of ``size`` tokens occur.
     ``held``: ids by document key. ``skipped``: leading tokens that do not count, because many chats share the same list of tools.
     """
-    runs = {key: hashed_runs(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
+    runs = {key: hash_ngrams(ids[(skipped or {}).get(key, 0) :], size) for key, ids in held.items()}
     wanted = np.unique(np.concatenate([np.zeros(0, np.uint64), *runs.values()]))
     copies: dict[str, str] = {}  # held-out key → key of the training document with the same tokens
     seen = np.zeros(len(wanted), bool)  # for each wanted hash: does it occur in the shards?
@@ -140,20 +140,20 @@ def _copies(shard: TokenShard, held: dict[str, Tokens], copies: dict[str, str]) 
 
 def _runs(shard: TokenShard, wanted: Hashes, size: int, seen: npt.NDArray[np.bool_]) -> None:
     for start in range(0, len(shard.tokens) if len(wanted) else 0, BLOCK):
-        here = hashed_runs(shard.tokens[start : start + BLOCK + size - 1], size)
+        here = hash_ngrams(shard.tokens[start : start + BLOCK + size - 1], size)
         if len(here):
             at = np.searchsorted(wanted, here).clip(max=len(wanted) - 1)
             seen[at[wanted[at] == here]] = True
 
 
-def hashed_runs(tokens: npt.NDArray[Any], size: int) -> Hashes:
+def hash_ngrams(tokens: npt.NDArray[Any], size: int) -> Hashes:
     """A 64-bit hash of every n-gram of ``size`` tokens, shape [L - size + 1].
 
     The hash is a polynomial in an odd base b modulo 2⁶⁴, mixed once. It is a difference of prefix sums Σ token·bʲ, divided by b to the power
     of the n-gram's start, so that long n-grams cost no more than short ones.
 
-    >>> first, *_, last = hashed_runs(np.array([5, 6, 7, 5, 6]), 2)
-    >>> bool(first == last), len(hashed_runs(np.array([5]), 2))
+    >>> first, *_, last = hash_ngrams(np.array([5, 6, 7, 5, 6]), 2)
+    >>> bool(first == last), len(hash_ngrams(np.array([5]), 2))
     (True, 0)
     """
     count = len(tokens) - size + 1

@@ -17,9 +17,9 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import DamagedExportError, InputError
-from factory.core.exports import folder_sha256
-from factory.core.faults import is_of_no_file
-from factory.evals.baselines import baselines, baselines_key, open_shards
+from factory.core.exports import export_folder_sha256
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.evals.baselines import baselines, hash_of_baselines, open_shards
 from factory.evals.export_config import ExportError
 from factory.evals.parity import ParityCase, parity
 from factory.evals.policy import EvalPolicy
@@ -29,23 +29,23 @@ from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
     DEV,
     DISTRACTORS,
+    ChatSample,
     EvalItem,
-    Sample,
     ScoredText,
     bits_per_byte,
-    build_cloze,
-    chat_items,
+    build_cloze_items,
     chat_samples,
     encode_documents,
+    items_of_chat_samples,
     noise_floor,
     ratio_bits,
-    score_cloze,
+    score_cloze_items,
 )
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record
 from factory.ledger.plant import Plant
-from factory.ledger.removals import with_contents
+from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
 from factory.ledger.writing import insert
 from kernels.contract.files import finite
@@ -54,7 +54,7 @@ from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
 
 
-def current_suite(plant: Plant) -> Suite:
+def load_current_suite(plant: Plant) -> Suite:
     """The suite on which candidates are compared now. Raises: InputError if the workspace has no tokenizer yet."""
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     return build_suite(plant.ledger, policy, Tokenizer.load(plant.workspace.tokenizer).sha256)
@@ -65,15 +65,15 @@ def evaluate(plant: Plant, candidate_id: int) -> int:
 
     Raises: InputError for an unknown candidate or without held-out documents; DamagedExportError; NoMemoryError.
     """
-    return evaluate_on(plant, candidate_id, current_suite(plant))
+    return evaluate_on_suite(plant, candidate_id, load_current_suite(plant))
 
 
-def evaluate_on(plant: Plant, candidate_id: int, suite: Suite, *, released: bool = False) -> int:
+def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released: bool = False) -> int:
     """``evaluate`` on a given suite, so that two candidates can be measured on the same suite.
 
     ``released``: skip the parity checks. The candidate passed them before its release, and its export has the same hash.
     """
-    if known := evaluation_of(plant.ledger, candidate_id, suite):
+    if known := find_evaluation(plant.ledger, candidate_id, suite):
         return known.id
     candidate = CandidateRow.get(plant.ledger, candidate_id)
     if not suite.documents:
@@ -87,12 +87,12 @@ def evaluate_on(plant: Plant, candidate_id: int, suite: Suite, *, released: bool
     segment = SegmentRow.get(plant.ledger, candidate.segment)
     plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
-    shards = open_shards(plant.workspace.root, with_contents(plant.ledger, plan["plan"]))
+    shards = open_shards(plant.workspace.root, with_replaced_token_shards(plant.ledger, plan["plan"]))
     summary, items = _measure(plant, candidate, suite, shards, policy, released)
     return _write(plant.ledger, candidate_id, suite, summary, items)
 
 
-def evaluation_of(ledger: Ledger, candidate_id: int, suite: Suite) -> EvaluationRow | None:
+def find_evaluation(ledger: Ledger, candidate_id: int, suite: Suite) -> EvaluationRow | None:
     """The recorded evaluation of a candidate on a suite."""
     mine = "WHERE candidate = :candidate AND suite_sha256 = :suite"
     return EvaluationRow.first(ledger, mine, candidate=candidate_id, suite=suite.sha256)
@@ -107,7 +107,7 @@ def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
 def refuse_damaged(candidate: CandidateRow) -> None:
     """Raises: DamagedExportError if a candidate's export is missing or has another hash than recorded."""
     try:
-        if folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
+        if export_folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
             raise DamagedExportError(
                 candidate.id,
                 Message(
@@ -115,7 +115,7 @@ def refuse_damaged(candidate: CandidateRow) -> None:
                 ),
             )
     except (InputError, OSError) as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         raise DamagedExportError(candidate.id, str(error)) from error
 
@@ -148,14 +148,14 @@ def _measure(
         return summary | _parity_summary([Check("export", False, _shortened(error))]), []
     encode = lambda documents: encode_documents(documents, tokenizer, token_bytes, policy.document_bytes)
     texts, dev_texts = encode(suite.documents), encode(suite.dev)
-    cloze = build_cloze(suite, tokenizer, policy)
+    cloze = build_cloze_items(suite, tokenizer, policy)
     total = len(texts) + len(cloze)
     with plant.progress.task(f"evaluating candidate {candidate.id}", None) as task:
         bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
         dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte, dev half"))
         dev_items = [replace(item, task=DEV) for item in dev]
         noise = noise_floor(model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted"))
-        cloze_items = score_cloze(model, cloze, lambda n: task.advance(n, "cloze"))
+        cloze_items = score_cloze_items(model, cloze, lambda n: task.advance(n, "cloze"))
         samples = chat_samples(model, suite, tokenizer, policy)
         task.advance(len(samples), "chat samples")
         summary |= _baselines(plant.ledger, suite, shards, texts, token_bytes, policy, task)
@@ -193,7 +193,7 @@ def _measure(
                     )
                 )
         except (TokenShardError, OSError) as error:
-            if is_of_no_file(error):
+            if is_machine_fault_of_no_file(error):
                 raise
             unreadable = Message(
                 "evaluator.unreadable_shard", "A token shard cannot be read: {reason}", reason=str(error)
@@ -205,7 +205,7 @@ def _measure(
         "bpb": ratio_bits(dev_items),
         "documents": {d: len([i for i in dev_items if i.domain == d]) for d in suite.domains},
     }
-    return summary, [*bpb_items, *dev_items, *cloze_items, *chat_items(samples)]
+    return summary, [*bpb_items, *dev_items, *cloze_items, *items_of_chat_samples(samples)]
 
 
 def _shortened(error: CodedError) -> Message:
@@ -246,7 +246,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
 
 
 def _results(
-    bpb_items: list[EvalItem], noise: dict[str, float], cloze_items: list[EvalItem], samples: list[Sample]
+    bpb_items: list[EvalItem], noise: dict[str, float], cloze_items: list[EvalItem], samples: list[ChatSample]
 ) -> dict[str, Any]:
     right: dict[str, list[float]] = {}
     for item in cloze_items:
@@ -285,7 +285,7 @@ def _baselines(
     task: Any,
 ) -> dict[str, Any]:
     """Bits per byte of the byte n-gram models. An earlier evaluation on the same suite and data already has them."""
-    key = baselines_key(suite.sha256, shards)
+    key = hash_of_baselines(suite.sha256, shards)
     for row in ledger.rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
         if row["summary"].get("baselines_key") == key:
             return {"baselines_key": key, "baselines": row["summary"]["baselines"]}
@@ -295,7 +295,7 @@ def _baselines(
             "baselines": baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
         }
     except (TokenShardError, OSError) as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         return {}  # the gate holds without baselines; parity's check names the shard
 

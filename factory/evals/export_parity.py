@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError, SegmentError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.evals.export_config import parse_config
 from factory.evals.export_folder import ExportError, read_json, unreadable
 from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check, joined
@@ -27,7 +27,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.export import converted, dtype_of, generation_config, hf_config
+from trainer.contract.checkpoint.export import convert_tensors, dtype_of, generation_config, hf_config
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
@@ -57,10 +57,10 @@ def made_from(checkpoint: Path, recipe: dict[str, Any]) -> Made:
     """What the export of a checkpoint must hold. Raises: SegmentError for a damaged checkpoint or an invalid recipe; NoMemoryError."""
     parsed = _recipe(recipe)
     config = hf_config(parsed.model, dtype_of(parsed))
-    return Made(_total(checkpoint_digests(checkpoint, recipe)), config)
+    return Made(_total(hash_checkpoint_tensors(checkpoint, recipe)), config)
 
 
-def recorded_of(ledger: Ledger, candidate: int) -> Made | None:
+def recorded_export(ledger: Ledger, candidate: int) -> Made | None:
     """What the ledger recorded at a candidate's export. None: an older factory exported it and recorded nothing."""
     found = ledger.read(
         "SELECT detail FROM events WHERE kind = 'candidate' AND subject = :subject ORDER BY id DESC LIMIT 1",
@@ -70,7 +70,7 @@ def recorded_of(ledger: Ledger, candidate: int) -> Made | None:
     return Made(**made) if made else None
 
 
-def checkpoint_digests(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
+def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
     """The digest of every tensor that the export must hold. Raises: SegmentError; NoMemoryError."""
     try:
         files = checkpoints.read_manifest(checkpoint)["files"]
@@ -89,9 +89,9 @@ def checkpoint_digests(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
                         "{file} does not have the SHA-256 that the manifest records",
                         file=checkpoint / name,
                     )
-        return _digests(converted(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
+        return _digests(convert_tensors(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
     except (TrainerError, OSError, KeyError) as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         raise SegmentError(
             "export_parity.unreadable",
@@ -101,7 +101,7 @@ def checkpoint_digests(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
         ) from error
 
 
-def export_digests(export: Path) -> Digests:
+def hash_export_tensors(export: Path) -> Digests:
     """The digest of every tensor in the export. Raises: ExportError."""
     return _digests(_tensors(export / "model.safetensors"))
 
@@ -124,7 +124,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         raise unreadable(path, error) from error
 
@@ -143,9 +143,9 @@ def _total(digests: Digests) -> str:
 
 
 # -- is it that? -------------------------------------------------------------------------------------------------------
-def checkpoint_checks(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[Check]:
+def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[Check]:
     """A check for each name in ``OF_CHECKPOINT``. ``vocabulary``: number of tokens of the tokenizer."""
-    made = recorded_of(ledger, candidate.id)
+    made = recorded_export(ledger, candidate.id)
     if made is None:
         detail = joined([Message("export_parity.not_recorded", "The ledger has no hashes of this export"), AGAIN])
         return [Check(name, None, detail) for name in OF_CHECKPOINT]
@@ -186,7 +186,7 @@ def checkpoint_checks(ledger: Ledger, candidate: CandidateRow, vocabulary: int) 
 
 
 def _weights(export: Path, made: Made) -> Check:
-    tensors = export_digests(export)
+    tensors = hash_export_tensors(export)
     found, recorded = _total(tensors), made.weights_sha256
     if found == recorded:
         same = Message(
@@ -201,7 +201,7 @@ def _weights(export: Path, made: Made) -> Check:
     return Check("weights", False, joined([other, AGAIN]))
 
 
-def file_checks(
+def check_export_files(
     export: Path,
     made_config: dict[str, Any] | None,
     tokenizer_ids: list[int | None],

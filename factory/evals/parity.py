@@ -20,21 +20,28 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from factory.evals.contamination import contamination_checks
-from factory.evals.export_parity import checkpoint_checks, file_checks, recorded_of
+from factory.evals.contamination import check_contamination
+from factory.evals.export_parity import check_against_checkpoint, check_export_files, recorded_export
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, Asked, chat_checks
+from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, chat_checks
 from factory.evals.probes.checks import CHECKS as CHECKS
 from factory.evals.probes.checks import OF_ENGINE, Check, joined
 from factory.evals.probes.engine import Fixture, make_fixture
-from factory.evals.probes.engine_process import NATIVE, VLLM, VLLM_PROGRAM, engine_process, of_engine, vllm_lacks
+from factory.evals.probes.engine_process import (
+    NATIVE,
+    VLLM,
+    VLLM_PROGRAM,
+    engine_process,
+    prefix_engine_name,
+    why_vllm_cannot_run,
+)
 from factory.evals.probes.server import Served, probe
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import Suite, order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.shapes.chats import turn_of
-from factory.ingest.tokenizer import Tokenizer, holds_special
+from factory.ingest.shapes.chats import make_turn
+from factory.ingest.tokenizer import Tokenizer, spells_special_token
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
@@ -75,17 +82,17 @@ def parity(case: ParityCase) -> list[Check]:
     count = case.policy.parity_documents
     by_hash = sorted(case.suite.documents, key=lambda document: order("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
-    texts = [d.content["text"][:2000] for d in by_hash if d.messages is None and not holds_special(d.content["text"])][
-        :count
-    ]
-    chats = [d.messages for d in by_hash if d.messages and not any(holds_special(m["content"]) for m in d.messages)][
-        :count
-    ]
+    texts = [
+        d.content["text"][:2000] for d in by_hash if d.messages is None and not spells_special_token(d.content["text"])
+    ][:count]
+    chats = [
+        d.messages for d in by_hash if d.messages and not any(spells_special_token(m["content"]) for m in d.messages)
+    ][:count]
     longest = max(case.texts, key=lambda text: (len(text.tokens), text.document.key))
     ids = longest.tokens[: case.model.config.context].tolist()
     prompt = ids[: max(1, min(16, case.model.config.context - NEW_TOKENS))]
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
-    asked = Asked([*texts, *_training_texts(case, count)], chats)
+    asked = ProbeRequest([*texts, *_training_texts(case, count)], chats)
     with engine_process(NATIVE, case.export) as native:  # the engine starts while transformers runs
         served = probe(
             asked.request() | {
@@ -104,11 +111,11 @@ def parity(case: ParityCase) -> list[Check]:
         _tokenizer(case),
         _trainer_tokens(case),
         _packing(case),
-        *checkpoint_checks(case.ledger, case.candidate, case.tokenizer.vocab_size),
+        *check_against_checkpoint(case.ledger, case.candidate, case.tokenizer.vocab_size),
         *files,
         *_server(case.tokenizer, asked, stop, served),
         _round_trip(case.tokenizer, asked, served),
-        *contamination_checks(case.ledger, case.tokenizer, case.shards, case.policy),
+        *check_contamination(case.ledger, case.tokenizer, case.shards, case.policy),
         _logits(case.model, ids, served),
         _smoke(served),
         *map(_together, zip(*engines, strict=True)),
@@ -117,9 +124,13 @@ def parity(case: ParityCase) -> list[Check]:
 
 def _vllm(case: ParityCase, fixture: Fixture) -> list[Check]:
     """vLLM's checks. If vLLM cannot run this model on this machine, they pass and say so: that is not the export's fault."""
-    if lacks := vllm_lacks(case.model.config.head_dim):
+    if lacks := why_vllm_cannot_run(case.model.config.head_dim):
         return [
-            Check(name, True, of_engine("vllm", Message("parity.vllm_skipped", "Skipped. {reason}", reason=lacks)))
+            Check(
+                name,
+                True,
+                prefix_engine_name("vllm", Message("parity.vllm_skipped", "Skipped. {reason}", reason=lacks)),
+            )
             for name in OF_ENGINE
         ]
     with engine_process(VLLM, case.export) as vllm:
@@ -133,12 +144,12 @@ def _together(checks: Sequence[Check]) -> Check:
 
 
 def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
-    made = recorded_of(case.ledger, case.candidate.id)
+    made = recorded_export(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get(
         "tokenizer_ids", [bos, stop[1], stop[0]]
     )  # unknown without an answer; check 'server_text' gives the reason
-    return file_checks(case.export, made.config if made else None, ids, stop, bos)
+    return check_export_files(case.export, made.config if made else None, ids, stop, bos)
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
@@ -252,7 +263,7 @@ def _training_texts(case: ParityCase, count: int) -> list[str]:
         ids = shard.tokens[start : start + length].astype(np.int64)
         with contextlib.suppress(UnicodeDecodeError, ValueError):
             text = _text(case.token_bytes, ids[:-1])
-            if case.tokenizer.start_token not in ids and not holds_special(text):
+            if case.tokenizer.start_token not in ids and not spells_special_token(text):
                 found.append(text[:2000])
     return found[:count]
 
@@ -276,14 +287,14 @@ def _messages(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np
     )
     turns = [_text(case.token_bytes, ids[a + 1 : b]) for a, b in zip(starts, stops, strict=True)]
     parts = [turn.split("\n", 1) for turn in turns]
-    return [turn_of(role, content, bool(mask[b])) for (role, content), b in zip(parts, stops, strict=True)]
+    return [make_turn(role, content, bool(mask[b])) for (role, content), b in zip(parts, stops, strict=True)]
 
 
 def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
     return token_bytes.expand(ids)[0].tobytes().decode("utf-8")
 
 
-def _round_trip(tokenizer: Tokenizer, asked: Asked, served: Served) -> Check:
+def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: Served) -> Check:
     """The check that encoding, decoding and encoding again gives the same text and ids, here and at the server."""
     texts = asked.request()["texts"]
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
@@ -308,7 +319,7 @@ def _unserved(name: str, served: Served) -> Check:
     return Check(name, None if served.out_of_time else False, detail)
 
 
-def _server(tokenizer: Tokenizer, asked: Asked, stop: list[int], served: Served) -> list[Check]:
+def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: Served) -> list[Check]:
     if served.problem:
         return [_unserved(name, served) for name in (*CHAT_CHECKS, "stop")]
     answer = served.answer

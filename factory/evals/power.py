@@ -38,7 +38,7 @@ LARGEST = 10_000_000  # most items that ``needed`` returns
 
 
 @dataclass(frozen=True)
-class Needed:
+class RequiredBound:
     """A one-sided bound at ``level`` that must lie above ``floor``. ``moves``: a larger gain raises it. ``tails``: κ."""
 
     measured: Gain
@@ -67,7 +67,7 @@ class Needed:
 class ScoredGuard:
     """The properties of a guard on items scored from 0 to 1 that no candidate can change.
 
-    ``variance``: of the champion's item values (``variance_of``). Two equally good models differ on an item by 2 · variance · (1 − ρ). For right and
+    ``variance``: of the champion's item values (``smoothed_variance``). Two equally good models differ on an item by 2 · variance · (1 − ρ). For right and
     wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's last step.
 
     >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
@@ -158,10 +158,10 @@ class ScoredGuard:
         return replace(self, items=items, groups=self.groups * items / self.items)
 
 
-def variance_of(values: Sequence[float]) -> float:
+def smoothed_variance(values: Sequence[float]) -> float:
     """The variance of item values from 0 to 1, with one right and one wrong item added so that few items never give 0.
 
-    >>> round(variance_of([1.0] * 9 + [0.0] * 9), 3), round(variance_of([0.0] * 18), 3)
+    >>> round(smoothed_variance([1.0] * 9 + [0.0] * 9), 3), round(smoothed_variance([0.0] * 18), 3)
     (0.25, 0.048)
     """
     added = [*values, 0.0, 1.0]
@@ -169,13 +169,13 @@ def variance_of(values: Sequence[float]) -> float:
     return math.fsum((value - mean) ** 2 for value in added) / len(added)
 
 
-def variance_right(share: float, items: int) -> float:
-    """``variance_of`` ``items`` items, of which the share ``share`` is right."""
+def variance_of_share(share: float, items: int) -> float:
+    """``smoothed_variance`` ``items`` items, of which the share ``share`` is right."""
     right = round(share * items)
-    return variance_of([1.0] * right + [0.0] * (items - right))
+    return smoothed_variance([1.0] * right + [0.0] * (items - right))
 
 
-def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
+def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict[str, RequiredBound]:
     """The guards with the levels of Holm's steps: the guard that is surest at this true gain comes first and gets the smallest level."""
 
     def doubt(name: str) -> float:
@@ -186,23 +186,28 @@ def stepped(guards: Mapping[str, Needed], gain: float) -> dict[str, Needed]:
     return {name: replace(guards[name], level=guards[name].level / (len(surest) - n)) for n, name in enumerate(surest)}
 
 
-def passes(gain: float, needed: Sequence[Needed], guards: Mapping[str, Needed] | None = None, apart: str = "") -> float:
+def passes(
+    gain: float, needed: Sequence[RequiredBound], guards: Mapping[str, RequiredBound] | None = None, apart: str = ""
+) -> float:
     """The probability that a candidate with the true gain ``gain`` passes all bounds. Arguments as in ``smallest_gain``."""
-    steps = stepped(guards or {}, gain)
+    steps = assign_holm_levels(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
     return math.prod(one.chance(gain) for one in bounds)
 
 
 def smallest_gain(
-    needed: Sequence[Needed], otherwise: float = 0.0, guards: Mapping[str, Needed] | None = None, apart: str = ""
+    needed: Sequence[RequiredBound],
+    otherwise: float = 0.0,
+    guards: Mapping[str, RequiredBound] | None = None,
+    apart: str = "",
 ) -> float | None:
     """The gain that passes all bounds with a probability of 80 %, to 1 %. None: no gain does.
 
-    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``stepped``. ``apart``: a guard
+    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``assign_holm_levels``. ``apart``: a guard
     that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(smallest_gain([Needed(target, 0.025)]), 4), smallest_gain([Needed(target, 0.025), Needed(target, 0.05, 0.01, moves=False)])
+    >>> round(smallest_gain([RequiredBound(target, 0.025)]), 4), smallest_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)])
     (0.0281, None)
     """
     enough = lambda gain: passes(gain, needed, guards, apart) >= POWER + otherwise
@@ -217,15 +222,15 @@ def smallest_gain(
 
 def times_needed(
     gain: float,
-    needed: Sequence[Needed],
+    needed: Sequence[RequiredBound],
     otherwise: float = 0.0,
-    guards: Mapping[str, Needed] | None = None,
+    guards: Mapping[str, RequiredBound] | None = None,
     apart: str = "",
 ) -> float | None:
     """The factor by which groups must grow to show ``gain`` with 80 %, to a tenth. At most 1: these are enough. None: more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(times_needed(0.014, [Needed(target, 0.025)]), 1)  # half the gain of above
+    >>> round(times_needed(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
     4.1
     """
 
@@ -244,7 +249,7 @@ def times_needed(
     return high
 
 
-def _with_groups(bound: Needed, times: float) -> Needed:
+def _with_groups(bound: RequiredBound, times: float) -> RequiredBound:
     """The bound with ``times`` as many groups."""
     measured = bound.measured
     if measured.error is None or measured.effective is None:

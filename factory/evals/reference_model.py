@@ -21,7 +21,7 @@ LOGITS_AT_ONCE = 1 << 25  # floats; 128 MiB
 
 
 @dataclass(frozen=True)
-class Generation:
+class GeneratedTokens:
     tokens: list[int]  # without the stop token
     ended: bool  # before the limit
 
@@ -37,7 +37,7 @@ def never(tokens: list[int]) -> bool:
 
 
 @dataclass(frozen=True)
-class Continuation:
+class GreedyContinuation:
     """The likeliest tokens after a prompt. Stop tokens do not end it."""
 
     tokens: list[int]
@@ -126,7 +126,7 @@ class ReferenceModel:
         stop: Collection[int],
         choose: Callable[[torch.Tensor], torch.Tensor] = greedy,
         finished: Callable[[list[int]], bool] = never,
-    ) -> list[Generation]:
+    ) -> list[GeneratedTokens]:
         """Continuations of all prompts at once, each ended by its first ``stop`` token, when ``finished`` says so of its tokens, or by the limit.
 
         ``choose``: from fp32 logits [B, V] on the CPU the next tokens [B]. Prompts are padded on the left; prompt + limit may not exceed the
@@ -143,7 +143,7 @@ class ReferenceModel:
         stop: Collection[int],
         choose: Callable[[torch.Tensor], torch.Tensor],
         finished: Callable[[list[int]], bool],
-    ) -> list[Generation]:
+    ) -> list[GeneratedTokens]:
         config, rows, longest = self.config, len(prompts), max(map(len, prompts))
         total = longest + max_new_tokens
         tokens_BT = torch.zeros(rows, longest, dtype=torch.int64)
@@ -172,16 +172,16 @@ class ReferenceModel:
                 break
             seen_B1S = (real_BS & (torch.arange(total) <= at))[:, None, :]
             hidden = self._hidden(next_B[:, None], position_BS[:, at : at + 1], seen_B1S, cache, at)
-        return [Generation(tokens, end) for tokens, end in zip(written, ended, strict=True)]
+        return [GeneratedTokens(tokens, end) for tokens, end in zip(written, ended, strict=True)]
 
     @torch.inference_mode()
-    def continuation(self, prompt: Sequence[int], count: int) -> Continuation:
+    def continuation(self, prompt: Sequence[int], count: int) -> GreedyContinuation:
         """The ``count`` likeliest tokens, with log-probabilities of a whole forward pass. Prompt and tokens must fit into the context."""
         tokens = self.generate([prompt], count, stop=())[0].tokens
         logprobs_TV = self.logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].log_softmax(-1)
         own_T = logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0]
         best_T2 = logprobs_TV.topk(2).values
-        return Continuation(tokens, own_T.tolist(), (best_T2[:, 0] - best_T2[:, 1]).tolist())
+        return GreedyContinuation(tokens, own_T.tolist(), (best_T2[:, 0] - best_T2[:, 1]).tolist())
 
     def _hidden(
         self,

@@ -8,13 +8,13 @@ import textwrap
 _OPENS = re.compile(r"^[ \t]*(?:[-*+>]\s+)?(`{3,}|~{3,})[ \t]*([^`]*)$")
 
 
-def fenced(text: str, defines: str = "") -> str | None:
+def extract_fenced_code(text: str, defines: str = "") -> str | None:
     """The code in a reply's fences of backticks or tildes (CommonMark, §4.5). None: no fence.
 
     Of several fences, the first that defines the name ``defines`` counts, else the first for Python or without a language, else the first. An
     unclosed fence holds the rest of the text. Fences may be indented or follow a list's mark; their code is moved to the margin.
 
-    >>> fenced("So:\\n```python3\\nx = 1\\n```\\nThat sets it."), fenced("~~~\\nx = 1\\n~~~"), fenced("x = 1")
+    >>> extract_fenced_code("So:\\n```python3\\nx = 1\\n```\\nThat sets it."), extract_fenced_code("~~~\\nx = 1\\n~~~"), extract_fenced_code("x = 1")
     ('x = 1\\n', 'x = 1\\n', None)
     """
     blocks: list[tuple[str, str]] = []  # (language, code)

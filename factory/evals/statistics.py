@@ -146,7 +146,7 @@ def of_recipe(gain: Gain, noise: float, runs: int) -> Gain:
     return Gain(gain.gain, math.sqrt(of_items + of_draws), gain.clusters, freedom + 1)
 
 
-def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
+def holm_step_down(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dict[str, bool]:
     """Which hypotheses are shown at a joint level (Holm 1979, step down).
 
     Among k open hypotheses, those with ``shown_at(name, k)``, at level alpha / k, are shown. This repeats until no more are shown.
@@ -160,10 +160,10 @@ def holm(hypotheses: Sequence[str], shown_at: Callable[[str, int], bool]) -> dic
         shown |= dict.fromkeys(passed, True)
 
 
-def spent_at(alpha: float, look: int) -> float:
+def alpha_at_look(alpha: float, look: int) -> float:
     """The part of ``alpha`` for the ``look``-th candidate against the same champion. All looks together never spend more than ``alpha``.
 
-    >>> [round(spent_at(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(spent_at(0.05, k) for k in range(1, 10_000)), 4)
+    >>> [round(alpha_at_look(0.05, look), 4) for look in (1, 2, 3, 10)], round(sum(alpha_at_look(0.05, k) for k in range(1, 10_000)), 4)
     ([0.025, 0.0083, 0.0042, 0.0005], 0.05)
     """
     return alpha / (look * (look + 1))

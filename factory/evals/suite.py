@@ -24,7 +24,7 @@ from factory.core.policy_file import policy_sha256
 from factory.evals.policy import EvalPolicy
 from factory.ingest.shapes.chats import carries_loss
 from factory.ledger.ledger import Ledger, documents, held_out
-from factory.ledger.removals import FATE
+from factory.ledger.removals import REMOVED_FATE
 
 
 # Documents of a source are correlated, so each source gets a limited share of a domain's scored bytes.
@@ -112,8 +112,8 @@ def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Su
     sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
     dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
     identity = {"tasks": TASK_VERSIONS, "policy": policy_sha256(policy), "tokenizer": tokenizer_sha256}
-    items = {"items": list(map(item_identity, sealed)), "dev": list(map(item_identity, dev))}
-    return Suite(identity_sha256(identity | items), sealed, dev)
+    items = {"items": list(map(hash_held_out_document, sealed)), "dev": list(map(hash_held_out_document, dev))}
+    return Suite(hash_suite(identity | items), sealed, dev)
 
 
 def held_out_documents(
@@ -126,7 +126,7 @@ def held_out_documents(
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.group_key, d.content_sha256).join(documents, d.key == h.key)
-    for row in ledger.rows(listed.where(d.fate != FATE, h.sealed == sealed)):
+    for row in ledger.rows(listed.where(d.fate != REMOVED_FATE, h.sealed == sealed)):
         drawn = order("suite", row["content_sha256"] or row["key"])
         by_domain[row["domain"]].append((drawn, row["group_key"], row["key"]))
     chosen: dict[str, list[str]] = {}  # by domain, in the order of turns
@@ -153,13 +153,13 @@ def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]
     return tuple(sorted(found, key=lambda document: (document.domain, order("suite", document.key))))
 
 
-def item_identity(document: HeldOutDocument) -> list[str]:
+def hash_held_out_document(document: HeldOutDocument) -> list[str]:
     """A held-out document without its text: key, domain, cluster, SHA-256 of its content."""
     content = hashlib.sha256(_canonical(document.content)).hexdigest()
     return [document.key, document.domain, document.cluster, content]
 
 
-def identity_sha256(identity: Mapping[str, Any]) -> str:
+def hash_suite(identity: Mapping[str, Any]) -> str:
     """The hash of a suite's tasks, policy, tokenizer and items."""
     return hashlib.sha256(_canonical(identity)).hexdigest()
 

@@ -21,7 +21,7 @@ import torch
 
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.reply_code import fenced
+from factory.evals.reply_code import extract_fenced_code
 from factory.evals.suite import HeldOutDocument, Suite, order
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import carries_loss
@@ -56,7 +56,7 @@ class ScoredText:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ChatSample:
     """A greedy answer. ``parses``: is its code valid Python? None if the true answer has no code."""
 
     item: str
@@ -123,14 +123,14 @@ def bits_per_byte(
                 sequences.append((text.tokens[start:stop], scored))
                 owner.append(index)
     nats = np.zeros(len(texts))
-    np.add.at(nats, np.array(owner, np.int64), sequence_nats(model, sequences, advance))
+    np.add.at(nats, np.array(owner, np.int64), sum_nats(model, sequences, advance))
     return [
         EvalItem("bpb", text.document.key, text.document.domain, text.document.cluster, float(n), float(text.bytes))
         for text, n in zip(texts, nats, strict=True)
     ]
 
 
-def sequence_nats(
+def sum_nats(
     model: ReferenceModel, sequences: Sequence[tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]], advance: Advance
 ) -> npt.NDArray[np.float64]:
     """The summed nats of the scored tokens of each (tokens [L], scored [L]). Windows of similar length share a batch."""
@@ -183,14 +183,14 @@ def noise_floor(
 
 # -- cloze -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Cloze:
+class ClozeItem:
     document: HeldOutDocument
     context: npt.NDArray[np.int64]
     choices: tuple[npt.NDArray[np.int64], ...]  # the true choice comes first
     bytes: tuple[int, ...]
 
 
-def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Cloze]:
+def build_cloze_items(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[ClozeItem]:
     """The cloze items of a suite. They depend only on its documents and the policy."""
     found = []
     for domain in suite.domains:
@@ -204,7 +204,7 @@ def build_cloze(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[
                 if len(others) == DISTRACTORS:
                     choices = [true, *others]
                     ids = tuple(np.array(tokenizer.ids(choice), np.int64) for choice in choices)
-                    found.append(Cloze(document, context, ids, tuple(len(choice.encode()) for choice in choices)))
+                    found.append(ClozeItem(document, context, ids, tuple(len(choice.encode()) for choice in choices)))
                     break
     return found
 
@@ -234,7 +234,7 @@ def _piece(
     return (document, np.array(context, np.int64), text[at : at + long]) if context else None
 
 
-def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance) -> list[EvalItem]:
+def score_cloze_items(model: ReferenceModel, items: Sequence[ClozeItem], advance: Advance) -> list[EvalItem]:
     """An item for each question: value 1 if the true continuation has the fewest nats per byte, else 0; NaN if a loss is not finite."""
     sequences = []
     for item in items:
@@ -242,7 +242,7 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
             context = item.context[-max(1, model.config.context - len(choice)) :]
             tokens = np.concatenate((context, choice))[: model.config.context]
             sequences.append((tokens, np.arange(len(tokens)) >= len(context)))
-    nats = sequence_nats(model, sequences, advance).reshape(-1, DISTRACTORS + 1)
+    nats = sum_nats(model, sequences, advance).reshape(-1, DISTRACTORS + 1)
     rows = []
     for item, four in zip(items, nats, strict=True):
         cost = four / np.array(item.bytes)
@@ -252,7 +252,7 @@ def score_cloze(model: ReferenceModel, items: Sequence[Cloze], advance: Advance)
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------
-def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[Sample]:
+def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[ChatSample]:
     """Greedy answers to held-out questions. About two in three questions have code in their true answer."""
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
@@ -260,7 +260,7 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
         at = next((i for i, message in enumerate(messages) if carries_loss(message)), 0)
         prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
-            questions.append((document, messages[:at], prompt, code_in(messages[at]["content"]) is not None))
+            questions.append((document, messages[:at], prompt, extract_code(messages[at]["content"]) is not None))
     with_code, without = ([entry for entry in questions if entry[3] == code] for code in (True, False))
     share = max(1, policy.chat_samples * 2 // 3)
     questions = (with_code[:share] + without + with_code[share:])[: policy.chat_samples]
@@ -271,22 +271,24 @@ def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, poli
     samples = []
     for (document, messages, _, has_code), answer in zip(questions, answers, strict=True):
         text = tokenizer.decode(answer.tokens)
-        parses = parses_as_code(text) if has_code else None
+        parses = has_valid_python(text) if has_code else None
         samples.append(
-            Sample(document.key, document.domain, document.cluster, messages[-1]["content"], text, answer.ended, parses)
+            ChatSample(
+                document.key, document.domain, document.cluster, messages[-1]["content"], text, answer.ended, parses
+            )
         )
     return samples
 
 
-def chat_items(samples: Sequence[Sample]) -> list[EvalItem]:
+def items_of_chat_samples(samples: Sequence[ChatSample]) -> list[EvalItem]:
     return [
         EvalItem("chat", s.item, s.domain, s.cluster, float(s.parses), 1.0) for s in samples if s.parses is not None
     ]
 
 
-def code_in(text: str) -> str | None:
+def extract_code(text: str) -> str | None:
     """The code of an answer: the code in its fences, or the whole answer if it begins like Python. None: no code."""
-    if (code := fenced(text)) is not None:
+    if (code := extract_fenced_code(text)) is not None:
         return code
     return (
         text
@@ -297,9 +299,9 @@ def code_in(text: str) -> str | None:
     )
 
 
-def parses_as_code(text: str) -> bool:
+def has_valid_python(text: str) -> bool:
     """Does the answer hold valid Python? The code is parsed, never run."""
-    code = code_in(text)
+    code = extract_code(text)
     if code is None or not code.strip():
         return False
     try:

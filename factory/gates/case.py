@@ -17,7 +17,7 @@ from factory.core.policy_file import StrictPolicy
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.gates.training_start import Start
-from factory.git.repository import Applied
+from factory.git.repository import AppliedPatch
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
@@ -26,7 +26,7 @@ from kernels.contract.message import Message
 Policy = TypeVar("Policy", bound=StrictPolicy)
 StageEvidence = dict[str, Any]
 """``{"state": …, "reasons": […]}`` and the measurements, as the ledger stores them. The states are 'passed', 'failed', 'missing' (it could
-not be measured) and 'not needed'. A reason is a message; in the ledger it is the message's JSON (``reasons_of``)."""
+not be measured) and 'not needed'. A reason is a message; in the ledger it is the message's JSON (``read_reasons``)."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class PatchCase(Generic[Policy]):
     subject: Subject  # the proposal
     policy: Policy
     agents: AgentsPolicy
-    applied: Applied
+    applied: AppliedPatch
     changes: list[Change]
     baseline: Path  # worktree of the base commit
     work: Path  # scratch folder, removed after the last stage
@@ -102,15 +102,15 @@ def missing(*reasons: Message, **measured: Any) -> StageEvidence:
     return {"state": "missing", "reasons": list(reasons), **measured}
 
 
-def not_needed(reason: Message) -> StageEvidence:
+def not_needed_evidence(reason: Message) -> StageEvidence:
     """Evidence of a stage that this patch does not need."""
     return {"state": "not needed", "reasons": [reason]}
 
 
-def reasons_of(stage: Mapping[str, Any]) -> list[Message]:
+def read_reasons(stage: Mapping[str, Any]) -> list[Message]:
     """The reasons of a stage's evidence, as the stage returned them or as the ledger stores them.
 
-    >>> [(one.code, str(one)) for one in reasons_of({"reasons": [Message("gates.no_start", "No.").to_json(), "as older factories wrote it"]})]
+    >>> [(one.code, str(one)) for one in read_reasons({"reasons": [Message("gates.no_start", "No.").to_json(), "as older factories wrote it"]})]
     [('gates.no_start', 'No.'), ('', 'as older factories wrote it')]
     """
     return [Message.from_json(reason) for reason in stage.get("reasons") or []]
@@ -127,16 +127,16 @@ NOTHING_HELD_OUT = missing(
 )
 
 
-def stage_failed(name: str) -> Message:
+def stage_failed_message(name: str) -> Message:
     """The reason where a failed stage gives none."""
     return Message("gates.stage_failed", "The stage {stage} failed.", stage=name)
 
 
-def no_evidence(name: str) -> Message:
+def no_evidence_message(name: str) -> Message:
     """The reason where a stage left no evidence."""
     return Message("gates.no_evidence", "There is no evidence from the stage {stage}.", stage=name)
 
 
-def tries_unknown() -> Message:
+def tries_unknown_message() -> Message:
     """The reason where the number of tries is missing."""
     return Message("gates.tries_unknown", "The evidence does not say how often this target was tried.")

@@ -21,7 +21,7 @@ Ratio = Annotated[float, Field(ge=1)]
 Found = TypeVar("Found")
 
 
-class Patience(StrictPolicy):
+class TimeLimits(StrictPolicy):
     """Time limits of a process that runs a candidate's code."""
 
     times: Ratio = 5.0
@@ -40,7 +40,7 @@ class Patience(StrictPolicy):
         return (first, second) if second > first else (first,)
 
 
-def patiently(
+def run_with_limits(
     limits: Sequence[float], attempt: Callable[[int, float], Found], out_of_time: Callable[[Found], bool]
 ) -> Found:
     """The result of the first attempt that was not stopped, else of the last one. ``attempt`` takes its number, from 0, and its limit."""
@@ -56,7 +56,7 @@ def out_of_time(reason: Message, **measured: Any) -> StageEvidence:
     return missing(reason, out_of_time=True, **measured)
 
 
-def missing_alone(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
+def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
     """The evidence of the stage that alone held a patch, because it is missing; else empty. ``evidence``: of the patch's verdict."""
     stages = evidence.get("stages") or {}
     found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
@@ -65,7 +65,7 @@ def missing_alone(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def ran_out(evidence: Mapping[str, Any]) -> bool:
     """True if only a time limit held a patch. ``evidence``: of the patch's verdict."""
-    return missing_alone(evidence).get("out_of_time") is True
+    return find_only_missing_stage(evidence).get("out_of_time") is True
 
 
 def stopped(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
@@ -79,7 +79,7 @@ def stopped(what: str, limits: Sequence[float], baseline_seconds: float, key: st
     )  # fmt: skip
 
 
-def baseline_stopped(what: str, seconds: float, key: str) -> Message:
+def baseline_stopped_message(what: str, seconds: float, key: str) -> Message:
     """The reason that a limit stopped the process ``what`` of approved code."""
     return Message(
         "gates.baseline_stopped",

@@ -17,14 +17,14 @@ COMPUTING_KEYS = ("compile", "batch.micro_sequences")  # they change how a step 
 Changes = dict[str, tuple[Any, Any]]  # flat key → (old value, new value)
 
 
-def used_recipe(workspace: Workspace) -> str:
+def used_recipe_path(workspace: Workspace) -> str:
     """The path, in the repository, of the recipe that trains here."""
     return f"{RECIPES}{workspace.config.recipe}.yaml"
 
 
-def unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Message]:
+def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Message]:
     """A message for each changed recipe that no run here can judge."""
-    used, own = used_recipe(workspace), workspace.own_recipe()
+    used, own = used_recipe_path(workspace), workspace.own_recipe()
     recipes = [path for path in paths if path.startswith(RECIPES)]
     found = [
         Message(

@@ -14,11 +14,11 @@ from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
 from factory.core.policy_file import policy_sha256
 from factory.core.removal import remove
-from factory.gates.case import PatchCase, Policy, Stage, StageEvidence, StageResult, failed, missing, reasons_of
+from factory.gates.case import PatchCase, Policy, Stage, StageEvidence, StageResult, failed, missing, read_reasons
 from factory.gates.release.judge import Verdict
 from factory.gates.training_start import find_start
 from factory.git import repository
-from factory.git.repository import Applied
+from factory.git.repository import AppliedPatch
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
@@ -48,7 +48,7 @@ class StagedGate(Generic[Policy]):
         self,
         plant: Plant,
         number: int,
-        applied: Applied,
+        applied: AppliedPatch,
         *,
         tries: int,
         patch_id: str,
@@ -72,7 +72,7 @@ class StagedGate(Generic[Policy]):
             record(tx, "judged", subject, {"outcome": verdict.outcome, "verdict": recorded})
         return recorded, verdict, evidence
 
-    def gather(self, plant: Plant, subject: Subject, applied: Applied, tries: int) -> dict[str, Any]:
+    def gather(self, plant: Plant, subject: Subject, applied: AppliedPatch, tries: int) -> dict[str, Any]:
         """The evidence of every stage up to the first stage that did not pass."""
         repo = plant.workspace.repository
         work = gate_folder(applied.worktree)
@@ -87,7 +87,7 @@ class StagedGate(Generic[Policy]):
                 AgentsPolicy.load(plant.workspace.policy("agents.yaml")),
                 applied,
                 repository.changes(repo, applied.base, applied.commit),
-                repository.checkout_live(plant.workspace, applied.base),
+                repository.checkout_live_code(plant.workspace, applied.base),
                 work,
                 find_start(plant.ledger),
                 tries,
@@ -122,7 +122,7 @@ class StagedGate(Generic[Policy]):
                 Message(
                     "gates.stage",
                     "  {stage:<9} {state:<10} {reasons:.160}",
-                    stage=name, state=state, reasons=" ".join(map(str, reasons_of(found[name]))),
+                    stage=name, state=state, reasons=" ".join(map(str, read_reasons(found[name]))),
                 )
             )  # fmt: skip
             if state not in ("passed", "not needed"):
@@ -137,7 +137,7 @@ def gate_folder(worktree: Path) -> Path:
 
 def stored(evidence: StageEvidence) -> StageEvidence:
     """The evidence with its reasons as the ledger stores them. Some quote the patch: each text becomes one line without control characters."""
-    return evidence | {"reasons": [_one_line(reason.to_json()) for reason in reasons_of(evidence)]}
+    return evidence | {"reasons": [_one_line(reason.to_json()) for reason in read_reasons(evidence)]}
 
 
 def _one_line(value: Any) -> Any:

@@ -12,8 +12,8 @@ import sqlalchemy as sa
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, segments
-from factory.ledger.removals import with_contents
-from kernels.contract.choice import resolved_text
+from factory.ledger.removals import with_replaced_token_shards
+from kernels.contract.choice import text_without_auto
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Start:
 
     def kernels_of(self, code: Path) -> str:
         """The ``kernels.yaml`` of a checkout, with each ``auto`` replaced by what the trunk runs."""
-        return resolved_text((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
+        return text_without_auto((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
 
 
 def find_start(ledger: Ledger) -> Start | None:
@@ -52,7 +52,7 @@ def find_start(ledger: Ledger) -> Start | None:
         Path(row["path"]),
         row["step"],
         row["recipe_json"],
-        with_contents(ledger, row["plan"]),
+        with_replaced_token_shards(ledger, row["plan"]),
         kernels,
         row["code_commit"],
     )

@@ -27,7 +27,7 @@ from factory.core.removal import remove
 from factory.git.scope import Change
 
 TURN, MARK = "factory-turn", "factory-at-work"
-CHANGING = frozenset(
+CHANGING_COMMANDS = frozenset(
     {"update-index", "update-ref", "read-tree", "worktree"}
 )  # the commands that take lock files in the repository
 OWN = "factory@localhost"  # in the environment of the factory's git
@@ -40,7 +40,7 @@ def alone(folder: Path) -> Iterator[int | None]:
 
     Yields a descriptor for git to inherit; None without a repository. Raises: OSError.
     """
-    common = common_folder(folder)
+    common = find_git_folder(folder)
     if common is None:
         yield None
         return
@@ -59,7 +59,7 @@ def alone(folder: Path) -> Iterator[int | None]:
         _ended(common, mark, before)
 
 
-def common_folder(folder: Path) -> Path | None:
+def find_git_folder(folder: Path) -> Path | None:
     """Return the repository's folder of a checkout or a worktree; None for any other folder."""
     found = folder / ".git"
     try:
@@ -71,7 +71,7 @@ def common_folder(folder: Path) -> Path | None:
         return None
 
 
-def lock_files(common: Path) -> set[str]:
+def list_lock_files(common: Path) -> set[str]:
     """Return the lock files relative to ``common``, with the file ``locked`` of a half-made worktree."""
     found = [*common.glob("*.lock"), *common.glob("refs/**/*.lock"), *common.glob("worktrees/*/*.lock")]
     found += [path for path in common.glob("worktrees/*/locked") if _says(path).strip() in ("", "initializing")]
@@ -80,7 +80,7 @@ def lock_files(common: Path) -> set[str]:
 
 def _ended(common: Path, mark: Path, before: set[str]) -> None:
     """Remove the mark of a command that left no lock file. A command that left one (a failing disk) counts as killed."""
-    if not lock_files(common) - before:
+    if not list_lock_files(common) - before:
         mark.unlink()
 
 
@@ -88,14 +88,14 @@ def _others_files(common: Path, mark: Path) -> set[str]:
     """Return the lock files that are not the factory's. Those of a killed command are removed, unless a person's git runs."""
     said = _says(mark).splitlines(keepends=True)
     if said[-1:] != [END]:
-        return lock_files(common)
+        return list_lock_files(common)
     named = {line.rstrip("\n") for line in said}
     if _another_at_work(common.parent):
-        return lock_files(common) & named  # the next command tries again
-    for name in lock_files(common) - named:
+        return list_lock_files(common) & named  # the next command tries again
+    for name in list_lock_files(common) - named:
         (common / name).unlink(missing_ok=True)
     _forget_cut_off(common)
-    return lock_files(common)
+    return list_lock_files(common)
 
 
 def _forget_cut_off(common: Path) -> None:
@@ -128,7 +128,7 @@ def _says(path: Path) -> str:
         return ""
 
 
-PINNED = {
+PINNED_CONFIGURATION = {
     "core.hooksPath": "/dev/null",
     "core.fsmonitor": "false",
     "core.attributesFile": "/dev/null",
@@ -186,8 +186,8 @@ def git(
     from git.cmd import Git
 
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
-    pinned = [word for key, value in PINNED.items() for word in ("-c", f"{key}={value}")]
-    changes = arguments[0] in CHANGING and "GIT_INDEX_FILE" not in (environment or {})
+    pinned = [word for key, value in PINNED_CONFIGURATION.items() for word in ("-c", f"{key}={value}")]
+    changes = arguments[0] in CHANGING_COMMANDS and "GIT_INDEX_FILE" not in (environment or {})
     with tempfile.TemporaryFile() as given, alone(folder) if changes else nullcontext() as turn:
         given.write(data)
         given.seek(0)
@@ -211,7 +211,7 @@ def line(folder: Path, *arguments: str, **how: Any) -> str:
     return os.fsdecode(git(folder, *arguments, **how)).rstrip("\n")
 
 
-def commit_of(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
+def make_commit(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
     """Make a commit on top of ``base``, without a branch. Returns its name; None if the edits change nothing."""
     with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
@@ -229,7 +229,7 @@ def commit_of(repository: Path, base: str, edited: Sequence[Change], message: st
     return line(repository, "commit-tree", tree, "-p", base, data=message.encode())
 
 
-def entries_of(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
+def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
     """Return path → (mode, blob) of a commit's tree; of the index if ``commit`` is None."""
     listing = ("ls-tree", "-r", "--full-tree", "-z", commit) if commit else ("ls-files", "--stage", "-z")
     entries = {}

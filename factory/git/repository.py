@@ -15,12 +15,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.git.git_store import ENVIRONMENT, REGULAR, commit_of, encoded, entries_of, git, hashes, line, write_files
+from factory.git.git_store import (
+    ENVIRONMENT,
+    REGULAR,
+    encoded,
+    git,
+    hashes,
+    line,
+    make_commit,
+    read_entries,
+    write_files,
+)
 from factory.git.git_store import RepositoryError as RepositoryError
-from factory.git.scope import AgentsPolicy, Change, no_change, problems
+from factory.git.scope import AgentsPolicy, Change, no_change_problem, problems
 from kernels.contract.files import sync_folder
 
 NO_COMMIT = "0" * 40
@@ -40,7 +50,7 @@ class CheckoutError(RepositoryError):
 
 
 @dataclass(frozen=True)
-class Applied:
+class AppliedPatch:
     """A patch as a commit on its own branch, checked out in its own folder."""
 
     branch: str
@@ -50,7 +60,7 @@ class Applied:
     worktree: Path
 
 
-def live_commit(repository: Path) -> str:
+def get_live_commit(repository: Path) -> str:
     """Return the live commit, with whose code training runs: the checkout's HEAD, on a branch or detached.
 
     Raises: RepositoryError when the folder is not the top of a git checkout, or has no commit yet.
@@ -85,14 +95,14 @@ def live_commit(repository: Path) -> str:
 
 def changed_files(repository: Path) -> list[str]:
     """Return the files below ``LIVE_FOLDERS`` that differ from HEAD. Their changes are *not* part of the live code."""
-    entries = {path: blob for path, (mode, blob) in entries_of(repository, "HEAD").items() if mode in REGULAR}
+    entries = {path: blob for path, (mode, blob) in read_entries(repository, "HEAD").items() if mode in REGULAR}
     entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
     now = dict(zip(there, hashes(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
-def require_settled(repository: Path) -> None:
+def check_committed(repository: Path) -> None:
     """Raises: RepositoryError unless HEAD is a branch without uncommitted changes. Proposals are made and merged only then."""
     if not line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
@@ -111,9 +121,9 @@ def require_settled(repository: Path) -> None:
         )
 
 
-def checkout_live(workspace: Workspace, commit: str = "") -> Path:
+def checkout_live_code(workspace: Workspace, commit: str = "") -> Path:
     """Return a folder with the live commit (or ``commit``). It is made if it is missing or was changed."""
-    commit = commit or live_commit(workspace.repository)
+    commit = commit or get_live_commit(workspace.repository)
     return checkout(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
 
 
@@ -127,7 +137,7 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
 
     Raises: RepositoryError for an unknown commit; CheckoutError for a known one.
     """
-    entries = entries_of(repository, commit)
+    entries = read_entries(repository, commit)
     if not _holds(repository, folder, commit, entries):
         remove_worktree(repository, folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -158,7 +168,7 @@ def remove_branch(repository: Path, branch: str) -> None:
     git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
 
 
-def branch_numbers(repository: Path) -> set[int]:
+def list_branch_numbers(repository: Path) -> set[int]:
     """Return the numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
     names = line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
@@ -175,22 +185,22 @@ def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], 
 
     After a kill, ``target`` is complete or absent. Raises: RepositoryError.
     """
-    base = live_commit(source)
+    base = get_live_commit(source)
     aside = target.with_name(f".{target.name}.part")
     remove(aside)
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
     git(source, *clone, "--", str(source), str(aside))
     git(aside, "remote", "remove", "origin")
-    held = entries_of(aside, base)
+    held = read_entries(aside, base)
     changes = [
-        Change(path, encoded(edit(file_text(aside, base, path))), held[path][0], held[path][0])
+        Change(path, encoded(edit(read_file_text(aside, base, path))), held[path][0], held[path][0])
         for path, edit in edits.items()
     ]
-    commit = commit_of(aside, base, changes, message) or base
+    commit = make_commit(aside, base, changes, message) or base
     git(aside, "read-tree", commit)
     git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
     git(aside, "update-ref", "HEAD", commit)
-    write_files(aside, entries_of(aside, commit), aside)
+    write_files(aside, read_entries(aside, commit), aside)
     os.rename(aside, target)
 
 
@@ -203,7 +213,7 @@ def apply_proposal(
     branch: str,
     message: str,
     worktrees: Path,
-) -> Applied:
+) -> AppliedPatch:
     """Commit ``edits`` (path, new text) on top of ``base`` as a new branch, and check it out in a folder below ``worktrees``.
 
     Raises: ScopeError before any write; RepositoryError when git fails. After an error no branch and no folder remains.
@@ -213,14 +223,14 @@ def apply_proposal(
     found = problems(policy, changes, existing)
     if found:
         raise ScopeError(found)
-    commit = commit_of(repository, base, changes, message)
+    commit = make_commit(repository, base, changes, message)
     if commit is None:
-        raise ScopeError([no_change()])
+        raise ScopeError([no_change_problem()])
     make_branch(repository, branch, commit)
     worktree = checkout_folder(worktrees, commit)
     try:
         checkout(repository, commit, worktree)
-        return Applied(branch, commit, base, patch_sha256(repository, base, commit), worktree)
+        return AppliedPatch(branch, commit, base, patch_sha256(repository, base, commit), worktree)
     except BaseException:
         try:
             remove_worktree(repository, worktree)
@@ -237,7 +247,7 @@ def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> l
     ]
 
 
-def branch_commit(repository: Path, branch: str) -> str | None:
+def get_branch_commit(repository: Path, branch: str) -> str | None:
     """Return the commit of a branch; None if the branch does not exist."""
     return line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False) or None
 
@@ -247,7 +257,7 @@ def contains(repository: Path, commit: str, older: str) -> bool:
     try:
         git(repository, "merge-base", "--is-ancestor", older, commit)
     except RepositoryError as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         return False
     return True
@@ -258,7 +268,7 @@ def undoing(repository: Path, live: str, base: str, commit: str, message: str) -
 
     Returns ``live`` if they are reverted already. Raises: RepositoryError that names files with later changes.
     """
-    now, ours, before = (entries_of(repository, name) for name in (live, commit, base))
+    now, ours, before = (read_entries(repository, name) for name in (live, commit, base))
     paths = [path for path in ours.keys() | before.keys() if ours.get(path) != before.get(path)]
     if all(now.get(path) == before.get(path) for path in paths):
         return live
@@ -266,7 +276,7 @@ def undoing(repository: Path, live: str, base: str, commit: str, message: str) -
         raise RepositoryError(
             "git.changed_again", "{files} changed again since: revert the proposal by hand", files=newer
         )
-    return commit_of(repository, live, changes(repository, commit, base), message) or live
+    return make_commit(repository, live, changes(repository, commit, base), message) or live
 
 
 def advance(repository: Path, base: str, commit: str) -> None:
@@ -282,9 +292,9 @@ def advance(repository: Path, base: str, commit: str) -> None:
             "{repository} has no branch checked out (its HEAD is detached): check out a branch first",
             repository=repository,
         )
-    before, after = entries_of(repository, base), entries_of(repository, commit)
+    before, after = read_entries(repository, base), read_entries(repository, commit)
     changed = [path for path in sorted(before.keys() | after.keys()) if before.get(path) != after.get(path)]
-    staged = entries_of(repository, None)
+    staged = read_entries(repository, None)
     edited = [
         path
         for path in changed
@@ -314,7 +324,7 @@ def advance(repository: Path, base: str, commit: str) -> None:
     git(repository, "update-ref", head, commit, base)  # fails if the branch is no longer at ``base``
 
 
-def reword(repository: Path, applied: Applied, message: str) -> str:
+def reword_commit(repository: Path, applied: AppliedPatch, message: str) -> str:
     """Give the proposal's commit another message, with the same tree and parent. Returns the new commit."""
     new = line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
     git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
@@ -326,7 +336,7 @@ def message(repository: Path, commit: str) -> str:
     return git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
 
 
-def commits_between(repository: Path, older: str, commit: str) -> set[str]:
+def list_commits_between(repository: Path, older: str, commit: str) -> set[str]:
     """Return the ancestors of ``commit`` (and itself) that are not ancestors of ``older``. Raises: RepositoryError."""
     return set(git(repository, "rev-list", "--end-of-options", f"{older}..{commit}").decode().split())
 
@@ -353,7 +363,7 @@ def patch_sha256(repository: Path, base: str, commit: str) -> str:
 
 def changes(repository: Path, base: str, commit: str) -> list[Change]:
     """Return the changes from ``base`` to a commit, from the stored trees."""
-    before, after = entries_of(repository, base), entries_of(repository, commit)
+    before, after = read_entries(repository, base), read_entries(repository, commit)
     found = []
     for path in sorted(before.keys() | after.keys()):
         old, new = before.get(path), after.get(path)
@@ -368,12 +378,12 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
     return found
 
 
-def file_text(repository: Path, commit: str, path: str) -> str:
+def read_file_text(repository: Path, commit: str, path: str) -> str:
     """Return a stored file as text. Bytes that are not UTF-8 are replaced."""
     return git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
 
 
-def last_changed(repository: Path, commit: str, path: str) -> list[str]:
+def last_commit_of_lines(repository: Path, commit: str, path: str) -> list[str]:
     """Return the commit that last changed each line of a stored file. Raises: RepositoryError for an unknown file."""
     blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
     lines = git(repository, *blame).split(b"\n")
@@ -384,7 +394,7 @@ def last_changed(repository: Path, commit: str, path: str) -> list[str]:
 
 def modes(repository: Path, commit: str) -> dict[str, str]:
     """Return path → mode of all files of a commit."""
-    return {path: mode for path, (mode, _) in entries_of(repository, commit).items()}
+    return {path: mode for path, (mode, _) in read_entries(repository, commit).items()}
 
 
 # -- the checkout ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ OURS = ("agents", "benchmarks", "factory", "kernels", "tests", "trainer")
 SPECIAL = "__init__"  # the only name with double underscores that a new file may have
 
 
-def name_problems(path: str, existing: Collection[str], left: Collection[str]) -> Iterable[Message]:
+def find_name_problems(path: str, existing: Collection[str], left: Collection[str]) -> Iterable[Message]:
     """Yield the problems of a *new* file's name. ``existing``: all files and folders of the base; ``left``: those of the patched tree."""
     parts = path.split("/")
     names = [*parts[:-1], parts[-1].removesuffix(".py")]
@@ -60,7 +60,7 @@ def name_problems(path: str, existing: Collection[str], left: Collection[str]) -
             yield Message(
                 "scope.special_name", "{name!r} has a special meaning in Python: choose another name", name=name
             )
-        if name.casefold() in known_modules() and not _usual(parts[:count], existing):
+        if name.casefold() in list_importable_modules() and not _usual(parts[:count], existing):
             yield Message(
                 "scope.shadowed_module",
                 "{name!r} could hide a module of Python or of an installed package: choose another name",
@@ -82,7 +82,7 @@ def _usual(parts: list[str], existing: Collection[str]) -> bool:
 
 
 @functools.cache
-def known_modules() -> frozenset[str]:
+def list_importable_modules() -> frozenset[str]:
     """Return the names, in lower case, that ``import`` finds outside this checkout. Nothing is imported."""
     found = {*sys.stdlib_module_names, *sys.builtin_module_names, *OURS}
     for folder in sys.path:
@@ -95,7 +95,7 @@ def known_modules() -> frozenset[str]:
 COMPONENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 # Modules that tools run because of their names.
 LOADED_BY_NAME = {"conftest", "sitecustomize", "usercustomize", "setup", "noxfile", "tasks", "wscript"}
-LONGEST_PATH = 200  # characters
+MAX_PATH_CHARACTERS = 200  # characters
 DEVICE_NAMES = {"con", "prn", "aux", "nul", *(f"{kind}{n}" for kind in ("com", "lpt") for n in range(10))}
 
 
@@ -188,14 +188,16 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
     found: list[str] = [_of_file(change.path, problem) for change in changes for problem in _one(policy, change)]
     places = {above for path in existing for above in _above(path)}
     folded = {above.casefold(): above for above in places}
-    plain = [change for change in changes if len(change.path) <= LONGEST_PATH]  # longer paths already have a problem
+    plain = [
+        change for change in changes if len(change.path) <= MAX_PATH_CHARACTERS
+    ]  # longer paths already have a problem
     gone = {change.path for change in plain if change.content is None}
     kept = (existing.keys() - gone) | {change.path for change in plain if change.content is not None}
     left = {above for path in kept for above in _above(path)}
     seen: set[str] = set()
     for change in plain:
         if change.path not in existing:
-            found += [_of_file(change.path, problem) for problem in name_problems(change.path, places, left)]
+            found += [_of_file(change.path, problem) for problem in find_name_problems(change.path, places, left)]
         for path in _above(change.path):
             other = folded.get(path.casefold(), path)
             if other != path:
@@ -215,7 +217,7 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
         if existing.get(change.path, "100644") not in ("100644", "100755"):
             found.append(_of_file(change.path, Message("scope.not_regular", "this path is not a regular file")))
     if not changes:
-        found.append(no_change())
+        found.append(no_change_problem())
     if len(changes) > policy.max_files:
         found.append(
             Message(
@@ -238,7 +240,7 @@ def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[
     return found
 
 
-def no_change() -> Message:
+def no_change_problem() -> Message:
     """The problem of a patch without changes."""
     return Message("scope.no_change", "the patch changes nothing")
 
@@ -272,12 +274,12 @@ def _one(policy: AgentsPolicy, change: Change) -> Iterable[Message]:
 
 def _name_problems(path: str) -> Iterable[Message]:
     parts = path.split("/")
-    if len(path) > LONGEST_PATH:
+    if len(path) > MAX_PATH_CHARACTERS:
         yield Message(
             "scope.long_path",
             "the path has {length:,} characters, but at most {limit:,} are allowed",
             length=len(path),
-            limit=LONGEST_PATH,
+            limit=MAX_PATH_CHARACTERS,
         )
         return
     if not all(COMPONENT.fullmatch(part) for part in parts):
@@ -316,5 +318,5 @@ def _content_problems(policy: AgentsPolicy, content: bytes) -> Iterable[Message]
 
 
 def _shown(path: str) -> str:
-    path = path if len(path) <= LONGEST_PATH else f"{path[:LONGEST_PATH]}…"
+    path = path if len(path) <= MAX_PATH_CHARACTERS else f"{path[:MAX_PATH_CHARACTERS]}…"
     return path if path.replace("…", "").isascii() and path.isprintable() else ascii(path)

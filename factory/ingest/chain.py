@@ -33,26 +33,26 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.compared import write_hashes
-from factory.ingest.decide import Decided, decide
+from factory.ingest.decide import ShardDecisions, decide
 from factory.ingest.document import BadRow, Row
-from factory.ingest.filing import ASKED, filed_name
-from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.filing import ASKED, name_filed_file
+from factory.ingest.held_tasks import record_task_ngrams
 from factory.ingest.index import PARAMETERS, Index
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
-from factory.ingest.reading.rows import BAD_RULES
-from factory.ingest.reading.streams import file_unreadable
-from factory.ingest.reading_code import reading_key
-from factory.ingest.rules.claims import CONFLICT
+from factory.ingest.reading.rows import UNREADABLE_ROW_RULES
+from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.reading_code import compute_reading_key
+from factory.ingest.rules.claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.told import Told, missing_columns, refuse_missing_columns
-from factory.ingest.tokenizer import Tokenizer, shows_calls
-from factory.ingest.vocabulary import frozen_tokenizer
-from factory.ingest.worker import Analysed, Finished, IngestJob, Pool, analyse, finish, look_at
-from factory.ledger.files import FILED
+from factory.ingest.shapes.told import Told, find_missing_columns, refuse_missing_columns
+from factory.ingest.tokenizer import Tokenizer, template_shows_calls
+from factory.ingest.vocabulary import load_or_train_tokenizer
+from factory.ingest.worker import AnalysedChunk, FinishedDocument, IngestJob, Pool, analyse_chunk, finish, look_at
+from factory.ledger.files import SHARD_FILED
 from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
 
@@ -107,7 +107,7 @@ def ingest_shard(
         return known
     index = Index(plant.ledger, policy.licences)
     parameters = index.check(policy)
-    hold_task_items(plant, policy.decontamination.ngram)
+    record_task_ngrams(plant, policy.decontamination.ngram)
     spool = plant.workspace.shards / f".ingest-{sha256[:16]}"
     try:
         for left in (
@@ -129,7 +129,9 @@ def ingest_shard(
             compared = store.hashed(found.rows, found.decided, found.finished) if found.decided else ()
             write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
-            _store(tx, plant.ledger, path, before.st_size, sha256, found, parameters, reading_key(plant.workspace))
+            _store(
+                tx, plant.ledger, path, before.st_size, sha256, found, parameters, compute_reading_key(plant.workspace)
+            )
     except OSError as error:
         _refuse_changed(path, before)  # a changed file may be the cause
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO):
@@ -161,7 +163,7 @@ def quarantine(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> 
     """Record a file that is unusable as a whole, and keep a copy of the file."""
     _copy_to_quarantine(plant.workspace, path, sha256)
     with plant.ledger.begin() as tx:
-        _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", reading_key(plant.workspace))
+        _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", compute_reading_key(plant.workspace))
     stored = report(plant.ledger, sha256)
     assert stored
     return stored
@@ -176,12 +178,12 @@ def report(ledger: Ledger, sha256: str) -> ShardReport | None:
 
 
 @dataclass(frozen=True)
-class Ingested:
+class ProcessedShard:
     """A shard that is ready to be stored."""
 
     rows: list[Row]
-    decided: Decided | None  # None when every row was dropped before it was compared
-    finished: dict[str, Finished]  # by key, without the token arrays
+    decided: ShardDecisions | None  # None when every row was dropped before it was compared
+    finished: dict[str, FinishedDocument]  # by key, without the token arrays
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
     told: Told
@@ -198,13 +200,15 @@ def _run(
     pool: Pool,
     other_files: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
-) -> Ingested | ShardProblem:
-    job = IngestJob(policy, spool, sha256[:16], path.name, not shows_calls(plant.workspace.tokenizer))
+) -> ProcessedShard | ShardProblem:
+    job = IngestJob(policy, spool, sha256[:16], path.name, not template_shows_calls(plant.workspace.tokenizer))
     told = Told()
-    analysed: list[Analysed] = []
+    analysed: list[AnalysedChunk] = []
     try:
         with plant.progress.task(f"{path.name}: read, filter, hash") as task:
-            for one in pool.map(analyse, ((job, *chunk) for chunk in chunks(read_rows(path, policy.limits), policy))):
+            for one in pool.map(
+                analyse_chunk, ((job, *chunk) for chunk in chunks(read_rows(path, policy.limits), policy))
+            ):
                 analysed.append(one)
                 told.add(one.told)
                 task.advance(len(one.rows))
@@ -214,18 +218,18 @@ def _run(
         _look_in_the_whole(whole(), told, policy, path.name)
     refuse_missing_columns(told, policy.fields, path.name)
     rows = [row for one in analysed for row in one.rows]
-    if bad := mostly_bad(rows, policy.limits.max_bad_rows):
+    if bad := find_bad_share_problem(rows, policy.limits.max_bad_rows):
         return bad
     if not any(one.alive for one in analysed):
-        return Ingested(rows, None, {}, None, None, told, {})
+        return ProcessedShard(rows, None, {}, None, None, told, {})
 
     decided = decide(analysed, index, policy, spool)
     if not any(decided.tasks):
-        return Ingested(rows, decided, {}, None, None, told, {})
-    tokenizer = frozen_tokenizer(plant, policy, decided.tasks, spool, path, other_files)
+        return ProcessedShard(rows, decided, {}, None, None, told, {})
+    tokenizer = load_or_train_tokenizer(plant, policy, decided.tasks, spool, path, other_files)
 
     by_key = {row.key: row for row in rows}
-    finished: dict[str, Finished] = {}
+    finished: dict[str, FinishedDocument] = {}
     with plant.progress.task(f"{path.name}: tokenise", total=sum(map(len, decided.tasks))) as task:
 
         def train_documents() -> Iterator[TokenizedDocument]:
@@ -235,7 +239,7 @@ def _run(
                 for one, result in zip(tasks, results, strict=True):
                     row = by_key[one.key]
                     document = _settle(row, result)
-                    finished[row.key] = Finished(
+                    finished[row.key] = FinishedDocument(
                         result.place, sampled=result.sampled, trimmed=result.trimmed, content=result.content
                     )
                     if document:
@@ -250,11 +254,11 @@ def _run(
         )
     if token_shard.manifest["documents"] == 0:
         shutil.rmtree(token_shard.path)
-        return Ingested(rows, decided, finished, tokenizer, None, told, {})
-    return Ingested(rows, decided, finished, tokenizer, token_shard, told, store.held_back(rows, policy.licences))
+        return ProcessedShard(rows, decided, finished, tokenizer, None, told, {})
+    return ProcessedShard(rows, decided, finished, tokenizer, token_shard, told, store.held_back(rows, policy.licences))
 
 
-def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
+def _settle(row: Row, result: FinishedDocument) -> TokenizedDocument | None:
     """Set the row's fate. Returns the tokenised document when it is training data."""
     if result.dropped:
         row.fate = ""  # a held-out document may be dropped too, if it does not decode to the same text
@@ -278,7 +282,7 @@ def _settle(row: Row, result: Finished) -> TokenizedDocument | None:
 def _look_in_the_whole(rows: Iterator[RawRow], told: Told, policy: DataPolicy, name: str) -> None:
     """Look in the rows of the whole file for mapped columns that this part lacks, until each is found."""
     with contextlib.suppress(ShardProblem):  # the ingest of that later part reports the problem
-        while missing_columns(told, policy.fields) and (row := next(rows, None)) is not None:
+        while find_missing_columns(told, policy.fields) and (row := next(rows, None)) is not None:
             look_at(policy, row, name, told)
 
 
@@ -302,14 +306,14 @@ def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int
         yield chunk, first, rows
 
 
-def mostly_bad(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
+def find_bad_share_problem(rows: Sequence[Row], max_share: float) -> ShardProblem | None:
     """The problem of a file with too many rows that cannot be read; None: the file is usable."""
-    bad = Counter(row.rule for row in rows if row.rule in BAD_RULES)
+    bad = Counter(row.rule for row in rows if row.rule in UNREADABLE_ROW_RULES)
     share = bad.total() / max(len(rows), 1)
     if share <= max_share and bad.total() < max(len(rows), 1):
         return None
     dropped = {str(rule): count for rule, count in bad.items()}
-    example = next(row for row in rows if row.rule in BAD_RULES)
+    example = next(row for row in rows if row.rule in UNREADABLE_ROW_RULES)
     return ShardProblem(
         "ingest.mostly_bad",
         "{share:.0%} of {count} rows cannot be read ({rules}); the first is row {row}: {why}",
@@ -332,7 +336,7 @@ def _identify(path: Path) -> tuple[os.stat_result, str]:
             raise InputError("ingest.no_file", "{path}: no such file", path=path)
         return path.stat(), file_sha256(path)
     except OSError as error:
-        raise file_unreadable(path, error) from error
+        raise unreadable_file_error(path, error) from error
 
 
 def _refuse_changed(path: Path, before: os.stat_result) -> None:
@@ -355,13 +359,13 @@ def _refuse_changed(path: Path, before: os.stat_result) -> None:
 
 def _may_be_readable(plant: Plant, path: Path, sha256: str) -> bool:
     """May another try read a quarantined file? True if its name, the policy or the reading code has changed, or a person asked for a try."""
-    sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{FILED}') AND subject = :subject ORDER BY id DESC"
+    sql = f"SELECT kind, detail FROM events WHERE kind IN ('quarantined', '{SHARD_FILED}') AND subject = :subject ORDER BY id DESC"
     events = plant.ledger.read(sql, subject=f"shard:{sha256[:16]}")
     if events and events[0]["detail"].get("read_by") == ASKED:
         return True
     last = next((event["detail"] for event in events if event["kind"] == "quarantined"), None)
     tried = (last["name"], last.get("read_by")) if last else None
-    return tried != (path.name, reading_key(plant.workspace))
+    return tried != (path.name, compute_reading_key(plant.workspace))
 
 
 def _identity(stat: os.stat_result) -> tuple[int, int, int]:
@@ -369,13 +373,13 @@ def _identity(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def _copy_to_quarantine(workspace: Workspace, path: Path, sha256: str) -> None:
-    target = workspace.quarantine / filed_name(sha256, path)
+    target = workspace.quarantine / name_filed_file(sha256, path)
     if target.exists() or path.resolve().parent == workspace.quarantine.resolve():
         return
     workspace.quarantine.mkdir(parents=True, exist_ok=True)
     aside = target.with_name(f".{target.name}.writing")
     shutil.copy2(path, aside)
-    put_in_place(aside, target)  # an incomplete copy would be another shard
+    rename_into_place(aside, target)  # an incomplete copy would be another shard
 
 
 def _store(
@@ -384,7 +388,7 @@ def _store(
     path: Path,
     size: int,
     sha256: str,
-    found: Ingested | ShardProblem,
+    found: ProcessedShard | ShardProblem,
     parameters: str,
     read_by: str,
 ) -> None:
@@ -405,7 +409,7 @@ def _store(
     if found.decided and found.decided.licences:
         others = {name or path.name: count for name, count in sorted(found.decided.licences.items())}
         totals["counts"]["other_licences"] = others
-        record(tx, CONFLICT, f"shard:{sha256[:16]}", {"name": path.name, "other_licences": others})
+        record(tx, CONFLICT_EVENT, f"shard:{sha256[:16]}", {"name": path.name, "other_licences": others})
     if found.decided and found.decided.groups:
         totals["counts"]["groups"] = found.decided.groups
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from factory.ingest.shapes.calls import REASONING
+from factory.ingest.shapes.calls import REASONING_KEYS
 from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 
 
@@ -80,7 +80,7 @@ _SAID = (
     "{%- set ns.text = message['content'] -%}\n"
     "{%- if message['role'] == 'assistant' -%}\n"
     "{%- set ns.reasoning = '' -%}\n"
-    f"{{%- for key in {[*REASONING]} -%}}\n"
+    f"{{%- for key in {[*REASONING_KEYS]} -%}}\n"
     "{%- if message[key] and message[key] is not string -%}\n"
     "{{- raise_exception('reasoning: expected text') -}}\n"
     "{%- elif message[key] and not ns.reasoning -%}\n"
@@ -115,6 +115,6 @@ _SAID = (
 
 CHAT_TEMPLATE = _BOS + _TOOLS + _FOR_EACH + _ROLE_CHECK + _SAID
 TEMPLATE_WITHOUT_BOS = _TOOLS + _FOR_EACH + _ROLE_CHECK + _SAID
-PLAIN_TEMPLATE = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS  # of older factories: without tools and reasoning
-PLAIN_WITHOUT_BOS = _FOR_EACH + _ROLE_CHECK + _TURNS
+TEMPLATE_WITHOUT_CALLS = _BOS + _FOR_EACH + _ROLE_CHECK + _TURNS  # of older factories: without tools and reasoning
+TEMPLATE_WITHOUT_CALLS_AND_BOS = _FOR_EACH + _ROLE_CHECK + _TURNS
 OLDER_TEMPLATES = (_FOR_EACH + _TURNS,)  # of tokenizers without BOS: the same ids, but without a check of roles

@@ -66,13 +66,13 @@ class HashedDocument:
 
 def hashes_file(root: Path, subject: str) -> Path:
     """The file of hashes below the workspace ``root``. ``subject`` is that of the event that recorded it: 'shard:ab12…' or 'task:ab12…'."""
-    return root / "shards" / FOLDER / f"{prefix_of(subject)}.parquet"
+    return root / "shards" / FOLDER / f"{key_prefix(subject)}.parquet"
 
 
-def prefix_of(subject: str) -> str:
+def key_prefix(subject: str) -> str:
     """The prefix of the keys of a shard's or a task file's rows, up to the colon before the row's number.
 
-    >>> prefix_of("shard:00112233"), prefix_of("task:00112233")
+    >>> key_prefix("shard:00112233"), key_prefix("task:00112233")
     ('00112233', 'task-00112233')
     """
     return subject.replace(":", "-", 1).removeprefix("shard-")

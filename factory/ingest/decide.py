@@ -18,13 +18,13 @@ import numpy as np
 from factory.ingest.document import Row
 from factory.ingest.index import BARRED, Index
 from factory.ingest.rules import decontaminate, split
-from factory.ingest.rules.claims import COPIES
+from factory.ingest.rules.claims import COPY_RULES
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes
-from factory.ingest.worker import Analysed, FinishTask, spool_ngrams
-from factory.ledger.removals import FATE
+from factory.ingest.worker import AnalysedChunk, FinishTask, read_spooled_ngrams
+from factory.ledger.removals import REMOVED_FATE
 from kernels.contract.message import Message
 
 # Stands in ``documents.detail``; 'factory check --repair' finds such rows by this text, in ledgers of older versions too.
@@ -33,7 +33,7 @@ DRAWS = 4  # selections of held-out documents from a shard at most; each reads a
 
 
 @dataclass(frozen=True)
-class Decided:
+class ShardDecisions:
     """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``licences``: by shard ('':
     this one), the number of dropped copies that the shard has under another licence."""
 
@@ -56,7 +56,7 @@ class _Living:
     place: int
 
 
-def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path) -> Decided:
+def decide(analysed: Sequence[AnalysedChunk], index: Index, policy: DataPolicy, spool: Path) -> ShardDecisions:
     """Set the fates that depend on other documents, on the rows of ``analysed``."""
     signed = np.concatenate([one.signatures for one in analysed])
     near = NearDuplicates(signed, policy.near_duplicates.threshold, index.near)
@@ -66,10 +66,10 @@ def decide(analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool
     numbers = {one.row.key: one.number for one in (*living, *barred)}
     rows = {row.key: row for one in analysed for row in one.rows}
     groups = _grouping([one.row for one in living], index, policy)
-    return Decided(tasks, held_out, near, signed, numbers, _other_licences(rows, index), groups)
+    return ShardDecisions(tasks, held_out, near, signed, numbers, _other_licences(rows, index), groups)
 
 
-def _living(analysed: Sequence[Analysed]) -> Iterator[_Living]:
+def _living(analysed: Sequence[AnalysedChunk]) -> Iterator[_Living]:
     number = 0
     for chunk in analysed:
         for place, at in enumerate(chunk.alive):
@@ -133,7 +133,7 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
 
 def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
     """By shard ('': this one), the number of this shard's texts that it has under another licence."""
-    copies = [row for row in rows.values() if row.matched and row.rule in COPIES]
+    copies = [row for row in rows.values() if row.matched and row.rule in COPY_RULES]
     stored = index.licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
     found: Counter[str] = Counter()
     for row in copies:
@@ -148,7 +148,7 @@ def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
 def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
     if fate == BARRED:
         row.drop("licence", Message("ingest.barred", "{what} ({how})", what=COPY_OF_BARRED, how=how), key)
-    elif fate == FATE:
+    elif fate == REMOVED_FATE:
         said = Message("ingest.copy_of_removed", "a copy of a document that a person took out ({how})", how=how)
         row.drop("removed", said, key)
     elif fate == "held_out":
@@ -159,17 +159,19 @@ def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
         row.drop(rule, how, key)
 
 
-def _grams(living: Sequence[_Living], analysed: Sequence[Analysed], spool: Path) -> Iterator[tuple[_Living, Hashes]]:
+def _grams(
+    living: Sequence[_Living], analysed: Sequence[AnalysedChunk], spool: Path
+) -> Iterator[tuple[_Living, Hashes]]:
     """The n-grams of each document, with one chunk in memory at a time."""
     chunk, loaded = -1, []
     for one in living:
         if one.chunk != chunk:
-            chunk, loaded = one.chunk, spool_ngrams(spool, analysed[one.chunk])
+            chunk, loaded = one.chunk, read_spooled_ngrams(spool, analysed[one.chunk])
         yield one, loaded[one.place]
 
 
 def _hold_out(
-    living: Sequence[_Living], analysed: Sequence[Analysed], index: Index, policy: DataPolicy, spool: Path
+    living: Sequence[_Living], analysed: Sequence[AnalysedChunk], index: Index, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
     own = [one for one in living if not one.row.synthetic_by]  # text that a model wrote cannot measure models
@@ -225,7 +227,7 @@ def _selecting(
 
     def of(refused: Collection[int]) -> dict[int, split.Held]:
         arrived = [
-            split.Arrived(
+            split.CandidateDocument(
                 one.number, one.row.key, one.row.domain, one.row.group_key, one.row.content_sha256 or "",
                 able=one.number not in refused and not one.row.special,
             )
@@ -244,10 +246,10 @@ def _grouping(rows: Sequence[Row], index: Index, policy: DataPolicy) -> dict[str
     before = index.held_out_before()
     for domain in sorted({row.domain for row in rows}):
         kind = policy.rules(domain).group
-        if kind in split.BY_DOCUMENT:
+        if kind in split.DOCUMENT_KINDS:
             continue
         ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
-        known = before.get(domain, split.HeldBefore())
+        known = before.get(domain, split.EarlierHeldOut())
         held = [row for row in ours if row.fate == "held_out"]
         parts = sum(row.held_as != row.group for row in held)
         lacking = sum(row.group_key is None for row in ours)
@@ -267,7 +269,7 @@ def _grouping(rows: Sequence[Row], index: Index, policy: DataPolicy) -> dict[str
 def _own_words(
     wanting: Sequence[_Living],
     living: Sequence[_Living],
-    analysed: Sequence[Analysed],
+    analysed: Sequence[AnalysedChunk],
     index: Index,
     policy: DataPolicy,
     spool: Path,
@@ -291,7 +293,9 @@ def _own_words(
     overlaps: dict[int, str] = {}
     for number, grams in candidates.items():
         at_common = np.flatnonzero(np.isin(grams, common))
-        grams = np.unique(grams[decontaminate.away_from(at_common, len(grams), policy.decontamination.ngram)])
+        grams = np.unique(
+            grams[decontaminate.mask_without_overlap(at_common, len(grams), policy.decontamination.ngram)]
+        )
         candidates[number] = grams
         if overlap := next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None):
             overlaps[number] = overlap
@@ -307,7 +311,7 @@ def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
 
 def _find_contamination(
     living: Sequence[_Living],
-    analysed: Sequence[Analysed],
+    analysed: Sequence[AnalysedChunk],
     index: Index,
     policy: DataPolicy,
     spool: Path,

@@ -13,11 +13,11 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.ingest.rules.split import facts_of
 from factory.ingest.shapes.bad_row import BadRow as BadRow
-from factory.ingest.shapes.calls import before_tools
+from factory.ingest.shapes.calls import strip_tools
 from factory.ingest.shapes.chats import ROLES as ROLES
 from factory.ingest.shapes.chats import Notes, carries_loss
 from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.shapes.recognise import as_contract
+from factory.ingest.shapes.recognise import to_document_contract
 from kernels.contract.message import Message
 
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures
@@ -26,7 +26,7 @@ _OPERATOR = re.compile(
 )  # operators of SPDX expressions whose precedence differs from that of AND
 _DOMAIN = re.compile(r"[a-z0-9][a-z0-9_-]{0,39}\Z")
 
-SYNTHETIC = "synthetic, by "  # the beginning of ``documents.detail`` of a document that a model wrote
+SYNTHETIC_PREFIX = "synthetic, by "  # the beginning of ``documents.detail`` of a document that a model wrote
 
 LONGEST_NAME = 1000  # characters of a source, a licence, a URL …
 # {"text": str} or {"messages": [{"role", "content"}]}; an answer that carries no loss has {"weight": 0} too
@@ -71,7 +71,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Parsed:
+class ParsedDocument:
     """A row that reads as a document (DESIGN §5)."""
 
     content: Content
@@ -92,23 +92,27 @@ def written_by(release: int, export_sha256: str) -> str:
     return f"release {release} (weights {export_sha256[:16]})"
 
 
-def maker_of(detail: str | None) -> str | None:
+def read_maker(detail: str | None) -> str | None:
     """The model that wrote a document, from ``documents.detail``; None: it names no model.
 
-    >>> maker_of("synthetic, by release 3; replaced: 1 email"), maker_of("replaced: 1 email")
+    >>> read_maker("synthetic, by release 3; replaced: 1 email"), read_maker("replaced: 1 email")
     ('release 3', None)
     """
-    return detail.removeprefix(SYNTHETIC).partition("; ")[0] if detail and detail.startswith(SYNTHETIC) else None
+    return (
+        detail.removeprefix(SYNTHETIC_PREFIX).partition("; ")[0]
+        if detail and detail.startswith(SYNTHETIC_PREFIX)
+        else None
+    )
 
 
-def keeping_maker(before: str | None, detail: str | None) -> str | None:
+def keep_maker(before: str | None, detail: str | None) -> str | None:
     """A new ``documents.detail`` that still names the model that wrote the document, as ``before`` does.
 
-    >>> keeping_maker("synthetic, by release 3; replaced: 1 email", "by ann: private"), keeping_maker("replaced: 1 email", None)
+    >>> keep_maker("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_maker("replaced: 1 email", None)
     ('synthetic, by release 3; by ann: private', None)
     """
-    maker = maker_of(before)
-    return "; ".join([f"{SYNTHETIC}{maker}", *([detail] if detail else [])]) if maker else detail
+    maker = read_maker(before)
+    return "; ".join([f"{SYNTHETIC_PREFIX}{maker}", *([detail] if detail else [])]) if maker else detail
 
 
 def parse_json(line: bytes) -> Any:
@@ -144,14 +148,14 @@ def refuse_domain(name: str) -> None:
 
 def parse_document(
     row: Any, default_domain: str, mapping: FieldMapping | None = None, notes: Notes | None = None
-) -> Parsed:
+) -> ParsedDocument:
     """Check a decoded row against the document contract, by the mapping of its file or by its shape (``shapes/``). ``notes`` gets how the row
     was read, and the fields that nothing reads.
 
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
     notes = Notes() if notes is None else notes
-    row = as_contract(row, mapping, notes)
+    row = to_document_contract(row, mapping, notes)
     content: Content = {"messages": row["messages"]} if "messages" in row else {"text": row["text"]}
     if "text" in content and not isinstance(content["text"], str):
         kind = type(content["text"]).__name__
@@ -171,7 +175,7 @@ def parse_document(
         )
         raise BadRow("bad_schema", wrong)
     named = {name: _string(row, name, notes) for name in ("source", "license", "synthetic_by")}
-    parsed = Parsed(content, identity or None, domain, **named, facts=facts_of(row))
+    parsed = ParsedDocument(content, identity or None, domain, **named, facts=facts_of(row))
     for value in (flat(content), parsed.id, *named.values()):
         if value is not None:
             try:
@@ -182,7 +186,7 @@ def parse_document(
     return parsed
 
 
-def normalise(content: Content, *, code: bool) -> Content:
+def normalise_content(content: Content, *, code: bool) -> Content:
     """The content with Unix line ends, without BOM and blank edge lines; prose in Unicode NFC. Code keeps its characters.
 
     Raises: BadRow 'empty' when nothing is left.
@@ -209,7 +213,7 @@ def compared(content: Content) -> str:
     if "messages" not in content or content["messages"][0]["role"] != "system":
         return flat(content)
     first, *others = content["messages"]
-    return flat({"messages": [first | {"content": before_tools(first["content"])}, *others]})
+    return flat({"messages": [first | {"content": strip_tools(first["content"])}, *others]})
 
 
 def content_sha256(content: Content) -> str:

@@ -32,39 +32,44 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.ingest.reading.kinds import kind_of
-from factory.ingest.reading_code import reading_key
-from factory.ledger.files import FILED, filed, origins, packed
+from factory.ingest.reading_code import compute_reading_key
+from factory.ledger.files import SHARD_FILED, filed, origins, packed
 from factory.ledger.ledger import Ledger, record, shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards, former_files
-from kernels.contract.files import put_in_place, sync_folder
+from factory.ledger.removals import erased_shards, former_file_hashes
+from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 LONGEST_NAME = 50  # characters, of four bytes at most
 # Each pass checks so many of the files that were filed last. A number, and not an age: a clock may jump.
-WATCHED = 4096
+MOST_WATCHED_FILES = 4096
 RAW, QUARANTINE = "shards/raw", "quarantine"
 ORIGINALS = "shards/originals"  # files that were cut into shards of JSON lines
 ASKED = "asked"  # ``read_by`` of a quarantined file that a person wants tried again
 PREFIX = re.compile(r"[0-9a-f]{16}-(?=.)")  # the digits of the SHA-256 before a filed file's name
 
 
-def filed_name(sha256: str, path: Path) -> str:
+def name_filed_file(sha256: str, path: Path) -> str:
     """The name of a file after it is moved out of the inbox; short enough for any file system."""
     return f"{sha256[:16]}-{path.name[-LONGEST_NAME:]}"
 
 
-def file_away(plant: Plant, path: Path, sha256: str, state: str) -> None:
+def file_shard(plant: Plant, path: Path, sha256: str, state: str) -> None:
     """Move an ingested file out of the inbox. If another file took its name meanwhile, the hash differs, and that file goes back."""
     folder = QUARANTINE if state == "quarantined" else RAW
-    place = plant.workspace.root / folder / filed_name(sha256, path)
+    place = plant.workspace.root / folder / name_filed_file(sha256, path)
     place.parent.mkdir(parents=True, exist_ok=True)
     status = path.stat()
     detail = {"folder": folder, "name": place.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     with plant.ledger.begin() as tx:
         tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=plant.ledger.inside(place)))
-        record(tx, FILED, f"shard:{sha256[:16]}", detail | {"sha256": sha256, "read_by": reading_key(plant.workspace)})
+        record(
+            tx,
+            SHARD_FILED,
+            f"shard:{sha256[:16]}",
+            detail | {"sha256": sha256, "read_by": compute_reading_key(plant.workspace)},
+        )
     shutil.move(path, place)
     if path.exists() and path.samefile(place):  # two hard links to one file: a rename leaves both
         path.unlink()
@@ -78,12 +83,12 @@ def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
     read to its end."""
     sha256 = file_sha256(path)
     if sha256 in reported:
-        file_away(plant, path, sha256, "quarantined")
+        file_shard(plant, path, sha256, "quarantined")
         return
     if {part["shard"] for part in packed(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
         path.unlink()
         return
-    original = plant.workspace.root / ORIGINALS / filed_name(sha256, path)
+    original = plant.workspace.root / ORIGINALS / name_filed_file(sha256, path)
     original.parent.mkdir(parents=True, exist_ok=True)
     shutil.move(path, original)
 
@@ -104,15 +109,15 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
     return said
 
 
-def return_changed(plant: Plant) -> None:
+def return_changed_files(plant: Plant) -> None:
     """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. The ingested content stays, if it is the file's first
     part."""
-    for (folder, name), known in filed(plant.ledger, WATCHED).items():
+    for (folder, name), known in filed(plant.ledger, MOST_WATCHED_FILES).items():
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
         sha256 = file_sha256(path)
-        wanted = {known["sha256"], *former_files(plant.ledger, known["sha256"])}
+        wanted = {known["sha256"], *former_file_hashes(plant.ledger, known["sha256"])}
         if sha256 not in wanted:
             kept = _split(plant.workspace, path, known, wanted)
             plant.progress.line(_changed_line(name, kept))
@@ -120,7 +125,7 @@ def return_changed(plant: Plant) -> None:
             status = path.stat()
             with plant.ledger.begin() as tx:
                 stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-                record(tx, FILED, f"shard:{known['sha256'][:16]}", known | stamp)
+                record(tx, SHARD_FILED, f"shard:{known['sha256'][:16]}", known | stamp)
 
 
 def _changed_line(name: str, kept: bool) -> Message:
@@ -155,24 +160,24 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
             shutil.copy2(path, back)
         sync_folder(back)
         sync_folder(back.parent)  # before the content loses its old name
-        put_in_place(aside, path)
+        rename_into_place(aside, path)
     else:
         aside.unlink()
         shutil.move(path, back)
     return kept
 
 
-def return_quarantined(plant: Plant) -> None:
+def return_quarantined_files(plant: Plant) -> None:
     """Move files of ``quarantine/`` that may be readable now back to the inbox."""
-    there = quarantined_files(plant.workspace)
+    there = list_quarantined_files(plant.workspace)
     known = filed(plant.ledger) if there else {}
-    key = reading_key(plant.workspace) if there else ""
+    key = compute_reading_key(plant.workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
         if last is None and _waits_to_be_filed(plant, path):
             continue
         if last is None or last["read_by"] != key or _changed(path, last):
-            back = return_file(plant.workspace, path)
+            back = return_to_inbox(plant.workspace, path)
             asked = last is not None and last["read_by"] == ASKED
             plant.progress.line(
                 Message(
@@ -189,13 +194,13 @@ def return_quarantined(plant: Plant) -> None:
             )
 
 
-def ask_again(ledger: Ledger, paths: Sequence[Path]) -> None:
+def request_retry(ledger: Ledger, paths: Sequence[Path]) -> None:
     """Let the daemon try quarantined files again in its next pass, as if the reading code had changed since they were filed."""
     known = filed(ledger)
     with ledger.begin() as tx:
         for path in paths:
             if last := known.get((QUARANTINE, path.name)):  # a file that was never filed is tried anyway
-                record(tx, FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
+                record(tx, SHARD_FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
 
 
 def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
@@ -212,12 +217,12 @@ def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
     return any(Path(row["path"]).parent == plant.workspace.inbox and Path(row["path"]).exists() for row in rows)
 
 
-def quarantined_files(workspace: Workspace) -> list[Path]:
+def list_quarantined_files(workspace: Workspace) -> list[Path]:
     """The files in ``quarantine/``, by name."""
     return [p for p in sorted(workspace.quarantine.glob("[!.]*")) if p.is_file() and not p.is_symlink()]
 
 
-def return_file(workspace: Workspace, path: Path) -> Path:
+def return_to_inbox(workspace: Workspace, path: Path) -> Path:
     """Move a filed file to the inbox, under the name that it arrived with; returns its new path."""
     back = _free(workspace, _plain(path.name))
     os.rename(path, back)
@@ -247,7 +252,7 @@ def _free(workspace: Workspace, name: str) -> Path:
 
 
 Stamp = tuple[int, ...]  # identifies a file's content: another content has another stamp
-STILL_SECONDS = 600.0  # a file without a change for so long is complete, whatever its last row looks like
+COMPLETE_AFTER_SECONDS = 600.0  # a file without a change for so long is complete, whatever its last row looks like
 TAIL = 1 << 20  # bytes of the last row that are checked
 ENDS = {  # the bytes that such files begin and end with
     ".parquet": b"PAR1",
@@ -256,7 +261,7 @@ ENDS = {  # the bytes that such files begin and end with
 ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
-def stamp_of(path: Path) -> Stamp:
+def read_stamp(path: Path) -> Stamp:
     """(size, mtime, ctime) of a file, times in ns; (inode,) of anything else. Raises: OSError."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -264,7 +269,7 @@ def stamp_of(path: Path) -> Stamp:
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
-def writer_of(path: Path) -> str:
+def find_writer(path: Path) -> str:
     """The process that has a file open for writing, in words; '': no visible process has."""
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -303,17 +308,17 @@ def _writes(process: Path, descriptor: str) -> bool:
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def cut_off(path: Path) -> Message | None:
+def find_early_end(path: Path) -> Message | None:
     """How a file ends too early; None: it is complete, or of a kind whose end cannot be recognised.
 
     Raises: OSError.
     """
-    return _cut_off(path, stamp_of(path))
+    return _cut_off(path, read_stamp(path))
 
 
 @lru_cache(maxsize=256)
 def _cut_off(path: Path, stamp: Stamp) -> Message | None:
-    """As ``cut_off``. A compressed file is read completely, once for each ``stamp``."""
+    """As ``find_early_end``. A compressed file is read completely, once for each ``stamp``."""
     kind, compression = kind_of(path.name)
     if kind == ".zip":
         return None if zipfile.is_zipfile(path) else Message("ingest.zip_open", "the zip file has no directory yet")
@@ -330,11 +335,11 @@ def _cut_off(path: Path, stamp: Stamp) -> Message | None:
                 kind="Parquet" if kind == ".parquet" else "Arrow",
             )
     if compression:
-        from factory.ingest.reading.streams import decompressed
+        from factory.ingest.reading.streams import decompress
 
         last = b""
         try:
-            with open(path, "rb") as raw, decompressed(raw, compression) as file:
+            with open(path, "rb") as raw, decompress(raw, compression) as file:
                 while block := file.read(TAIL):
                     last = (last + block)[-TAIL:]
         except EOFError:

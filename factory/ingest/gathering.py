@@ -12,17 +12,17 @@ from pathlib import Path
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest.packing import MANY, SMALL_BYTES, Pack
-from factory.ingest.readers import ShardProblem, is_read
+from factory.ingest.readers import ShardProblem, is_readable_kind
 from factory.ingest.reading.columns import is_dataset
 from factory.ingest.reading.kinds import is_archive
-from factory.ingest.remote import fetched, is_address
+from factory.ingest.remote import fetch_files, is_address
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
 @dataclass
-class Gathered:
+class GatheredFiles:
     """The files that a command names. ``left_out``: by suffix, the number of files of kinds that are not read. ``addresses``: the address of
     each fetched file. ``known``: the number of files at addresses that were ingested before. ``broken``: by folder, why a data set cannot be
     read."""
@@ -46,14 +46,14 @@ class Gathered:
         )
 
 
-def gather(plant: Plant, names: Sequence[str]) -> Gathered:
+def gather(plant: Plant, names: Sequence[str]) -> GatheredFiles:
     """Find the files of these names; fetch those at addresses. Raises: InputError for a name that is not a file, folder or pattern, and for an
     address that cannot be read."""
-    found = Gathered()
+    found = GatheredFiles()
     listed: list[tuple[Path, Path]] = []  # (folder that a person named, file in it)
     for name in names:
         if is_address(name):
-            folder, there, found.known = fetched(plant, name)
+            folder, there, found.known = fetch_files(plant, name)
             found.addresses |= there
             listed += [(folder, path) for path in _wanted(sorted(there), found)]
             continue
@@ -112,7 +112,7 @@ def _dataset(folder: Path) -> Pack:
         raise InputError("ingest.dataset", "{folder}: {why}", folder=folder, why=problem.message) from problem
 
 
-def _walk(folder: Path, found: Gathered, workspace: Path) -> Iterator[Path]:
+def _walk(folder: Path, found: GatheredFiles, workspace: Path) -> Iterator[Path]:
     """Regular files below ``folder``, by name. Data sets on disk become packs of ``found``. Skipped are hidden files and folders, links to
     folders, and the workspace itself: its policies and logs are not data."""
     for where, folders, files in os.walk(folder):
@@ -129,10 +129,10 @@ def _walk(folder: Path, found: Gathered, workspace: Path) -> Iterator[Path]:
                 yield path
 
 
-def _wanted(files: Iterable[Path], found: Gathered) -> list[Path]:
+def _wanted(files: Iterable[Path], found: GatheredFiles) -> list[Path]:
     wanted = []
     for path in files:
-        if is_read(path.name):
+        if is_readable_kind(path.name):
             wanted.append(path)
         else:
             found.left_out[path.suffix.lower()] += 1
@@ -140,7 +140,12 @@ def _wanted(files: Iterable[Path], found: Gathered) -> list[Path]:
 
 
 def _is_small(path: Path) -> bool:
-    return path.stat().st_size < SMALL_BYTES and is_read(path.name) and not is_archive(path.name) and _is_utf8(path)
+    return (
+        path.stat().st_size < SMALL_BYTES
+        and is_readable_kind(path.name)
+        and not is_archive(path.name)
+        and _is_utf8(path)
+    )
 
 
 def _is_utf8(path: Path) -> bool:

@@ -8,27 +8,27 @@ from __future__ import annotations
 
 import numpy as np
 
-from factory.ingest.compared import HELD, HashedDocument, hashes_file, prefix_of, write_hashes
-from factory.ingest.reading.streams import file_unreadable
-from factory.ingest.rules.task_folder import item_files
-from factory.ingest.rules.task_items import item_ngrams, items_sha256, read_items
+from factory.ingest.compared import HELD, HashedDocument, hashes_file, key_prefix, write_hashes
+from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.rules.task_folder import list_item_files
+from factory.ingest.rules.task_items import hash_item_ngrams, items_sha256, read_items
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 
 
-def hold_task_items(plant: Plant, n: int) -> int:
+def record_task_ngrams(plant: Plant, n: int) -> int:
     """Record the n-grams of every new data file in ``policies/tasks/``. Returns the number of new files. Idempotent.
 
     Raises: InputError for a file that cannot be read; then no shard is ingested, since it might hold the file's items.
     """
     new = 0
-    for path in item_files(plant.workspace.root / "policies" / "tasks"):
+    for path in list_item_files(plant.workspace.root / "policies" / "tasks"):
         try:
             subject = f"task:{items_sha256(path)[:16]}"
         except OSError as error:
-            raise file_unreadable(path, error) from error
+            raise unreadable_file_error(path, error) from error
         if not _held(plant, subject):
-            _hold(plant, subject, n, path.name, [item_ngrams(one, n) for one in read_items(path).records])
+            _hold(plant, subject, n, path.name, [hash_item_ngrams(one, n) for one in read_items(path).records])
             new += 1
     return new
 
@@ -41,7 +41,7 @@ def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]
     of: dict[int, list[int]] = {}
     for gram, number in first.items():
         of.setdefault(number, []).append(gram)
-    prefix = prefix_of(subject)
+    prefix = key_prefix(subject)
     hashed = (
         HashedDocument(f"{prefix}:{number}", None, np.array(grams, np.uint64), True) for number, grams in of.items()
     )

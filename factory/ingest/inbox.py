@@ -20,43 +20,43 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
-from factory.core.faults import cannot_be_read_now, is_of_the_machine
+from factory.core.faults import is_machine_fault, is_unreadable_now
 from factory.core.moments import span
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.filing import (
+    COMPLETE_AFTER_SECONDS,
     LONGEST_NAME,
-    STILL_SECONDS,
     Stamp,
-    cut_off,
-    file_away,
     file_original,
-    return_changed,
-    return_file,
-    return_quarantined,
-    stamp_of,
-    writer_of,
+    file_shard,
+    find_early_end,
+    find_writer,
+    read_stamp,
+    return_changed_files,
+    return_quarantined_files,
+    return_to_inbox,
 )  # fmt: skip
-from factory.ingest.reading_code import reading_key
-from factory.ingest.rules.split import grouping_lines
-from factory.ingest.shapes.mapping import whole_name
-from factory.ingest.shapes.told import row_lines
+from factory.ingest.reading_code import compute_reading_key
+from factory.ingest.rules.split import describe_grouping
+from factory.ingest.shapes.mapping import original_file_name
+from factory.ingest.shapes.told import describe_rows
 from factory.ledger.files import HELD, held, small_vocabulary
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import FATE, erased_shards
-from factory.ledger.writing import record_once
-from factory.retrying.backoff import keep_traceback
+from factory.ledger.removals import REMOVED_FATE, erased_shards
+from factory.ledger.writing import record_event_once
+from factory.retrying.backoff import append_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import newest_asked
+from factory.retrying.tries import newest_retry_request
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
 
 SETTLE_SECONDS = 2.0  # a file that changed more recently may be incomplete
-LONGEST_BYTES = 255  # the longest file name that every file system of Linux allows
-PARTIAL = (".part", ".tmp", ".crdownload")
+LONGEST_NAME_BYTES = 255  # the longest file name that every file system of Linux allows
+PARTIAL_SUFFIXES = (".part", ".tmp", ".crdownload")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class InboxFile:
 
     @property
     def name(self) -> str:
-        return shown_name(self.path)
+        return printable_name(self.path)
 
 
 def arrived(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
@@ -80,8 +80,8 @@ def arrived(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
 
 def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
     """Return changed files, and quarantined files that may be readable now, to the inbox. Name each file that waits there, and why, once."""
-    return_changed(plant)
-    return_quarantined(plant)
+    return_changed_files(plant)
+    return_quarantined_files(plant)
     for file in _look(plant, settle):
         if file.why and (_hold(plant, file) or settle == 0):
             plant.progress.line(
@@ -100,15 +100,15 @@ def take(plant: Plant, path: Path) -> None:
 
 
 def _take_alone(plant: Plant, path: Path) -> None:
-    from factory.ingest.vocabulary import LittleTextError
+    from factory.ingest.vocabulary import TooLittleTextError
     from factory.ingest.worker import WorkerDiedError
 
     stamp: Stamp = ()
     try:
-        stamp = stamp_of(path)
+        stamp = read_stamp(path)
         path = _readable(path, plant.progress)
-        stamp = stamp_of(path)
-        ingest_arrived(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
+        stamp = read_stamp(path)
+        ingest_and_file(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
     except FileNotFoundError:
         if path.exists():
             raise
@@ -154,9 +154,9 @@ def _take_alone(plant: Plant, path: Path) -> None:
                 log=log,
             )
             with contextlib.suppress(OSError):
-                keep_traceback(log, f"ingest of {shown_name(path)}", error)
-        if stamp == stamp_of(path):  # else another file has this name now, and is tried
-            text = _text_there(plant) if isinstance(error, LittleTextError) else ""
+                append_traceback(log, f"ingest of {printable_name(path)}", error)
+        if stamp == read_stamp(path):  # else another file has this name now, and is tried
+            text = _text_there(plant) if isinstance(error, TooLittleTextError) else ""
             _hold(plant, InboxFile(path, stamp, why), refused=True, text=text)
         plant.progress.line(_stays_line(path, why))
 
@@ -165,12 +165,12 @@ def _removed_line(path: Path) -> Message:
     return Message(
         "ingest.removed_from_inbox",
         "  {file} was removed from the inbox before its ingest ended; nothing of the file was stored",
-        file=shown_name(path),
+        file=printable_name(path),
     )
 
 
 def _stays_line(path: Path, why: str) -> Message:
-    return Message("ingest.stays", "  {file} stays in the inbox: {why}", file=shown_name(path), why=why)
+    return Message("ingest.stays", "  {file} stays in the inbox: {why}", file=printable_name(path), why=why)
 
 
 def _take_together(plant: Plant, path: Path) -> list[Path] | None:
@@ -180,13 +180,18 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     shard: it would spoil a shard of fewer files too.
     """
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
-    from factory.ingest.readers import is_read
+    from factory.ingest.readers import is_readable_kind
     from factory.ingest.reading.kinds import is_archive
     from factory.ingest.rules.policy import DataPolicy
-    from factory.ingest.vocabulary import LittleTextError
+    from factory.ingest.vocabulary import TooLittleTextError
 
     def small(name: str, size: int) -> bool:
-        return size < SMALL_BYTES and is_read(name) and not is_archive(name) and shown_name(Path(name)) == name
+        return (
+            size < SMALL_BYTES
+            and is_readable_kind(name)
+            and not is_archive(name)
+            and printable_name(Path(name)) == name
+        )
 
     if not small(path.name, path.stat().st_size if path.is_file() else SMALL_BYTES):
         return None
@@ -220,10 +225,10 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
         plant.progress.line(
             Message("ingest.not_together", "  the small files are ingested one by one instead: {why}", why=error)
         )
-        return [path] if isinstance(error, FileNotFoundError | LittleTextError) else [file.path for file in ready]
+        return [path] if isinstance(error, FileNotFoundError | TooLittleTextError) else [file.path for file in ready]
     for file in ready:
         with contextlib.suppress(FileNotFoundError):
-            if file.path not in unread and stamp_of(file.path) == file.stamp:
+            if file.path not in unread and read_stamp(file.path) == file.stamp:
                 file.path.unlink()
     return sorted(unread)
 
@@ -231,17 +236,17 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
 def is_about_the_file(error: Exception) -> bool:
     """Is the error about this file alone, so that other files can be ingested?"""
     if isinstance(error, FactoryError):
-        return isinstance(error, InputError) and not cannot_be_read_now(error)
-    return not isinstance(error, sa.exc.DBAPIError) and not is_of_the_machine(error)
+        return isinstance(error, InputError) and not is_unreadable_now(error)
+    return not isinstance(error, sa.exc.DBAPIError) and not is_machine_fault(error)
 
 
-def ingest_arrived(plant: Plant, path: Path, workers: int | None = None) -> None:
+def ingest_and_file(plant: Plant, path: Path, workers: int | None = None) -> None:
     """Ingest a file of the inbox, then move it to ``shards/raw/`` or ``quarantine/``.
 
     After a kill between the two steps the next call recognises the content and only moves the file.
     """
-    before = ingested_before(plant.ledger)
-    say = lambda report: plant.progress.line(describe_report(shown_name(path), report, before))
+    before = read_ingest_times(plant.ledger)
+    say = lambda report: plant.progress.line(describe_report(printable_name(path), report, before))
     ingest_path(plant, path, ingested=say, workers=workers)
 
 
@@ -260,7 +265,7 @@ def ingest_path(
     Raises: as ``ingest_shard``.
     """
     from factory.ingest.chain import ingest_shard
-    from factory.ingest.packing import Pack, ingest_pack, is_packed
+    from factory.ingest.packing import Pack, ingest_pack, is_cut_into_parts
     from factory.ingest.rules.policy import DataPolicy
 
     folder = path.resolve().parent
@@ -273,9 +278,9 @@ def ingest_path(
             file=shown,
         )
     if folder == plant.workspace.quarantine.resolve():
-        path = return_file(plant.workspace, path)
+        path = return_to_inbox(plant.workspace, path)
         folder = plant.workspace.inbox.resolve()
-    if path.is_file() and is_packed(path, DataPolicy.load(plant.workspace.policy("data.yaml")).limits):
+    if path.is_file() and is_cut_into_parts(path, DataPolicy.load(plant.workspace.policy("data.yaml")).limits):
         reports = ingest_pack(
             plant,
             Pack.of_file(path),
@@ -295,15 +300,15 @@ def ingest_path(
             Message(
                 "ingest.erased_shard",
                 "  {file} is deleted: text of this shard was erased before",
-                file=shown_name(path),
+                file=printable_name(path),
             )
         )
     elif folder == plant.workspace.inbox.resolve():
-        file_away(plant, path, report.sha256, report.state)
+        file_shard(plant, path, report.sha256, report.state)
     return [report]
 
 
-def shown_name(path: Path) -> str:
+def printable_name(path: Path) -> str:
     r"""A file's name as text that can be printed and stored. Bytes that are not UTF-8 become ``\xe9`` and the like."""
     return _shown(path.name)
 
@@ -314,10 +319,10 @@ def _shown(name: str | Path) -> str:
 
 def _readable(path: Path, progress: Progress) -> Path:
     """Rename a file of the inbox if its name is not UTF-8. Returns its path."""
-    if shown_name(path) == path.name:
+    if printable_name(path) == path.name:
         return path
-    name = shown_name(path)
-    target = path.with_name(name if len(name.encode()) <= LONGEST_BYTES else name[-LONGEST_NAME:])
+    name = printable_name(path)
+    target = path.with_name(name if len(name.encode()) <= LONGEST_NAME_BYTES else name[-LONGEST_NAME:])
     if os.path.lexists(target):
         target = path.with_name(f"{time.time_ns()}-{target.name[-LONGEST_NAME:]}")
     os.rename(path, target)
@@ -334,15 +339,19 @@ def _readable(path: Path, progress: Progress) -> Path:
 def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
     """All files, folders and links in the inbox by name, without hidden and partial ones, and files that changed a moment ago."""
     plant.workspace.inbox.mkdir(exist_ok=True)
-    names = [n for n in sorted(os.listdir(plant.workspace.inbox)) if not n.startswith(".") and not n.endswith(PARTIAL)]
+    names = [
+        n
+        for n in sorted(os.listdir(plant.workspace.inbox))
+        if not n.startswith(".") and not n.endswith(PARTIAL_SUFFIXES)
+    ]
     refused = {name: one for name, one in held(plant.ledger).items() if one["refused"]} if names else {}
-    key = reading_key(plant.workspace) if refused else ""
-    asked = newest_asked(plant.ledger) if refused else 0
+    key = compute_reading_key(plant.workspace) if refused else ""
+    asked = newest_retry_request(plant.ledger) if refused else 0
     for name in names:
         path = plant.workspace.inbox / name
         try:
-            stamp = stamp_of(path)
-            known = refused.get(shown_name(path))
+            stamp = read_stamp(path)
+            known = refused.get(printable_name(path))
             read_by = key + (_text_there(plant) if known and known.get("text") else "")
             if (
                 known
@@ -360,8 +369,11 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
 
 def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
     """How often workers died that read this file in its present state."""
-    known = held(plant.ledger).get(shown_name(path), {})
-    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (stamp, reading_key(plant.workspace)):
+    known = held(plant.ledger).get(printable_name(path), {})
+    if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (
+        stamp,
+        compute_reading_key(plant.workspace),
+    ):
         return 0
     return int(known["deaths"])
 
@@ -392,19 +404,19 @@ def _no_file(path: Path) -> Message:
 
 def _incomplete(path: Path, stamp: Stamp) -> str:
     """Why a file is not complete yet; '': it is."""
-    if writer := writer_of(path):
+    if writer := find_writer(path):
         return Message(
             "ingest.open_for_writing",
             "{writer} has the file open for writing; the daemon ingests the file when {writer} closes it",
             writer=writer,
         )
-    if abs(time.time() - stamp[1] / 1e9) >= STILL_SECONDS or not (end := cut_off(path)):
+    if abs(time.time() - stamp[1] / 1e9) >= COMPLETE_AFTER_SECONDS or not (end := find_early_end(path)):
         return ""
     return Message(
         "ingest.incomplete",
         "{end}; the daemon ingests the file when it is complete, or unchanged for {minutes:.0f} minutes",
         end=end,
-        minutes=STILL_SECONDS / 60,
+        minutes=COMPLETE_AFTER_SECONDS / 60,
     )
 
 
@@ -428,11 +440,13 @@ def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0,
         "refused": refused,
         "deaths": deaths,
     }
-    detail |= {"read_by": reading_key(plant.workspace) + text if refused else ""} | ({"text": text} if text else {})
-    return record_once(plant.ledger, HELD, f"inbox:{file.name}", detail)
+    detail |= {"read_by": compute_reading_key(plant.workspace) + text if refused else ""} | (
+        {"text": text} if text else {}
+    )
+    return record_event_once(plant.ledger, HELD, f"inbox:{file.name}", detail)
 
 
-def ingested_before(ledger: Ledger) -> dict[str, float]:
+def read_ingest_times(ledger: Ledger) -> dict[str, float]:
     """By SHA-256, when each shard was ingested: seconds since 1970."""
     rows = ledger.read("SELECT sha256, ingested_at FROM shards WHERE state = 'ingested'")
     return {row["sha256"]: row["ingested_at"] for row in rows}
@@ -478,7 +492,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
                 "ingest.strictest_licence",
                 "the strictest licence counts (no licence is strict too), and may hold releases back. 'factory data claims' lists the texts. "
                 "Say which licence is right: 'factory data settle LICENCE --shard {shard}'",
-                shard=shlex.quote(whole_name(name)),
+                shard=shlex.quote(original_file_name(name)),
             )
         )
     if state == "quarantined":
@@ -486,8 +500,8 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
     else:
         kept = {"train": counts.get("train", 0), "held_out": counts.get("held_out", 0)}
         first = Message("ingest.kept", "{train:,} to train on, {held_out:,} held out", **kept)
-    lines = [*row_lines(counts)]
-    if isinstance(dropped, dict) and dropped.get(FATE):
+    lines = [*describe_rows(counts)]
+    if isinstance(dropped, dict) and dropped.get(REMOVED_FATE):
         lines.append(
             Message(
                 "ingest.removed_before",
@@ -496,7 +510,7 @@ def describe_shard(name: str, state: str, rows: int, counts: dict[str, Any] | No
             )
         )
     if isinstance(groups := counts.get("groups"), dict):
-        lines += [line for domain, found in groups.items() for line in grouping_lines(domain, found)]
+        lines += [line for domain, found in groups.items() for line in describe_grouping(domain, found)]
     return Message(
         "ingest.shard",
         "  {shard}: {rows:,} documents; {facts}{lines}",

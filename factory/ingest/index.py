@@ -10,15 +10,15 @@ import sqlalchemy as sa
 
 from factory.core.errors import ConfigError
 from factory.ingest.compared import HashIndex
-from factory.ingest.document import SYNTHETIC
+from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ingest.rules import near_dup
 from factory.ingest.rules.claims import set_aside
 from factory.ingest.rules.licence_names import folded
 from factory.ingest.rules.policy import DataPolicy, Licences
-from factory.ingest.rules.split import HALVES, HeldBefore
+from factory.ingest.rules.split import HALVES, EarlierHeldOut
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
-from factory.ledger.removals import FATE, refused, removals
+from factory.ledger.removals import REMOVED_FATE, refused, removals
 from kernels.contract.message import Message
 
 _AT_ONCE = 5000  # values in one IN (…)
@@ -67,7 +67,7 @@ class Index:
         """Does a row that the rule 'licence' dropped still forbid training on its text?"""
         return key not in self._aside and not self._policy.of(licence).train
 
-    def near(self, hashes: near_dup.Bands) -> near_dup.Stored:
+    def near(self, hashes: near_dup.Bands) -> near_dup.StoredDocuments:
         keys: dict[int, list[str]] = {}
         for value, key in self._hashes.in_bands(hashes.tolist()):
             stored = keys.setdefault(value, [])
@@ -78,7 +78,7 @@ class Index:
         rows = self._select([d.key, d.license], d.key, names, d.fate == "dropped")
         over = {row[0] for row in rows if not self._bars(row[0], row[1])}
         keys = {value: [key for key in stored if key not in over] for value, stored in keys.items()}
-        return near_dup.Stored(keys, self._hashes.signatures([name for name in names if name not in over]))
+        return near_dup.StoredDocuments(keys, self._hashes.signatures([name for name in names if name not in over]))
 
     def refusal(self) -> Callable[[str | None, str | None], str]:
         """A function of (source, licence) that returns why a document is refused: a person took out its source or licence. '': it is not."""
@@ -127,14 +127,16 @@ class Index:
     def _held_out(self) -> list[dict[str, Any]]:
         h, d = held_out.c, documents.c
         whole = h.group_key == sa.func.coalesce(d.group_key, d.key)
-        listed = sa.select(h.domain, h.group_key, h.sealed, whole.label("whole"), (d.fate != FATE).label("there"))
+        listed = sa.select(
+            h.domain, h.group_key, h.sealed, whole.label("whole"), (d.fate != REMOVED_FATE).label("there")
+        )
         return self._ledger.rows(listed.join(documents, d.key == h.key))
 
     def held_out_groups(self) -> dict[str, bool]:
         """By group that was ever held out: is it in the sealed half?"""
         return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
 
-    def held_out_before(self) -> dict[str, HeldBefore]:
+    def held_out_before(self) -> dict[str, EarlierHeldOut]:
         """By domain, what is held out of earlier shards; removed documents do not count."""
         of: dict[str, list[dict[str, Any]]] = {}
         for row in self._held_out:
@@ -152,7 +154,7 @@ class Index:
         c = documents.c
         rows = self._ledger.rows(sa.select(shards.c.sha256, shards.c.domains))
         there = sorted(row["sha256"] for row in rows if domain in (row["domains"] or {}))
-        own = sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC}%")))
+        own = sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC_PREFIX}%")))
         return sum(1 for _ in self._select([c.key], c.shard, there, c.domain == domain, c.fate.in_(TRAINED), own))
 
     def _select(self, columns: Sequence[Any], by: Any, values: Sequence[Any], *where: Any) -> Iterator[tuple[Any, ...]]:
@@ -163,8 +165,8 @@ class Index:
                 yield from (tuple(row) for row in found)
 
 
-def _before(rows: Sequence[dict[str, Any]]) -> HeldBefore:
-    """``HeldBefore`` of one domain, from the rows of its held-out documents."""
+def _before(rows: Sequence[dict[str, Any]]) -> EarlierHeldOut:
+    """``EarlierHeldOut`` of one domain, from the rows of its held-out documents."""
     of = {half: [row for row in rows if bool(row["sealed"]) == half] for half in HALVES}
     groups = {half: frozenset(row["group_key"] for row in ones if row["whole"]) for half, ones in of.items()}
-    return HeldBefore(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})
+    return EarlierHeldOut(len(rows), groups, {half: sum(not row["whole"] for row in ones) for half, ones in of.items()})

@@ -27,16 +27,16 @@ from typing import Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.ingest.chain import ShardReport, ingest_shard, mostly_bad, quarantine, report, settled
+from factory.ingest.chain import ShardReport, find_bad_share_problem, ingest_shard, quarantine, report, settled
 from factory.ingest.document import Row
-from factory.ingest.filing import file_away
-from factory.ingest.readers import RawRow, ShardProblem, is_longer, is_shard, read_rows
-from factory.ingest.reading.columns import dataset_files
-from factory.ingest.reading.rows import BadRow, as_line, with_path
-from factory.ingest.reading.streams import file_unreadable
-from factory.ingest.reading_code import reading_key
+from factory.ingest.filing import file_shard
+from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_as_is, read_rows
+from factory.ingest.reading.columns import list_dataset_files
+from factory.ingest.reading.rows import BadRow, add_path, row_to_line
+from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.reading_code import compute_reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
-from factory.ingest.shapes.told import Told, missing_columns
+from factory.ingest.shapes.told import Told, find_missing_columns
 from factory.ingest.worker import look_at, read_row
 from factory.ledger.files import PACKED, packed
 from factory.ledger.ledger import Ledger, record
@@ -67,7 +67,7 @@ class Pack:
     @classmethod
     def of_dataset(cls, folder: Path) -> Pack:
         """The pack of a data set on disk. Raises: ShardProblem."""
-        return cls(folder.name, [(str(file.relative_to(folder)), file) for file in dataset_files(folder)], folder)
+        return cls(folder.name, [(str(file.relative_to(folder)), file) for file in list_dataset_files(folder)], folder)
 
     def without_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
         """(the pack without the files that lack a mapped column, those files). Each of those files is refused alone."""
@@ -98,7 +98,7 @@ class Pack:
                 digest.update(f"{file_sha256(path)} {name}\n".encode())
             return digest.hexdigest()
         except OSError as error:
-            raise file_unreadable(error.filename or self.name, error) from error
+            raise unreadable_file_error(error.filename or self.name, error) from error
 
 
 @dataclass
@@ -141,9 +141,9 @@ class _LeftOut:
         )
 
 
-def is_packed(path: Path, limits: ShardLimits) -> bool:
+def is_cut_into_parts(path: Path, limits: ShardLimits) -> bool:
     """Is a file cut into parts, or written as JSON lines, before it is ingested? Raises: OSError."""
-    return path.stat().st_size > 0 and (not is_shard(path, limits) or is_longer(path, limits))
+    return path.stat().st_size > 0 and (not is_ingested_as_is(path, limits) or exceeds_one_shard(path, limits))
 
 
 def ingest_pack(
@@ -169,7 +169,7 @@ def ingest_pack(
     before = _stamps(pack)
     sha256 = pack.sha256()
     parts = packed(plant.ledger, sha256)
-    key = reading_key(plant.workspace)
+    key = compute_reading_key(plant.workspace)
     if pack.alone and (known := settled(plant, pack.alone, sha256, again)):
         ingested(known)
         return [known]
@@ -280,7 +280,7 @@ def _file(plant: Plant, path: Path, one: ShardReport) -> None:
         path.unlink()  # keeping it would restore erased text
     else:
         sync_folder(path)  # the packed file may be deleted next
-        file_away(plant, path, one.sha256, one.state)
+        file_shard(plant, path, one.sha256, one.state)
 
 
 def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
@@ -294,7 +294,7 @@ def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> It
         return
     for name, path in pack.files:
         try:
-            found = [with_path(row, name) for row in read_rows(path, limits, left, name)]
+            found = [add_path(row, name) for row in read_rows(path, limits, left, name)]
         except ShardProblem as problem:
             left(name, Message.from_json(problem.message))
             left.files.add(path)
@@ -306,10 +306,10 @@ def _lacks_columns(name: str, path: Path, pack: str, policy: DataPolicy) -> bool
     told = Told()
     with contextlib.suppress(ShardProblem):  # reported when the pack is read
         for row in read_rows(path, policy.limits, lambda path, why: None, name):
-            look_at(policy, with_path(row, name), pack, told)
-            if told.mapped and not missing_columns(told, policy.fields):
+            look_at(policy, add_path(row, name), pack, told)
+            if told.mapped and not find_missing_columns(told, policy.fields):
                 break
-    return bool(missing_columns(told, policy.fields))
+    return bool(find_missing_columns(told, policy.fields))
 
 
 def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProblem | None:
@@ -318,12 +318,12 @@ def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProb
         for raw in read_rows(path, policy.limits, lambda path, why: None, name):
             rows.append(row := Row(len(rows), str(len(rows)), "", "unknown"))
             try:
-                read_row(policy, row, with_path(raw, name), pack, Told())
+                read_row(policy, row, add_path(raw, name), pack, Told())
             except BadRow as bad:
                 row.drop(bad.rule, bad.detail)
     except ShardProblem:  # reported when the pack is read
         return None
-    return mostly_bad(rows, policy.limits.max_bad_rows)
+    return find_bad_share_problem(rows, policy.limits.max_bad_rows)
 
 
 @dataclass(frozen=True)
@@ -347,7 +347,7 @@ def _parts(
         count = size = 0
         with pa.CompressedOutputStream(pa.OSFile(str(path), "wb"), "zstd") as out:
             while ahead is not None and count < limits.max_rows and size < limits.part_bytes:
-                line = as_line(ahead) + b"\n"
+                line = row_to_line(ahead) + b"\n"
                 out.write(line)
                 count, size, ahead = count + 1, size + len(line), next(rows, None)
         yield _Part(path, number, first, count, ahead is None)
@@ -358,7 +358,7 @@ def _stamps(pack: Pack) -> list[tuple[int, int, int]]:
     try:
         found = [path.stat() for _, path in pack.files]
     except OSError as error:
-        raise file_unreadable(error.filename, error) from error
+        raise unreadable_file_error(error.filename, error) from error
     return [(one.st_size, one.st_mtime_ns, one.st_ino) for one in found]
 
 

@@ -16,9 +16,9 @@ from factory.ingest.document import BadRow, Content, Row
 from factory.ingest.packing import Pack, rows_of
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import carries_loss
-from factory.ingest.shapes.told import Told, refuse_missing_columns, row_lines
+from factory.ingest.shapes.told import Told, describe_rows, refuse_missing_columns
 from factory.ingest.store import held_back, totals
-from factory.ingest.tokenizer import shows_calls
+from factory.ingest.tokenizer import template_shows_calls
 from factory.ingest.worker import read_row
 from kernels.contract.message import Message
 
@@ -61,7 +61,7 @@ class Preview:
                 "{file}: the first {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
                 **known,
             )
-        yield from (f"  {line}" for line in row_lines(self.counts))
+        yield from (f"  {line}" for line in describe_rows(self.counts))
         for row, content in self.shown:
             names = {"domain": row.domain, "source": row.source, "licence": row.license, "group": row.group_key}
             identity = f", id {row.id}" if row.id != row.key else ""
@@ -78,7 +78,7 @@ def preview(workspace: Workspace, pack: Pack) -> Preview:
     """
     policy = DataPolicy.load(workspace.policy("data.yaml"))
     told, rows, shown = Told(), list[Row](), list[tuple[Row, Content]]()
-    plain = not shows_calls(workspace.tokenizer)
+    plain = not template_shows_calls(workspace.tokenizer)
     raw_rows = rows_of(pack, policy.limits)
     for raw in islice(raw_rows, ROWS):
         key = f"preview:{len(rows)}"

@@ -16,18 +16,27 @@ import pyarrow.parquet as pq
 
 from factory.ingest.reading.archives import read_tar, read_zip
 from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
-from factory.ingest.reading.json_values import is_lines, read_json
-from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, conversion_hint, kind_of
+from factory.ingest.reading.json_values import has_row_per_line, read_json
+from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, find_conversion_hint, kind_of
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import Readable, as_text, blocks, lines, open_file, whole
+from factory.ingest.reading.streams import ReadableFile, as_text, blocks, lines, open_file, whole
 from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
 from kernels.contract.message import Message
 
-__all__ = ["COMPRESSIONS", "RawRow", "ShardProblem", "is_longer", "is_read", "is_shard", "read_rows", "too_long"]
+__all__ = [
+    "COMPRESSIONS",
+    "RawRow",
+    "ShardProblem",
+    "exceeds_one_shard",
+    "is_readable_kind",
+    "is_ingested_as_is",
+    "read_rows",
+    "too_long",
+]
 
-SUPPORTED = Message(
+SUPPORTED_KINDS = Message(
     "ingest.supported_kinds",
     "supported are JSON (.jsonl, .json), tables (.parquet, .csv, .tsv, .arrow, .feather), text (.txt, .md, .rst …), code, HTML, .warc and "
     ".ipynb, compressed (.gz, .zst, .bz2, .xz) or not, and .zip or .tar of these files",
@@ -52,11 +61,13 @@ def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, nam
     if path.stat().st_size == 0:
         raise ShardProblem("ingest.empty_file", "the file is empty")
     opens = functools.partial(open_file, path, compression, limits)
-    source = Readable(name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path)
+    source = ReadableFile(
+        name or path.name, opens, limits, path.stat().st_size, left_out, None if compression else path
+    )
     yield from read_source(source)
 
 
-def read_source(source: Readable) -> Iterator[RawRow]:
+def read_source(source: ReadableFile) -> Iterator[RawRow]:
     """The rows of a file or of an archive's member. Raises: ShardProblem."""
     read = READERS.get(kind_of(source.name)[0])
     if read is None:
@@ -64,30 +75,30 @@ def read_source(source: Readable) -> Iterator[RawRow]:
             "ingest.unknown_kind",
             "files of this kind are not read: {file}: {hint}",
             file=source.name,
-            hint=conversion_hint(source.name) or SUPPORTED,
+            hint=find_conversion_hint(source.name) or SUPPORTED_KINDS,
         )
     yield from read(source)
 
 
-def is_read(name: str) -> bool:
+def is_readable_kind(name: str) -> bool:
     """Does some reader read files of this name?"""
     return kind_of(name)[0] in READERS
 
 
-def is_shard(path: Path, limits: ShardLimits) -> bool:
+def is_ingested_as_is(path: Path, limits: ShardLimits) -> bool:
     """Is a file ingested as it is? True for JSON lines, Parquet, and text or code of one document: their rows can be read again by number,
     and the file can be written again without a row. Other kinds become JSON lines first (``packing``)."""
     kind, compression = kind_of(path.name)
     if kind == ".json":
-        source = Readable(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
+        source = ReadableFile(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
-            return is_lines(source)
+            return has_row_per_line(source)
         except ShardProblem:
             return True  # ingest will name what is wrong
     return kind not in READERS or READERS[kind] in (_jsonl, _text, _code) or (kind == ".parquet" and not compression)
 
 
-def is_longer(path: Path, limits: ShardLimits) -> bool:
+def exceeds_one_shard(path: Path, limits: ShardLimits) -> bool:
     """Is a file too large for one shard, in bytes on disk or in rows? False for a file that cannot be read: ingest will name what is wrong."""
     kind, compression = kind_of(path.name)
     size = path.stat().st_size
@@ -103,24 +114,24 @@ def is_longer(path: Path, limits: ShardLimits) -> bool:
         return False
 
 
-def _jsonl(source: Readable) -> Iterator[RawRow]:
+def _jsonl(source: ReadableFile) -> Iterator[RawRow]:
     with source.open() as stream:
         yield from lines(blocks(stream), source.limits.max_row_bytes)
 
 
-def _text(source: Readable) -> Iterator[RawRow]:
+def _text(source: ReadableFile) -> Iterator[RawRow]:
     """A text file is one document whose source is the file's name."""
     with source.open() as stream:
         yield {"text": as_text(whole(stream, source.limits)), "source": source.name}
 
 
-def _code(source: Readable) -> Iterator[RawRow]:
+def _code(source: ReadableFile) -> Iterator[RawRow]:
     for row in _text(source):
         assert isinstance(row, dict)
         yield row | {"domain": "code"}
 
 
-Reader = Callable[[Readable], Iterator[RawRow]]
+Reader = Callable[[ReadableFile], Iterator[RawRow]]
 READERS: dict[str, Reader] = {  # by suffix, without the suffix of a compression
     **dict.fromkeys((".jsonl", ".ndjson", ".jsonlines"), _jsonl),
     ".json": read_json,

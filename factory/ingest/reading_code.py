@@ -11,7 +11,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 
 
-def reading_key(workspace: Workspace) -> str:
+def compute_reading_key(workspace: Workspace) -> str:
     """16 hex digits of a hash of the data policy's values and of the code of ``factory/ingest/``. Raises: ConfigError."""
     policy = policy_sha256(DataPolicy.load(workspace.policy("data.yaml")))
     return hashlib.sha256(f"{policy}\0{_code()}".encode()).hexdigest()[:16]

@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from factory.core.errors import InputError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.progress import Progress
-from factory.ingest.filing import file_away
+from factory.ingest.filing import file_shard
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
-from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
 
-FETCHED = "fetched"  # the folder, and the event: {address, size, etag, shards}
+FETCHED_FOLDER = "fetched"  # the folder, and the event: {address, size, etag, shards}
 _BLOCK = 4 << 20
 _TRIES = 3
 _ETAGS = ("ETag", "etag", "blob_id", "md5Hash", "LastModified", "last_modified", "mtime")
@@ -41,13 +41,13 @@ def is_address(name: str) -> bool:
     return len(name.partition("://")[0]) > 1 and "://" in name
 
 
-def fetched(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
+def fetch_files(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]:
     """Fetch the files at an address. Returns (the local folder, by local file its address, the number of files that were ingested before).
 
     Raises: InputError for an address that cannot be read. The same call then continues where this one stopped.
     """
     system, root = _system(address)
-    folder = plant.workspace.root / FETCHED / hashlib.sha256(address.encode()).hexdigest()[:16]
+    folder = plant.workspace.root / FETCHED_FOLDER / hashlib.sha256(address.encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[Path, str] = {}
     known = 0
@@ -75,20 +75,20 @@ def settle(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport
     detail = {"address": address, **about, "shards": [one.sha256 for one in reports]}
     own = next((one for one in reports if one.sha256 == sha256), None)
     if own:
-        file_away(plant, path, sha256, own.state)
+        file_shard(plant, path, sha256, own.state)
     else:
         path.unlink()
     with plant.ledger.begin() as tx:
-        record(tx, FETCHED, f"address:{hashlib.sha256(address.encode()).hexdigest()[:16]}", detail)
+        record(tx, FETCHED_FOLDER, f"address:{hashlib.sha256(address.encode()).hexdigest()[:16]}", detail)
     _note(path).unlink()
     for left in (path.parent, *path.parent.parents):
-        if left == plant.workspace.root / FETCHED or any(left.iterdir()):
+        if left == plant.workspace.root / FETCHED_FOLDER or any(left.iterdir()):
             break
         left.rmdir()
 
 
 def _ingested(ledger: Ledger) -> dict[str, list[Any]]:
-    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=FETCHED)
+    rows = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=FETCHED_FOLDER)
     return {row["detail"]["address"]: [row["detail"]["size"], row["detail"]["etag"]] for row in rows}
 
 
@@ -162,7 +162,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
                 _append(system, path, about, part, task)
                 break
             except Exception as error:  # from any library that fsspec uses  # noqa: BLE001
-                if isinstance(error, OSError) and (is_of_no_file(error) or error.filename):
+                if isinstance(error, OSError) and (is_machine_fault_of_no_file(error) or error.filename):
                     raise  # a fault of this machine's own disk
                 if attempt == _TRIES - 1:
                     there = part.stat().st_size if part.exists() else 0
@@ -182,7 +182,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
             "{path} changed during the fetch: fetch the file again when it is complete",
             path=path,
         )
-    put_in_place(part, target)
+    rename_into_place(part, target)
 
 
 def _append(system: Any, path: str, about: dict[str, Any], part: Path, task: Any) -> None:

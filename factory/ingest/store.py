@@ -13,11 +13,11 @@ import sqlalchemy as sa
 
 from agents.core.untrusted import one_line
 from factory.ingest.compared import HashedDocument
-from factory.ingest.decide import Decided
-from factory.ingest.document import SYNTHETIC, Row
+from factory.ingest.decide import ShardDecisions
+from factory.ingest.document import SYNTHETIC_PREFIX, Row
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
-from factory.ingest.worker import Finished
+from factory.ingest.worker import FinishedDocument
 from factory.ledger.ledger import documents, held_out, tokenizers
 
 LONGEST_EXAMPLE = 300  # characters
@@ -95,7 +95,7 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
     )  # fmt: skip
 
 
-def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, Finished]) -> None:
+def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, FinishedDocument]) -> None:
     """The contents of the held-out documents."""
     held = ((row, finished[row.key].content) for row in rows if row.fate == "held_out")
     _insert(
@@ -108,7 +108,9 @@ def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str
     )
 
 
-def hashed(rows: Sequence[Row], decided: Decided, finished: Mapping[str, Finished]) -> Iterator[HashedDocument]:
+def hashed(
+    rows: Sequence[Row], decided: ShardDecisions, finished: Mapping[str, FinishedDocument]
+) -> Iterator[HashedDocument]:
     """The hashes that later shards are compared with: of each kept document, and of each text whose licence does not allow training. The latter
     has only its signature, by which copies are found."""
     barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
@@ -120,7 +122,7 @@ def hashed(rows: Sequence[Row], decided: Decided, finished: Mapping[str, Finishe
 
 def _detail(row: Row) -> str | None:
     replaced = ", ".join(f"{count} {kind}" for kind, count in sorted(row.pii.items()))
-    maker = f"{SYNTHETIC}{row.synthetic_by}" if row.synthetic_by else None
+    maker = f"{SYNTHETIC_PREFIX}{row.synthetic_by}" if row.synthetic_by else None
     words = [maker, row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
     return "; ".join(word for word in words if word) or None
 

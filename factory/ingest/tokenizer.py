@@ -41,12 +41,12 @@ from factory.core.errors import InputError
 from factory.ingest.chat_template import (
     CHAT_TEMPLATE,
     OLDER_TEMPLATES,
-    PLAIN_TEMPLATE,
-    PLAIN_WITHOUT_BOS,
     TEMPLATE_WITHOUT_BOS,
+    TEMPLATE_WITHOUT_CALLS,
+    TEMPLATE_WITHOUT_CALLS_AND_BOS,
 )
 from factory.ingest.document import Content
-from factory.ingest.shapes.chats import carries_loss, turn_of
+from factory.ingest.shapes.chats import carries_loss, make_turn
 from factory.ingest.tokenizer_probes import PROBES
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -56,7 +56,7 @@ SPECIAL = (END, IM_START, IM_END)  # their ids are 0, 1, 2
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # Qwen2's split pattern (Qwen technical report, transformers' Qwen2Tokenizer).
-PATTERN = (
+SPLIT_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
@@ -156,9 +156,9 @@ class Tokenizer:
     @property
     def chat_template(self) -> str:
         """This factory's chat template for this tokenizer; an older template if the tokenizer was frozen with it."""
-        if shows_calls(self.folder):
+        if template_shows_calls(self.folder):
             return CHAT_TEMPLATE if self.bos else TEMPLATE_WITHOUT_BOS
-        return PLAIN_TEMPLATE if self.bos else PLAIN_WITHOUT_BOS
+        return TEMPLATE_WITHOUT_CALLS if self.bos else TEMPLATE_WITHOUT_CALLS_AND_BOS
 
     @property
     def bos_token(self) -> int | None:
@@ -199,7 +199,7 @@ class Tokenizer:
             return {"text": self.decode(ids)}
         starts, stops = np.flatnonzero(ids == self.start_token), np.flatnonzero(ids == self.stop_token)
         turns = ((*self.decode(ids[a + 1 : b]).split("\n", 1), mask[b]) for a, b in zip(starts, stops, strict=True))
-        return {"messages": [turn_of(role, content, bool(learned)) for role, content, learned in turns]}
+        return {"messages": [make_turn(role, content, bool(learned)) for role, content, learned in turns]}
 
     def copy_to(self, folder: Path, as_it_was: bool = False) -> None:
         """Copy the files that transformers and vLLM need, with ``chat_template``, into an export folder. Add BOS to the folder's config.json: the
@@ -278,7 +278,7 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
     inner = tokenizers.Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(tokenizers.Regex(PATTERN), "isolated"),
+            pre_tokenizers.Split(tokenizers.Regex(SPLIT_PATTERN), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -323,7 +323,7 @@ def write_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
     write_atomically(folder / "tokenizer.json", tokenizer)
 
 
-def shows_calls(folder: Path) -> bool:
+def template_shows_calls(folder: Path) -> bool:
     """Does the chat template in a tokenizer's folder write tools, tool calls and reasoning as ingest does? True before the tokenizer exists."""
     try:
         return (folder / "chat_template.jinja").read_text(encoding="utf-8") in (CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS)
@@ -347,6 +347,6 @@ def _write_json(path: Path, content: dict[str, Any], indent: int) -> None:
     path.write_text(json.dumps(content, indent=indent), encoding="utf-8")
 
 
-def holds_special(text: str) -> bool:
+def spells_special_token(text: str) -> bool:
     """Does the text spell a special token? Programs that match special tokens in text encode such a text differently."""
     return any(token in text for token in SPECIAL)

@@ -14,7 +14,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.errors import DamagedTokenizerError, InputError
-from factory.core.faults import cannot_be_read_now
+from factory.core.faults import is_unreadable_now
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, flat
 from factory.ingest.readers import ShardProblem, read_rows
@@ -22,8 +22,8 @@ from factory.ingest.rules import split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.told import Told
 from factory.ingest.tokenizer import FILES, Tokenizer, train
-from factory.ingest.vocabulary_size import refuse_vocabulary_to_be
-from factory.ingest.worker import FinishTask, read_row, spool_contents
+from factory.ingest.vocabulary_size import check_planned_vocabulary
+from factory.ingest.worker import FinishTask, read_row, read_spooled_contents
 from factory.ledger.files import small_vocabulary
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
@@ -37,11 +37,11 @@ _ENOUGH = (
 )
 
 
-class LittleTextError(InputError):
+class TooLittleTextError(InputError):
     """The text is too little to train the tokenizer, which is trained once. The file waits for more text."""
 
 
-def frozen_tokenizer(
+def load_or_train_tokenizer(
     plant: Plant,
     policy: DataPolicy,
     tasks: Sequence[Sequence[FinishTask]],
@@ -55,7 +55,7 @@ def frozen_tokenizer(
     recipe's embedding; LittleTextError when all text that waits is short and gives fewer tokens than ``tokenizer.vocab_size`` of the data
     policy, unless a person allowed that.
     """
-    refuse_vocabulary_to_be(plant.workspace)
+    check_planned_vocabulary(plant.workspace)
     recorded = plant.ledger.one(sa.select(tokenizers))
     if recorded:
         try:
@@ -79,7 +79,7 @@ def frozen_tokenizer(
         for other in others:
             sample += _sample_file(other, policy, share)
         if not any(sample):  # without any text a small vocabulary cannot be allowed either
-            raise LittleTextError(
+            raise TooLittleTextError(
                 "ingest.all_held_out",
                 "the tokenizer is trained once, on training documents, and all documents so far are held out. Ingest this file together with "
                 "more documents",
@@ -91,7 +91,7 @@ def frozen_tokenizer(
         made = train(iter(sample), policy.tokenizer.vocab_size, aside)
         if made.vocab_size < policy.tokenizer.vocab_size:
             if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(plant.ledger):
-                raise LittleTextError(
+                raise TooLittleTextError(
                     "ingest.little_text",
                     "the tokenizer is trained once, and the text is too little for it: {characters:,} characters give {made:,} of the {wanted:,} "
                     "tokens that tokenizer.vocab_size in policies/data.yaml asks for; {enough:,} characters are enough. Ingest this file together "
@@ -132,7 +132,7 @@ def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: in
     number = 0
     for chunk, of_chunk in enumerate(tasks):
         wanted = [task for task in of_chunk if not task.held_out]
-        contents = spool_contents(spool, chunk) if wanted else []
+        contents = read_spooled_contents(spool, chunk) if wanted else []
         for task in wanted:
             if number % every == 0:
                 yield flat(contents[task.place])[:_OF_ONE_DOCUMENT]
@@ -157,13 +157,15 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
             except BadRow:
                 continue
             assert row.content_sha256
-            if row.special or not split.drawn(split.unit_of(row.group_key, row.content_sha256), policy.held_out.share):
+            if row.special or not split.drawn(
+                split.name_unit(row.group_key, row.content_sha256), policy.held_out.share
+            ):
                 text = flat(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)
                 yield text
             if drawn >= budget:
                 return
     except (ShardProblem, InputError, OSError) as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise  # the vocabulary stays for good, so no file may be missing from its sample
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PADDED_TO = 128  # the embedding may be padded to a multiple of this, for the GPU's matrix units
 
 
-def refuse_vocabulary(plant: Plant, recipe: Recipe) -> None:
+def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
     """Check that the recipe's ``model.vocab_size`` is ``tokenizer.vocab_size`` of ``data.yaml`` or the next multiple of ``PADDED_TO``, and is not
     smaller than the existing tokenizer.
 
@@ -43,7 +43,7 @@ def refuse_vocabulary(plant: Plant, recipe: Recipe) -> None:
         raise ConfigError(refusal(plant.workspace, size, wanted, bool(frozen)))
 
 
-def refuse_vocabulary_to_be(workspace: Workspace) -> None:
+def check_planned_vocabulary(workspace: Workspace) -> None:
     """Check, before the first shard freezes the tokenizer, that the vocabulary is not larger than the recipe's embedding. Planning refuses a
     smaller vocabulary later: the recipe can still be changed then. Raises: ConfigError."""
     from trainer.contract.errors import TrainerError

@@ -1,6 +1,6 @@
 """The per-document work, chunk by chunk, in worker processes: functions of picklable arguments, without the ledger.
 
-``analyse``  raw rows → fates of the bad rows; content, n-grams and near-duplicate signatures of the other rows
+``analyse_chunk``  raw rows → fates of the bad rows; content, n-grams and near-duplicate signatures of the other rows
 ``finish``   kept documents of a chunk → trimmed, tokenised, checked to decode to the same text
 
 Between the two steps the normalised content is in a spool, with two files for each chunk (JSON lines and n-gram hashes), so that
@@ -33,15 +33,24 @@ import numpy.typing as npt
 
 from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
-from factory.ingest.document import Content, Row, compared, content_sha256, flat, normalise, parse_document, parse_json
-from factory.ingest.reading.rows import BadRow, Origin, RawRow, take_origin
+from factory.ingest.document import (
+    Content,
+    Row,
+    compared,
+    content_sha256,
+    flat,
+    normalise_content,
+    parse_document,
+    parse_json,
+)
+from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.words import Hashes, winnow, word_hashes
+from factory.ingest.rules.words import Hashes, hash_words, winnow
 from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.shapes.told import Told
-from factory.ingest.tokenizer import Tokenizer, holds_special
+from factory.ingest.tokenizer import Tokenizer, spells_special_token
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
 from kernels.contract.message import Message
@@ -62,7 +71,7 @@ class IngestJob:
 
 
 @dataclass(frozen=True)
-class Analysed:
+class AnalysedChunk:
     """One analysed chunk. ``rows``: every row. ``alive``: positions in ``rows`` of the rows that have no fate yet, in spool order."""
 
     chunk: int
@@ -84,7 +93,7 @@ class FinishTask:
 
 
 @dataclass(frozen=True)
-class Finished:
+class FinishedDocument:
     place: int
     tokens: npt.NDArray[np.uint32] = field(default_factory=lambda: np.zeros(0, np.uint32))
     loss_mask: npt.NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, bool))
@@ -108,7 +117,7 @@ def start_worker() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRow]) -> Analysed:
+def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRow]) -> AnalysedChunk:
     """Read and check the rows of a chunk, and write the content of the good rows to the spool."""
     rows: list[Row] = []
     alive: list[int] = []
@@ -126,7 +135,7 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
-        words = word_hashes(compared(content))
+        words = hash_words(compared(content))
         assert row.content_sha256
         shingles.append(near_dup.shingles(words, bytes.fromhex(row.content_sha256)))
         grams.append(decontaminate.ngrams(words, job.policy.decontamination.ngram))
@@ -134,7 +143,7 @@ def analyse(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence[RawRo
         alive.append(offset)
     _spool_write(job.spool, chunk, contents, grams)
     lengths = np.array([len(one) for one in grams], np.int64)
-    return Analysed(chunk, rows, alive, near_dup.signatures(shingles), lengths, told)
+    return AnalysedChunk(chunk, rows, alive, near_dup.signatures(shingles), lengths, told)
 
 
 def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, plain: bool = False) -> Content:
@@ -157,7 +166,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, p
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules(row.domain)
     row.facts = parsed.facts
-    row.group_key = split.group_of(rules.group, row.source, row.facts, row.key.partition(":")[0])
+    row.group_key = split.name_group(rules.group, row.source, row.facts, row.key.partition(":")[0])
     licence = policy.licences.of(row.license)
     row.releasable = licence.release
     row.barred = (
@@ -165,7 +174,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, p
         if licence.train
         else Message("ingest.no_training", "the licence {licence!r} does not allow training", licence=row.license)
     )
-    content = normalise(parsed.content, code=row.domain == "code")
+    content = normalise_content(parsed.content, code=row.domain == "code")
     text = flat(content)
     failure = filters.first_failure(text, rules)
     if failure is None and rules.must_parse and "text" in content and (row.source or "").endswith(".py"):
@@ -175,7 +184,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, p
         raise BadRow(*(("licence", row.barred) if row.barred else failure))
     content = _redact(content, rules.pii, row)
     row.content_sha256 = content_sha256(content)
-    row.special = holds_special(text)
+    row.special = spells_special_token(text)
     return content
 
 
@@ -187,7 +196,7 @@ def look_at(policy: DataPolicy, raw: RawRow, file: str, told: Told) -> None:
 
 def _looked_at(
     policy: DataPolicy, raw: RawRow, file: str, told: Told
-) -> tuple[Any, Origin, tuple[int, FieldMapping] | None]:
+) -> tuple[Any, RowOrigin, tuple[int, FieldMapping] | None]:
     """(the decoded row, where it came from, the mapping of its file). Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
@@ -210,28 +219,28 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
     return {"messages": [m | {"content": one(m["content"])} for m in content["messages"]]}
 
 
-def finish(job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[Finished]:
+def finish(job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[FinishedDocument]:
     """Trim and tokenise the kept documents of a chunk."""
     tokenizer = _tokenizer(tokenizer_folder)
-    contents = spool_contents(job.spool, chunk)
+    contents = read_spooled_contents(job.spool, chunk)
     return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
 
 
-def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenizer: Tokenizer) -> Finished:
+def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenizer: Tokenizer) -> FinishedDocument:
     rules = policy.decontamination
     trimmed = 0
     if task.cuts:
         if "messages" in content:
             chat = Message("ingest.contaminated_chat", "the chat shares words with a held-out document")
-            return Finished(task.place, dropped=("contaminated", chat))
-        shorter = decontaminate.trim(content["text"], task.cuts, rules.margin, rules.max_trimmed)
+            return FinishedDocument(task.place, dropped=("contaminated", chat))
+        shorter = decontaminate.cut_spans(content["text"], task.cuts, rules.margin, rules.max_trimmed)
         if shorter is None:
             reason = Message(
                 "ingest.contaminated",
                 "the document shares {passages:,|passage|passages} with held-out documents, too much to cut out",
                 passages=len(task.cuts),
             )
-            return Finished(task.place, dropped=("contaminated", reason))
+            return FinishedDocument(task.place, dropped=("contaminated", reason))
         trimmed = len(content["text"]) - len(shorter)
         content = {"text": shorter}
     if "text" in content:
@@ -243,11 +252,11 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         back = tokenizer.decode(tokens) == rendered
     if not back:
         lossy = Message("ingest.no_round_trip", "the tokenizer does not decode the document to the same text")
-        return Finished(task.place, dropped=("no_round_trip", lossy))
+        return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
-        return Finished(task.place, tokens, mask, content=content)
-    sampled = winnow(decontaminate.ngrams(word_hashes(compared(content)), rules.ngram), rules.sample_window)
-    return Finished(task.place, tokens, mask, sampled, trimmed)
+        return FinishedDocument(task.place, tokens, mask, content=content)
+    sampled = winnow(decontaminate.ngrams(hash_words(compared(content)), rules.ngram), rules.sample_window)
+    return FinishedDocument(task.place, tokens, mask, sampled, trimmed)
 
 
 @lru_cache(maxsize=1)
@@ -264,13 +273,13 @@ def _spool_write(spool: Path, chunk: int, contents: Sequence[Content], grams: Se
     np.save(spool / f"{chunk:06d}.npy", np.concatenate(grams) if grams else np.zeros(0, np.uint64))
 
 
-def spool_contents(spool: Path, chunk: int) -> list[Content]:
+def read_spooled_contents(spool: Path, chunk: int) -> list[Content]:
     """The contents of a chunk's documents, in spool order."""
     with open(spool / f"{chunk:06d}.jsonl", encoding="utf-8") as lines:
         return [json.loads(line) for line in lines]
 
 
-def spool_ngrams(spool: Path, analysed: Analysed) -> list[Hashes]:
+def read_spooled_ngrams(spool: Path, analysed: AnalysedChunk) -> list[Hashes]:
     """The n-grams of each document of a chunk, in spool order."""
     joined = np.load(spool / f"{analysed.chunk:06d}.npy")
     return np.split(joined, np.cumsum(analysed.lengths)[:-1]) if len(analysed.lengths) else []

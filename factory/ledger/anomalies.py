@@ -10,17 +10,22 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from factory.ledger.rows import LedgerRow, Reads, SegmentRow, Subject
+from factory.ledger.rows import LedgerRow, ReadsSql, SegmentRow, Subject
 from kernels.contract.message import Message
 
-REPLICAS_APART = "replicas_apart"  # kind of anomaly at a segment's end: the ranks' copies of the weights differ
-DEV_ALONE = "dev_alone"  # kind of anomaly of a candidate: it gains on the dev half of the held-out documents, not on the sealed half
+REPLICAS_DIFFER = "replicas_apart"  # kind of anomaly at a segment's end: the ranks' copies of the weights differ
+GAIN_ON_DEV_ONLY = "dev_alone"  # kind of anomaly of a candidate: it gains on the dev half of the held-out documents, not on the sealed half
 DIAGNOSED, CLOSED = "anomaly_diagnosed", "anomaly_closed"
 REJECTED = "rejected"  # how an anomaly was closed: a person says that its diagnosis is wrong
 ASKED = "anomaly_asked"  # a person has to decide about a diagnosis: the policy does nothing
-WORDED = "anomaly_worded"  # a language model's explanation of a diagnosis, or why it gave none
+EXPLAINED = "anomaly_worded"  # a language model's explanation of a diagnosis, or why it gave none
 DIAGNOSIS = "diagnosis"  # gate of the verdict on a segment with an anomaly that a patch caused
-QUARANTINED, FREED, MARKED, REWOUND = "documents_quarantined", "documents_freed", "release_marked", "segment_rewound"
+DOCUMENTS_QUARANTINED, DOCUMENTS_FREED, RELEASE_MARKED, SEGMENT_REWOUND = (
+    "documents_quarantined",
+    "documents_freed",
+    "release_marked",
+    "segment_rewound",
+)
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class AnomalyRow(LedgerRow):
     detail: dict[str, Any] | None
 
 
-def newest_about(db: Reads, kind: str) -> dict[int, dict[str, Any]]:
+def newest_details_by_anomaly(db: ReadsSql, kind: str) -> dict[int, dict[str, Any]]:
     """Return, for each anomaly, the detail of the newest event of a kind that lists it, with ``lead`` and ``event`` (its number)."""
     found: dict[int, dict[str, Any]] = {}
     for row in db.read("SELECT id, subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=kind):
@@ -43,22 +48,22 @@ def newest_about(db: Reads, kind: str) -> dict[int, dict[str, Any]]:
     return found
 
 
-def open_anomalies(db: Reads, kinds: Collection[str]) -> list[AnomalyRow]:
+def open_anomalies(db: ReadsSql, kinds: Collection[str]) -> list[AnomalyRow]:
     """Return the open anomalies of these kinds, oldest first."""
-    closed = newest_about(db, CLOSED)
+    closed = newest_details_by_anomaly(db, CLOSED)
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
-def settled(db: Reads) -> set[int]:
+def settled(db: ReadsSql) -> set[int]:
     """Return the anomalies that are closed, or about whose newest diagnosis a person was asked."""
-    asked = newest_about(db, ASKED)
-    known = newest_about(db, DIAGNOSED)
+    asked = newest_details_by_anomaly(db, ASKED)
+    known = newest_details_by_anomaly(db, DIAGNOSED)
     return {n for n, found in known.items() if n in asked and asked[n]["diagnosis"] == found["event"]} | set(
-        newest_about(db, CLOSED)
+        newest_details_by_anomaly(db, CLOSED)
     )
 
 
-def undiagnosed(db: Reads, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
+def next_undiagnosed_anomaly(db: ReadsSql, kinds: Collection[str], but: Collection[int] = ()) -> int | None:
     """Return the oldest open anomaly of a finished segment that waits for a diagnosis or for an action; None without one.
 
     Anomalies in ``but`` are left out.
@@ -68,28 +73,30 @@ def undiagnosed(db: Reads, kinds: Collection[str], but: Collection[int] = ()) ->
     return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
 
 
-def words_about(db: Reads, number: int) -> dict[str, Any] | None:
+def find_explanation(db: ReadsSql, number: int) -> dict[str, Any] | None:
     """Return a language model's words on the newest diagnosis of an anomaly: ``claims``, ``dropped``, ``failed``; None without any yet."""
-    diagnosis = newest_about(db, DIAGNOSED).get(number)
+    diagnosis = newest_details_by_anomaly(db, DIAGNOSED).get(number)
     return _worded(db).get(diagnosis["event"]) if diagnosis else None
 
 
-def unworded(db: Reads, but: Collection[int] = ()) -> int | None:
+def next_unexplained_episode(db: ReadsSql, but: Collection[int] = ()) -> int | None:
     """Return the lead of the oldest episode whose newest diagnosis waits for a language model; None without one.
 
     Episodes whose lead is in ``but`` are left out.
     """
     said = _worded(db)
-    waiting = [d for d in newest_about(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said]
+    waiting = [
+        d for d in newest_details_by_anomaly(db, DIAGNOSED).values() if d.get("to_word") and d["event"] not in said
+    ]
     return min((detail["lead"] for detail in waiting if detail["lead"] not in but), default=None)
 
 
-def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> Message:
+def describe_explanation(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) -> Message:
     """Say whether a language model was asked about a diagnosis, and with what result.
 
-    >>> print(words_state({}, None))
+    >>> print(describe_explanation({}, None))
     No language model was asked.
-    >>> print(words_state({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}))
+    >>> print(describe_explanation({"to_word": True}, {"failed": "", "model": "m", "claims": [{}], "dropped": ["why"]}))
     Written by m, which knew the cause and decides nothing. The factory left out 1 of 2 sentences that disagreed with the record.
     """
     if said is None:
@@ -119,10 +126,10 @@ def words_state(diagnosis: Mapping[str, Any], said: Mapping[str, Any] | None) ->
     )
 
 
-def draft_of(diagnosis: Mapping[str, Any]) -> Message | str:
+def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     """Return a draft of a proposal, with the command, for a learning rate that is too high; '' without one.
 
-    >>> print(draft_of({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}))
+    >>> print(draft_proposal_for_rate({"to_word": True, "causes": ["rate"], "remedy": "rate × 0.1", "override": {"keys": {"optimizer.lr": 0.001}}}))
     Draft: optimizer.lr 0.001, as in 'rate × 0.1'. Have a value proposed and judged with 'factory propose --agent recipe-scout --target optimizer.lr'
     """
     tamed = (diagnosis.get("override") or {}).get("keys")
@@ -148,26 +155,26 @@ def in_words(said: Mapping[str, Any]) -> Message | str:
     return Message("anomalies.claims", " In a language model's words: {claims}", claims=words) if words else ""
 
 
-def _worded(db: Reads) -> dict[int, dict[str, Any]]:
-    """Return the details of ``WORDED`` events by the number of the diagnosis's event."""
-    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=WORDED)
+def _worded(db: ReadsSql) -> dict[int, dict[str, Any]]:
+    """Return the details of ``EXPLAINED`` events by the number of the diagnosis's event."""
+    rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=EXPLAINED)
     return {row["detail"]["diagnosis"]: row["detail"] for row in rows}
 
 
-def open_in(db: Reads, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:
+def open_anomalies_of_lineage(db: ReadsSql, segment: int, kinds: Collection[str]) -> list[AnomalyRow]:
     """Return the open anomalies of a segment and of its ancestors."""
     lineage = {row.id for row in SegmentRow.lineage(db, segment)}
     return [row for row in open_anomalies(db, kinds) if row.segment in lineage]
 
 
-def rewound_in(db: Reads, segment: int) -> list[int]:
+def rewound_segments_of_lineage(db: ReadsSql, segment: int) -> list[int]:
     """Return the rewound segments among a segment and its ancestors. A rewound segment stays unusable after its anomaly is closed."""
     return [row.id for row in SegmentRow.lineage(db, segment) if row.state == "rewound"]
 
 
-def every_anomaly(db: Reads) -> list[dict[str, Any]]:
+def every_anomaly(db: ReadsSql) -> list[dict[str, Any]]:
     """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes`` and ``how``."""
-    diagnosed, closed = newest_about(db, DIAGNOSED), newest_about(db, CLOSED)
+    diagnosed, closed = newest_details_by_anomaly(db, DIAGNOSED), newest_details_by_anomaly(db, CLOSED)
     rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
     found = []
     for row in AnomalyRow.select(db):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from factory.ledger.anomalies import rewound_in
-from factory.ledger.rows import CandidateRow, Reads, ReleaseRow, Subject, VerdictRow, champion
+from factory.ledger.anomalies import rewound_segments_of_lineage
+from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, Subject, VerdictRow, champion
 
 APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, by, why}
 OVERRIDDEN = (
@@ -16,7 +16,7 @@ OVERRIDDEN = (
 )
 WITHDRAWN = "withdrawn"  # event about a decided release that was never published: {why, candidate}; earlier overrides no longer count
 REFUSED = "approval_refused"  # event about a candidate: a person's request in MLflow, and why the factory refused it
-BY_POLICY = "policy"  # the approver of a release that needed no person
+APPROVED_BY_POLICY = "policy"  # the approver of a release that needed no person
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Decision:
         return f"{self.word} by {self.by}" + (f": {self.why}" if self.why else "")
 
 
-def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
+def find_decision(db: ReadsSql, verdict: VerdictRow) -> Decision | None:
     """Return the rejection of the export that a verdict judged, else its newest approval or override; None if nobody decided."""
     newest, gone = None, _withdrawn_at(db, verdict)
     sql = "SELECT id, kind, detail FROM events WHERE kind IN (:yes, :no, :over) AND subject = :subject ORDER BY id"
@@ -43,7 +43,7 @@ def decision_on(db: Reads, verdict: VerdictRow) -> Decision | None:
     return newest
 
 
-def override_on(db: Reads, verdict: VerdictRow) -> dict[str, str] | None:
+def find_override(db: ReadsSql, verdict: VerdictRow) -> dict[str, str] | None:
     """Return the valid override of the export that a verdict judged: {by, why, sha256 of the export, evidence_sha256}; None without one."""
     sql = "SELECT detail FROM events WHERE kind = :over AND subject = :subject AND id > :gone ORDER BY id DESC"
     about = {"over": OVERRIDDEN, "subject": str(Subject("verdict", verdict.id)), "gone": _withdrawn_at(db, verdict)}
@@ -54,19 +54,19 @@ def override_on(db: Reads, verdict: VerdictRow) -> dict[str, str] | None:
     return None
 
 
-def _withdrawn_at(db: Reads, verdict: VerdictRow) -> int:
+def _withdrawn_at(db: ReadsSql, verdict: VerdictRow) -> int:
     """Return the number of the newest event that withdrew a release of a verdict's candidate; 0 without one."""
     rows = db.read("SELECT id, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=WITHDRAWN)
     return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.number), 0)
 
 
-def rejected_before(db: Reads, verdict: VerdictRow) -> bool:
+def was_export_rejected(db: ReadsSql, verdict: VerdictRow) -> bool:
     """Return whether a person rejected the same export under any verdict. A new verdict alone then does not release the export."""
     rows = db.read("SELECT detail FROM events WHERE kind = :no AND subject LIKE 'verdict:%'", no=REJECTED)
     return any(row["detail"]["sha256"] == verdict.subject_sha256 for row in rows)
 
 
-def undecided(db: Reads) -> list[VerdictRow]:
+def undecided(db: ReadsSql) -> list[VerdictRow]:
     """Return the verdicts, oldest first, that promote a candidate over the present champion and wait for a person's decision.
 
     Only the newest verdict of each candidate counts. Candidates that are released or whose training was rewound are left out.
@@ -80,6 +80,6 @@ def undecided(db: Reads) -> list[VerdictRow]:
         for row in VerdictRow.select(db, f"WHERE outcome = 'promote' AND id IN ({newest}) ORDER BY id")
         if row.against == against
         and row.number not in released
-        and decision_on(db, row) is None
-        and not rewound_in(db, CandidateRow.get(db, row.number).segment)
+        and find_decision(db, row) is None
+        and not rewound_segments_of_lineage(db, CandidateRow.get(db, row.number).segment)
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
-from factory.core.workspace import work_in
+from factory.core.workspace import list_factory_work
 from factory.ledger.version import GONE
 from kernels.contract.message import Message
 
@@ -20,7 +20,7 @@ DRIVER = Message(
 WRITERS_LOCK = 0x6C656467  # the number for pg_advisory_xact_lock
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 # SQLite counts rows only for the type INTEGER PRIMARY KEY.
-SERIAL = sa.BigInteger().with_variant(sa.Integer, "sqlite")
+ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
 class PlainText(sa.TypeDecorator[str]):
@@ -95,7 +95,7 @@ def sqlite_file(url: str) -> Path | None:
 def refuse_missing(file: Path, root: Path) -> None:
     """Raises: WorkspaceError when the workspace ``root`` has no ledger. SQLite would make an empty one."""
     if not file.exists() or not file.stat().st_size:
-        known = [name for name in work_in(root) if not name.endswith(".db")]
+        known = [name for name in list_factory_work(root) if not name.endswith(".db")]
         init = Message("engine.run_init", "The workspace is empty: finish it with 'factory init'")
         raise WorkspaceError(
             "engine.no_ledger", "there is no ledger at {file}. {advice}", file=file, advice=GONE if known else init

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.ledger.rows import Reads
+from factory.ledger.rows import ReadsSql
 
 # A file stays in the inbox: {name, stamp, why, refused, read_by, deaths (of workers that read the file)}
 HELD = "file_held"
 # A shard's file was moved to its folder: {folder, name, bytes, mtime_ns, sha256, read_by}
-FILED = "shard_filed"
+SHARD_FILED = "shard_filed"
 # A shard was made of a file, a folder or a group of files:
 # {sha256 (of the source), name, origin (its path), files, part, first (row), rows, shard, last, read_by, left_out}
 PACKED = "packed"
@@ -21,23 +21,23 @@ RETIRED = (
     "retired"  # retention removed a file: {path (relative to the workspace), kind, bytes, why}; of a run also segment
 )
 MLFLOW_REMADE = "mlflow_remade"  # MLflow's database was lost, and was replaced by an older or an empty one
-DISK_LOW, DISK_WELL = "disk_low", "disk_well"  # {free, floor}, in bytes
+DISK_LOW, DISK_NORMAL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
 
-def held(db: Reads) -> dict[str, dict[str, Any]]:
+def held(db: ReadsSql) -> dict[str, dict[str, Any]]:
     """Return the newest ``HELD`` detail of each file by its name, with ``at`` (seconds since 1970) and ``event`` (the event's number)."""
     rows = db.read("SELECT id, at, detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
     return {row["detail"]["name"]: row["detail"] | {"at": row["at"], "event": row["id"]} for row in rows}
 
 
-def filed(db: Reads, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
-    """Return the newest ``FILED`` detail of each file by its folder and name. ``most`` limits how many events are read; -1: all."""
+def filed(db: ReadsSql, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
+    """Return the newest ``SHARD_FILED`` detail of each file by its folder and name. ``most`` limits how many events are read; -1: all."""
     sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"
-    rows = db.read(f"{sql} LIMIT :most", kind=FILED, most=most) if most >= 0 else db.read(sql, kind=FILED)
+    rows = db.read(f"{sql} LIMIT :most", kind=SHARD_FILED, most=most) if most >= 0 else db.read(sql, kind=SHARD_FILED)
     return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
 
 
-def packed(db: Reads, sha256: str) -> list[dict[str, Any]]:
+def packed(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the shards that were made of a file, a folder or a group of files, oldest first."""
     rows = db.read(
         "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id",
@@ -47,24 +47,24 @@ def packed(db: Reads, sha256: str) -> list[dict[str, Any]]:
     return [row["detail"] for row in rows]
 
 
-def origins(db: Reads, shard: str) -> list[dict[str, Any]]:
+def origins(db: ReadsSql, shard: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the sources of a shard (its SHA-256); none if its file was ingested unchanged."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=PACKED)
     return [row["detail"] for row in rows if row["detail"]["shard"] == shard]
 
 
-def small_vocabulary(db: Reads) -> bool:
+def small_vocabulary(db: ReadsSql) -> bool:
     """Return whether a person allowed a tokenizer trained on little text."""
     return bool(db.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=SMALL_VOCABULARY))
 
 
-def retired(db: Reads) -> set[str]:
+def retired(db: ReadsSql) -> set[str]:
     """Return the paths, relative to the workspace, of all files that retention removed. Some may exist again."""
     return {row["detail"]["path"] for row in db.read("SELECT detail FROM events WHERE kind = :kind", kind=RETIRED)}
 
 
-def low_disk(db: Reads) -> dict[str, Any] | None:
+def low_disk(db: ReadsSql) -> dict[str, Any] | None:
     """Return ``free``, ``floor`` and ``at`` of the moment when the disk became too full to train; None if it is not too full."""
     sql = "SELECT at, kind, detail FROM events WHERE kind IN (:low, :well) ORDER BY id DESC LIMIT 1"
-    newest = db.read(sql, low=DISK_LOW, well=DISK_WELL)
+    newest = db.read(sql, low=DISK_LOW, well=DISK_NORMAL)
     return newest[0]["detail"] | {"at": newest[0]["at"]} if newest and newest[0]["kind"] == DISK_LOW else None

@@ -27,10 +27,10 @@ import sqlalchemy as sa
 from factory.core.file_lock import LockedError, file_lock
 from kernels.contract.message import Message
 
-BACKUPS = "backups"
+BACKUPS_FOLDER = "backups"
 NAME, ABOUT = "journal.jsonl", "backup.json"  # files of a backup's folder
-TIME = "%Y-%m-%dT%H-%M-%S"  # in a backup's name
-STAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
+NAME_TIME_FORMAT = "%Y-%m-%dT%H-%M-%S"  # in a backup's name
+BACKUP_NAME = re.compile(r"\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(-\d+)?")
 END = re.compile(rb'"to": (\d+)\}\n$')
 PATIENCE = 60.0  # seconds to wait for a lock, as SQLite does
 
@@ -57,14 +57,16 @@ def key_of(table: sa.Table) -> str:
     return next((column.name for column in table.primary_key.columns), "")
 
 
-def backups_of(root: Path) -> list[Path]:
+def list_backups(root: Path) -> list[Path]:
     """Return the folders of the workspace's backups that have a readable ``backup.json``, oldest first."""
     return [path for path in folders_of(root) if about(path)]
 
 
 def folders_of(root: Path) -> list[Path]:
     """Return all backup folders, oldest first, damaged ones too: their journals may be whole."""
-    return sorted((path for path in (root / BACKUPS).glob("2*") if STAMP.fullmatch(path.name)), key=order_of)
+    return sorted(
+        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=order_of
+    )
 
 
 def about(backup: Path) -> dict[str, Any]:
@@ -76,18 +78,18 @@ def about(backup: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) and {"made_at", "identity", "schema", "seq"} <= found.keys() else {}
 
 
-def next_name(root: Path, now: datetime) -> str:
+def next_backup_name(root: Path, now: datetime) -> str:
     """Return the name of a backup made ``now`` (UTC). The order of the names is the order in which the backups were made.
 
     The name is the time: '2026-01-31T12-00-00'. In the same second, or after the clock went back, it is the newest backup's name with a
     number: '2026-01-31T12-00-00-1'. The names of damaged backups are not used again.
     """
-    stem, number = now.strftime(TIME), 0
-    if (backups := backups_of(root)) and stem <= order_of(backups[-1])[0]:
+    stem, number = now.strftime(NAME_TIME_FORMAT), 0
+    if (backups := list_backups(root)) and stem <= order_of(backups[-1])[0]:
         stem, number = order_of(backups[-1])
         number += 1
     names = (f"{stem}-{n}" if n else stem for n in itertools.count(number))
-    return next(name for name in names if not (root / BACKUPS / name).exists())
+    return next(name for name in names if not (root / BACKUPS_FOLDER / name).exists())
 
 
 def order_of(backup: Path) -> tuple[str, int]:
@@ -100,15 +102,15 @@ def carry(database: Path, root: Path) -> None:
 
     If the disk is full, or another process holds the journal for long, the next call appends the changes.
     """
-    if backups := backups_of(root):
-        with contextlib.suppress(OSError, ValueError, LockedError, sqlite3.Error), journal_lock(root):
+    if backups := list_backups(root):
+        with contextlib.suppress(OSError, ValueError, LockedError, sqlite3.Error), hold_journal_lock(root):
             append(database, backups[-1])
 
 
 @contextlib.contextmanager
-def journal_lock(root: Path) -> Iterator[None]:
+def hold_journal_lock(root: Path) -> Iterator[None]:
     """Let only one process at a time write to the journal. Raises: LockedError."""
-    with file_lock(root / BACKUPS / "journal.lock", PATIENCE):
+    with file_lock(root / BACKUPS_FOLDER / "journal.lock", PATIENCE):
         yield
 
 
@@ -153,7 +155,7 @@ def replayed(journal: Path) -> Iterator[dict[str, Any]]:
     yield from (batch for batch in _lines(journal) if batch)
 
 
-def damage_of(journal: Path) -> Message | str:
+def describe_damage(journal: Path) -> Message | str:
     """Describe the damage of a journal; '' without damage. A line that a kill tore is not damage: the next line has its changes."""
     unread, last = False, about(journal.parent).get("seq")
     for batch in _lines(journal):

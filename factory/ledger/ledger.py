@@ -20,12 +20,12 @@ import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
 from factory.core.faults import fault_of
-from factory.ledger.engine import SERIAL, PlainText, engine, refuse_missing, sqlite_file
+from factory.ledger.engine import ROW_NUMBER, PlainText, engine, refuse_missing, sqlite_file
 from factory.ledger.journal import carry, watch
 from factory.ledger.places import inside
 from factory.ledger.rows import Subject
 from factory.ledger.snapshot import Snapshot
-from factory.ledger.version import GONE, NO_TABLES, SCHEMA, refuse_other_version
+from factory.ledger.version import GONE, SCHEMA_VERSION, SERVER_ADVICE, check_version
 
 metadata = sa.MetaData()
 T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
@@ -36,7 +36,7 @@ meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))
 events = sa.Table(
     "events",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("at", F, nullable=False),  # seconds since 1970
     C("kind", T, nullable=False),  # 'ingested', 'segment_done', 'promoted', …
     C("subject", T, nullable=False),  # what the event is about: a Subject ('segment:3'), 'shard:ab12…', 'daemon'
@@ -60,7 +60,7 @@ shards = sa.Table(
     C("ingested_at", F, nullable=False),
 )
 
-GROUPED = sa.text("group_key IS NOT NULL")
+HAS_GROUP = sa.text("group_key IS NOT NULL")
 documents = sa.Table(
     "documents",
     metadata,
@@ -84,7 +84,7 @@ documents = sa.Table(
     C("group_key", T),  # documents of one group are not independent; null: the document is its own group
     # {"url-host": …, "conversation": …, "path": …}: other values of its row that can serve as a group
     C("facts", J(none_as_null=True)),
-    sa.Index("documents_by_group", "group_key", sqlite_where=GROUPED, postgresql_where=GROUPED),
+    sa.Index("documents_by_group", "group_key", sqlite_where=HAS_GROUP, postgresql_where=HAS_GROUP),
 )
 
 held_out = sa.Table(
@@ -102,7 +102,7 @@ held_out = sa.Table(
 relabels = sa.Table(  # a person gave documents another domain, source, licence or group (factory.data.relabelling)
     "relabels",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("at", F, nullable=False),
     C("who", T, nullable=False),
     C("why", T, nullable=False),
@@ -143,7 +143,7 @@ data_plans = sa.Table(
 segments = sa.Table(
     "segments",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("kind", T, nullable=False),  # 'trunk' | 'anneal' | 'average' (of checkpoints, without training steps)
     C("parent", N),  # the segment from whose last checkpoint it starts
     C("generation", N, nullable=False),  # how many distinct sets of shards the trunk was trained on, from 1
@@ -195,7 +195,7 @@ runs = sa.Table(  # training runs outside the segments, for comparisons (``facto
 candidates = sa.Table(
     "candidates",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("segment", N, sa.ForeignKey("segments.id"), nullable=False, unique=True),
     C("checkpoint", T, nullable=False),
     C("export_path", T, nullable=False),
@@ -206,7 +206,7 @@ candidates = sa.Table(
 evaluations = sa.Table(
     "evaluations",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("candidate", N, sa.ForeignKey("candidates.id"), nullable=False),
     C("suite_sha256", T, nullable=False),  # of held-out items and task versions; 'task:<sha256>': of one task
     C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "parity": {…} …}
@@ -229,7 +229,7 @@ eval_items = sa.Table(
 verdicts = sa.Table(
     "verdicts",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("gate", T, nullable=False),  # 'release' | 'patch' | 'recipe' | 'code' (a certificate) | 'preflight'
     C("subject", T, nullable=False),  # 'candidate:2' | 'proposal:1' | 'segment:3'
     C("against", T),  # 'candidate:1' (the champion) | base commit | the commit of the segment before
@@ -257,7 +257,7 @@ releases = sa.Table(
 anomalies = sa.Table(
     "anomalies",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("segment", N, sa.ForeignKey("segments.id"), nullable=False),
     C("step", N, nullable=False),
     C("kind", T, nullable=False),
@@ -268,7 +268,7 @@ anomalies = sa.Table(
 profiles = sa.Table(
     "profiles",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("code_commit", T, nullable=False),
     C("path", T, nullable=False),  # profile.json
     C("summary", J, nullable=False),  # {"bpb": {domain: x}, "cloze": …, "baselines": {…}, "parity": {…} …}
@@ -298,7 +298,7 @@ proposals = sa.Table(
 agent_runs = sa.Table(  # runs of a language model on a proposal or a diagnosis; their state is in agents.db
     "agent_runs",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("agent", T, nullable=False),
     C("asked", T, nullable=False),  # the target that a person named, or ''
     C("base_commit", T, nullable=False),
@@ -312,7 +312,7 @@ agent_runs = sa.Table(  # runs of a language model on a proposal or a diagnosis;
 exchanges = sa.Table(  # all requests to language models, each recorded before it is sent
     "exchanges",
     metadata,
-    C("id", SERIAL, primary_key=True),
+    C("id", ROW_NUMBER, primary_key=True),
     C("at", F, nullable=False, index=True),
     C("run", N, nullable=False, index=True),  # the id in agent_runs
     C("label", T, nullable=False),
@@ -344,7 +344,7 @@ class Ledger:
             metadata.create_all(tx)
             watch(tx, metadata)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
-                first = {"schema": SCHEMA, "identity": uuid.uuid4().hex}
+                first = {"schema": SCHEMA_VERSION, "identity": uuid.uuid4().hex}
                 tx.execute(meta.insert(), [{"key": key, "value": value} for key, value in first.items()])
         return ledger
 
@@ -354,7 +354,7 @@ class Ledger:
         ledger = cls(url, root)
         if ledger.file and ledger.root:
             refuse_missing(ledger.file, ledger.root)
-        refuse_other_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
+        check_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
         return ledger
 
     @property
@@ -378,7 +378,7 @@ class Ledger:
                 "the ledger at {url} cannot be read: {why}. {advice}",
                 url=repr(self.engine.url),
                 why=str(error.orig),
-                advice=GONE if self.file else NO_TABLES,
+                advice=GONE if self.file else SERVER_ADVICE,
             ) from error
         return found["value"] if found else None
 

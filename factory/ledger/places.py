@@ -5,7 +5,7 @@ Paths outside the workspace stay absolute. Readers of the ledger (``Ledger``, ``
     >>> root = Path("/plant")
     >>> inside(root, "/plant/segments/00001-trunk"), inside(root, "/data/a.jsonl")
     ('segments/00001-trunk', '/data/a.jsonl')
-    >>> located({"id": 1, "folder": "segments/00001-trunk"}, root)
+    >>> with_absolute_paths({"id": 1, "folder": "segments/00001-trunk"}, root)
     {'id': 1, 'folder': '/plant/segments/00001-trunk'}
 """
 
@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PLACES = frozenset({"path", "folder", "export_path", "report", "file"})  # columns with a path
-TREES = frozenset({"plan", "result"})  # columns of JSON that contains paths
-IN_TREES = frozenset({"path", "checkpoint"})  # the keys of these paths
+JSON_PATH_COLUMNS = frozenset({"plan", "result"})  # columns of JSON that contains paths
+JSON_PATH_KEYS = frozenset({"path", "checkpoint"})  # the keys of these paths
 
 
 def inside(root: Path | None, place: str | os.PathLike[str]) -> str:
@@ -31,14 +31,14 @@ def portable(root: Path | None, tree: Any) -> Any:
     return _each(tree, lambda place: inside(root, place))
 
 
-def located(row: dict[str, Any], root: Path | None) -> dict[str, Any]:
+def with_absolute_paths(row: dict[str, Any], root: Path | None) -> dict[str, Any]:
     """Return a row of the ledger with absolute paths."""
     if root is None:
         return row
     for key in PLACES & row.keys():
         if isinstance(row[key], str) and row[key]:
             row[key] = str(root / row[key])
-    for key in TREES & row.keys():
+    for key in JSON_PATH_COLUMNS & row.keys():
         row[key] = _each(row[key], lambda place: str(root / place))
     return row
 
@@ -48,4 +48,4 @@ def _each(tree: Any, change: Any, key: str = "") -> Any:
         return {name: _each(part, change, name) for name, part in tree.items()}
     if isinstance(tree, list):
         return [_each(part, change) for part in tree]
-    return change(tree) if key in IN_TREES and isinstance(tree, str) and tree else tree
+    return change(tree) if key in JSON_PATH_KEYS and isinstance(tree, str) and tree else tree

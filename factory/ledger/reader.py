@@ -12,9 +12,9 @@ from typing import Any
 from factory.core.errors import WorkspaceError
 from factory.core.faults import fault_of
 from factory.core.workspace import Workspace
-from factory.ledger.places import located
+from factory.ledger.places import with_absolute_paths
 from factory.ledger.rows import decoded
-from factory.ledger.version import GONE, refuse_other_version
+from factory.ledger.version import GONE, check_version
 
 VERSION = "SELECT value FROM meta WHERE key = 'schema'"
 
@@ -27,7 +27,7 @@ class Reader:
         self._ledger: Any = None  # a server's ledger, opened at the first read
         if self._url.startswith("sqlite:///"):
             found = self.read(VERSION)
-            refuse_other_version(found[0]["value"] if found else None, self._where)
+            check_version(found[0]["value"] if found else None, self._where)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """Return all rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded.
@@ -57,7 +57,9 @@ class Reader:
             connection = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
             try:
                 connection.row_factory = sqlite3.Row
-                return [located(decoded(dict(row)), self._root) for row in connection.execute(sql, parameters)]
+                return [
+                    with_absolute_paths(decoded(dict(row)), self._root) for row in connection.execute(sql, parameters)
+                ]
             finally:
                 connection.close()
         except sqlite3.Error as error:

@@ -10,13 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from factory.ledger.anomalies import MARKED
-from factory.ledger.rows import Reads, Subject
+from factory.ledger.anomalies import RELEASE_MARKED
+from factory.ledger.rows import ReadsSql, Subject
 from kernels.contract.message import Message
 
 REMOVED, RETURNED, SHARD_ERASED, ERASED = "data_removed", "data_returned", "shard_erased", "data_erased"
-FATE = "removed"
-TAKEN_OUT = ("train", "held_out", "quarantined")  # the fates of documents that can be removed
+REMOVED_FATE = "removed"
+REMOVABLE_FATES = ("train", "held_out", "quarantined")  # the fates of documents that can be removed
 NO_LICENCE = "none"  # a person writes it for documents without a licence
 
 
@@ -38,7 +38,7 @@ class Removal:
 
     def rule(self, fate: str) -> str:
         """Return ``documents.rule`` of its documents that had this fate."""
-        return rule_of(self.number, fate)
+        return removal_rule(self.number, fate)
 
     def __str__(self) -> str:
         shown = f"{len(self.names)} named" if self.column == "key" else f"{self.column} {', '.join(self.names)}"
@@ -46,25 +46,25 @@ class Removal:
         return f"removal {self.number} ({self.documents:,} documents, {shown}) by {self.by}{reason}"
 
 
-def rule_of(number: int, fate: str) -> str:
+def removal_rule(number: int, fate: str) -> str:
     """Return the rule of documents that a removal took out and that had this fate.
 
-    >>> rule_of(3, "train")
+    >>> removal_rule(3, "train")
     'removal 3 of train'
     """
     return f"removal {number} of {fate}"
 
 
-def number_in(rule: str) -> int:
+def removal_number_of_rule(rule: str) -> int:
     """Return the number of the removal in a document's rule.
 
-    >>> number_in("removal 3 of train")
+    >>> removal_number_of_rule("removal 3 of train")
     3
     """
     return int(rule.split()[1])
 
 
-def removals(db: Reads) -> list[Removal]:
+def removals(db: ReadsSql) -> list[Removal]:
     """Return all removals, oldest first."""
     kinds = ", ".join(f"'{kind}'" for kind in (REMOVED, RETURNED, ERASED))
     found: dict[int, Removal] = {}
@@ -78,7 +78,7 @@ def removals(db: Reads) -> list[Removal]:
     return list(found.values())
 
 
-def refused(db: Reads) -> dict[str, dict[str | None, int]]:
+def refused(db: ReadsSql) -> dict[str, dict[str | None, int]]:
     """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': …}.
 
     The name None stands for documents without a licence.
@@ -92,28 +92,28 @@ def refused(db: Reads) -> dict[str, dict[str | None, int]]:
     return found
 
 
-def erased_shards(db: Reads) -> dict[str, Mapping[str, Any]]:
+def erased_shards(db: ReadsSql) -> dict[str, Mapping[str, Any]]:
     """Return the detail of the newest ``shard_erased`` event of each shard with erased text, by the shard's SHA-256."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SHARD_ERASED)
     return {row["detail"]["sha256"]: row["detail"] for row in rows}
 
 
-def former_files(db: Reads, sha256: str) -> set[str]:
+def former_file_hashes(db: ReadsSql, sha256: str) -> set[str]:
     """Return the SHA-256 of each file that replaced a shard when text was erased. After a kill the newest file may not exist yet."""
     return {detail["raw"] for detail in _erasings(db, sha256) if detail["raw"]}
 
 
-def former_contents(db: Reads, sha256: str) -> set[str]:
+def former_token_shard_names(db: ReadsSql, sha256: str) -> set[str]:
     """Return the names of all token shards that replaced a shard's own when text was erased."""
     return {one["content"] for detail in _erasings(db, sha256) for one in detail["token_shards"].values()}
 
 
-def _erasings(db: Reads, sha256: str) -> list[Mapping[str, Any]]:
+def _erasings(db: ReadsSql, sha256: str) -> list[Mapping[str, Any]]:
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SHARD_ERASED)
     return [row["detail"] for row in rows if row["detail"]["sha256"] == sha256]
 
 
-def with_contents(db: Reads, plan: Mapping[str, Any]) -> dict[str, Any]:
+def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[str, Any]:
     """Return a data plan that reads the present token shards: where text was erased (``factory.erasing.erasing``), the replacements.
 
     Use it only for new training: the token shards of earlier segments no longer exist.
@@ -127,7 +127,7 @@ def with_contents(db: Reads, plan: Mapping[str, Any]) -> dict[str, Any]:
     return {**plan, "token_shards": [{**shard, **now(shard["id"])} for shard in plan["token_shards"]]}
 
 
-def marks(db: Reads) -> list[dict[str, Any]]:
+def marks(db: ReadsSql) -> list[dict[str, Any]]:
     """Return the releases trained on documents that were quarantined or removed later. Removals that were undone do not count.
 
     Each has ``release``, ``documents`` (how many), ``removal`` (None: they were quarantined) and ``exact`` (False: the data plans only
@@ -135,7 +135,7 @@ def marks(db: Reads) -> list[dict[str, Any]]:
     """
     returned = {removal.number for removal in removals(db) if removal.state == "returned"}
     found = []
-    for row in db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=MARKED):
+    for row in db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=RELEASE_MARKED):
         detail = row["detail"]
         count = detail.get("count", len(detail["documents"]))
         if count and detail.get("removal") not in returned:
@@ -144,12 +144,12 @@ def marks(db: Reads) -> list[dict[str, Any]]:
     return found
 
 
-def mark_in_words(mark: Mapping[str, Any]) -> Message:
+def describe_mark(mark: Mapping[str, Any]) -> Message:
     """Describe one of ``marks``.
 
-    >>> print(mark_in_words({"release": 1, "documents": 2, "removal": 3, "exact": True}))
+    >>> print(describe_mark({"release": 1, "documents": 2, "removal": 3, "exact": True}))
     release 1 was trained on 2 documents, later removed (removal 3)
-    >>> print(mark_in_words({"release": 1, "documents": 2, "removal": None, "exact": False}))
+    >>> print(describe_mark({"release": 1, "documents": 2, "removal": None, "exact": False}))
     release 1 may have been trained on 2 documents, later quarantined
     """
     known = {

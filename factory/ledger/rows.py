@@ -26,7 +26,7 @@ JSON_COLUMNS = frozenset(
 )  # fmt: skip
 
 
-class Reads(Protocol):
+class ReadsSql(Protocol):
     """An object that reads SQL from the ledger."""
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
@@ -69,19 +69,19 @@ class LedgerRow:
     how: ClassVar[str] = ""  # the end of an error's text: how the first row is made
 
     @classmethod
-    def select(cls, db: Reads, which: str = "", **parameters: object) -> list[Self]:
+    def select(cls, db: ReadsSql, which: str = "", **parameters: object) -> list[Self]:
         """Return the rows that ``which`` (WHERE …, ORDER BY …) selects; without ``which`` all rows, ordered by key."""
         columns = ", ".join(f'"{field.name}"' for field in fields(cls))
         sql = f"SELECT {columns} FROM {cls.source} {which or f'ORDER BY {cls.key}'}"
         return [cls(**row) for row in db.read(sql, **parameters)]
 
     @classmethod
-    def first(cls, db: Reads, which: str, **parameters: object) -> Self | None:
+    def first(cls, db: ReadsSql, which: str, **parameters: object) -> Self | None:
         """Return the first row that ``which`` selects; None without one."""
         return next(iter(cls.select(db, f"{which} LIMIT 1", **parameters)), None)
 
     @classmethod
-    def get(cls, db: Reads, key: int | str) -> Self:
+    def get(cls, db: ReadsSql, key: int | str) -> Self:
         """Return the row with a key. Raises: InputError that lists the known keys when no row has this key."""
         row = cls.first(db, f"WHERE {cls.key} = :key", key=key)
         if row is None:
@@ -125,7 +125,7 @@ class SegmentRow(LedgerRow):
     finished_at: float | None
 
     @classmethod
-    def lineage(cls, db: Reads, segment: int) -> list[Self]:
+    def lineage(cls, db: ReadsSql, segment: int) -> list[Self]:
         """Return a segment and its ancestors, oldest first."""
         chain = [cls.get(db, segment)]
         while parent := chain[0].parent:
@@ -173,7 +173,7 @@ class EvaluationRow(LedgerRow):
     created_at: float
 
     @classmethod
-    def newest(cls, db: Reads, candidate: int) -> Self | None:
+    def newest(cls, db: ReadsSql, candidate: int) -> Self | None:
         """Return a candidate's newest evaluation on held-out documents. Evaluations on tasks (suite 'task:…') do not count."""
         which = "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC"
         return cls.first(db, which, candidate=candidate)
@@ -200,15 +200,15 @@ class VerdictRow(LedgerRow):
         """The number of the candidate, proposal or segment that was judged."""
         return Subject.parse(self.subject).number
 
-    def evidence(self, db: Reads) -> dict[str, Any]:
+    def evidence(self, db: ReadsSql) -> dict[str, Any]:
         return dict(db.read("SELECT evidence FROM verdicts WHERE id = :id", id=self.id)[0]["evidence"])
 
-    def with_evidence(self, db: Reads) -> dict[str, Any]:
+    def with_evidence(self, db: ReadsSql) -> dict[str, Any]:
         """Return all fields and the evidence, as JSON for programs."""
         return vars(self) | {"evidence": self.evidence(db)}
 
     @classmethod
-    def newest(cls, db: Reads, gate: str, subject: Subject) -> Self | None:
+    def newest(cls, db: ReadsSql, gate: str, subject: Subject) -> Self | None:
         which = "WHERE gate = :gate AND subject = :subject ORDER BY id DESC"
         return cls.first(db, which, gate=gate, subject=str(subject))
 
@@ -236,7 +236,7 @@ class ReleaseRow(LedgerRow):
     segment: int
 
 
-UNDO = "undo"  # the target of a proposal that reverts another is 'undo:<number of that proposal>'
+UNDO_TARGET = "undo"  # the target of a proposal that reverts another is 'undo:<number of that proposal>'
 
 
 @dataclass(frozen=True)
@@ -280,12 +280,12 @@ class ProposalRow(LedgerRow):
             )
         return self.commit
 
-    def evidence(self, db: Reads) -> dict[str, Any]:
+    def evidence(self, db: ReadsSql) -> dict[str, Any]:
         """Return the evidence of its verdict; {} without a verdict."""
         return VerdictRow.get(db, self.verdict).evidence(db) if self.verdict else {}
 
 
-def champion(db: Reads) -> ReleaseRow | None:
+def champion(db: ReadsSql) -> ReleaseRow | None:
     """Return the champion: the release of the newest 'promoted' or 'rolled_back' event; None before the first release.
 
     MLflow's alias and the served folder follow the champion.

@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.ledger.places import located
+from factory.ledger.places import with_absolute_paths
 from factory.ledger.rows import decoded
 
 
@@ -20,9 +20,12 @@ class Snapshot:
     root: Path | None  # the workspace's folder
 
     def rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
-        return [located(dict(row), self.root) for row in self.connection.execute(statement, parameters).mappings()]
+        return [
+            with_absolute_paths(dict(row), self.root)
+            for row in self.connection.execute(statement, parameters).mappings()
+        ]
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """Return all rows of ``sql``, as ``factory.ledger.rows.Reads.read`` does."""
         found = self.connection.execute(sa.text(sql), parameters).mappings()
-        return [located(decoded(dict(row)), self.root) for row in found]
+        return [with_absolute_paths(decoded(dict(row)), self.root) for row in found]

@@ -6,9 +6,9 @@ from typing import Any
 
 from factory.core.moments import local
 from factory.core.workspace import Workspace
-from factory.ledger.anomalies import DEV_ALONE, every_anomaly
+from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, every_anomaly
 from factory.ledger.reader import Reader
-from factory.ledger.removals import mark_in_words, marks, removals
+from factory.ledger.removals import describe_mark, marks, removals
 from factory.ledger.rows import (
     CandidateRow,
     EvaluationRow,
@@ -28,7 +28,7 @@ SEGMENT = (
     "attempts result",
     "created_at finished_at folder",
 )
-PROPOSAL = ("number agent target", "title hypothesis predicted_gain", "branch state report", "outcome reasons")
+PROPOSAL_FIELDS = ("number agent target", "title hypothesis predicted_gain", "branch state report", "outcome reasons")
 
 
 def snapshot(workspace: Workspace) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "candidates": candidates,
         "releases": releases,
         "champion": best.only("number candidate", "mlflow_version export_path", "created_at") if best else None,
-        "proposals": [row.only(*PROPOSAL) for row in ProposalRow.select(db)],
+        "proposals": [row.only(*PROPOSAL_FIELDS) for row in ProposalRow.select(db)],
         "anomalies": every_anomaly(db)[::-1][:20],
         "removals": [vars(removal) for removal in removals(db)],
         "marked_releases": marks(db),
@@ -265,7 +265,7 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
     """Lines about each diagnosed episode, and about releases trained on documents that were quarantined or removed later."""
     lines = []
     for row in facts["anomalies"]:
-        if row["kind"] == DEV_ALONE and row["state"] == "open":
+        if row["kind"] == GAIN_ON_DEV_ONLY and row["state"] == "open":
             lines.append(
                 Message(
                     "ledger.dev_alone",
@@ -292,7 +292,7 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
                 )
             )
     for mark in facts["marked_releases"]:
-        lines.append(Message("ledger.marked_release", "          {mark}", mark=mark_in_words(mark)))
+        lines.append(Message("ledger.marked_release", "          {mark}", mark=describe_mark(mark)))
     return lines
 
 

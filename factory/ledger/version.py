@@ -5,40 +5,40 @@ from __future__ import annotations
 from factory.core.errors import WorkspaceError
 from kernels.contract.message import Message
 
-SCHEMA = "6"  # the newest revision of factory/backups/migrations
+SCHEMA_VERSION = "6"  # the newest revision of factory/backups/migrations
 
 # The advice for a lost ledger: an SQLite file, or a server's.
 GONE = Message(
     "version.restore",
     "Stop 'factory run'. Then 'factory restore' makes the ledger again, from its backups or from the workspace's folders",
 )
-NO_TABLES = Message(
+SERVER_ADVICE = Message(
     "version.no_tables",
     "Check that the ledger's server runs. Restore a lost ledger from a backup of 'pg_dump'. In an empty workspace run 'factory init'",
 )
 
 
-def refuse_other_version(found: str | None, where: str) -> None:
+def check_version(found: str | None, where: str) -> None:
     """Raises: WorkspaceError with the remedy when the version ``found`` in the ledger ``where`` is not this factory's."""
-    if found == SCHEMA:
+    if found == SCHEMA_VERSION:
         return
     if not (found and found.isdigit()):
         raise WorkspaceError(
             "version.none", "{ledger} has no version: it is damaged. {advice}", ledger=where, advice=GONE
         )
-    if int(found) < int(SCHEMA):
+    if int(found) < int(SCHEMA_VERSION):
         raise WorkspaceError(
             "version.older",
             "{ledger} is of version {version}, and this factory reads version {known}. "
             "Stop 'factory run' and run 'factory upgrade', which makes a backup first",
             ledger=where,
             version=found,
-            known=SCHEMA,
+            known=SCHEMA_VERSION,
         )
     raise WorkspaceError(
         "version.newer",
         "{ledger} is of version {version}, and this factory reads version {known}. Use the newer factory that wrote the ledger",
         ledger=where,
         version=found,
-        known=SCHEMA,
+        known=SCHEMA_VERSION,
     )

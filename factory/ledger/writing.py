@@ -48,7 +48,7 @@ def record_verdict(
     return insert(tx, verdicts, gate=gate, subject=subject, against=against, **hashes, **judged, created_at=time.time())
 
 
-def record_once(
+def record_event_once(
     ledger: Ledger, kind: str, subject: Subject | str, detail: dict[str, Any], again_after: float = math.inf
 ) -> bool:
     """Record an event, unless the newest event of this kind and subject has the same detail and is younger than ``again_after`` seconds.

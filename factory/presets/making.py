@@ -11,11 +11,11 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from agents.core.yaml_edit import set_value
-from factory.backups.backups import make_ledger
+from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import Config, Workspace, code_root
-from factory.git.git_store import entries_of
-from factory.git.repository import LIVE_FOLDERS, RepositoryError, live_commit
+from factory.core.workspace import Config, Workspace, checkout_root
+from factory.git.git_store import read_entries
+from factory.git.repository import LIVE_FOLDERS, RepositoryError, get_live_commit
 from factory.ingest import store
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer, write_files
@@ -76,7 +76,7 @@ def opened(given: Path) -> Iterator[Tokenizer]:
         yield tokenizer
 
 
-def install(plant: Plant, tokenizer: Tokenizer) -> None:
+def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
     """Make ``tokenizer`` the workspace's own, so that the first ingest trains none. Installing the same tokenizer again changes nothing.
 
     Raises: InputError where the workspace has another tokenizer.
@@ -135,12 +135,12 @@ def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
         else:
             if repository:
                 _refuse_no_code(repository)
-            start = start_of(asked, given, root, repository or code_root(), Hardware.here())
+            start = start_of(asked, given, root, repository or checkout_root(), Hardware.here())
             config = Config(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
-        ledger = make_ledger(workspace)
+        ledger = make_or_open_ledger(workspace)
         if given is not None:
-            install(Plant(workspace, ledger), given)
+            install_tokenizer(Plant(workspace, ledger), given)
     return workspace
 
 
@@ -152,10 +152,10 @@ def _refuse_no_code(repository: Path) -> None:
             "presets.no_repository", "--repository: {folder} is not a folder. {way}", folder=repository, way=way
         )
     try:
-        commit = live_commit(repository)
+        commit = get_live_commit(repository)
     except RepositoryError as error:
         raise InputError("presets.bad_repository", "--repository: {reason}", reason=error) from error
-    there = {path.partition("/")[0] for path in entries_of(repository, commit)}
+    there = {path.partition("/")[0] for path in read_entries(repository, commit)}
     if missing := [folder for folder in LIVE_FOLDERS if folder not in there]:
         raise InputError(
             "presets.other_code",
@@ -214,7 +214,7 @@ def start_of(
 
     Raises: InputError or ConfigError for files that do not fit together, with file, key and what to do.
     """
-    shipped = code_root() / "policies"
+    shipped = checkout_root() / "policies"
     if asked.preset and asked.preset not in PRESETS:
         raise InputError(
             "presets.no_preset",
@@ -312,7 +312,7 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
 
 def _recipe_file(name: str, root: Path, repository: Path) -> Path:
     """The file of a recipe, from the workspace, the training code's repository or this checkout. Raises: InputError with near names."""
-    folders = [folder / "policies" / "recipes" for folder in (root, repository, code_root())]
+    folders = [folder / "policies" / "recipes" for folder in (root, repository, checkout_root())]
     found = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
     if found is None:
         raise InputError(

@@ -16,8 +16,8 @@ from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.statistics import CLOZE
 from factory.evals.suite import Suite, build_suite
-from factory.evals.tasks import build_cloze
-from factory.gates.release.licences import NONE, not_releasable, tokens_by_licence
+from factory.evals.tasks import build_cloze_items
+from factory.gates.release.licences import NONE, count_tokens_by_licence, not_releasable
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.releasability import RIGHT, DomainSize, GuardSize, Sizes, TaskSize, releasability, spreads
 from factory.ingest.rules.policy import DataPolicy
@@ -27,7 +27,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, SegmentRow, champion
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder
+from factory.tasks.task_file import EvalTask, list_tasks, load_task_by_name, task_folder
 from kernels.contract.message import Message, plain
 
 NAMED = 4  # a line names at most this many licences
@@ -35,7 +35,7 @@ PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that is safe inside quot
 
 
 @dataclass(frozen=True)
-class ReleasableLine:
+class ReportLine:
     """A line of the report. ``ok``: False if it holds every release, None for a warning, True if nothing is to do. ``todo``: what to do."""
 
     name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
@@ -47,7 +47,7 @@ class ReleasableLine:
         return {name: plain(value) for name, value in vars(self).items()}
 
 
-def look(plant: Plant) -> list[ReleasableLine]:
+def look(plant: Plant) -> list[ReportLine]:
     """The report, with the lines that hold releases first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
     if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
         return []
@@ -55,7 +55,7 @@ def look(plant: Plant) -> list[ReleasableLine]:
     return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
 
 
-def describe(lines: list[ReleasableLine]) -> list[str]:
+def describe(lines: list[ReportLine]) -> list[str]:
     """The report as text lines, each remedy below its line."""
     said = []
     for line in lines:
@@ -65,7 +65,7 @@ def describe(lines: list[ReleasableLine]) -> list[str]:
     return said
 
 
-def verdict(lines: list[ReleasableLine]) -> str:
+def verdict(lines: list[ReportLine]) -> str:
     """One line that names everything that holds releases."""
     holding = [line.name for line in lines if line.ok is False]
     if holding:
@@ -73,7 +73,7 @@ def verdict(lines: list[ReleasableLine]) -> str:
     return Message("releasable.free", "Nothing would hold a release.")
 
 
-def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
+def _held_out(plant: Plant) -> Iterator[ReportLine]:
     try:
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
     except FactoryError:
@@ -92,13 +92,13 @@ def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
     }
     domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
     tasks, wrong = _tasks(plant.workspace)
-    files = look_into(task_folder(plant.workspace)).tasks
+    files = list_tasks(task_folder(plant.workspace)).tasks
     chosen = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     newest = champion(plant.ledger)
     right = _cloze_right(plant.ledger, newest.candidate) if newest else None
     sizes = Sizes(
         {name: one for name, one in domains.items() if one.documents},
-        cloze_items=len(build_cloze(suite, tokenizer, measured)),
+        cloze_items=len(build_cloze_items(suite, tokenizer, measured)),
         cloze_right=RIGHT if right is None else right,
         tasks={name: _size(task, margin) for name, (task, margin) in tasks.items()},
         tasks_alpha=chosen.guards_alpha,
@@ -118,7 +118,7 @@ def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
     for name in tasks:
         yield _small(guards[name], f"task {name}", _larger(chosen, guards[name]))
     for name, why in wrong.items():
-        yield ReleasableLine(
+        yield ReportLine(
             f"task {name}",
             False,
             why,
@@ -135,7 +135,7 @@ def _held_out(plant: Plant) -> Iterator[ReleasableLine]:
             gain=found.gain,
             spread="measured" if known else "assumed",
         )
-        yield ReleasableLine("gain", True, text)
+        yield ReportLine("gain", True, text)
 
 
 def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
@@ -146,7 +146,7 @@ def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
 
 def _domain_line(
     policy: ReleasePolicy, name: str, have: DomainSize, guard: GuardSize | None, trained: int
-) -> ReleasableLine:
+) -> ReportLine:
     halves = {"groups": have.groups, "dev_groups": have.dev_groups}
     if guard is not None and guard.state != "missing":
         more = guard.needed is not None and guard.needed > have.groups
@@ -157,7 +157,7 @@ def _domain_line(
                 **halves,
                 needed=policy.clusters_min,
             )
-            return ReleasableLine(name, True, enough)
+            return ReportLine(name, True, enough)
         weak = Message(
             "releasable.weak_guard",
             "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}. "
@@ -172,7 +172,7 @@ def _domain_line(
             "Add documents of {domain}. Ingest holds out a part of each shard.",
             domain=name,
         )
-        return ReleasableLine(name, None, weak, bring)
+        return ReportLine(name, None, weak, bring)
     text = Message(
         "releasable.few_groups",
         "{documents:,|held-out document|held-out documents}: {groups:,|group|groups} in the sealed half, {dev_groups:,} in the dev half. "
@@ -196,12 +196,12 @@ def _domain_line(
             "'factory data relabel --domain {domain} --to-domain OTHER'",
             domain=name,
         )
-    return ReleasableLine(name, False, text, todo)
+    return ReportLine(name, False, text, todo)
 
 
-def _small(guard: GuardSize, name: str, todo: str) -> ReleasableLine:
+def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
     if guard.state == "stands":
-        return ReleasableLine(name, True, Message("releasable.guards", "guards with {items:,} items", items=guard.have))
+        return ReportLine(name, True, Message("releasable.guards", "guards with {items:,} items", items=guard.have))
     size = (
         Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
         if guard.needed
@@ -214,7 +214,7 @@ def _small(guard: GuardSize, name: str, todo: str) -> ReleasableLine:
         passed=guard.passed,
         size=size,
     )
-    return ReleasableLine(name, None, text, todo)
+    return ReportLine(name, None, text, todo)
 
 
 def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
@@ -240,11 +240,11 @@ def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dic
     policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
     found: dict[str, tuple[EvalTask, float]] = {}
     wrong: dict[str, str] = {}
-    for name in look_into(task_folder(workspace)).tasks:
+    for name in list_tasks(task_folder(workspace)).tasks:
         if policy.of(name).tier == "never":
             continue
         try:
-            found[name] = load_named(workspace, name, policy), policy.of(name).margin
+            found[name] = load_task_by_name(workspace, name, policy), policy.of(name).margin
         except FactoryError as error:
             wrong[name] = error.message
     return found, wrong
@@ -268,21 +268,23 @@ def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
     return None
 
 
-def _licences(plant: Plant) -> Iterator[ReleasableLine]:
+def _licences(plant: Plant) -> Iterator[ReportLine]:
     from factory.training.planning import last_segment
 
     policy, data = (
         ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")),
         DataPolicy.load(plant.workspace.policy("data.yaml")),
     )
-    tokens = tokens_by_licence(plant.ledger, None, data.licences)
+    tokens = count_tokens_by_licence(plant.ledger, None, data.licences)
     other = not_releasable(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
         trunk = last_segment(plant.ledger, "trunk")
         lineage = [row.id for row in SegmentRow.lineage(plant.ledger, trunk.id)] if trunk else []
         shares = {
-            number: sum(not_releasable(data.licences, tokens_by_licence(plant.ledger, number, data.licences)).values())
+            number: sum(
+                not_releasable(data.licences, count_tokens_by_licence(plant.ledger, number, data.licences)).values()
+            )
             for number in lineage
         }
         if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
@@ -296,7 +298,7 @@ def _licences(plant: Plant) -> Iterator[ReleasableLine]:
                 "Train the trunk again without this data, from before segment {segment}: 'factory rewind {segment}'",
                 segment=spoilt[0],
             )
-            yield ReleasableLine("licences", False, text, todo)
+            yield ReportLine("licences", False, text, todo)
             return
         allowed = (
             Message(
@@ -308,7 +310,7 @@ def _licences(plant: Plant) -> Iterator[ReleasableLine]:
             if share
             else Message("releasable.all_allowed", "All data may be released.")
         )
-        yield ReleasableLine("licences", True, allowed)
+        yield ReportLine("licences", True, allowed)
         return
     text = Message(
         "releasable.licence_share",
@@ -318,7 +320,7 @@ def _licences(plant: Plant) -> Iterator[ReleasableLine]:
         licences=[f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED]],
         most=policy.not_releasable_max,
     )
-    yield ReleasableLine("licences", False, text, _allow_or_remove(plant.ledger, next(iter(other))))
+    yield ReportLine("licences", False, text, _allow_or_remove(plant.ledger, next(iter(other))))
 
 
 def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
@@ -355,16 +357,16 @@ def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
     )
 
 
-def _recipe(plant: Plant) -> Iterator[ReleasableLine]:
-    from factory.training.planning import last_segment, refuse_misfit
+def _recipe(plant: Plant) -> Iterator[ReportLine]:
+    from factory.training.planning import last_segment, refuse_changed_model
     from trainer.contract.errors import TrainerError
     from trainer.contract.recipe import Recipe
 
     try:
         recipe = Recipe.load(plant.workspace.recipe_path())
-        refuse_misfit(plant, recipe, last_segment(plant.ledger, "trunk"))
+        refuse_changed_model(plant, recipe, last_segment(plant.ledger, "trunk"))
     except (ConfigError, TrainerError) as error:
-        yield ReleasableLine("recipe", False, error.message)
+        yield ReportLine("recipe", False, error.message)
         return
     fits = Message(
         "releasable.recipe_fits",
@@ -372,4 +374,4 @@ def _recipe(plant: Plant) -> Iterator[ReleasableLine]:
         recipe=recipe.name,
         entries=recipe.model.vocab_size,
     )
-    yield ReleasableLine("recipe", True, fits)
+    yield ReportLine("recipe", True, fits)

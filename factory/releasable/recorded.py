@@ -10,14 +10,14 @@ from typing import Any
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads
+from factory.ledger.rows import ReadsSql
 from kernels.contract.message import Message
 
 RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
-def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
+def newest(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
     """``lines`` of the newest report, ``at``, when it was made, and ``stale``, whether its input changed since. None: no report."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
         stale = row["detail"]["key"] != _key(workspace, db)
@@ -26,9 +26,9 @@ def newest(workspace: Workspace, db: Reads) -> dict[str, Any] | None:
     return None
 
 
-def refresh(plant: Plant) -> None:
+def update_report(plant: Plant) -> None:
     """Make a new report if its input changed, and print the new lines. An unreadable policy is reported elsewhere."""
-    from factory.ledger.writing import record_once
+    from factory.ledger.writing import record_event_once
     from factory.releasable.gathering import describe, look, verdict
 
     before = newest(plant.workspace, plant.ledger)
@@ -43,7 +43,7 @@ def refresh(plant: Plant) -> None:
         return
     known = {tuple(str(value) for value in line.values()) for line in before["lines"]} if before else set()
     fresh = [line for line in lines if tuple(map(str, vars(line).values())) not in known and line.ok is not True]
-    record_once(plant.ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
+    record_event_once(plant.ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
     if fresh:
         plant.progress.line(f"  {verdict(lines)}")
     for words in describe(fresh):
@@ -55,7 +55,7 @@ def _read(value: Any) -> Any:
     return Message.from_json(value) if isinstance(value, dict) else value
 
 
-def _key(workspace: Workspace, db: Reads) -> str:
+def _key(workspace: Workspace, db: ReadsSql) -> str:
     """A hash of the report's input that is fast to compute: counts in the ledger, sizes and times of policies, recipe and tasks."""
     counts = db.read(
         "SELECT (SELECT COUNT(*) FROM shards) AS shards, (SELECT MAX(ingested_at) FROM shards) AS at, (SELECT COUNT(*) FROM verdicts) AS verdicts, "

@@ -11,16 +11,16 @@ from factory.core.workspace import PATIENCE, Workspace
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.decisions import (
     APPROVED,
-    BY_POLICY,
+    APPROVED_BY_POLICY,
     REJECTED,
-    decision_on,
-    rejected_before,
+    find_decision,
+    was_export_rejected,
 )
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
-from factory.ledger.writing import record_once
-from factory.release.checks import check_newest, promotion
+from factory.ledger.writing import record_event_once
+from factory.release.checks import check_verdict_newest, get_promoting_verdict
 from factory.release.serving import MODEL_NAME
 from kernels.contract.message import Message
 
@@ -28,7 +28,7 @@ APPROVAL_TAG = "approval"  # a person sets it to 'approved' in MLflow, on a cand
 LONGEST_REASON = 2000  # characters
 
 
-class ApprovalNeeded(InputError):
+class ApprovalNeededError(InputError):
     """The policy requires a person's approval before this release."""
 
 
@@ -42,7 +42,7 @@ def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
 
     Raises: InputError for a verdict that does not promote, or that a person rejected.
     """
-    verdict = promotion(ledger, verdict_id)
+    verdict = get_promoting_verdict(ledger, verdict_id)
     _refuse_rejected(ledger, verdict)
     with ledger.begin() as tx:
         record(tx, APPROVED, Subject("verdict", verdict_id), {"sha256": verdict.subject_sha256, "by": by})
@@ -53,9 +53,9 @@ def reject(plant: Plant, verdict_id: int, by: str, why: str) -> None:
 
     Raises: InputError for a verdict that does not promote or is out of date, and for a candidate that is released already.
     """
-    verdict = promotion(plant.ledger, verdict_id)
+    verdict = get_promoting_verdict(plant.ledger, verdict_id)
     with plant.workspace.lock("release", PATIENCE):
-        check_newest(plant.ledger, verdict)
+        check_verdict_newest(plant.ledger, verdict)
         if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.number):
             raise InputError(
                 "approvals.already_released",
@@ -64,23 +64,23 @@ def reject(plant: Plant, verdict_id: int, by: str, why: str) -> None:
                 candidate=verdict.number,
                 release=released.number,
             )
-        known = decision_on(plant.ledger, verdict)
+        known = find_decision(plant.ledger, verdict)
         if known is None or known.word != REJECTED:
             detail = {"sha256": verdict.subject_sha256, "by": by, "why": why[:LONGEST_REASON]}
-            record_once(plant.ledger, REJECTED, Subject("verdict", verdict_id), detail)
+            record_event_once(plant.ledger, REJECTED, Subject("verdict", verdict_id), detail)
 
 
-def approver(plant: Plant, verdict: VerdictRow) -> str:
+def find_approver(plant: Plant, verdict: VerdictRow) -> str:
     """Return who approved: 'policy', or the person's name. Raises: ApprovalNeeded; InputError when a person rejected the export."""
     _refuse_rejected(plant.ledger, verdict)
-    if decision := decision_on(plant.ledger, verdict):
+    if decision := find_decision(plant.ledger, verdict):
         return decision.by
-    if automatic(plant.workspace) and not rejected_before(plant.ledger, verdict):
-        return BY_POLICY
-    raise ApprovalNeeded(how_to_answer(verdict.number))
+    if automatic(plant.workspace) and not was_export_rejected(plant.ledger, verdict):
+        return APPROVED_BY_POLICY
+    raise ApprovalNeededError(describe_waiting_candidate(verdict.number))
 
 
-def how_to_answer(candidate: int) -> Message:
+def describe_waiting_candidate(candidate: int) -> Message:
     """Return a line for a person about a candidate that waits for approval."""
     return Message(
         "approvals.waits",
@@ -94,11 +94,13 @@ def how_to_answer(candidate: int) -> Message:
 
 def waits(plant: Plant, verdict: VerdictRow) -> bool:
     """Return whether a person must decide before the candidate of a verdict is released."""
-    return verdict.outcome == "promote" and (not automatic(plant.workspace) or rejected_before(plant.ledger, verdict))
+    return verdict.outcome == "promote" and (
+        not automatic(plant.workspace) or was_export_rejected(plant.ledger, verdict)
+    )
 
 
 def _refuse_rejected(ledger: Ledger, verdict: VerdictRow) -> None:
-    decision = decision_on(ledger, verdict)
+    decision = find_decision(ledger, verdict)
     if decision and decision.word == REJECTED:
         raise InputError(
             "approvals.rejected",

@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import of_training
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.training_now import training_now
-from factory.ledger.anomalies import rewound_in
-from factory.ledger.decisions import override_on
+from factory.ledger.anomalies import rewound_segments_of_lineage
+from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, Reads, Subject, VerdictRow, champion
+from factory.ledger.rows import CandidateRow, ReadsSql, Subject, VerdictRow, champion
 
 
-class OutOfDate(InputError):
+class OutOfDateError(InputError):
     """The champion, or licences or anomalies of the training, have changed since the verdict."""
 
 
-def promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
+def get_promoting_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
     """Return a verdict of the release gate. Raises: InputError when the verdict does not exist or does not promote."""
     verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is None:
@@ -45,14 +45,14 @@ def promotion(ledger: Ledger, verdict_id: int) -> VerdictRow:
 def releasable(ledger: Ledger, verdict_id: int) -> VerdictRow:
     """Return a verdict of the release gate that promotes, or that a person overrode. Raises: InputError."""
     verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
-    if verdict is not None and verdict.outcome == "hold" and override_on(ledger, verdict):
+    if verdict is not None and verdict.outcome == "hold" and find_override(ledger, verdict):
         return verdict
-    return promotion(ledger, verdict_id)
+    return get_promoting_verdict(ledger, verdict_id)
 
 
-def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
+def check_verdict_newest(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the candidate has a newer verdict."""
-    newest = newest_verdict(ledger, verdict.number)
+    newest = get_newest_verdict(ledger, verdict.number)
     if newest.id != verdict.id:
         raise InputError(
             "checks.newer_verdict",
@@ -64,17 +64,17 @@ def check_newest(ledger: Ledger, verdict: VerdictRow) -> None:
         )
 
 
-def check_current(plant: Plant, verdict: VerdictRow) -> None:
+def check_verdict_current(plant: Plant, verdict: VerdictRow) -> None:
     """Raises: InputError when the candidate has a newer verdict, its training was rewound, or champion, licences or anomalies changed."""
-    check_newest(plant.ledger, verdict)
+    check_verdict_newest(plant.ledger, verdict)
     check_not_rewound(plant.ledger, verdict)
-    check_champion(plant.ledger, verdict)
-    check_training(plant, verdict)
+    check_champion_unchanged(plant.ledger, verdict)
+    check_training_unchanged(plant, verdict)
 
 
-def check_not_rewound(db: Reads, verdict: VerdictRow) -> None:
+def check_not_rewound(db: ReadsSql, verdict: VerdictRow) -> None:
     """Raises: InputError when a segment of the candidate's training was rewound."""
-    if spoiled := rewound_in(db, CandidateRow.get(db, verdict.number).segment):
+    if spoiled := rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.number).segment):
         raise InputError(
             "checks.rewound",
             "{subject} is not released: segment {segment} of its training was rewound",
@@ -83,12 +83,12 @@ def check_not_rewound(db: Reads, verdict: VerdictRow) -> None:
         )
 
 
-def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
+def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: OutOfDate when the champion has changed since the verdict."""
     now = champion(ledger)
     subject = str(Subject("candidate", now.candidate)) if now else None
     if verdict.against != subject:
-        raise OutOfDate(
+        raise OutOfDateError(
             "checks.other_champion",
             "verdict {verdict} judged {subject} against {against}, but {champion} is champion now. "
             "Judge it again with 'factory evaluate {candidate}'",
@@ -100,7 +100,7 @@ def check_champion(ledger: Ledger, verdict: VerdictRow) -> None:
         )
 
 
-def check_training(plant: Plant, verdict: VerdictRow) -> None:
+def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
     """Check the present licences and anomalies of the training: people may have changed both since the verdict.
 
     Raises: OutOfDate when they hold the candidate; ConfigError.
@@ -110,7 +110,7 @@ def check_training(plant: Plant, verdict: VerdictRow) -> None:
         now["releasable"] = 1.0  # the training data are not recorded, and the verdict did not know them either
     policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
     if held := of_training(policy, ReleaseEvidence(**now)):
-        raise OutOfDate(
+        raise OutOfDateError(
             "checks.held_now",
             "The release gate would hold {subject} now: {why} Judge it again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
@@ -119,9 +119,9 @@ def check_training(plant: Plant, verdict: VerdictRow) -> None:
         )
 
 
-def check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
+def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the bytes of the export are not those that the verdict judged."""
-    row = check_export(ledger, verdict.number)
+    row = check_export_unchanged(ledger, verdict.number)
     if row.export_sha256 != verdict.subject_sha256:
         raise InputError(
             "checks.other_export",
@@ -132,7 +132,7 @@ def check_judged(ledger: Ledger, verdict: VerdictRow) -> None:
         )
 
 
-def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
+def get_newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
     """Return the newest verdict on a candidate. Raises: InputError for an unknown candidate, or one without a verdict."""
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
     if verdict is None:
@@ -145,10 +145,10 @@ def newest_verdict(ledger: Ledger, candidate_id: int) -> VerdictRow:
     return verdict
 
 
-def check_export(ledger: Ledger, candidate_id: int) -> CandidateRow:
+def check_export_unchanged(ledger: Ledger, candidate_id: int) -> CandidateRow:
     """Return the candidate. Raises: InputError when the bytes of its export are not those that the ledger recorded."""
     row = CandidateRow.get(ledger, candidate_id)
-    found = folder_sha256(Path(row.export_path))
+    found = export_folder_sha256(Path(row.export_path))
     if found != row.export_sha256:
         raise InputError(
             "checks.changed_export",

@@ -16,25 +16,25 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
-from factory.gates.release.recorded import held_by, not_overridable
+from factory.gates.release.recorded import find_not_overridable, held_by
 from factory.gates.release.training_now import training_now
-from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, decision_on, override_on
+from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, find_decision, find_override
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, champion
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
 from factory.release import serving
-from factory.release.approvals import approve, approver
+from factory.release.approvals import approve, find_approver
 from factory.release.checks import (
-    OutOfDate,
-    check_champion,
-    check_current,
-    check_export,
-    check_judged,
+    OutOfDateError,
+    check_champion_unchanged,
+    check_export_unchanged,
+    check_judged_export,
     check_not_rewound,
-    check_training,
-    newest_verdict,
+    check_training_unchanged,
+    check_verdict_current,
+    get_newest_verdict,
     releasable,
 )
 from kernels.contract.message import Message
@@ -47,7 +47,7 @@ PUBLISHED = "published"
 LONGEST_REASON = 2000  # characters
 
 
-def reason_of(words: str) -> str:
+def normalise_reason(words: str) -> str:
     """Return a person's reason on one line. Raises: InputError for a reason without a letter or digit, or one that is too long."""
     why = " ".join("".join(letter if letter.isprintable() else " " for letter in words).split())
     if not any(letter.isalnum() for letter in why):
@@ -68,7 +68,7 @@ def reason_of(words: str) -> str:
 def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
     """Return the detail of an override's event. Raises: InputError for a verdict that no person can override."""
     name = f"verdict {verdict.id} on {verdict.subject}"
-    if (known := decision_on(plant.ledger, verdict)) and known.word == REJECTED:
+    if (known := find_decision(plant.ledger, verdict)) and known.word == REJECTED:
         raise InputError(
             "releases.override_of_rejected",
             "{verdict} was {decision}. A rejection cannot be overridden. Nothing was released",
@@ -92,7 +92,7 @@ def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[st
         )
     stored = verdict.evidence(plant.ledger)
     held = held_by(stored, verdict.policy_sha256, name)
-    if words := not_overridable(held):
+    if words := find_not_overridable(held):
         raise InputError(
             "releases.not_overridable",
             "{verdict} has a reason that no person can override: {reasons} Nothing was released",
@@ -100,7 +100,7 @@ def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[st
             reasons=words,
         )
     now = training_now(plant, verdict.number)
-    if words := not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
+    if words := find_not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
         raise InputError(
             "releases.not_overridable_now",
             "The release gate would hold {subject} now for a reason that no person can override: {reasons} Nothing was released. "
@@ -133,11 +133,11 @@ def release(
         saga.finish_others(candidate)
         known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
-            check_current(plant, verdict)
-            check_judged(plant.ledger, verdict)
+            check_verdict_current(plant, verdict)
+            check_judged_export(plant.ledger, verdict)
             if approved_by:
                 approve(plant.ledger, verdict_id, approved_by)
-            number = _decide(plant.ledger, verdict, approver(plant, verdict))
+            number = _decide(plant.ledger, verdict, find_approver(plant, verdict))
         else:
             number = known.number
             saga.check_begun(number)
@@ -152,18 +152,18 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
 
     Raises: InputError without a reason, for a candidate that no person can override, and as ``release`` does.
     """
-    why = reason_of(why)
+    why = normalise_reason(why)
     with plant.workspace.lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
         known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
-            verdict = newest_verdict(plant.ledger, candidate)
+            verdict = get_newest_verdict(plant.ledger, candidate)
             detail = override_of(plant, verdict, by, why)
-            check_current(plant, verdict)
-            check_judged(plant.ledger, verdict)
+            check_verdict_current(plant, verdict)
+            check_judged_export(plant.ledger, verdict)
             number = _decide(plant.ledger, verdict, by, detail)
-        elif override_on(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
+        elif find_override(plant.ledger, VerdictRow.get(plant.ledger, known.verdict)) is None:
             raise InputError(
                 "releases.was_not_held",
                 "candidate {candidate} is release {release} already, and was not held. Nothing was changed",
@@ -201,7 +201,7 @@ def rollback(plant: Plant, number: int) -> None:
                 "release {release} is not published. See the published releases with 'factory status'",
                 release=number,
             )
-        check_export(plant.ledger, row.candidate)
+        check_export_unchanged(plant.ledger, row.candidate)
         if now.number != number:
             with plant.ledger.begin() as tx:
                 record(tx, "rolled_back", Subject("release", number), {"from": now.number})
@@ -209,7 +209,7 @@ def rollback(plant: Plant, number: int) -> None:
     plant.progress.line(Message("releases.rolled_back", "release {release} is champion again", release=number))
 
 
-def release_before(ledger: Ledger) -> int:
+def find_replaced_release(ledger: Ledger) -> int:
     """Return the number of the release that the champion replaced. Raises: InputError when it replaced none."""
     now = champion(ledger)
     against = now and VerdictRow.get(ledger, now.verdict).against
@@ -235,7 +235,7 @@ class _Saga:
         """Check an interrupted release before it continues. A public release is not undone. Raises: OutOfDate."""
         row = ReleaseRow.get(self.ledger, number)
         if row.state != PUBLISHED:
-            check_training(self.plant, VerdictRow.get(self.ledger, row.verdict))
+            check_training_unchanged(self.plant, VerdictRow.get(self.ledger, row.verdict))
 
     def advance(self, number: int) -> None:
         """Make a decided release public. Raises: InputError; then the state stays."""
@@ -243,12 +243,12 @@ class _Saga:
         if row.state == PUBLISHED:
             return
         verdict = VerdictRow.get(self.ledger, row.verdict)
-        check_judged(self.ledger, verdict)
-        check_champion(self.ledger, verdict)
+        check_judged_export(self.ledger, verdict)
+        check_champion_unchanged(self.ledger, verdict)
         self._publish(row)
 
     def _publish(self, row: ReleaseRow) -> None:
-        serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
+        serving.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         with self.ledger.begin() as tx:
             tx.execute(releases.update().where(releases.c.number == row.number).values(state=PUBLISHED))
             record(tx, "promoted", Subject("release", row.number), {"candidate": row.candidate})
@@ -274,7 +274,7 @@ class _Saga:
                     Message("releases.finished", "finished the interrupted release {release}", release=row.number)
                 )
             except InputError as error:
-                if isinstance(error, OutOfDate):
+                if isinstance(error, OutOfDateError):
                     detail = {"why": str(error), "candidate": row.candidate}
                     with self.ledger.begin() as tx:
                         tx.execute(releases.delete().where(releases.c.number == row.number))
@@ -297,8 +297,8 @@ class _Saga:
         row, note = champion(self.ledger), serving.served(self.workspace)
         if row is None or (note and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)):
             return []
-        check_export(self.ledger, row.candidate)
-        serving.publish(self.workspace, row.number, Path(row.export_path), row.export_sha256)
+        check_export_unchanged(self.ledger, row.candidate)
+        serving.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         done = Message(
             "releases.published_again",
             "the served link did not point at release {release}: published again",

@@ -14,11 +14,11 @@ from typing import Any
 from factory.core.workspace import Workspace
 from kernels.contract.files import sync_folder, write_atomically
 
-LINK, NOTE = "champion", "serving.json"
+CHAMPION_LINK, NOTE = "champion", "serving.json"
 MODEL_NAME = "factory-lm"
 
 
-def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> None:
+def publish_export(workspace: Workspace, release: int, export: Path, sha256: str) -> None:
     """Point ``exports/champion`` at ``export``, atomically. A second call changes nothing.
 
     The note is written before the link changes. If note and link name different targets, ``served`` knows that a call was interrupted.
@@ -26,7 +26,7 @@ def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> No
     folder = workspace.exports
     target = os.path.relpath(export, folder)  # relative, so that the workspace can be moved
     note = {"release": release, "export": target, "export_sha256": sha256, "model_name": MODEL_NAME}
-    new_link = folder / f".{LINK}.new"
+    new_link = folder / f".{CHAMPION_LINK}.new"
     for left in (
         new_link,
         *folder.glob(f".{NOTE}.*.part"),
@@ -34,7 +34,7 @@ def publish(workspace: Workspace, release: int, export: Path, sha256: str) -> No
         left.unlink(missing_ok=True)
     os.symlink(target, new_link)
     write_atomically(folder / NOTE, json.dumps(note, indent=2))
-    os.replace(new_link, folder / LINK)
+    os.replace(new_link, folder / CHAMPION_LINK)
     sync_folder(folder)
 
 
@@ -42,8 +42,8 @@ def served(workspace: Workspace) -> dict[str, Any] | None:
     """Return the note of the published release; None without one, or if note and link disagree."""
     try:
         note = json.loads((workspace.exports / NOTE).read_text(encoding="utf-8"))
-        target = os.readlink(workspace.exports / LINK)
+        target = os.readlink(workspace.exports / CHAMPION_LINK)
     except (OSError, ValueError):
         return None
-    whole = isinstance(note, dict) and note.get("export") == target and (workspace.exports / LINK).is_dir()
+    whole = isinstance(note, dict) and note.get("export") == target and (workspace.exports / CHAMPION_LINK).is_dir()
     return note if whole else None

@@ -10,29 +10,36 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import copy_checkpoint, folder_of, ladder_of
+from factory.audit.keeping import copy_checkpoint, folder_of, ladder_folder
 from factory.core.errors import FactoryError, InputError
-from factory.core.exports import folder_sha256
-from factory.core.faults import cannot_be_read_now
+from factory.core.exports import export_folder_sha256
+from factory.core.faults import is_unreadable_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
-from factory.evals.export_parity import recorded_of
+from factory.evals.export_parity import recorded_export
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segments
 from factory.ledger.places import portable
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
-from factory.runs.folders import result_of
+from factory.runs.folders import read_result
 from factory.training.exporting import make_export
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import set_aside
 from factory.training.training import run_trainer
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import find_fault, manifest_sha256, name_of, put_away, read_manifest, steps_in
+from trainer.contract.checkpoint.format import (
+    find_fault,
+    manifest_sha256,
+    mark_as_bad,
+    name_of,
+    read_manifest,
+    steps_in,
+)
 from trainer.contract.errors import CheckpointError
 
 
-def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
+def find_checkpoint_damage(row: dict[str, Any], deep: bool) -> str:
     """Describe the damage of a checkpoint (its row in the ledger); '' without damage. Its files are hashed only with ``deep``.
 
     Raises: OSError when a fault of the machine prevents reading.
@@ -52,7 +59,7 @@ def checkpoint_fault(row: dict[str, Any], deep: bool) -> str:
                     size=expected["bytes"],
                 )
     except (OSError, CheckpointError) as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise
         return str(error)
     return find_fault(path) if deep else ""
@@ -70,7 +77,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             "segment {segment} is an average, which has no training to replay. Stop 'factory run', then run 'factory average'",
             segment=number,
         )
-    if row.parent and (fault := checkpoint_fault(last_checkpoint(plant.ledger, row.parent), deep=True)):
+    if row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
         plant.progress.line(
             Message(
                 "checkpoints.parent_damaged",
@@ -122,7 +129,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
                 how=hung.says if hung else f"ended with exit {code}",
                 log=plant.workspace.logs / f"segment-{number:05d}.log",
             )
-        result = result_of(folder, row.last_step)
+        result = read_result(folder, row.last_step)
         exact = _same(place, Path(result["checkpoint"]), recorded["id"])
         _put_back(place, Path(result["checkpoint"]))
     finally:
@@ -147,7 +154,11 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
 
 def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[str, Any]) -> int:
     """Copy the newest good checkpoint of a segment, from all places where some are kept, to ``target``. Returns its step, else the first."""
-    sources = (Path(row.folder) / "checkpoints", ladder_of(workspace, row.id), folder_of(workspace, row.id) / "live")
+    sources = (
+        Path(row.folder) / "checkpoints",
+        ladder_folder(workspace, row.id),
+        folder_of(workspace, row.id) / "live",
+    )
     found = [one for source in sources for one in steps_in(source)]
     for step, path in sorted(found, reverse=True):
         if step > row.last_step or step <= row.first_step or find_fault(path):
@@ -178,8 +189,8 @@ def _same(old: Path, new: Path, recorded: str) -> bool | None:
 def _put_back(place: Path, made: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     if place.exists():
-        put_away(place, "damaged")
-    put_in_place(made, place)
+        mark_as_bad(place, "damaged")
+    rename_into_place(made, place)
 
 
 def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | None) -> None:
@@ -195,7 +206,7 @@ def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | 
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
-def export_fault(row: CandidateRow, deep: bool) -> str:
+def find_export_damage(row: CandidateRow, deep: bool) -> str:
     """Describe the damage of a candidate's export; '' without damage. The export is hashed only with ``deep``.
 
     Raises: OSError when a fault of the machine prevents reading.
@@ -204,29 +215,29 @@ def export_fault(row: CandidateRow, deep: bool) -> str:
     if not (path / "config.json").is_file():
         return Message("checkpoints.no_export", "{path} is missing or incomplete", path=path)
     try:
-        if deep and folder_sha256(path) != row.export_sha256:
+        if deep and export_folder_sha256(path) != row.export_sha256:
             return Message(
                 "checkpoints.other_export", "{path} is damaged: its SHA-256 differs from the recorded one", path=path
             )
     except (InputError, OSError) as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise
         return str(error)
     return ""
 
 
-def export_again(plant: Plant, number: int) -> str:
+def remake_export(plant: Plant, number: int) -> str:
     """Make a candidate's export again from its checkpoint. Returns why this is impossible, or ''. The damaged export is set aside."""
     row = CandidateRow.get(plant.ledger, number)
-    fault = checkpoint_fault(last_checkpoint(plant.ledger, row.segment), deep=True)
+    fault = find_checkpoint_damage(last_checkpoint(plant.ledger, row.segment), deep=True)
     if fault and (why := replay_checkpoint(plant, row.segment)):
         return Message("checkpoints.no_source", "{fault}, and {why}", fault=fault, why=why)
     place = Path(row.export_path)
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
     remove(aside)
-    older = recorded_of(plant.ledger, number) is None
+    older = recorded_export(plant.ledger, number) is None
     make_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
-    if folder_sha256(aside) != row.export_sha256:
+    if export_folder_sha256(aside) != row.export_sha256:
         shutil.rmtree(aside)
         return Message(
             "checkpoints.export_differs",
@@ -235,7 +246,7 @@ def export_again(plant: Plant, number: int) -> str:
         )
     if place.exists() or place.is_symlink():
         set_aside(plant.workspace.root, place)
-    put_in_place(aside, place)
+    rename_into_place(aside, place)
     with plant.ledger.begin() as tx:
         record(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})
     return ""

@@ -22,9 +22,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, champion
 from factory.release.serving import served
-from factory.repairs.checkpoints import checkpoint_fault, export_fault
-from factory.repairs.token_shards import raw_shard, token_shard_fault, tokenizer_fault
-from factory.training.segment_folder import OWNER, is_owner, read_owner
+from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
+from factory.repairs.token_shards import find_raw_shard, find_token_shard_damage, find_tokenizer_damage
+from factory.training.segment_folder import OWNER_FILE, is_owner, read_owner
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
@@ -49,7 +49,7 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Examined:
+class ExaminedKind:
     """The result for one kind of files."""
 
     kind: str
@@ -58,12 +58,12 @@ class Examined:
     faults: list[Damage]
 
 
-def examine_work(plant: Plant, deep: bool) -> list[Examined]:
+def examine_work(plant: Plant, deep: bool) -> list[ExaminedKind]:
     """Examine each kind of ``CHECKS``, in that order. Changes nothing."""
     return [check(plant, deep) for check in CHECKS.values()]
 
 
-def database_faults(workspace: Workspace) -> Iterator[Damage]:
+def find_database_damage(workspace: Workspace) -> Iterator[Damage]:
     """Yield the damage of the ledger and of MLflow's database, if they are SQLite files. MLflow's may be missing: it is made when needed.
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
@@ -97,7 +97,7 @@ def _damaged(file: Path, why: str) -> Message:
 def _look(
     plant: Plant, deep: bool, kind: str, rows: Sequence[Row], subject: Callable[[Row], object], fault: Callable[[Row, bool], str],
     remedy: Message,
-) -> Examined:  # fmt: skip
+) -> ExaminedKind:  # fmt: skip
     """Check each row with ``fault(row, hashed)``, which returns its damage or ''. With ``deep`` all are hashed, else the last and a few."""
     every = range(len(rows))
     hashed = set(every) if deep else {*every[-1:], *random.SystemRandom().sample(every, min(DRAWN, len(rows)))}
@@ -107,7 +107,7 @@ def _look(
             if what := fault(row, number in hashed):
                 faults.append(Damage(kind, str(subject(row)), what, remedy, remedy.code == "examining.repair"))
             task.advance()
-    return Examined(kind, len(rows), len(hashed), faults)
+    return ExaminedKind(kind, len(rows), len(hashed), faults)
 
 
 def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
@@ -116,10 +116,10 @@ def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> lis
     return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
 
 
-def token_shard_faults(plant: Plant, deep: bool) -> Examined:
+def examine_token_shards(plant: Plant, deep: bool) -> ExaminedKind:
     """Examine all token shards."""
     rows = plant.ledger.read("SELECT id, path FROM token_shards ORDER BY created_at, id")
-    fault = lambda row, hashed: token_shard_fault(Path(row["path"]), hashed)
+    fault = lambda row, hashed: find_token_shard_damage(Path(row["path"]), hashed)
     effect = Message(
         "examining.remake_token_shard",
         "makes the token shard again from its raw shard. The next pass that needs the shard does so too",
@@ -127,7 +127,7 @@ def token_shard_faults(plant: Plant, deep: bool) -> Examined:
     return _look(plant, deep, "token shards", rows, lambda row: row["id"], fault, _repair(effect))
 
 
-def checkpoint_faults(plant: Plant, deep: bool) -> Examined:
+def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
     """Examine the last checkpoint of each finished segment."""
     rows = plant.ledger.read(
         "SELECT c.*, s.kind FROM checkpoints c JOIN segments s ON s.id = c.segment "
@@ -138,7 +138,7 @@ def checkpoint_faults(plant: Plant, deep: bool) -> Examined:
         "examining.remake_checkpoint",
         "replays the segment. The next pass that needs the checkpoint does so too",
     )
-    found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], checkpoint_fault, _repair(effect))
+    found = _look(plant, deep, "checkpoints", rows, lambda row: row["segment"], find_checkpoint_damage, _repair(effect))
     averages = {str(row["segment"]) for row in rows if row["kind"] == "average"}
     average = Message(
         "examining.remake_average", "stop 'factory run', then 'factory average' makes the checkpoint again"
@@ -147,20 +147,20 @@ def checkpoint_faults(plant: Plant, deep: bool) -> Examined:
     return replace(found, faults=[again(one) if one.subject in averages else one for one in found.faults])
 
 
-def _exports(plant: Plant, deep: bool) -> Examined:
+def _exports(plant: Plant, deep: bool) -> ExaminedKind:
     best = champion(plant.ledger)
-    fault = lambda row, hashed: export_fault(row, hashed or (best is not None and best.candidate == row.id))
+    fault = lambda row, hashed: find_export_damage(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
     effect = Message("examining.remake_export", "makes the export again from its checkpoint")
     return _look(plant, deep, "exports", rows, lambda row: row.id, fault, _repair(effect))
 
 
-def _raw_shards(plant: Plant, deep: bool) -> Examined:
+def _raw_shards(plant: Plant, deep: bool) -> ExaminedKind:
     """Examine the raw shards, from which repairs make token shards again."""
     erased = {sha256: one["raw"] for sha256, one in erased_shards(plant.ledger).items() if one["raw"]}
 
     def fault(row: dict[str, Any], hashed: bool) -> str:
-        path, name = raw_shard(plant, row["sha256"])
+        path, name = find_raw_shard(plant, row["sha256"])
         if path is None:
             return Message(
                 "examining.no_raw_shard", "{path} is missing (it arrived as {name})", path=row["path"], name=name
@@ -183,7 +183,7 @@ def _raw_shards(plant: Plant, deep: bool) -> Examined:
     return _look(plant, deep, "raw shards", rows, lambda row: row["sha256"], fault, remedy)
 
 
-def _hashes(plant: Plant, deep: bool) -> Examined:
+def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
     """Examine the files with hashes of documents, and their index."""
 
     def fault(source: tuple[int, str], hashed: bool) -> str:
@@ -206,14 +206,14 @@ def _hashes(plant: Plant, deep: bool) -> Examined:
     return found
 
 
-def tokenizer_faults(plant: Plant, deep: bool) -> Examined:
+def examine_tokenizer(plant: Plant, deep: bool) -> ExaminedKind:
     """Examine the tokenizer."""
-    fault = tokenizer_fault(plant)
+    fault = find_tokenizer_damage(plant)
     effect = Message("examining.restore_tokenizer", "restores the tokenizer from a backup or an export")
-    return Examined("tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else [])
+    return ExaminedKind("tokenizer", 1, 1, [Damage("tokenizer", "", fault, _repair(effect), True)] if fault else [])
 
 
-def _folders(plant: Plant, deep: bool) -> Examined:
+def _folders(plant: Plant, deep: bool) -> ExaminedKind:
     """Check that each segment's folder exists and belongs to this segment's plan."""
 
     def fault(row: SegmentRow, hashed: bool) -> str:
@@ -227,7 +227,7 @@ def _folders(plant: Plant, deep: bool) -> Examined:
         if is_owner(read_owner(folder), plant.ledger, row):
             return ""
         return Message(
-            "examining.other_owner", "{path} is missing, or belongs to another plan or ledger", path=folder / OWNER
+            "examining.other_owner", "{path} is missing, or belongs to another plan or ledger", path=folder / OWNER_FILE
         )
 
     rows = SegmentRow.select(plant.ledger, "WHERE state = 'done' ORDER BY id")
@@ -238,13 +238,13 @@ def _folders(plant: Plant, deep: bool) -> Examined:
     return _look(plant, deep, "segments", rows, lambda row: row.id, fault, remedy)
 
 
-def _served(plant: Plant, deep: bool) -> Examined:
+def _served(plant: Plant, deep: bool) -> ExaminedKind:
     best = champion(plant.ledger)
     if best is None:
-        return Examined("served", 0, 0, [])
+        return ExaminedKind("served", 0, 0, [])
     note = served(plant.workspace)
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
-        return Examined("served", 1, 1, [])
+        return ExaminedKind("served", 1, 1, [])
     what = Message(
         "examining.other_served",
         "{path} is not the champion, release {release}",
@@ -252,10 +252,10 @@ def _served(plant: Plant, deep: bool) -> Examined:
         release=best.number,
     )
     effect = Message("examining.serve_champion", "puts the champion there. The daemon's next pass does so too")
-    return Examined("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
+    return ExaminedKind("served", 1, 1, [Damage("served", str(best.number), what, _repair(effect), True)])
 
 
-def _orphans(plant: Plant, deep: bool) -> Examined:
+def _orphans(plant: Plant, deep: bool) -> ExaminedKind:
     """List segments and token shards without a row in the ledger. Those in the making are hidden, or have a row already."""
     segments = {Path(row.folder).name for row in SegmentRow.select(plant.ledger)}
     shards = {Path(row["path"]).name for row in plant.ledger.read("SELECT path FROM token_shards")}
@@ -269,15 +269,15 @@ def _orphans(plant: Plant, deep: bool) -> Examined:
         Damage("orphans", path.name, Message("examining.orphan", "{path} is not in the ledger", path=path), remedy)
         for path in sorted(found)
     ]
-    return Examined("orphans", len(found), 0, faults)
+    return ExaminedKind("orphans", len(found), 0, faults)
 
 
-CHECKS: dict[str, Callable[[Plant, bool], Examined]] = {
-    "tokenizer": tokenizer_faults,
-    "token shards": token_shard_faults,
+CHECKS: dict[str, Callable[[Plant, bool], ExaminedKind]] = {
+    "tokenizer": examine_tokenizer,
+    "token shards": examine_token_shards,
     "raw shards": _raw_shards,
     "hashes": _hashes,
-    "checkpoints": checkpoint_faults,
+    "checkpoints": examine_checkpoints,
     "exports": _exports,
     "segments": _folders,
     "served": _served,

@@ -22,33 +22,42 @@ from factory.backups.backups import (
     LEDGER,
     MLFLOW,
     MLFLOW_TABLE,
-    PG_DUMP,
+    POSTGRESQL_ADVICE,
     about,
     database_damage,
     find_backup,
     make_backup,
-    put_back_hashes,
+    restore_hashes,
     stamp,
 )
 from factory.backups.keys import put_back
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.removal import remove
-from factory.core.workspace import FOLDERS, Workspace, work_in
+from factory.core.workspace import FOLDERS, Workspace, list_factory_work
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
-from factory.ledger.journal import BACKUPS, NAME, backups_of, damage_of, folders_of, key_of, order_of, replayed
+from factory.ledger.journal import (
+    BACKUPS_FOLDER,
+    NAME,
+    describe_damage,
+    folders_of,
+    key_of,
+    list_backups,
+    order_of,
+    replayed,
+)
 from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record, segments, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.ledger.version import SCHEMA
+from factory.ledger.version import SCHEMA_VERSION
 from factory.ledger.writing import insert
-from factory.repairs.checkpoints import checkpoint_fault
+from factory.repairs.checkpoints import find_checkpoint_damage
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import PLANNED, plan_sha256, read_owner, set_aside
-from kernels.contract.files import put_in_place
+from factory.training.segment_folder import PLANNED, read_owner, segment_plan_sha256, set_aside
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
 LOCKS = ("model-loop", "code-loop", "release")
@@ -65,16 +74,16 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
     root = root.expanduser().resolve()
     said = _restore_config(root, name)
     workspace = Workspace.open(root)
-    named = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else []
-    said += put_back(root, [*named, *backups_of(root)[::-1]])
+    named = [root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()] if name else []
+    said += put_back(root, [*named, *list_backups(root)[::-1]])
     file = sqlite_file(workspace.ledger_url)
     if file is None:
-        raise WorkspaceError(PG_DUMP)
+        raise WorkspaceError(POSTGRESQL_ADVICE)
     with ExitStack() as held:
         for lock in LOCKS:
             held.enter_context(workspace.lock(lock))
         base = find_backup(workspace, name) if name else _newest_good(root, said)
-        if base is None and not work_in(root):
+        if base is None and not list_factory_work(root):
             raise WorkspaceError(
                 "lost_ledger.empty_workspace",
                 "{folder} has no work from which a ledger could be made: run 'factory init'",
@@ -88,10 +97,10 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
                 ledger=file,
                 name=file.name,
             )
-        if file.exists() and not database_damage(file) and backups_of(root):
-            with suppress(OSError, ValueError, sqlite3.Error), journal.journal_lock(root):
-                journal.append(file, backups_of(root)[-1])
-        if base and (count := put_back_hashes(root, base)):
+        if file.exists() and not database_damage(file) and list_backups(root):
+            with suppress(OSError, ValueError, sqlite3.Error), journal.hold_journal_lock(root):
+                journal.append(file, list_backups(root)[-1])
+        if base and (count := restore_hashes(root, base)):
             said.append(
                 Message(
                     "lost_ledger.hashes",
@@ -100,7 +109,7 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
                     backup=base,
                 )
             )
-        aside = root / BACKUPS / ".restoring"
+        aside = root / BACKUPS_FOLDER / ".restoring"
         for left in (aside, *workspace.shards.glob(".*")):  # left by an ingest or a restore that was killed
             remove(left)
         aside.mkdir(parents=True)
@@ -116,11 +125,13 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
 
 def _restore_config(root: Path, name: str) -> list[str]:
     """Restore ``factory.yaml``, folders and policies that are missing. Existing policies stay unchanged. Returns lines for a person."""
-    backups = [root / BACKUPS / name, Path(name).expanduser().resolve()] if name else backups_of(root)[::-1]
+    backups = [root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()] if name else list_backups(root)[::-1]
     # On a new disk everything comes from the named backup.
-    fresh = not work_in(root) and not (root.is_dir() and any(root.iterdir()))
-    if (root / "factory.yaml").exists() or not (work_in(root) or (fresh and any(map(journal.about, backups)))):
-        for folder in FOLDERS if work_in(root) else ():
+    fresh = not list_factory_work(root) and not (root.is_dir() and any(root.iterdir()))
+    if (root / "factory.yaml").exists() or not (
+        list_factory_work(root) or (fresh and any(map(journal.about, backups)))
+    ):
+        for folder in FOLDERS if list_factory_work(root) else ():
             (root / folder).mkdir(exist_ok=True)
         return []
     kept = next((path for path in backups if (path / "factory.yaml").is_file()), None)
@@ -130,7 +141,7 @@ def _restore_config(root: Path, name: str) -> list[str]:
             "{file} is missing, and no backup in {folder} has a copy. Write the file again, at least the line 'recipe: NAME'. "
             "Then run 'factory restore' again",
             file=root / "factory.yaml",
-            folder=root / BACKUPS,
+            folder=root / BACKUPS_FOLDER,
         )
     for folder in FOLDERS:
         (root / folder).mkdir(parents=True, exist_ok=True)
@@ -147,9 +158,9 @@ def _restore_config(root: Path, name: str) -> list[str]:
 
 def _newest_good(root: Path, said: list[str]) -> Path | None:
     """Return the newest backup that is whole and of this schema. Adds a line to ``said`` for each newer one."""
-    for path in reversed(backups_of(root)):
+    for path in reversed(list_backups(root)):
         fault = database_damage(path / LEDGER)
-        if not fault and about(path)["schema"] == SCHEMA:
+        if not fault and about(path)["schema"] == SCHEMA_VERSION:
             return path
         why = fault or Message("lost_ledger.other_schema", "the backup is of another schema")
         said.append(
@@ -170,13 +181,13 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         ledger.journaled = False
         _from_nothing(Plant(workspace, ledger))
     else:
-        if about(base)["schema"] != SCHEMA:
+        if about(base)["schema"] != SCHEMA_VERSION:
             raise InputError(
                 "lost_ledger.wrong_schema",
                 "{backup} is of schema {schema}, and this factory reads schema {known}: name another backup",
                 backup=base,
                 schema=about(base)["schema"],
-                known=SCHEMA,
+                known=SCHEMA_VERSION,
             )
         shutil.copyfile(base / LEDGER, file)
         ledger = Ledger.open(f"sqlite:///{file}", workspace.root)
@@ -195,7 +206,7 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
     return ledger
 
 
-def starts_at(root: Path) -> Message:
+def describe_start(root: Path) -> Message:
     """Describe at which step 'factory run' continues in a restored workspace, and how much was set aside."""
     workspace = Workspace.open(root)
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
@@ -204,7 +215,7 @@ def starts_at(root: Path) -> Message:
         where = Message(
             "lost_ledger.starts_anew", "'factory run' starts to train at step 0: no trained segment is known"
         )
-    elif fault := checkpoint_fault(last_checkpoint(ledger, trunk.id), deep=False):
+    elif fault := find_checkpoint_damage(last_checkpoint(ledger, trunk.id), deep=False):
         where = Message(
             "lost_ledger.needs_checkpoint",
             "'factory run' continues from step {step} after its checkpoint is restored or made again: {fault}",
@@ -230,12 +241,12 @@ def _replay(plant: Plant, base: Path, said: list[str]) -> int:
     own = folders_of(plant.workspace.root)
     journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
     # A backup in another folder: start with the journal that was in use when the backup was made.
-    if base.parent != plant.workspace.root / BACKUPS:
+    if base.parent != plant.workspace.root / BACKUPS_FOLDER:
         earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = 0
     for path in journals:
-        if damage := damage_of(path):
+        if damage := describe_damage(path):
             said.append(Message("lost_ledger.damaged_journal", "  {damage}", damage=damage))
         for batch in replayed(path):
             batches += 1
@@ -259,7 +270,7 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
                 )
 
 
-def ingest_file(plant: Plant, path: Path, name: str) -> str:
+def ingest_raw_shard(plant: Plant, path: Path, name: str) -> str:
     """Ingest a raw shard under its original name, which determines the reader. Returns its SHA-256."""
     folder = plant.workspace.shards / f".again-{os.getpid()}"
     for left in (folder, *plant.workspace.shards.glob(".again-*")):  # left by a process that was killed
@@ -299,7 +310,7 @@ def _unknown_shards(plant: Plant) -> list[str]:
         prefix, _, name = path.name.partition("-")
         if len(prefix) == 16 and name and prefix not in known and not path.name.startswith("."):
             try:
-                ingest_file(plant, path, name)
+                ingest_raw_shard(plant, path, name)
                 said.append(
                     Message(
                         "lost_ledger.shard", "  shard {shard} was not in the ledger, and is ingested again", shard=name
@@ -367,7 +378,7 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
     if owner.get("ledger") != ledger.identity:
         return Message("lost_ledger.other_ledger", "the folder belongs to another ledger")
     planned = SegmentRow(**{**row, "state": "planned", "attempts": 0, "result": None, "finished_at": None})
-    if plan_sha256(planned) != owner.get("plan_sha256"):
+    if segment_plan_sha256(planned) != owner.get("plan_sha256"):
         return Message("lost_ledger.other_hash", "the hash of its plan differs from the hash in the folder")
     if ledger.read("SELECT id FROM segments WHERE id = :id", id=planned.id):
         return Message("lost_ledger.other_segment", "the ledger has another segment {segment}", segment=planned.id)
@@ -404,15 +415,15 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
     if there:
         kept = _replaced(root)
         for path in there:
-            put_in_place(path, kept / path.name)
+            rename_into_place(path, kept / path.name)
         said.append(Message("lost_ledger.kept", "The former ledger is kept in {folder}", folder=kept))
-    put_in_place(new, file)
+    rename_into_place(new, file)
 
 
 def _replaced(root: Path) -> Path:
     """Make a new folder for replaced files. A second folder in the same second gets a number."""
     name, number = f"replaced-{stamp()}", 0
-    while (folder := root / BACKUPS / (f"{name}-{number}" if number else name)).exists():
+    while (folder := root / BACKUPS_FOLDER / (f"{name}-{number}" if number else name)).exists():
         number += 1
     folder.mkdir(parents=True)
     return folder
@@ -428,12 +439,12 @@ def restore_mlflow(workspace: Workspace) -> Message:
     kept = _replaced(workspace.root)
     for path in (file.with_name(file.name + ending) for ending in ("-wal", "-shm", "-journal", "")):
         if path.exists():
-            put_in_place(path, kept / path.name)
-    for backup in reversed(backups_of(workspace.root)):
+            rename_into_place(path, kept / path.name)
+    for backup in reversed(list_backups(workspace.root)):
         if (backup / MLFLOW).is_file() and not database_damage(backup / MLFLOW, MLFLOW_TABLE):
             new = file.with_name(f".{file.name}.restored")
             shutil.copyfile(backup / MLFLOW, new)
-            put_in_place(new, file)
+            rename_into_place(new, file)
             return Message(
                 "lost_ledger.mlflow_restored",
                 "MLflow's database is restored from backup {backup}. The damaged database is kept in {folder}",

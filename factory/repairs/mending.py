@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from factory.core.errors import DamagedExportError, FactoryError, WorkspaceError
-from factory.core.faults import cannot_be_read_now
+from factory.core.faults import is_unreadable_now
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ingest.compared import INDEX, HashIndex
@@ -16,22 +16,22 @@ from factory.ledger.ledger import Ledger, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release.releases import reconcile
-from factory.repairs.checkpoints import checkpoint_fault, export_again, replay_checkpoint
+from factory.repairs.checkpoints import find_checkpoint_damage, remake_export, replay_checkpoint
 from factory.repairs.examining import (
     Damage,
-    checkpoint_faults,
-    database_faults,
+    examine_checkpoints,
+    examine_token_shards,
+    examine_tokenizer,
     examine_work,
-    token_shard_faults,
-    tokenizer_faults,
+    find_database_damage,
 )
 from factory.repairs.lost_ledger import restore, restore_mlflow
 from factory.repairs.token_shards import (
     HashedShards,
-    bring_back_tokenizer,
+    find_token_shard_damage,
     rebuild_hashes,
     rebuild_token_shard,
-    token_shard_fault,
+    restore_tokenizer,
 )
 from factory.training.planning import last_checkpoint, plan_of
 from kernels.contract.message import Message
@@ -45,7 +45,7 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
 
     A damaged ledger is restored first. The rest is then examined by the restored ledger.
     """
-    databases = list(database_faults(workspace))
+    databases = list(find_database_damage(workspace))
     lines = restore(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     with workspace.lock("model-loop"):
@@ -54,7 +54,7 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
         for fault in faults:
             if fault.mends:
                 try:
-                    why = MENDS[fault.kind](Plant(workspace, ledger, progress), fault.subject)
+                    why = REPAIRS[fault.kind](Plant(workspace, ledger, progress), fault.subject)
                 except (FactoryError, TrainerError) as error:
                     why = Message.from_json(getattr(error, "message", str(error)))
                 name = f"{fault.kind} {fault.subject}".strip()
@@ -73,7 +73,7 @@ def _mend_mlflow(plant: Plant, _: str) -> str:
 
 
 def _mend_checkpoint(plant: Plant, subject: str) -> str:
-    whole = not checkpoint_fault(last_checkpoint(plant.ledger, int(subject)), deep=True)
+    whole = not find_checkpoint_damage(last_checkpoint(plant.ledger, int(subject)), deep=True)
     return (
         "" if whole else replay_checkpoint(plant, int(subject))
     )  # whole: the repair of a later segment already replayed it
@@ -92,18 +92,18 @@ def _serve(plant: Plant, _: str) -> str:
 
 
 # The repair of each kind of ``Damage``, called with its subject. It returns why it failed, or ''.
-MENDS: dict[str, Callable[[Plant, str], str]] = {
+REPAIRS: dict[str, Callable[[Plant, str], str]] = {
     "mlflow": _mend_mlflow,
-    "tokenizer": lambda plant, _: bring_back_tokenizer(plant),
+    "tokenizer": lambda plant, _: restore_tokenizer(plant),
     "token shards": rebuild_token_shard,
     "hashes": _mend_hashes,
     "checkpoints": _mend_checkpoint,
-    "exports": lambda plant, subject: export_again(plant, int(subject)),
+    "exports": lambda plant, subject: remake_export(plant, int(subject)),
     "served": _serve,
 }
 
 
-def mend_inputs(plant: Plant, number: int, every: bool = True) -> bool:
+def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     """Hash all files that a segment reads, and repair those that are damaged. Returns whether any was damaged.
 
     Without ``every``, only token shards that changed since they were last hashed are checked: the trainer itself hashes its other inputs.
@@ -115,17 +115,17 @@ def mend_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     damaged = []
     with plant.progress.task("hash token shards", len(looked)) as task:
         for name, path in looked.items():
-            if fault := token_shard_fault(path, deep=True):
+            if fault := find_token_shard_damage(path, deep=True):
                 damaged.append(Damage("token shards", name, fault, "", True))
             task.advance()
-    if every and row.parent and (fault := checkpoint_fault(last_checkpoint(plant.ledger, row.parent), deep=True)):
+    if every and row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
     known.note(looked.values())
     return mended
 
 
-def with_mending(plant: Plant, act: Callable[[], T]) -> T:
+def call_with_repairs(plant: Plant, act: Callable[[], T]) -> T:
     """Call ``act``. If it fails and the tokenizer, a token shard, a checkpoint or an export is damaged, repair that and call it again.
 
     Raises: the error of ``act`` when nothing is damaged, or the same damage occurs again.
@@ -135,14 +135,14 @@ def with_mending(plant: Plant, act: Callable[[], T]) -> T:
         try:
             return act()
         except (FactoryError, TrainerError, OSError, ValueError) as error:
-            if isinstance(error, WorkspaceError) or cannot_be_read_now(error):
+            if isinstance(error, WorkspaceError) or is_unreadable_now(error):
                 raise  # the workspace is in use, the ledger is damaged, or a fault of the machine prevents reading
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]
             else:
-                found = tokenizer_faults(plant.reporting_to(SILENT), False).faults
-                found += token_shard_faults(plant.reporting_to(SILENT), False).faults
-                found += [one for one in checkpoint_faults(plant.reporting_to(SILENT), False).faults if one.mends]
+                found = examine_tokenizer(plant.reporting_to(SILENT), False).faults
+                found += examine_token_shards(plant.reporting_to(SILENT), False).faults
+                found += [one for one in examine_checkpoints(plant.reporting_to(SILENT), False).faults if one.mends]
             damaged = [fault for fault in found if fault not in seen]
             if not damaged or not _mended(plant, damaged):
                 raise
@@ -152,7 +152,7 @@ def with_mending(plant: Plant, act: Callable[[], T]) -> T:
 def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
     for fault in damaged:
         plant.progress.line(Message("mending.begins", "  {what}. The factory repairs this now", what=fault.what))
-        if why := MENDS[fault.kind](plant, fault.subject):
+        if why := REPAIRS[fault.kind](plant, fault.subject):
             raise FactoryError(
                 "mending.failed",
                 "{what}, and the repair failed: {why}",

@@ -21,35 +21,35 @@ import sqlalchemy as sa
 import yaml
 
 from factory.core.errors import ConfigError, WorkspaceError
-from factory.core.faults import cannot_be_read_now
+from factory.core.faults import is_unreadable_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.ingest.chain import chunks
-from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, prefix_of, read_hashes, write_hashes
+from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, key_prefix, read_hashes, write_hashes
 from factory.ingest.decide import COPY_OF_BARRED
 from factory.ingest.document import Row, compared
-from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.held_tasks import record_task_ngrams
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.words import Hashes, word_hashes
+from factory.ingest.rules.words import Hashes, hash_words
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
-from factory.ingest.tokenizer import Tokenizer, shows_calls
-from factory.ingest.worker import Finished, FinishTask, IngestJob, analyse, finish, spool_ngrams
-from factory.ledger.journal import backups_of
+from factory.ingest.tokenizer import Tokenizer, template_shows_calls
+from factory.ingest.worker import FinishedDocument, FinishTask, IngestJob, analyse_chunk, finish, read_spooled_ngrams
+from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, record, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.training.segment_folder import set_aside
-from kernels.contract.files import put_in_place, write_atomically
+from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
 from trainer.contract.errors import TokenShardError
 
-LONG_FILE = "tokens.bin"
+TOKENS_FILE = "tokens.bin"
 
 
-def token_shard_fault(path: Path, deep: bool) -> str:
+def find_token_shard_damage(path: Path, deep: bool) -> str:
     """Describe the damage of a token shard; '' without damage. The tokens are hashed only with ``deep``, all other files always.
 
     Raises: TokenShardError, OSError when a fault of the machine prevents reading.
@@ -61,7 +61,7 @@ def token_shard_fault(path: Path, deep: bool) -> str:
             file = path / name
             if not file.is_file():
                 return _missing(file)
-            if name == LONG_FILE and not deep:
+            if name == TOKENS_FILE and not deep:
                 expected = manifest["tokens"] * np.dtype(manifest["dtype"]).itemsize
                 if file.stat().st_size != expected:
                     return Message(
@@ -78,11 +78,11 @@ def token_shard_fault(path: Path, deep: bool) -> str:
                     path=file,
                 )
     except TokenShardError as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise
         return Message.from_json(getattr(error, "message", str(error))) if path.exists() else _missing(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise
         return Message("token_shards.unreadable", "{path} cannot be read: {why}", path=path, why=str(error))
     return ""
@@ -132,7 +132,7 @@ def _times(folder: Path) -> list[list[int]]:
     return found
 
 
-def raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
+def find_raw_shard(plant: Plant, sha256: str) -> tuple[Path | None, str]:
     """Return the present path of a shard's raw file (None if it is missing) and its name at arrival."""
     row = plant.ledger.read("SELECT name, path FROM shards WHERE sha256 = :sha256", sha256=sha256)[0]
     folders = (plant.workspace.shards / "raw", plant.workspace.quarantine, plant.workspace.inbox)
@@ -170,7 +170,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
             place = Path(row["path"])
             if place.exists():
                 set_aside(plant.workspace.root, place)
-            put_in_place(made.path, place)
+            rename_into_place(made.path, place)
             with plant.ledger.begin() as tx:
                 record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
             return ""
@@ -206,7 +206,7 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
 
 def _hashes_from_backup(plant: Plant, subject: str) -> bool:
     """Restore the file from a backup whose copy has exactly the ledger's documents. Returns whether a backup had one."""
-    for backup in reversed(backups_of(plant.workspace.root)):
+    for backup in reversed(list_backups(plant.workspace.root)):
         try:
             found = read_hashes(backup, subject).select(["key", "held_out"]).to_pylist()
         except WorkspaceError:
@@ -225,7 +225,7 @@ def _hashes_from_backup(plant: Plant, subject: str) -> bool:
 
 
 def _hashes_of_task(plant: Plant, subject: str) -> str:
-    hold_task_items(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
+    record_task_ngrams(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
     try:
         read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
@@ -269,7 +269,7 @@ def _hashes_of_shard(plant: Plant, subject: str) -> str:
 
 def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
     """Return a shard's SHA-256 and the rows of its file of hashes, by key and in order, without erased documents (``store.hashed``)."""
-    of = f"{prefix_of(subject)}%"
+    of = f"{key_prefix(subject)}%"
     shard: str = plant.ledger.read("SELECT sha256 FROM shards WHERE sha256 LIKE :of", of=of)[0]["sha256"]
     sql = (
         'SELECT "key", row, content_sha256, token_shard, "key" IN (SELECT "key" FROM held_out) AS is_held FROM documents '
@@ -283,7 +283,7 @@ def _hashed_rows(plant: Plant, subject: str) -> tuple[str, dict[str, Any]]:
 
 def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
     """Return a shard's raw file, or None and why no unchanged raw file exists."""
-    raw, name = raw_shard(plant, shard)
+    raw, name = find_raw_shard(plant, shard)
     if raw is None:
         return None, Message(
             "token_shards.no_raw_shard",
@@ -304,7 +304,7 @@ def _whole_raw(plant: Plant, shard: str) -> tuple[Path | None, str]:
 
 def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, Path, str]]:
     """Yield, for each policy that may have been in force, a folder with the shard's file under its original name, which selects the reader."""
-    _, name = raw_shard(plant, shard)
+    _, name = find_raw_shard(plant, shard)
     aside = plant.workspace.shards / f".again-{os.getpid()}"
     for policy in _policies(plant.workspace):
         remove(aside)
@@ -321,7 +321,7 @@ def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
     seen = set()
     for path in [
         workspace.policy("data.yaml"),
-        *(backup / "policies" / "data.yaml" for backup in reversed(backups_of(workspace.root))),
+        *(backup / "policies" / "data.yaml" for backup in reversed(list_backups(workspace.root))),
     ]:
         if path.is_file() and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) not in seen:
             seen.add(digest)
@@ -349,15 +349,15 @@ def _documents(
 
 def _again(
     plant: Plant, policy: DataPolicy, folder: Path, name: str, shard: str, trained: Collection[str]
-) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, Finished]]:
+) -> Iterator[tuple[Row, npt.NDArray[np.uint32], Hashes, FinishedDocument]]:
     """Yield row, signature, n-grams and result of each readable row of a shard. Rows whose keys are in ``trained`` are tokenised."""
-    job = IngestJob(policy, folder / "spool", shard[:16], name, not shows_calls(plant.workspace.tokenizer))
+    job = IngestJob(policy, folder / "spool", shard[:16], name, not template_shows_calls(plant.workspace.tokenizer))
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
         for chunk in chunks(read_rows(folder / name, policy.limits), policy):
-            analysed = analyse(job, *chunk)
+            analysed = analyse_chunk(job, *chunk)
             alive = [analysed.rows[at] for at in analysed.alive]
-            every = spool_ngrams(job.spool, analysed)
+            every = read_spooled_ngrams(job.spool, analysed)
             tasks = []
             for place, grams in enumerate(every):
                 if alive[place].key in trained:
@@ -365,7 +365,7 @@ def _again(
                     tasks.append(FinishTask(place, alive[place].key, False, cuts))
             done = {one.place: one for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer)} if tasks else {}
             for place, grams in enumerate(every):
-                yield alive[place], analysed.signatures[place], grams, done.get(place, Finished(place))
+                yield alive[place], analysed.signatures[place], grams, done.get(place, FinishedDocument(place))
             task.advance(len(tasks))
 
 
@@ -415,8 +415,8 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
         table = read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
         sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
-        for row in plant.ledger.read(sql, of=f"{prefix_of(subject)}:%"):
-            yield row["key"], np.unique(decontaminate.ngrams(word_hashes(compared(row["content"])), n))
+        for row in plant.ledger.read(sql, of=f"{key_prefix(subject)}:%"):
+            yield row["key"], np.unique(decontaminate.ngrams(hash_words(compared(row["content"])), n))
     else:
         for row in table.filter(pc.field("held_out")).to_pylist():
             yield row["key"], np.array(row["grams"], np.uint64)
@@ -425,18 +425,18 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
 NAMED = "tokenizer.json"  # the ledger has the hash of this file
 
 
-def tokenizer_fault(plant: Plant) -> str:
+def find_tokenizer_damage(plant: Plant) -> str:
     """Describe the damage of the recorded tokenizer; '' without damage, and before the first ingest."""
     recorded = plant.ledger.one(sa.select(tokenizers))
     return _fault(plant.workspace.tokenizer, recorded["sha256"]) if recorded else ""
 
 
-def bring_back_tokenizer(plant: Plant) -> str:
+def restore_tokenizer(plant: Plant) -> str:
     """Copy the recorded tokenizer from a backup or an export. Returns why this is impossible, or ''. The damaged one is set aside."""
     recorded = plant.ledger.one(sa.select(tokenizers))
     assert recorded
     exports = sorted(plant.workspace.exports.glob("segment-*"), reverse=True)
-    kept = [*(path / "tokenizer" for path in reversed(backups_of(plant.workspace.root))), *exports]
+    kept = [*(path / "tokenizer" for path in reversed(list_backups(plant.workspace.root))), *exports]
     good = next((path for path in kept if not _fault(path, recorded["sha256"])), None)
     if good is None:
         return Message(
@@ -451,7 +451,7 @@ def bring_back_tokenizer(plant: Plant) -> str:
         shutil.copyfile(good / name, aside / name)
     if plant.workspace.tokenizer.exists():
         set_aside(plant.workspace.root, plant.workspace.tokenizer)
-    put_in_place(aside, plant.workspace.tokenizer)
+    rename_into_place(aside, plant.workspace.tokenizer)
     with plant.ledger.begin() as tx:
         record(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.inside(good)})
     return ""

@@ -14,23 +14,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factory.computing.computing import kernels_text
+from factory.computing.computing import format_kernels
 from factory.core.errors import FactoryError, SegmentError
-from factory.core.faults import cannot_be_read_now
+from factory.core.faults import is_unreadable_now
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import identity_sha256, item_identity
-from factory.gates.patch.held_out import held_out_texts, weights_bits
+from factory.evals.suite import hash_held_out_document, hash_suite
+from factory.gates.patch.held_out import bits_per_byte_by_domain, held_out_texts
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.replicas import MEASURED, ReplicaNoise, due, may_start
+from factory.gates.release.replicas import MEASURED, ReplicaNoise, due, may_start_replicas
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
-from factory.ledger.removals import with_contents
-from factory.ledger.rows import Reads, SegmentRow, Subject
-from factory.retrying.watchdog import usual_of
+from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject
+from factory.retrying.watchdog import measure_usual_times
 from factory.runs.arm import Arm
-from factory.runs.folders import result_of
+from factory.runs.folders import read_result
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import read_checkpoint
@@ -39,19 +39,19 @@ from factory.training.segment_folder import spec_of
 from kernels.contract.message import Message
 
 
-def replicate(plant: Plant, anneal: int) -> None:
+def train_next_replica(plant: Plant, anneal: int) -> None:
     """Train the next replica of an anneal. Once all are trained, measure them and record the results. Safe to repeat.
 
     The folder of an anneal that is not due is removed. Raises: FactoryError if a trainer fails; PausedError.
     """
     policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
-    wanted = wanted_now(plant.workspace, plant.ledger, policy)
+    wanted = find_due_anneal(plant.workspace, plant.ledger, policy)
     runs = runs_of(plant, anneal)
     if wanted is None or wanted[0].id != anneal:
         remove(runs.home)
         return
     row, release = wanted
-    arms = [replica(plant, row, number) for number in range(1, policy.replicas.count + 1)]
+    arms = [replica_arm(plant, row, number) for number in range(1, policy.replicas.count + 1)]
     for number, arm in enumerate(arms, 1):
         if _fault(runs, arm):
             _train(runs, row, number, arm)
@@ -60,22 +60,22 @@ def replicate(plant: Plant, anneal: int) -> None:
     remove(runs.home)
 
 
-def waits(workspace: Workspace, db: Reads, policy: ReleasePolicy) -> int | None:
+def waits(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> int | None:
     """The anneal whose replicas must be trained, measured or removed. None: no such anneal."""
-    if wanted := wanted_now(workspace, db, policy):
+    if wanted := find_due_anneal(workspace, db, policy):
         return wanted[0].id
     left = sorted(int(path.name) for path in folder_of(workspace).glob("*") if path.name.isdigit())
     return left[0] if left else None
 
 
-def wanted_now(workspace: Workspace, db: Reads, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
+def find_due_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
     """The anneal that is due, and its release. None if its parent's checkpoint is missing, or if its replicas would take more than their share of
     all steps and none of them has begun."""
     wanted = due(db, policy.replicas)
     if wanted is None:
         return None
     begun = (folder_of(workspace) / f"{wanted[0].id:05d}").is_dir()
-    if not begun and not may_start(db, policy.replicas, wanted[0]):
+    if not begun and not may_start_replicas(db, policy.replicas, wanted[0]):
         return None
     sql = "SELECT path FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1"
     there = db.read(sql, segment=wanted[0].parent)
@@ -90,12 +90,12 @@ def runs_of(plant: Plant, anneal: int) -> Runs:
     return Runs(plant, folder_of(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
 
 
-def replica(plant: Plant, row: SegmentRow, number: int) -> Arm:
+def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
     """The arm of a replica: the anneal, on the next documents of another order of the same data."""
     spec = spec_of(plant.ledger, row)
-    spec["data_plan"] = with_contents(plant.ledger, spec["data_plan"])
+    spec["data_plan"] = with_replaced_token_shards(plant.ledger, spec["data_plan"])
     order = {"reshuffled": spec["data_plan"].get("reshuffled", 0) + number}
-    return Arm(f"replica {number}", spec, row.code_commit, plan=order, kernels=kernels_text(row.computing))
+    return Arm(f"replica {number}", spec, row.code_commit, plan=order, kernels=format_kernels(row.computing))
 
 
 def _fault(runs: Runs, arm: Arm) -> str:
@@ -103,9 +103,9 @@ def _fault(runs: Runs, arm: Arm) -> str:
     from trainer.contract.checkpoint.format import find_fault
 
     try:
-        return find_fault(Path(result_of(runs.folder(arm), arm.last)["checkpoint"]))
+        return find_fault(Path(read_result(runs.folder(arm), arm.last)["checkpoint"]))
     except (SegmentError, OSError) as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise
         return str(error)
 
@@ -122,7 +122,7 @@ def _train(runs: Runs, row: SegmentRow, number: int, arm: Arm) -> None:
         )
     )  # fmt: skip
     title = f"replica {number} of segment {row.id}"
-    done = runs.live(LiveCode.of(plant, row.code_commit), [arm], title, usual_of(plant.ledger, row))
+    done = runs.live(LiveCode.of(plant, row.code_commit), [arm], title, measure_usual_times(plant.ledger, row))
     if done.code:
         raise FactoryError(
             "replicas.failed",
@@ -149,7 +149,7 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
     title = Message("replicas.measuring", "measuring replicas of segment {segment}", segment=row.id)
     with plant.progress.task(title, len(checkpoints)) as task:
         for checkpoint in checkpoints:
-            found = weights_bits(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
+            found = bits_per_byte_by_domain(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
             task.advance(1, "bits per byte")
             if broken := sorted(domain for domain, bits in found.items() if not math.isfinite(bits)):
                 raise FactoryError(
@@ -159,9 +159,9 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
                     checkpoint=checkpoint, domains=broken, segment=row.id,
                 )  # fmt: skip
             runs.append(found)
-    documents = {"items": [item_identity(text.document) for text in texts]}
+    documents = {"items": [hash_held_out_document(text.document) for text in texts]}
     detail: dict[str, Any] = {
-        "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": identity_sha256(documents), "runs": runs,
+        "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": hash_suite(documents), "runs": runs,
         "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],
     }  # fmt: skip
     with plant.ledger.begin() as tx:

@@ -17,7 +17,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, WorkspaceError
-from factory.core.faults import is_full
+from factory.core.faults import is_disk_full
 from factory.core.removal import remove
 from factory.core.workspace import Workspace
 from factory.git.repository import remove_worktree
@@ -37,7 +37,7 @@ LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "comp
 
 
 @dataclass(frozen=True)
-class Cleaned:
+class CleaningResult:
     """The result of ``clean``: all decisions, and the bytes of the removed folders."""
 
     choices: list[Choice]
@@ -59,7 +59,7 @@ def examine(plant: Plant, *, hard: bool = False) -> list[Choice]:
     return choose(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
 
 
-def clean(plant: Plant, *, hard: bool = False) -> Cleaned:
+def clean(plant: Plant, *, hard: bool = False) -> CleaningResult:
     """Remove the folders that ``examine`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use stay.
 
     Raises: ConfigError, RepositoryError.
@@ -78,7 +78,7 @@ def clean(plant: Plant, *, hard: bool = False) -> Cleaned:
         going = [choice for choice in choices if choice.goes]
         freed = _remove_folders(plant, [choice for choice in going if choice.what.kind != "run"])
         freed += _remove_runs(plant, [choice for choice in going if choice.what.kind == "run"])
-    return Cleaned(choices, freed)
+    return CleaningResult(choices, freed)
 
 
 def _remove_folders(plant: Plant, choices: list[Choice]) -> int:
@@ -93,7 +93,7 @@ def _remove_folders(plant: Plant, choices: list[Choice]) -> int:
                 _tell(plant, untold | {choice.what.path: detail})
                 untold.clear()
             except sa.exc.DBAPIError as error:
-                if not is_full(error):
+                if not is_disk_full(error):
                     raise
                 untold[choice.what.path] = detail
             if choice.what.kind == "worktree":
@@ -147,10 +147,10 @@ def _locked(held: ExitStack, workspace: Workspace, name: str) -> bool:
     return True
 
 
-def describe(cleaned: Cleaned) -> Message:
+def describe(cleaned: CleaningResult) -> Message:
     """Describe a result in a line for a person.
 
-    >>> print(describe(Cleaned([], 0)))
+    >>> print(describe(CleaningResult([], 0)))
     nothing to remove
     """
     gone = cleaned.gone()
@@ -165,7 +165,7 @@ def describe(cleaned: Cleaned) -> Message:
     )
 
 
-def tidy(plant: Plant) -> None:
+def clean_after_segment(plant: Plant) -> None:
     """Call ``clean`` after a segment. An error becomes a line for a person: training never fails because of retention."""
     try:
         cleaned = clean(plant)

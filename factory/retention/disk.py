@@ -10,7 +10,7 @@ from shutil import disk_usage
 from factory.core.left_files import read_tail
 from factory.core.workspace import Workspace
 
-SAMPLES = "disk.jsonl"  # in logs/
+SAMPLES_FILE = "disk.jsonl"  # in logs/
 EVERY_SECONDS = 300.0  # between two samples
 WINDOW_SECONDS = 6 * 3600.0  # only samples of this time count for the growth
 KEPT_BYTES = 1 << 16
@@ -20,13 +20,13 @@ FLOOR_BYTES = 1_000_000_000  # the policy's default
 def note(workspace: Workspace, now: float | None = None) -> None:
     """Append a sample, unless the last sample is recent. A long file is cut to its newest half."""
     now = time.time() if now is None else now
-    path = workspace.logs / SAMPLES
+    path = workspace.logs / SAMPLES_FILE
     last = samples(workspace)[-1:]
     if last and 0 <= now - last[0][0] < EVERY_SECONDS:
         return
     line = json.dumps({"at": now, "free": disk_usage(workspace.root).free}).encode() + b"\n"
     if path.exists() and path.stat().st_size > 2 * KEPT_BYTES:
-        aside = path.with_name(f".{SAMPLES}")
+        aside = path.with_name(f".{SAMPLES_FILE}")
         aside.write_bytes(read_tail(path, KEPT_BYTES).partition(b"\n")[2])
         os.replace(aside, path)
     with open(path, "ab") as file:
@@ -36,7 +36,7 @@ def note(workspace: Workspace, now: float | None = None) -> None:
 def samples(workspace: Workspace) -> list[tuple[float, int]]:
     """Return the samples (seconds since 1970, free bytes), oldest first."""
     found = []
-    for line in read_tail(workspace.logs / SAMPLES, KEPT_BYTES).split(b"\n"):
+    for line in read_tail(workspace.logs / SAMPLES_FILE, KEPT_BYTES).split(b"\n"):
         try:
             sample = json.loads(line)
             found.append((float(sample["at"]), int(sample["free"])))
@@ -45,12 +45,12 @@ def samples(workspace: Workspace) -> list[tuple[float, int]]:
     return found
 
 
-def hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
+def estimate_hours_left(found: list[tuple[float, int]], free: int, floor: int, now: float) -> float | None:
     """Return in how many hours the free space reaches the floor at the rate of the last hours; None if it does not shrink, or too few samples.
 
-    >>> hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
+    >>> estimate_hours_left([(0.0, 100), (3600.0, 90)], free=90, floor=20, now=3600.0)
     7.0
-    >>> hours_left([(0.0, 100), (3600.0, 100)], free=100, floor=20, now=3600.0), hours_left([], 1, 0, 0.0)
+    >>> estimate_hours_left([(0.0, 100), (3600.0, 100)], free=100, floor=20, now=3600.0), estimate_hours_left([], 1, 0, 0.0)
     (None, None)
     """
     recent = [sample for sample in found if 0 <= now - sample[0] <= WINDOW_SECONDS]

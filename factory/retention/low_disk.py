@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from shutil import disk_usage
 
-from factory.core.faults import is_full
+from factory.core.faults import is_disk_full
 from factory.core.workspace import Workspace
-from factory.ledger.files import DISK_LOW, DISK_WELL, low_disk
+from factory.ledger.files import DISK_LOW, DISK_NORMAL, low_disk
 from factory.ledger.ledger import record
 from factory.ledger.plant import Plant
 from factory.retention.cleaning import clean, describe
@@ -18,7 +18,7 @@ from kernels.contract.message import Message
 
 def filled(workspace: Workspace, error: BaseException) -> bool:
     """Return whether an error means that the workspace's disk is full. If half of that disk is free, another disk is full."""
-    if not is_full(error):
+    if not is_disk_full(error):
         return False
     try:
         room = disk_usage(workspace.root)
@@ -36,7 +36,7 @@ def make_room(plant: Plant) -> None:
         )
 
 
-def training_waits(plant: Plant) -> bool:
+def must_training_wait(plant: Plant) -> bool:
     """Return whether the disk has too little space to train. Frees space first, and prints a line when the answer changes. Once a pass."""
     with suppress(OSError):  # the sample is only for people
         note(plant.workspace)
@@ -50,7 +50,7 @@ def training_waits(plant: Plant) -> bool:
     is_low = room.free < floor
     if is_low != was_low:
         with plant.ledger.begin() as tx:
-            record(tx, DISK_LOW if is_low else DISK_WELL, "daemon", {"free": room.free, "floor": floor})
+            record(tx, DISK_LOW if is_low else DISK_NORMAL, "daemon", {"free": room.free, "floor": floor})
         if is_low:
             plant.progress.line(
                 Message(

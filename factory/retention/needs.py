@@ -14,10 +14,10 @@ from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.replicas import due
-from factory.git.repository import live_commit
-from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
+from factory.git.repository import get_live_commit
+from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.rows import CandidateRow, ProposalRow, ReadsSql, ReleaseRow, SegmentRow, Subject, VerdictRow
 from kernels.contract.message import Message
 
 Reasons = dict[int, str]
@@ -55,10 +55,10 @@ class Needs:
                         "needs.proposal", "proposal {proposal} is {state}", proposal=row.number, state=row.state
                     )
                     found.commits.setdefault(row.commit, why)
-        found.commits[live_commit(plant.workspace.repository)] = Message("needs.live_code", "it is the live code")
+        found.commits[get_live_commit(plant.workspace.repository)] = Message("needs.live_code", "it is the live code")
         return found
 
-    def _unfinished(self, db: Reads) -> None:
+    def _unfinished(self, db: ReadsSql) -> None:
         rows = SegmentRow.select(db)
         for row in rows:
             replaced = any(
@@ -79,7 +79,7 @@ class Needs:
                         averaged = Message("needs.averaged", "{why} and averages it", why=why)
                         self.steps.setdefault((source["segment"], source["step"]), averaged)
 
-    def _trunk(self, db: Reads) -> None:
+    def _trunk(self, db: ReadsSql) -> None:
         """Find the checkpoints from which the next segments and the gates' training start."""
         trunk = SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC")
         if trunk is None:
@@ -91,7 +91,7 @@ class Needs:
         if anneal := SegmentRow.first(db, "WHERE kind = 'anneal' AND state = 'done' ORDER BY id DESC"):
             self.ends.setdefault(anneal.id, Message("needs.anneal", "the trunk may continue from it"))
 
-    def _candidates(self, db: Reads) -> None:
+    def _candidates(self, db: ReadsSql) -> None:
         released = {row.candidate: row.number for row in ReleaseRow.select(db)}
         rows = CandidateRow.select(db)
         done = SegmentRow.select(db, "WHERE kind <> 'trunk' AND state = 'done'")
@@ -119,7 +119,7 @@ class Needs:
             self.exports.setdefault(row.segment, why)
             self.ends.setdefault(row.segment, why)
 
-    def _anomalies(self, db: Reads, kinds: Collection[str]) -> None:
+    def _anomalies(self, db: ReadsSql, kinds: Collection[str]) -> None:
         """Find the whole lineage of each open anomaly: a replay may start at any earlier checkpoint."""
         counts = {row.id for row in SegmentRow.select(db, "WHERE state <> 'rewound'")}
         open_ = lambda number: Message("needs.open_anomaly", "anomaly {anomaly} is open", anomaly=number)
@@ -127,13 +127,13 @@ class Needs:
             if anomaly.segment in counts:
                 for row in SegmentRow.lineage(db, anomaly.segment):
                     self.segments.setdefault(row.id, open_(anomaly.id))
-        closed = newest_about(db, CLOSED)
+        closed = newest_details_by_anomaly(db, CLOSED)
         rows = db.read("SELECT id, segment FROM anomalies")
         self.diagnoses |= {
             row["id"]: open_(row["id"]) for row in rows if row["id"] not in closed and row["segment"] in counts
         }
 
-    def _audits(self, db: Reads, policy: AuditPolicy) -> None:
+    def _audits(self, db: ReadsSql, policy: AuditPolicy) -> None:
         drawn = {
             Subject.parse(row["subject"]).number
             for row in db.read("SELECT subject FROM events WHERE kind = :kind", kind=DRAWN)
@@ -150,7 +150,7 @@ class Needs:
             if row.parent is not None:
                 self.ends.setdefault(row.parent, why)
 
-    def _replicas(self, db: Reads, policy: ReleasePolicy) -> None:
+    def _replicas(self, db: ReadsSql, policy: ReleasePolicy) -> None:
         if wanted := due(db, policy.replicas):
             row, _ = wanted
             why = Message("needs.replicas", "replicas of segment {segment} will be trained", segment=row.id)

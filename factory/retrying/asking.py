@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError, WaitingError
 from factory.core.moments import local
-from factory.ledger.anomalies import CLOSED, FREED, QUARANTINED, REWOUND
+from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND
 from factory.ledger.removals import REMOVED, RETURNED
-from factory.ledger.rows import Reads, SegmentRow
+from factory.ledger.rows import ReadsSql, SegmentRow
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ledger.ledger import Ledger
 
 
-ASKED, ANSWERED = "action_asked", "action_answered"
+ASKED, ACTION_DONE = "action_asked", "action_answered"
 PAUSED, RESUMED = "paused", "resumed"
 TRAINING, EVERYTHING = "training", "everything"
 
@@ -54,7 +54,7 @@ class Pause:
         )  # fmt: skip
 
 
-def pause_of(db: Reads) -> Pause | None:
+def current_pause(db: ReadsSql) -> Pause | None:
     """The pause in force, or None."""
     found = db.read(
         f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
@@ -76,7 +76,7 @@ def pause(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
         )  # fmt: skip
     with ledger.begin() as tx:
         record(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
-    found = pause_of(ledger)
+    found = current_pause(ledger)
     assert found is not None
     return found
 
@@ -85,7 +85,7 @@ def resume(ledger: Ledger, by: str) -> Pause:
     """End the pause in force; returns it. Raises: InputError when nothing is paused."""
     from factory.ledger.ledger import record
 
-    found = pause_of(ledger)
+    found = current_pause(ledger)
     if found is None:
         raise InputError("retrying.not_paused", "Nothing is paused.")
     with ledger.begin() as tx:
@@ -93,9 +93,9 @@ def resume(ledger: Ledger, by: str) -> Pause:
     return found
 
 
-def refuse_paused(db: Reads) -> None:
+def refuse_paused(db: ReadsSql) -> None:
     """Raises: PausedError while training is paused."""
-    if found := pause_of(db):
+    if found := current_pause(db):
         raise PausedError(found.message)
 
 
@@ -108,11 +108,11 @@ def ask(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
             record(tx, ASKED, "daemon", {"action": action, "by": by, **how})
 
 
-def asked(db: Reads) -> dict[str, dict[str, Any]]:
+def asked(db: ReadsSql) -> dict[str, dict[str, Any]]:
     """The requests that are not done yet, by action, oldest first. Each has ``action``, ``by``, ``at`` and ``event``, its newest event."""
     sql = "SELECT id, kind, at, detail FROM events WHERE kind IN (:asked, :answered) ORDER BY id"
     found: dict[str, dict[str, Any]] = {}
-    for row in db.read(sql, asked=ASKED, answered=ANSWERED):
+    for row in db.read(sql, asked=ASKED, answered=ACTION_DONE):
         detail = row["detail"]
         action = detail["action"]
         if row["kind"] == ASKED:
@@ -127,7 +127,7 @@ def answer(ledger: Ledger, action: str, event: int) -> None:
     from factory.ledger.ledger import record
 
     with ledger.begin() as tx:
-        record(tx, ANSWERED, "daemon", {"action": action, "event": event})
+        record(tx, ACTION_DONE, "daemon", {"action": action, "event": event})
 
 
 OVERRIDDEN = "recipe_overridden"  # event: other recipe values for the segment that replaces a rewound segment
@@ -137,7 +137,7 @@ class RewoundError(WaitingError):
     """A person or a diagnosis decided meanwhile against the basis of the work. Nothing failed, and nothing of the work is recorded."""
 
 
-def refuse_rewound(db: Reads, segment: int) -> None:
+def refuse_rewound(db: ReadsSql, segment: int) -> None:
     """Raises: RewoundError when the segment was rewound."""
     if SegmentRow.get(db, segment).state == "rewound":
         raise RewoundError(
@@ -147,15 +147,18 @@ def refuse_rewound(db: Reads, segment: int) -> None:
         )
 
 
-def newest_decision(db: Reads) -> int:
+def newest_decision_event(db: ReadsSql) -> int:
     """The number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
-    kinds = ", ".join(f"'{kind}'" for kind in (CLOSED, FREED, QUARANTINED, REWOUND, REMOVED, RETURNED, OVERRIDDEN))
+    kinds = ", ".join(
+        f"'{kind}'"
+        for kind in (CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND, REMOVED, RETURNED, OVERRIDDEN)
+    )
     return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
 
 
-def refuse_decided(db: Reads, before: int) -> None:
-    """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision``."""
-    if newest_decision(db) != before:
+def refuse_newer_decision(db: ReadsSql, before: int) -> None:
+    """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision_event``."""
+    if newest_decision_event(db) != before:
         raise RewoundError(
             "retrying.plan_out_of_date",
             "A person or a diagnosis changed data or segments while a segment was planned. The factory must plan the segment again.",

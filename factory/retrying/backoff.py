@@ -15,7 +15,7 @@ LOG_BYTES = 4 << 20  # a larger errors.log is renamed errors.old.log
 
 
 @dataclass(frozen=True)
-class Resting:
+class FailureWait:
     """The state of work that failed ``failures`` times in a row and is not tried again before ``until``."""
 
     says: str  # the error
@@ -26,17 +26,17 @@ class Resting:
     seconds: float  # length of this wait
 
 
-class Backoff:
+class FailureWaits:
     """Keeps when each failed piece of work, named by a key, may be tried again."""
 
     def __init__(self, first: float, longest: float, clock: Callable[[], float] = time.monotonic) -> None:
         """``first`` and ``longest``: seconds."""
         self.first, self.longest, self.clock = first, longest, clock
-        self._rests: dict[str, Resting] = {}
+        self._rests: dict[str, FailureWait] = {}
 
     def failed(
         self, key: str, says: str, *, about: str = "", longest: float | None = None, failures: int | None = None
-    ) -> tuple[Resting, bool]:
+    ) -> tuple[FailureWait, bool]:
         """Record a failure; returns (the new state, whether the failure has a new cause).
 
         ``about`` names the cause. By default it is ``says`` without numbers. ``failures``: the count, where another part counts.
@@ -45,7 +45,7 @@ class Backoff:
         count = failures or (before.failures + 1 if before else 1)
         seconds = min(self.first * 2.0 ** min(count - 1, 40), longest or self.longest)
         about = about or NUMBERS.sub("", says)
-        rest = Resting(says, about, count, before.since if before else now, now + seconds, seconds)
+        rest = FailureWait(says, about, count, before.since if before else now, now + seconds, seconds)
         self._rests[key] = rest
         return rest, before is None or before.about != about
 
@@ -58,11 +58,11 @@ class Backoff:
         """The keys that it is too early to try again."""
         return frozenset(key for key in self._rests if self.rests(key))
 
-    def known(self) -> dict[str, Resting]:
+    def known(self) -> dict[str, FailureWait]:
         """The state of each key that failed and has not succeeded since, whether it rests or not."""
         return dict(self._rests)
 
-    def succeeded(self, key: str) -> Resting | None:
+    def succeeded(self, key: str) -> FailureWait | None:
         """Forget a key; returns its state if it had failed."""
         return self._rests.pop(key, None)
 
@@ -71,7 +71,7 @@ class Backoff:
         self._rests = {key: replace(rest, until=self.clock()) for key, rest in self._rests.items()}
 
 
-def keep_traceback(log: Path, what: str, error: BaseException) -> None:
+def append_traceback(log: Path, what: str, error: BaseException) -> None:
     """Append the traceback to a log. A long log is renamed first. Raises: OSError."""
     if log.exists() and log.stat().st_size > LOG_BYTES:
         os.replace(log, log.with_name("errors.old.log"))

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError, SegmentError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 from factory.core.left_files import read_object
-from factory.ledger.rows import Reads, SegmentRow, Subject
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject
 from factory.retrying.asking import refuse_rewound
 from kernels.contract.message import Message
 
@@ -29,20 +29,22 @@ if TYPE_CHECKING:
 
 HUNG, OUT_OF_MEMORY, KILLED, CRASHED, REFUSED = "hung", "out of memory", "killed", "crashed", "failed"
 # Lines of torchrun, which untrusted code can also write. The number has at most three digits, as signals and exit codes have.
-OF_A_RANK = re.compile(r"Signal\s(\d{1,3})\s\(SIG\w+\)\sreceived\sby\sPID\s\d+|exitcode\s*: -(\d{1,3}) ")
-CODE_OF_A_RANK = re.compile(r"exitcode\s*: (-?\d{1,3}) ")
-NO_MEMORY = re.compile(r"out\sof\smemory|OutOfMemoryError|(can't|Cannot)\sallocate\smemory|MemoryError|bad_alloc")
+RANK_SIGNAL = re.compile(r"Signal\s(\d{1,3})\s\(SIG\w+\)\sreceived\sby\sPID\s\d+|exitcode\s*: -(\d{1,3}) ")
+RANK_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d{1,3}) ")
+OUT_OF_MEMORY_TEXT = re.compile(
+    r"out\sof\smemory|OutOfMemoryError|(can't|Cannot)\sallocate\smemory|MemoryError|bad_alloc"
+)
 
 
 @dataclass(frozen=True)
-class Ending:
+class TrainerEnding:
     """How a trainer ended."""
 
     kind: str  # HUNG, OUT_OF_MEMORY, KILLED, CRASHED or REFUSED
     says: str  # a predicate: follows 'the trainer of segment 3'
 
 
-def oom_kills() -> int | None:
+def count_oom_kills() -> int | None:
     """The number of processes that the kernel's OOM killer has killed since the machine started; None where the kernel has no count."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():
@@ -52,16 +54,16 @@ def oom_kills() -> int | None:
     return None
 
 
-def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Ending:
+def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerEnding:
     """How a trainer ended. code: its exit code, −n after signal n. line: the most helpful line of its log. log: the log's end.
 
-    >>> ending_of(1, "trainer: no", "", None)
+    >>> classify_ending(1, "trainer: no", "", None)
     Ending(kind='failed', says='ended with exit 1: trainer: no')
     """
     cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:
-        if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in CODE_OF_A_RANK.findall(log)):
-            return Ending(
+        if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in RANK_EXIT_CODE.findall(log)):
+            return TrainerEnding(
                 KILLED,
                 Message(
                     "retrying.ended.stopped",
@@ -71,7 +73,7 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
             )
         code = 1  # torchrun stopped the other ranks because one had failed
     if code == EXIT_DISK_FULL:
-        return Ending(
+        return TrainerEnding(
             REFUSED,
             Message(
                 "retrying.ended.disk_not_full",
@@ -80,28 +82,28 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
             ),
         )
     if code == -signal.SIGTERM:
-        return Ending(
+        return TrainerEnding(
             KILLED, Message("retrying.ended.terminated", "was ended by SIGTERM from another process than this factory")
         )
     number = _signal(code, log)
     if number == signal.SIGKILL:
-        kills = oom_kills()
+        kills = count_oom_kills()
         if kills is not None and kills_before is not None and kills > kills_before:
-            return Ending(
+            return TrainerEnding(
                 OUT_OF_MEMORY,
                 Message(
                     "retrying.ended.oom_killer",
                     "was killed by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory",
                 ),
             )
-        return Ending(
+        return TrainerEnding(
             KILLED,
             Message(
                 "retrying.ended.killed", "was killed by another process (SIGKILL), not by this machine's OOM killer"
             ),
         )
-    if code > 0 and NO_MEMORY.search(line):
-        return Ending(
+    if code > 0 and OUT_OF_MEMORY_TEXT.search(line):
+        return TrainerEnding(
             OUT_OF_MEMORY,
             Message(
                 "retrying.ended.out_of_memory",
@@ -111,18 +113,20 @@ def ending_of(code: int, line: str, log: str, kills_before: int | None) -> Endin
             ),
         )
     if number:
-        return Ending(
+        return TrainerEnding(
             CRASHED,
             Message("retrying.ended.signal", "ended with signal {signal}{cause}", signal=_name(number), cause=cause),
         )
-    return Ending(REFUSED, Message("retrying.ended.exit", "ended with exit {code}{cause}", code=code, cause=cause))
+    return TrainerEnding(
+        REFUSED, Message("retrying.ended.exit", "ended with exit {code}{cause}", code=code, cause=cause)
+    )
 
 
 def _signal(code: int, log: str) -> int:
     """The signal that ended the trainer, or the first of its ranks in torchrun's report; 0: none."""
     if code < 0:
         return -code
-    found = OF_A_RANK.search(log) if code == 1 else None
+    found = RANK_SIGNAL.search(log) if code == 1 else None
     return int(found.group(1) or found.group(2)) if found else 0
 
 
@@ -133,8 +137,8 @@ def _name(number: int) -> str:
         return str(number)
 
 
-CHECKPOINT = re.compile(r"step-(\d{1,15})")
-STUMBLED, FAILED, RETRIED, ABANDONED, ASKED = (
+CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})")
+SEGMENT_STUMBLED, FAILED, SEGMENT_RETRIED, SEGMENT_ABANDONED, ASKED = (
     "segment_stumbled", "segment_failed", "segment_retried", "segment_abandoned", "retry_asked",
 )  # fmt: skip
 
@@ -147,9 +151,9 @@ class TrainerDiedError(SegmentError):
         self.tries, self.parked = tries, parked
 
 
-def newest_step(row: SegmentRow) -> int | None:
+def newest_checkpoint_step(row: SegmentRow) -> int | None:
     """The step of a segment's newest whole checkpoint, or None. A folder with only the name of a checkpoint does not count."""
-    found = ((CHECKPOINT.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
+    found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
     steps = ((int(named.group(1)), path) for named, path in found if named)
     return max(
         (step for step, path in steps if row.first_step < step <= row.last_step and _is_whole(path)), default=None
@@ -162,12 +166,14 @@ def _is_whole(checkpoint: Path) -> bool:
         files = read_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
     except (SegmentError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         return False
 
 
-def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tries: int, final: bool) -> SegmentRow:
+def record_death(
+    ledger: Ledger, row: SegmentRow, ending: TrainerEnding, code: int, tries: int, final: bool
+) -> SegmentRow:
     """Record how a segment's trainer ended; returns the segment's new row.
 
     The segment is parked after ``tries`` deaths without progress, or at once if ``final``.
@@ -175,7 +181,7 @@ def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tri
     from factory.ledger.ledger import record, segments
     from factory.ledger.snapshot import Snapshot
 
-    step = newest_step(row)
+    step = newest_checkpoint_step(row)
     before = _steps_at_deaths(ledger, row.id)
     progress = bool(before) and step is not None and step > max(before)
     attempts = 1 if progress else row.attempts + 1
@@ -185,39 +191,39 @@ def record_death(ledger: Ledger, row: SegmentRow, ending: Ending, code: int, tri
         outcome = {"state": "failed", "finished_at": time.time()} if parked else {}
         tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=attempts, **outcome))
         detail = {"exit": code, "how": ending.kind, "said": ending.says, "step": step, "tries": attempts}
-        record(tx, FAILED if parked else STUMBLED, Subject("segment", row.id), detail)
+        record(tx, FAILED if parked else SEGMENT_STUMBLED, Subject("segment", row.id), detail)
     return SegmentRow.get(ledger, row.id)
 
 
-def _steps_at_deaths(db: Reads, segment: int) -> list[int]:
+def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
     """The step of the newest checkpoint at each death since the last ``factory retry`` of the segment; −1: no checkpoint."""
     subject = str(Subject("segment", segment))
     rows = db.read("SELECT kind, detail FROM events WHERE subject = :subject ORDER BY id", subject=subject)
     steps: list[int] = []
     for row in rows:
-        if row["kind"] == RETRIED:
+        if row["kind"] == SEGMENT_RETRIED:
             steps = []
-        elif row["kind"] == STUMBLED:
+        elif row["kind"] == SEGMENT_STUMBLED:
             step = (row["detail"] or {}).get("step")
             steps.append(-1 if step is None else step)
     return steps
 
 
-def open_segment(db: Reads) -> int | None:
+def open_segment(db: ReadsSql) -> int | None:
     """The oldest segment that is planned and not done, or None."""
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     return row.id if row else None
 
 
-def parked(db: Reads) -> SegmentRow | None:
+def parked(db: ReadsSql) -> SegmentRow | None:
     """The newest segment that trains, if it is parked. A person must decide about it before another segment trains."""
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     return newest if newest is not None and newest.state == "failed" else None
 
 
-def why_parked(db: Reads, row: SegmentRow) -> Message:
+def parked_message(db: ReadsSql, row: SegmentRow) -> Message:
     """Says which segment is parked, at which step and why."""
-    step = newest_step(row)
+    step = newest_checkpoint_step(row)
     begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
     where = f"at step {step}" if step is not None else begun
     newest = db.read(
@@ -231,37 +237,37 @@ def why_parked(db: Reads, row: SegmentRow) -> Message:
     )  # fmt: skip
 
 
-def ways_on(row: SegmentRow) -> Message:
+def parked_commands(row: SegmentRow) -> Message:
     """The two commands that a person can choose from for a parked segment."""
     return Message("retrying.parked_commands", "factory retry {segment}, or factory abandon {segment}", segment=row.id)
 
 
-def describe_parked(db: Reads, row: SegmentRow) -> Message:
-    """``why_parked``, and what the two commands do."""
-    step = newest_step(row)
+def parked_instructions(db: ReadsSql, row: SegmentRow) -> Message:
+    """``parked_message``, and what the two commands do."""
+    step = newest_checkpoint_step(row)
     return Message(
         "retrying.parked_to_do", "{parked}. Training waits until a person decides. To continue the segment from {start} with its recipe and data, "
         "correct the cause and run 'factory retry {segment}'. To give up the segment's steps and train with the present recipe and data, run "
-        "'factory abandon {segment}'.", parked=why_parked(db, row), start=step_or_beginning(step), step=step, segment=row.id,
+        "'factory abandon {segment}'.", parked=parked_message(db, row), start=format_start(step), step=step, segment=row.id,
     )  # fmt: skip
 
 
-def step_or_beginning(step: int | None) -> str:
+def format_start(step: int | None) -> str:
     """The place from which a segment continues, as words.
 
-    >>> step_or_beginning(40), step_or_beginning(None)
+    >>> format_start(40), format_start(None)
     ('step 40', 'its beginning')
     """
     return f"step {step}" if step is not None else "its beginning"
 
 
-def refuse_parked(db: Reads) -> None:
+def refuse_parked(db: ReadsSql) -> None:
     """Raises: InputError while a segment is parked."""
     if row := parked(db):
-        raise InputError(describe_parked(db, row))
+        raise InputError(parked_instructions(db, row))
 
 
-def newest_asked(db: Reads) -> int:
+def newest_retry_request(db: ReadsSql) -> int:
     """The number of the newest event that asks for another try; 0 without one."""
     return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
 
@@ -288,11 +294,11 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> Message:
                 segment=segment, state=row.state,
             )  # fmt: skip
         record(tx, ASKED, "daemon", {"by": by, "segment": segment})
-        record(tx, RETRIED, Subject("segment", segment), {"by": by})
-    step = newest_step(row)
+        record(tx, SEGMENT_RETRIED, Subject("segment", segment), {"by": by})
+    step = newest_checkpoint_step(row)
     return Message(
         "retrying.retried", "The daemon continues segment {segment} from {start} in its next pass.",
-        segment=segment, start=step_or_beginning(step), step=step,
+        segment=segment, start=format_start(step), step=step,
     )  # fmt: skip
 
 
@@ -304,7 +310,7 @@ def abandon(ledger: Ledger, segment: int, by: str) -> Message:
     from factory.ledger.ledger import record, segments
 
     row = SegmentRow.get(ledger, segment)
-    step = newest_step(row)
+    step = newest_checkpoint_step(row)
     with ledger.begin() as tx:
         mine = (segments.c.id == segment) & (segments.c.state == "failed")
         if not tx.execute(segments.update().where(mine).values(state="abandoned")).rowcount:
@@ -314,7 +320,7 @@ def abandon(ledger: Ledger, segment: int, by: str) -> Message:
                 segment=segment,
                 state=row.state,
             )
-        record(tx, ABANDONED, Subject("segment", segment), {"by": by, "step": step})
+        record(tx, SEGMENT_ABANDONED, Subject("segment", segment), {"by": by, "step": step})
     return Message(
         "retrying.abandoned",
         "Segment {segment} is abandoned, and {lost:,|step|steps} of it are given up. The next segment starts from step {first}. "

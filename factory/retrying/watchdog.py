@@ -28,7 +28,7 @@ from factory.retrying.policy import RetryPolicy
 from kernels.contract.message import Message
 from trainer.contract import stopping
 
-BEGUN = "trainer_begun"  # event: a trainer made its first step, with the seconds since its start
+TRAINER_BEGUN = "trainer_begun"  # event: a trainer made its first step, with the seconds since its start
 REMEMBERED = 1000  # newest steps whose time is used
 STARTS = 20  # newest starts of earlier trainers that are used
 POLL_SECONDS = 5.0  # between two looks at a tool
@@ -42,10 +42,10 @@ class UsualTimes:
     step: float | None = None  # the longest mean time of a step of a segment
 
 
-def usual_of(ledger: Ledger, row: SegmentRow) -> UsualTimes:
+def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualTimes:
     """The times of earlier trainers with this recipe on the same kind of machine."""
     machine = _machine(row)
-    begun = ledger.read(f"SELECT detail FROM events WHERE kind = '{BEGUN}' ORDER BY id DESC LIMIT {STARTS}")
+    begun = ledger.read(f"SELECT detail FROM events WHERE kind = '{TRAINER_BEGUN}' ORDER BY id DESC LIMIT {STARTS}")
     starts = [one["detail"]["seconds"] for one in begun if one["detail"]["machine"] == machine]
     steps = [
         one.result["seconds"] / (one.last_step - one.first_step)
@@ -57,11 +57,11 @@ def usual_of(ledger: Ledger, row: SegmentRow) -> UsualTimes:
     return UsualTimes(max(starts, default=None), max(steps, default=None))
 
 
-def record_begun(ledger: Ledger, row: SegmentRow, process: int, seconds: float) -> None:
+def record_first_step(ledger: Ledger, row: SegmentRow, process: int, seconds: float) -> None:
     """Record that a trainer made its first step."""
     detail = {"process": process, "seconds": seconds, "machine": _machine(row)}
     with ledger.begin() as tx:
-        record(tx, BEGUN, Subject("segment", row.id), detail)
+        record(tx, TRAINER_BEGUN, Subject("segment", row.id), detail)
 
 
 def _machine(row: SegmentRow) -> str:
@@ -120,7 +120,7 @@ class Watchdog:
         self.idle_seconds += max(0.0, passed - self._waited_for_a_core())
         if self.idle_seconds < self.limit / 2:
             return ""
-        wrote = size_of(self.folder)
+        wrote = count_files_and_bytes(self.folder)
         if self._wrote is None:
             self._wrote = wrote
         elif wrote != self._wrote:
@@ -155,7 +155,7 @@ def _tree(process: int) -> Iterator[int]:
         yield from _tree(child)
 
 
-def size_of(folder: Path) -> tuple[int, int]:
+def count_files_and_bytes(folder: Path) -> tuple[int, int]:
     """(files, bytes) below a folder, which other processes may change meanwhile."""
     files = size = 0
     for place, _, names in os.walk(folder):
@@ -167,7 +167,7 @@ def size_of(folder: Path) -> tuple[int, int]:
 
 
 @contextmanager
-def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
+def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
     """Kill ``process`` and its descendants after ``seconds`` without activity. Yields a list, which then has a message."""
     over, said = threading.Event(), list[str]()
 
@@ -175,7 +175,7 @@ def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
         pause, idle_seconds = min(POLL_SECONDS, seconds / 4), 0.0
         before: tuple[int, ...] = ()
         while not over.wait(pause):
-            now = activity(process)
+            now = measure_activity(process)
             idle_seconds, before = idle_seconds + pause if now == before else 0.0, now
             if idle_seconds >= seconds and not over.is_set():
                 said.append(
@@ -198,7 +198,7 @@ def idle_timeout(process: int, seconds: float) -> Iterator[list[str]]:
         thread.join()
 
 
-def activity(process: int) -> tuple[int, ...]:
+def measure_activity(process: int) -> tuple[int, ...]:
     """(number of processes, processor time in ticks, bytes written) of a process and its descendants."""
     count = ticks = written = 0
     for one in _tree(process):

@@ -22,7 +22,7 @@ from typing import Any
 
 from factory.core.errors import InputError, nearest
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe, with_changed_keys
 from trainer.contract.strict import fields_at
 
 Spec = dict[str, Any]
@@ -68,7 +68,7 @@ class Arm:
         """The content of segment.json. ``kernels``: the path of the kernels' text."""
         keys = dict(self.recipe) | ({} if self.precision is None else {"precision": self.precision})
         spec: Spec = json.loads(json.dumps(dict(self.base) | {"kernels": kernels and str(kernels)}))
-        spec["recipe"] = with_keys(spec["recipe"], keys)
+        spec["recipe"] = with_changed_keys(spec["recipe"], keys)
         spec["data_plan"] |= self.plan
         if self.seed is not None:
             spec["data_plan"]["seed"], spec["restart_data"] = self.seed, True
@@ -100,9 +100,9 @@ class Arm:
         }
 
 
-def for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def recipe_for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """The recipe for the sandbox's single rank: nothing is split over ranks. Recomputation stays."""
-    return with_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
+    return with_changed_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
 
 
 def refuse_impossible(arms: Sequence[Arm]) -> None:

@@ -23,13 +23,13 @@ from pathlib import Path
 from factory.core import devices
 from factory.git import repository
 from factory.ledger.plant import Plant
-from factory.ledger.rows import UNDO, ProposalRow, SegmentRow
+from factory.ledger.rows import UNDO_TARGET, ProposalRow, SegmentRow
 
 MOST_BYTES = 2 << 30  # of a copied cache; unused entries are never removed, so a larger cache is not copied
 PATIENCE_SECONDS = 600.0  # wait for another process that copies
 
 
-def begin_cache(plant: Plant, commit: str) -> Path | None:
+def copy_older_cache(plant: Plant, commit: str) -> Path | None:
     """Before a commit's code first runs here, copy the newest cache that the commit may read. Returns the copied folder.
 
     None: the commit has a cache already, or no cache may be copied. Raises: RepositoryError; OSError, which leaves nothing behind.
@@ -66,8 +66,10 @@ def readable(plant: Plant, commit: str) -> Iterator[Path]:
         if not any(repository.contains(code, older, patch) for patch in patches):
             yield cache
             continue
-        between = repository.commits_between(code, older, commit)
-        if between <= patches.keys() and not any(patches[name].target.startswith(f"{UNDO}:") for name in between):
+        between = repository.list_commits_between(code, older, commit)
+        if between <= patches.keys() and not any(
+            patches[name].target.startswith(f"{UNDO_TARGET}:") for name in between
+        ):
             yield cache
 
 

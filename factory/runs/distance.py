@@ -4,7 +4,7 @@
     distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
     distance(a, b, begun=c, other=d)   as before, where b began with d: (b − d) − (a − c)
 
-``perturbed`` measures the effect of rounding: it copies a checkpoint with each weight one rounding larger or smaller. A distance is meaningful
+``save_perturbed_checkpoint`` measures the effect of rounding: it copies a checkpoint with each weight one rounding larger or smaller. A distance is meaningful
 only if it is larger than that of a run from the copy.
 """
 
@@ -23,12 +23,12 @@ from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 
-RANDOM = "rng"  # a state among the moments, of which any difference counts as whole
+RANDOM_STATE = "rng"  # a state among the moments, of which any difference counts as whole
 Tensors = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Apart:
+class TensorDistance:
     """The distance ``apart`` of one tensor, or of several together, in two runs, and the size that it is a share of."""
 
     apart: float
@@ -37,7 +37,7 @@ class Apart:
     @property
     def share(self) -> float:
         """
-        >>> Apart(0.1, 2.0).share, Apart(0.0, 0.0).share, Apart(0.1, 0.0).share
+        >>> TensorDistance(0.1, 2.0).share, TensorDistance(0.0, 0.0).share, TensorDistance(0.1, 0.0).share
         (0.05, 0.0, inf)
         """
         return share(self.apart, self.size)
@@ -47,8 +47,8 @@ class Apart:
 class Distance:
     """Distances by name of the tensor. A tensor that only one run has, or of another shape, is infinitely far."""
 
-    weights: Mapping[str, Apart]
-    moments: Mapping[str, Apart]
+    weights: Mapping[str, TensorDistance]
+    moments: Mapping[str, TensorDistance]
 
     def shares(self) -> dict[str, float]:
         """The shares of all tensors, by name."""
@@ -60,36 +60,38 @@ def distance(a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: 
     return Distance(apart(a.model, b.model, begun, other), apart(a.optimizer, b.optimizer))
 
 
-def apart(a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None) -> dict[str, Apart]:
+def apart(
+    a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None
+) -> dict[str, TensorDistance]:
     """``distance`` of some tensors."""
     found = {}
     other = begun if other is None else other
-    for name in sorted((a.keys() | b.keys()) - {RANDOM}):
+    for name in sorted((a.keys() | b.keys()) - {RANDOM_STATE}):
         one, two = a.get(name), b.get(name)
         lost = begun is not None and other is not None and (name not in begun or name not in other)
         if one is None or two is None or one.shape != two.shape or lost:
-            found[name] = Apart(math.inf, 1.0)
+            found[name] = TensorDistance(math.inf, 1.0)
             continue
         starts = (None, None) if begun is None or other is None else (begun[name], other[name])
         found[name] = between(one, two, *starts)
     return found
 
 
-def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None) -> Apart:
+def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None) -> TensorDistance:
     """``distance`` of two tensors of the same shape."""
     way, others = one.double(), two.double()
     if begun is not None and other is not None:
         way, others = way - begun.double(), others - other.double()
-    return Apart(float((others - way).norm()), float(way.norm()))
+    return TensorDistance(float((others - way).norm()), float(way.norm()))
 
 
-def by_kind(moments: Mapping[str, Apart]) -> dict[str, Apart]:
+def sum_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
     """The distances of moments added up by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), because the sizes of kinds are unrelated."""
     kinds = sorted({name.partition(".")[0] for name in moments})
     return {kind: together(one for name, one in moments.items() if name.partition(".")[0] == kind) for kind in kinds}
 
 
-def unlike(a: Checkpoint, b: Checkpoint) -> str:
+def find_unlike_tensor(a: Checkpoint, b: Checkpoint) -> str:
     """The name of the first tensor without a counterpart of its shape and dtype; '': none."""
     for ours, theirs in ((a.model, b.model), (a.optimizer, b.optimizer)):
         for name in sorted(ours.keys() | theirs.keys()):
@@ -107,10 +109,10 @@ def same_bits(a: Checkpoint, b: Checkpoint) -> bool:
         for name in ours
         if name in theirs
     ]
-    return not unlike(a, b) and all(torch.equal(one, two) for one, two in pairs)
+    return not find_unlike_tensor(a, b) and all(torch.equal(one, two) for one, two in pairs)
 
 
-def weights_apart(a: Tensors, b: Tensors) -> list[str]:
+def find_different_weights(a: Tensors, b: Tensors) -> list[str]:
     """The names of weights that differ in some bit."""
     same = lambda name: name in a and name in b and a[name].equal(b[name])
     return sorted(name for name in a.keys() | b.keys() if not same(name))
@@ -121,14 +123,14 @@ def sizes(tensors: Tensors) -> dict[str, float]:
     return {name: float(t.double().norm()) for name, t in tensors.items() if t.is_floating_point()}
 
 
-def together(parts: Iterable[Apart]) -> Apart:
+def together(parts: Iterable[TensorDistance]) -> TensorDistance:
     """The distance of several tensors as one long tensor.
 
-    >>> together([Apart(3.0, 1.0), Apart(4.0, 0.0)])
+    >>> together([TensorDistance(3.0, 1.0), TensorDistance(4.0, 0.0)])
     Apart(apart=5.0, size=1.0)
     """
     held = list(parts)
-    return Apart(length(one.apart for one in held), length(one.size for one in held))
+    return TensorDistance(length(one.apart for one in held), length(one.size for one in held))
 
 
 def length(parts: Iterable[float]) -> float:
@@ -144,14 +146,16 @@ def share(difference: float, size: float) -> float:
     return math.inf if math.isnan(found) else found
 
 
-def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str = "") -> Iterator[tuple[str, Apart]]:
+def find_value_differences(
+    one: Any, other: Any, ignored: Collection[str] = (), where: str = ""
+) -> Iterator[tuple[str, TensorDistance]]:
     """(place, distance) of each difference of two JSON values. Floats differ by a share of the larger one, other values wholly or not at all. Of the
     keys in ``ignored`` only the type counts.
 
-    >>> list(values_apart({"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 9.0}, {"time"}, "line 1"))
+    >>> list(find_value_differences({"loss": 2.0, "time": 5.0}, {"loss": 2.5, "time": 9.0}, {"time"}, "line 1"))
     [('line 1: loss', Apart(apart=0.5, size=2.5))]
     """
-    wholly = Apart(math.inf, 1.0)
+    wholly = TensorDistance(math.inf, 1.0)
     if isinstance(one, dict) and isinstance(other, dict):
         if one.keys() != other.keys():
             keys = sorted(map(str, one.keys() ^ other.keys()))[:5]
@@ -159,7 +163,7 @@ def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str
             return
         for key in one:
             if key not in ignored:
-                yield from values_apart(one[key], other[key], ignored, f"{where}: {key}")
+                yield from find_value_differences(one[key], other[key], ignored, f"{where}: {key}")
             elif type(one[key]) is not type(other[key]):
                 kind = type(one[key]).__name__
                 yield (
@@ -168,11 +172,11 @@ def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str
                 )
     elif isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
         for number, pair in enumerate(zip(one, other)):
-            yield from values_apart(*pair, ignored, f"{where}[{number}]")
+            yield from find_value_differences(*pair, ignored, f"{where}[{number}]")
     elif type(one) is float and type(other) is float:
         if one != other and not (math.isnan(one) and math.isnan(other)):
             finite = math.isfinite(one) and math.isfinite(other)
-            yield where, Apart(abs(one - other), max(abs(one), abs(other))) if finite else wholly
+            yield where, TensorDistance(abs(one - other), max(abs(one), abs(other))) if finite else wholly
     elif type(one) is not type(other) or one != other:
         yield (
             Message(
@@ -184,10 +188,10 @@ def values_apart(one: Any, other: Any, ignored: Collection[str] = (), where: str
         )  # fmt: skip
 
 
-def shares_of(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
+def relative_differences(values: Sequence[float | None], others: Sequence[float | None]) -> list[float]:
     """The distances of ``others`` from ``values`` as shares of these; infinite where a value is missing.
 
-    >>> shares_of([2.0, 4.0, None], [2.0, 3.0, 1.0])
+    >>> relative_differences([2.0, 4.0, None], [2.0, 3.0, 1.0])
     [0.0, 0.25, inf]
     """
     found = []
@@ -198,7 +202,7 @@ def shares_of(values: Sequence[float | None], others: Sequence[float | None]) ->
 
 
 # -- the effect of rounding --------------------------------------------------------------------------------------------
-def perturbed(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
+def save_perturbed_checkpoint(checkpoint: Path, target: Path, unit: float, seed: int) -> Path:
     """Save, once, a copy of a checkpoint in ``target`` with each weight larger or smaller by the share ``unit``, at random."""
     made = target / checkpoint.name
     if not made.exists():

@@ -11,32 +11,32 @@ from typing import Any
 
 from factory.core.errors import DiskFullError, SegmentError
 from factory.core.faults import fits
-from factory.core.file_lock import LockedError, file_lock, holders
+from factory.core.file_lock import LockedError, file_lock, find_lock_holders
 from factory.core.left_files import read_object, sweep
 from factory.core.progress import Progress
-from factory.core.stopping import TRAINER_SECONDS
+from factory.core.stopping import TRAINER_STOP_SECONDS
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
 RESULT_KEYS = {"last_step": int, "checkpoint": str, "manifest_sha256": str}
-PART = "segment.json.part"
-LOCK_SECONDS = 3 * TRAINER_SECONDS  # wait for a trainer whose factory was killed, also on a busy machine
+PART_NAME = "segment.json.part"
+LOCK_SECONDS = 3 * TRAINER_STOP_SECONDS  # wait for a trainer whose factory was killed, also on a busy machine
 
 
 def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
-def reveal(folder: int, spec: Mapping[str, Any]) -> None:
+def reveal_spec(folder: int, spec: Mapping[str, Any]) -> None:
     """Write a run's ``segment.json`` into its folder, given as a descriptor. Code in the sandbox writes there too. Raises: OSError."""
-    handle = os.open(PART, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
+    handle = os.open(PART_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(handle, "w") as out:
         json.dump(dict(spec), out)
-    os.rename(PART, "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
+    os.rename(PART_NAME, "segment.json", src_dir_fd=folder, dst_dir_fd=folder)
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """Hold a lock that the trainer's sandbox holds too, so that a restarted factory waits for the end of the old trainer.
 
     The lock's file is beside the folder, where the trainer cannot take its name. Raises: SegmentError.
@@ -46,7 +46,7 @@ def folder_lock(folder: Path) -> Iterator[int]:
         try:
             descriptor = held.enter_context(file_lock(path, LOCK_SECONDS))
         except LockedError as holder:
-            old = ", ".join(map(str, holders(path))) or "of another machine"
+            old = ", ".join(map(str, find_lock_holders(path))) or "of another machine"
             raise SegmentError(
                 "runs.still_training",
                 "{folder}: a trainer of process {holder} still works there (process {trainer}). End that process, then try again.",
@@ -57,7 +57,7 @@ def folder_lock(folder: Path) -> Iterator[int]:
         yield descriptor
 
 
-def refuse_full(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
+def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: str = "") -> None:
     """Refuse to train where no checkpoint of the recipe fits. ``line``: a trainer's last line, which is repeated in the error.
 
     Raises: DiskFullError.
@@ -99,7 +99,7 @@ def clear(folder: Path, progress: Progress) -> None:
         )  # fmt: skip
 
 
-def result_of(folder: Path, last_step: int) -> dict[str, Any]:
+def read_result(folder: Path, last_step: int) -> dict[str, Any]:
     """The result.json of an ended trainer. Raises: SegmentError if it is not about this folder's last checkpoint."""
     from trainer.contract.checkpoint.format import name_of
 

@@ -15,25 +15,25 @@ from pathlib import Path
 
 from factory.core import devices
 from factory.core.errors import SegmentError, WaitingError
-from factory.core.faults import cannot_be_read_now, is_of_the_machine
-from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, exit_code, failure_line, forget_exit, ranks
+from factory.core.faults import is_machine_fault, is_unreadable_now
+from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, exit_code, find_failure_line, ranks, remove_exit_codes
 from factory.core.left_files import count_lines, read_object, read_tail
 from factory.core.progress import Task
 from factory.core.removal import remove
 from factory.ledger.plant import Plant
 from factory.retrying.asking import refuse_paused
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, Ending, ending_of, oom_kills
+from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, TrainerEnding, classify_ending, count_oom_kills
 from factory.retrying.watchdog import UsualTimes, Watchdog
 from factory.runs.arm import Arm, Spec
-from factory.runs.folders import checkpoint_bytes, clear, folder_lock, refuse_full, write_spec
+from factory.runs.folders import check_disk_space, checkpoint_bytes, clear, lock_folder, write_spec
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
-UNMEASURED = UsualTimes()
-MAYBE_THE_MACHINES = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they repeat
+NO_USUAL_TIMES = UsualTimes()
+POSSIBLE_MACHINE_FAULTS = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they repeat
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Trained:
 
 
 def train(
-    plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str, usual: UsualTimes = UNMEASURED
+    plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES
 ) -> Trained:
     """Train ``arms``, each in its folder below ``home``. All have the same number of ranks. Returns the end of the first failed trainer.
 
@@ -58,7 +58,7 @@ def train(
     (count,) = {arm.ranks for arm in arms.values()}
     alone = (ranks(plant.workspace) if count is None else count) == 1
     lanes = _lanes(arms, len(devices.names()) if alone and len(arms) > 1 else 1)
-    with folder_lock(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
+    with lock_folder(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
         clear(home, plant.progress)
         specs = {folder: prepare(home, folder, arm) for folder, arm in arms.items()}
         if all((folder / "result.json").exists() for folder in arms):
@@ -69,7 +69,7 @@ def train(
             if len(lanes) == 1:
                 endings = [run(lanes[0]).train(task, lock)]
             else:
-                endings = devices.side_by_side([_on_one(run(lane), task, lock) for lane in lanes])
+                endings = devices.run_in_parallel([_on_one(run(lane), task, lock) for lane in lanes])
     return next((ending for ending in endings if ending.code), Trained())
 
 
@@ -106,11 +106,11 @@ class _Lane:
         plant, folders = self.plant, list(self.specs)
         log = self.home / f"{folders[0].name}.log"
         for folder in folders:
-            forget_exit(folder)
+            remove_exit_codes(folder)
         largest = max((spec["recipe"] for spec in self.specs.values()), key=checkpoint_bytes)
-        refuse_full(self.home, largest, self.title)
+        check_disk_space(self.home, largest, self.title)
         policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
-        kills = oom_kills()
+        kills = count_oom_kills()
         with open(log, "wb") as out:
             process = start_trainer(
                 plant.workspace, self.code, ["--wait", *map(str, folders)], writable=folders,
@@ -126,7 +126,7 @@ class _Lane:
                     task.advance(now - done, self.code.folder.name[:12])
                     made, done = made + max(0, now - done), now
                     hung = "" if over else dog.look(made)
-                    with not_for_the_machine():
+                    with ignore_machine_faults():
                         refuse_paused(plant.ledger)
             except BaseException:
                 stop_trainer(process)
@@ -135,13 +135,13 @@ class _Lane:
                 stop_trainer(process)
         for folder in folders:
             clear(folder, plant.progress)
-        status, line = exit_code(process.wait(), folders), failure_line(log)
-        ending = ending_of(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
+        status, line = exit_code(process.wait(), folders), find_failure_line(log)
+        ending = classify_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
         if hung:
-            ending = Ending(HUNG, f"hung and was killed: {hung}")
+            ending = TrainerEnding(HUNG, f"hung and was killed: {hung}")
         if status == EXIT_DISK_FULL:
-            refuse_full(self.home, largest, self.title, line)
-        if ending.kind in MAYBE_THE_MACHINES or status == EXIT_DISK_FULL:
+            check_disk_space(self.home, largest, self.title, line)
+        if ending.kind in POSSIBLE_MACHINE_FAULTS or status == EXIT_DISK_FULL:
             ends = _count_end(log.with_suffix(".ends"), folders)
             if ends < policy.tries:
                 raise SegmentError(
@@ -159,14 +159,14 @@ class _Lane:
 
 
 @contextmanager
-def not_for_the_machine() -> Iterator[None]:
+def ignore_machine_faults() -> Iterator[None]:
     """Ignore faults of the machine: a locked, full or missing ledger or disk does not stop a trainer."""
     try:
         yield
     except WaitingError:
         raise
     except Exception as error:
-        if not is_of_the_machine(error):
+        if not is_machine_fault(error):
             raise
 
 
@@ -192,7 +192,7 @@ def prepare(home: Path, folder: Path, arm: Arm) -> Spec:
     try:
         known = json.loads((folder / "segment.json").read_text())
     except (OSError, ValueError) as error:
-        if cannot_be_read_now(error):
+        if is_unreadable_now(error):
             raise
         known = None
     if known != spec:

@@ -21,14 +21,14 @@ import sqlalchemy as sa
 
 from factory.core import devices
 from factory.core.errors import ConfigError, IsolationError
-from factory.core.launching import die_with, launcher, ranks
-from factory.core.stopping import TRAINER_SECONDS
+from factory.core.launching import launcher, make_die_with_parent, ranks
+from factory.core.stopping import TRAINER_STOP_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import idle_timeout
-from factory.runs.compile_cache import begin_cache
+from factory.retrying.watchdog import kill_when_idle
+from factory.runs.compile_cache import copy_older_cache
 from factory.sandbox import live
 from factory.sandbox.live import Running
 from factory.sandbox.view import cache_variables
@@ -48,7 +48,7 @@ class LiveCode:
     @classmethod
     def of(cls, plant: Plant, commit: str) -> LiveCode:
         """The live code of a commit. Raises: RepositoryError; IsolationError if the code may not run here without a sandbox."""
-        from factory.git.repository import checkout_live
+        from factory.git.repository import checkout_live_code
 
         isolated, why = isolation(plant)
         if not isolated:
@@ -56,9 +56,9 @@ class LiveCode:
                 Message("runs.not_isolated", "  WARNING: live code runs, and NOT in the sandbox: {why}", why=why)
             )
         cache = devices.compiled(plant.workspace.root, commit)
-        begin_cache(plant, commit)
+        copy_older_cache(plant, commit)
         patience = RetryPolicy.load(plant.workspace.policy("retries.yaml")).hung_seconds
-        return cls(checkout_live(plant.workspace, commit), cache, isolated, patience)
+        return cls(checkout_live_code(plant.workspace, commit), cache, isolated, patience)
 
     def start(
         self,
@@ -95,7 +95,7 @@ class LiveCode:
             stdout=stdout,
             stderr=stderr,
             pass_fds=[] if lock is None else [lock],
-            preexec_fn=die_with(os.getpid()),
+            preexec_fn=make_die_with_parent(os.getpid()),
             start_new_session=True,  # the factory handles Ctrl-C: the trainer gets a SIGTERM, to leave a checkpoint
         )
         return Running(process)
@@ -123,7 +123,7 @@ class LiveCode:
             )
             errors = []
             try:
-                with idle_timeout(process.pid, self.hung_seconds) as killed:
+                with kill_when_idle(process.pid, self.hung_seconds) as killed:
                     for line in process.errors():
                         on_line(line)
                         errors.append(line)
@@ -169,7 +169,7 @@ def isolation(plant: Plant) -> tuple[bool, str]:
             "Nothing is trained: training_sandbox is 'required', but {why}. {advice}",
             why=why, advice=advice,
         )  # fmt: skip
-    if number := merged_by_agent(plant.ledger):
+    if number := find_newest_merged_proposal(plant.ledger):
         raise IsolationError(
             "runs.sandbox_for_agents",
             "Nothing is trained: the live code contains proposal {proposal} of an agent, but {why}. {advice}",
@@ -180,7 +180,7 @@ def isolation(plant: Plant) -> tuple[bool, str]:
     )
 
 
-def merged_by_agent(ledger: Ledger) -> int | None:
+def find_newest_merged_proposal(ledger: Ledger) -> int | None:
     """The number of the newest merged proposal, or None."""
     newest = sa.select(sa.func.max(proposals.c.number).label("newest")).where(proposals.c.state == "approved")
     row = ledger.one(newest)
@@ -252,7 +252,7 @@ def stop_trainer(process: Running) -> None:
     """Stop a trainer, and return once it has ended. Code of an older commit may first end its step, which may take long; then it is killed."""
     process.terminate()
     try:
-        if ended(process, TRAINER_SECONDS):
+        if ended(process, TRAINER_STOP_SECONDS):
             return
     except IsolationError:
         return

@@ -18,21 +18,21 @@ from factory.core.moments import span
 from factory.core.removal import remove
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, RunRow, Subject
+from factory.ledger.rows import ReadsSql, RunRow, Subject
 from factory.retrying.watchdog import UsualTimes
 from factory.runs import sandboxed
 from factory.runs.arm import Arm, refuse_impossible
-from factory.runs.live import UNMEASURED, Trained, train
+from factory.runs.live import NO_USUAL_TIMES, Trained, train
 from factory.runs.live_code import LiveCode
-from factory.runs.sandboxed import Ended
+from factory.runs.sandboxed import ArmEnd
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
-PROCESS = "process "  # begins ``ended`` of a running row, with the process and the machine
-SLACK_SECONDS = 60.0  # a machine's clock may be set back by this much
+PROCESS_PREFIX = "process "  # begins ``ended`` of a running row, with the process and the machine
+CLOCK_SLACK_SECONDS = 60.0  # a machine's clock may be set back by this much
 SHOWN = ("purpose", "subject", "state", "folder", "started_at", "finished_at", "ended")  # columns of a run's JSON
-SILENT_SECONDS = 3600.0  # a run on another machine that wrote nothing for this long counts as stopped
+MAX_SILENCE_SECONDS = 3600.0  # a run on another machine that wrote nothing for this long counts as stopped
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Runs:
         """The trace of an arm that was trained to its end."""
         return Trace(self.folder(arm), arm.first, arm.last)
 
-    def live(self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = UNMEASURED) -> Trained:
+    def live(self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES) -> Trained:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live``).
 
         Raises: InputError for impossible arms; PausedError, SegmentError if they were stopped. The same call then continues.
@@ -67,7 +67,7 @@ class Runs:
 
     def sandboxed(
         self, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
-    ) -> Generator[Ended, None, None]:
+    ) -> Generator[ArmEnd, None, None]:
         """Train arms in the sandbox, each when it is requested (``factory.runs.sandboxed.train``). Close the iterator.
 
         Raises: InputError for an impossible arm; IsolationError.
@@ -82,11 +82,11 @@ class Runs:
                 if ended.failed:
                     return
 
-    def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> Ended:
+    def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmEnd:
         """Train an arm in its own sandbox, in a folder of this name, unless it already ended well. Raises: IsolationError."""
         output, done = self.folder(arm), self.home / f"{arm.key}.json"
         if done.exists():
-            return Ended(output / name, **json.loads(done.read_text()))
+            return ArmEnd(output / name, **json.loads(done.read_text()))
         remove(output)  # left by a killed process
         (found,) = self.sandboxed(output, code, {output / name: arm}, wall_seconds)
         if not found.failed:
@@ -115,7 +115,7 @@ class Runs:
                 values: dict[str, Any] = {
                     "purpose": self.purpose, "subject": str(self.subject), "arm": arm.to_json(), "state": "running",
                     "folder": ledger.inside(folder), "started_at": now, "finished_at": None,
-                    "ended": f"{PROCESS}{os.getpid()} of {socket.gethostname()}",
+                    "ended": f"{PROCESS_PREFIX}{os.getpid()} of {socket.gethostname()}",
                 }  # fmt: skip
                 known = tx.execute(sa.select(runs.c.state, runs.c.folder).where(runs.c.id == arm.key)).first()
                 if known is None:
@@ -132,25 +132,25 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
-def as_it_stands(row: RunRow) -> RunRow:
+def with_real_state(row: RunRow) -> RunRow:
     """The row with its real state: a run whose process is gone was stopped. For a process of another machine, the folder decides."""
     import psutil
 
     if row.state != "running":
         return row
-    number, _, host = (row.ended or "").removeprefix(PROCESS).partition(" of ")
+    number, _, host = (row.ended or "").removeprefix(PROCESS_PREFIX).partition(" of ")
     if host not in ("", socket.gethostname()):
-        if time.time() - max(row.started_at, _last_written(Path(row.folder))) < SILENT_SECONDS:
+        if time.time() - max(row.started_at, _last_written(Path(row.folder))) < MAX_SILENCE_SECONDS:
             return replace(row, ended=None)
         return replace(
             row,
             state="stopped",
             ended=Message(
-                "runs.silent", "it has written nothing for {time} on {host}", time=span(SILENT_SECONDS), host=host
+                "runs.silent", "it has written nothing for {time} on {host}", time=span(MAX_SILENCE_SECONDS), host=host
             ),
         )
     try:
-        lives = psutil.Process(int(number)).create_time() < row.started_at + SLACK_SECONDS
+        lives = psutil.Process(int(number)).create_time() < row.started_at + CLOCK_SLACK_SECONDS
     except (psutil.Error, ValueError):  # an older factory recorded no process
         lives = False
     return replace(row, ended=None) if lives else replace(row, state="stopped", ended="its process ended")
@@ -166,7 +166,7 @@ def _last_written(folder: Path) -> float:
     return max(found)
 
 
-def every_run(db: Reads, newest: int | None = None) -> list[dict[str, Any]]:
+def list_runs(db: ReadsSql, newest: int | None = None) -> list[dict[str, Any]]:
     """The newest runs, oldest first, as JSON for lists, pages and MLflow."""
     limit = "" if newest is None else f" LIMIT {newest}"
     return [describe(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
@@ -176,7 +176,7 @@ def describe(row: RunRow) -> dict[str, Any]:
     """A run as JSON, with its duration and, while its folder exists, its newest recorded step."""
     from factory.core.left_files import count_lines
 
-    row = as_it_stands(row)
+    row = with_real_state(row)
     took = None if row.finished_at is None else row.finished_at - row.started_at
     there = Path(row.folder).is_dir()
     return {

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.removal import remove
 from factory.runs.arm import Arm, Spec
-from factory.runs.folders import reveal
+from factory.runs.folders import reveal_spec
 from factory.sandbox import clock, sandbox
 from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
@@ -39,7 +39,7 @@ POLL_SECONDS = 0.003
 
 
 @dataclass(frozen=True)
-class Ended:
+class ArmEnd:
     """The end of an arm. ``failed``: why there is no last checkpoint; '': ``folder`` has one."""
 
     folder: Path
@@ -50,7 +50,7 @@ class Ended:
     opened: int = -1  # of one of several arms: the descriptor of ``folder``, until the iterator is closed
 
 
-def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float) -> Generator[Ended, None, None]:
+def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float) -> Generator[ArmEnd, None, None]:
     """Train ``arms``, each when it is requested, in their folders below ``output``. The trainer may write only there.
 
     The iterator ends after the first failed arm. Close it, which ends the trainer. If an arm's steps continue after its last checkpoint, the
@@ -59,7 +59,7 @@ def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: floa
     with ExitStack() as held:
         waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
         if len(waiting) == 1:
-            reveal(waiting[0].opened, waiting[0].spec)
+            reveal_spec(waiting[0].opened, waiting[0].spec)
         held.enter_context(devices.one())  # the wait for a device does not count
         trainer = _Trainer(held, output, code, arms, wall_seconds)
         for one in waiting:
@@ -123,9 +123,9 @@ class _Trainer:
         held.callback(self._enough.set)
         thread.start()
 
-    def train(self, arm: _Waiting, shown: bool) -> Ended:
+    def train(self, arm: _Waiting, shown: bool) -> ArmEnd:
         """Train an arm. ``shown``: the trainer was started with it. Raises: IsolationError if nothing was run; OSError."""
-        used, began = clock.Reading(), time.monotonic()
+        used, began = clock.CpuReading(), time.monotonic()
         if not shown:
             if not self._wait_for(arm.opened, "ready"):
                 return self._failed(arm.path, 0.0)
@@ -133,11 +133,11 @@ class _Trainer:
                 if set(os.listdir(arm.opened)) - arm.holds:  # older files would be taken for the arm's own
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 used, began = clock.read(self._inits[0]), time.monotonic()
-                reveal(arm.opened, arm.spec)
+                reveal_spec(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
-                if is_of_no_file(error):
+                if is_machine_fault_of_no_file(error):
                     raise
-                return Ended(
+                return ArmEnd(
                     arm.path, failed=Message("runs.not_begun", "the run could not begin: {error}", error=error.strerror)
                 )
         goes_on = arm.last < arm.spec["last_step"]
@@ -149,7 +149,7 @@ class _Trainer:
         if goes_on:
             self._enough.set()
             self._process.result()
-        return Ended(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
+        return ArmEnd(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
 
     def _wait_for(self, folder: int, name: str) -> bool:
         """True once the file exists. Files are renamed into place, so they are whole. The trainer may have ended right after."""
@@ -163,11 +163,11 @@ class _Trainer:
                     return False
             time.sleep(POLL_SECONDS)
 
-    def _failed(self, path: Path, seconds: float) -> Ended:
+    def _failed(self, path: Path, seconds: float) -> ArmEnd:
         result = self._process.result()
         early = Message("runs.ended_early", "the trainer ended before the run was done")
         why = early if result.ok else result.why()
-        return Ended(path, seconds, why, result.timed_out)
+        return ArmEnd(path, seconds, why, result.timed_out)
 
 
 def _read_by(arm: Arm) -> list[Path]:

@@ -15,10 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import SegmentError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.left_files import parse_json, read_object
-from factory.runs.folders import result_of
-from factory.runs.untrusted_files import UntrustedFileError, missing_file, not_regular, object_of, read_bytes
+from factory.runs.folders import read_result
+from factory.runs.untrusted_files import (
+    UntrustedFileError,
+    missing_file_error,
+    not_regular_error,
+    object_of,
+    read_bytes,
+)
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 from trainer.contract.errors import TrainerError
@@ -50,7 +56,7 @@ class Trace:
     def result(self) -> dict[str, Any]:
         """The content of result.json."""
         try:
-            return result_of(self.folder, self.last)
+            return read_result(self.folder, self.last)
         except SegmentError as error:
             raise UntrustedFileError(error.message) from None
 
@@ -101,7 +107,7 @@ class Trace:
         return [] if self.where else [self.folder, self.folder / "checkpoints"]
 
     def _lines(self, name: str) -> list[dict[str, Any]]:
-        return [line for line in step_lines(self.folder, name) if self.first <= line["step"] < self.last]
+        return [line for line in read_step_lines(self.folder, name) if self.first <= line["step"] < self.last]
 
 
 def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
@@ -120,7 +126,7 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
         RuntimeError,
         MemoryError,
     ) as error:
-        if isinstance(error, OSError) and is_of_no_file(error):
+        if isinstance(error, OSError) and is_machine_fault_of_no_file(error):
             raise
         said = str(error).replace(f"{path.parent}/", "")[:300]
         raise UntrustedFileError(
@@ -182,11 +188,11 @@ def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
         with os.scandir(checkpoint) as entries:
             for entry in entries:
                 if not entry.is_file(follow_symlinks=False):
-                    raise not_regular(f"{checkpoint.name}/{entry.name[:80]}")
+                    raise not_regular_error(f"{checkpoint.name}/{entry.name[:80]}")
     except FileNotFoundError:
         pass  # the code that opens the checkpoint reports this
     except OSError as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         raise UntrustedFileError(
             "runs.checkpoint_missing",
@@ -195,20 +201,20 @@ def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
         ) from None  # fmt: skip
 
 
-def step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
+def read_step_lines(folder: Path, name: str) -> list[dict[str, Any]]:
     """The lines of a file with a step each; empty without a file. Raises: UntrustedFileError; OSError for a fault of the machine."""
     try:
         opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise missing_file(folder.name, error) from None
+        raise missing_file_error(folder.name, error) from None
     try:
-        return lines_in(opened, name)
+        return read_lines_in(opened, name)
     finally:
         os.close(opened)
 
 
-def lines_in(folder: int, name: str) -> list[dict[str, Any]]:
-    """``step_lines`` of an opened folder."""
+def read_lines_in(folder: int, name: str) -> list[dict[str, Any]]:
+    """``read_step_lines`` of an opened folder."""
     stored = read_bytes(folder, (name,), LOG_BYTES) if name in os.listdir(folder) else b""
     found = []
     for line in stored.splitlines():

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.left_files import parse_json_object
 from kernels.contract.message import CodedError
 
@@ -29,12 +29,12 @@ def unreadable_file(name: str, error: BaseException) -> UntrustedFileError:
     return UntrustedFileError("runs.unreadable", "{file} cannot be read: {error}", file=name, error=str(error)[:300])
 
 
-def missing_file(name: str, error: OSError) -> UntrustedFileError:
+def missing_file_error(name: str, error: OSError) -> UntrustedFileError:
     """The error that a file or folder is missing."""
     return UntrustedFileError("runs.missing", "{file} is missing: {error}", file=name, error=error.strerror)
 
 
-def not_regular(name: str) -> UntrustedFileError:
+def not_regular_error(name: str) -> UntrustedFileError:
     """The error that a name is a link, a pipe or the like."""
     return UntrustedFileError("runs.not_regular", "{file} is not a regular file", file=name)
 
@@ -77,7 +77,7 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
         opened.append(handle)
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
-            raise not_regular(parts[-1])
+            raise not_regular_error(parts[-1])
         if status.st_size > limit:
             raise UntrustedFileError(
                 "runs.file_too_large",
@@ -88,9 +88,9 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
             return file.read(limit + 1)[:limit]
     except OSError as error:
         leased = isinstance(error, BlockingIOError)  # the candidate may hold a lease on the file
-        if is_of_no_file(error) and not leased:
+        if is_machine_fault_of_no_file(error) and not leased:
             raise
-        raise missing_file(parts[-1], error) from None
+        raise missing_file_error(parts[-1], error) from None
     except MemoryError as error:
         raise unreadable_file(parts[-1], error) from None
     finally:

@@ -16,25 +16,25 @@ from pathlib import Path
 
 from factory.core.errors import IsolationError
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.pipes import Opening
+from factory.sandbox.pipes import StartPipes
 from factory.sandbox.view import (
-    ETC,
+    ETC_FILES,
     GPU_FACTS,
-    HIDDEN_IN_PROC,
+    HIDDEN_PROC_ENTRIES,
     HOSTNAME,
     INIT,
     LAUNCHER,
     LAUNCHER_INSIDE,
     SYSTEM,
     USER,
+    readonly_system_paths,
     shared_proc_entries,
-    system_files,
 )
 from kernels.contract.message import Message
 
 NAMESPACES = ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL", "--die-with-parent")
 # Settings in /proc/sys that can forbid user namespaces: (name, value that forbids, value that allows)
-SWITCHES = (
+NAMESPACE_SETTINGS = (
     ("kernel/apparmor_restrict_unprivileged_userns", "1", "0"),  # Ubuntu
     ("kernel/unprivileged_userns_clone", "0", "1"),  # Debian
     ("user/max_user_namespaces", "0", "15000"),
@@ -43,7 +43,7 @@ SWITCHES = (
 
 def command(
     words: Sequence[str],
-    opening: Opening,
+    opening: StartPipes,
     *,
     writable: Sequence[Path],
     given: Sequence[tuple[str, str]],
@@ -62,7 +62,7 @@ def command(
     starts, and ``{"exit-code": n}``, which is missing if bubblewrap itself failed. Raises: IsolationError.
     """
     arguments = [
-        *private_mounts(bool(nodes)),
+        *private_mount_words(bool(nodes)),
         choose()[0],
         *NAMESPACES,
         "--new-session",
@@ -78,9 +78,9 @@ def command(
         arguments += ["--size", str(tmp), "--tmpfs", folder]
     for path in filter(os.path.lexists, SYSTEM):
         arguments += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind-try", path, path]
-    for path in [*system_files(), *(GPU_FACTS if nodes else ())]:
+    for path in [*readonly_system_paths(), *(GPU_FACTS if nodes else ())]:
         arguments += ["--ro-bind-try", path, path]
-    for path, text in ETC.items():
+    for path, text in ETC_FILES.items():
         arguments += ["--ro-bind-data", str(opening.given(text.encode())), path]
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
     for path in nodes:
@@ -91,7 +91,7 @@ def command(
         arguments += ["--bind", path, path]
     if nodes:
         for path in shared_proc_entries():
-            arguments += ["--ro-bind-try", HIDDEN_IN_PROC.get(path, path), path]
+            arguments += ["--ro-bind-try", HIDDEN_PROC_ENTRIES.get(path, path), path]
         arguments += ["--tmpfs", INIT]
     for path in (INIT if nodes else "/proc", "/dev", "/"):
         arguments += ["--remount-ro", path]
@@ -101,7 +101,7 @@ def command(
     return [*arguments, "--", *words]
 
 
-def private_mounts(gpu: bool) -> list[str]:
+def private_mount_words(gpu: bool) -> list[str]:
     """Return the words before bubblewrap's that start it in a private mount namespace: later mounts of the host do not appear in the sandbox.
 
     Root needs this: user 0 could write to a later mount. Empty for other users, and where no mount is shared, as in most containers.
@@ -165,7 +165,7 @@ def version(program: str) -> str:
 
 def advice(switches: Path = Path("/proc/sys")) -> Message:
     """Return the advice for a machine where no bwrap can isolate."""
-    for name, forbids, allows in SWITCHES:
+    for name, forbids, allows in NAMESPACE_SETTINGS:
         path = switches / name
         if path.exists() and path.read_text().strip() == forbids:
             return Message(

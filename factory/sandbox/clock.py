@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 
 from factory.sandbox.usage import tree
 
-TICKS = os.sysconf("SC_CLK_TCK")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of a whole process: include/linux/posix-timers.h
 ENOUGH = 512  # at most so many processes are read
 
 
 @dataclass(frozen=True)
-class Reading:
+class CpuReading:
     """CPU seconds so far: of the whole process tree, and of each living thread by its number."""
 
     tree: float = 0.0
@@ -33,7 +33,7 @@ class CpuSeconds:
     thread: float
 
 
-def read(init: int) -> Reading:
+def read(init: int) -> CpuReading:
     """Read the CPU seconds of ``init`` and all its descendants, with ended children that a process waited for.
 
     A child that ended without a wait is not counted. Code can hide work in this way: no decision about new code depends on this clock.
@@ -47,10 +47,10 @@ def read(init: int) -> Reading:
                     threads[int(thread)] = int(said.read().split()[0]) / 1e9
         except (OSError, IndexError):
             continue  # the process ended, or the kernel does not give the number
-    return Reading(total, threads)
+    return CpuReading(total, threads)
 
 
-def between(first: Reading, last: Reading) -> CpuSeconds | None:
+def between(first: CpuReading, last: CpuReading) -> CpuSeconds | None:
     """Return the CPU seconds between two readings; None if they are unknown: a reading failed, or the busiest thread has ended."""
     if not first.threads or not last.threads or max(first.threads, key=first.threads.__getitem__) not in last.threads:
         return None
@@ -62,4 +62,4 @@ def _waited_for(process: int) -> float:
     """Return the CPU seconds of a process's ended children: cutime and cstime of proc(5)."""
     with open(f"/proc/{process}/stat", "rb") as said:
         words = said.read().rpartition(b")")[2].split()
-    return (int(words[13]) + int(words[14])) / TICKS
+    return (int(words[13]) + int(words[14])) / TICKS_PER_SECOND

@@ -20,13 +20,13 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
-from factory.sandbox.pipes import Opening, StatusPipe, kill_and_wait, launched
+from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launched
 from factory.sandbox.together import together
-from factory.sandbox.view import cache_variables, clean_environment, writable_system
+from factory.sandbox.view import cache_variables, clean_environment, writable_system_paths
 from trainer.contract import stopping
 
 # Prefixes of the factory's variables that may change how code computes and contain no secret. All other variables stay outside.
-PASSED = (
+PASSED_PREFIXES = (
     "ATEN_", "CC", "CUBLAS", "CUDA_", "CUDNN_", "CXX", "DNNL_", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "LC_", "LD_", "MALLOC_", "MKL_",
     "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ",
 )  # fmt: skip
@@ -135,7 +135,7 @@ def start(
 ) -> Running:
     """Start ``command``. It can write to the folders ``writable`` and ``cache`` (for compilers) and read ``readonly`` and ``cwd``.
 
-    ``environment`` is added to the sandbox's own and to the variables of ``PASSED``. ``nodes``: the files in ``/dev`` of its GPUs. The
+    ``environment`` is added to the sandbox's own and to the variables of ``PASSED_PREFIXES``. ``nodes``: the files in ``/dev`` of its GPUs. The
     sandbox holds the descriptor ``lock`` until it ends; the command cannot reach it. The sandbox dies with this process.
     Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
     """
@@ -149,10 +149,10 @@ def start(
                 path=path,
                 command=command[0],
             )
-    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED)}
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_PREFIXES)}
     variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
-    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system(nodes)]}
-    with Opening() as opening, contextlib.ExitStack() as links:
+    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system_paths(nodes)]}
+    with StartPipes() as opening, contextlib.ExitStack() as links:
         arguments = bubblewrap.command(
             launched(command, rules, opening),
             opening,

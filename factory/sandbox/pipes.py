@@ -25,7 +25,7 @@ def unnamed(data: bytes) -> IO[bytes]:
     return file
 
 
-class Opening:
+class StartPipes:
     """The files that bubblewrap inherits, and this process's ends of two pipes; closed after the block.
 
     bubblewrap's events arrive through ``status``. The launcher waits for a "." through ``go``.
@@ -65,7 +65,7 @@ class Opening:
         with contextlib.suppress(BrokenPipeError):
             self.go.write(b".")
 
-    def __enter__(self) -> Opening:
+    def __enter__(self) -> StartPipes:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,7 +104,7 @@ class StatusPipe:
         return [json.loads(line) for line in self._lines()]
 
 
-def launched(command: Sequence[str], rules: Mapping[str, object], opening: Opening) -> list[str]:
+def launched(command: Sequence[str], rules: Mapping[str, object], opening: StartPipes) -> list[str]:
     """Return the command line of the launcher, which applies ``rules`` to itself and then becomes ``command``."""
     said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]

@@ -36,10 +36,10 @@ from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.pipes import Opening, StatusPipe, kill_and_wait, launched
+from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launched
 from factory.sandbox.together import together
-from factory.sandbox.usage import folder_size, free_space, tree, unlinked
-from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system
+from factory.sandbox.usage import free_disk_bytes, measure_deleted_files, measure_folder, tree
+from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system_paths
 from kernels.contract.message import Message
 
 WATCH_SECONDS = 0.1
@@ -133,7 +133,7 @@ def run(
     output.mkdir(parents=True, exist_ok=True)
     # Idle OpenMP threads that spin make a busy machine many times slower, and its timings useless.
     seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
-    with Opening() as opening, together(readonly) as given:
+    with StartPipes() as opening, together(readonly) as given:
         rules = _rules(output, limits, devices.nodes())
         arguments = bubblewrap.command(
             launched(command, rules, opening),
@@ -195,7 +195,7 @@ def run(
         seconds=held.seconds,
         stopped=held.stopped,
         peak_memory=held.peak_memory,
-        output=folder_size(output)[0],
+        output=measure_folder(output)[0],
     )
 
 
@@ -300,13 +300,13 @@ class _Held:
         Deleted files are measured only if the disk lost more bytes than the limit. If they cannot be measured, the bytes that the disk lost
         count.
         """
-        size, files = folder_size(self.output)
-        free = free_space(self.output)
+        size, files = measure_folder(self.output)
+        free = free_disk_bytes(self.output)
         if self._room is None:
             self._room = free + size
         lost = self._room - free
         if size <= self.limits.output < lost:
-            hidden, whole = unlinked(processes, self.output)
+            hidden, whole = measure_deleted_files(processes, self.output)
             size = size + hidden if whole else lost
         return size, files
 
@@ -373,5 +373,5 @@ def _rules(output: Path, limits: Limits, nodes: Sequence[str]) -> dict[str, obje
             "RLIMIT_NOFILE": 4096,
             "RLIMIT_CORE": 0,
         },
-        "writable": [str(output), *writable_system(nodes)],
+        "writable": [str(output), *writable_system_paths(nodes)],
     }

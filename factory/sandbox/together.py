@@ -8,7 +8,7 @@ Other files of the folder stay invisible.
     shards/cd/tokens.bin   not requested   →     mounted at shards/
 
 A path that cannot be linked (on another disk) gets a mount of its own. The links are removed when the sandbox ends. The links of a killed
-process are removed when the next links are made, and before text is erased (``remove_left``).
+process are removed when the next links are made, and before text is erased (``remove_unused_links``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def together(paths: Sequence[Path]) -> Iterator[Mounts]:
         yield folders + [(str(path), str(path)) for path in single]
 
 
-def remove_left(folder: Path) -> None:
+def remove_unused_links(folder: Path) -> None:
     """Remove the links in ``folder`` that no process uses: a hard link keeps a file's content on the disk."""
     for left in folder.glob(f"{_PREFIX}*"):
         with contextlib.suppress(FileNotFoundError), _locked(left) as free:
@@ -55,7 +55,7 @@ def remove_left(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _folder_of_links(folder: Path) -> Iterator[Path]:
-    remove_left(folder)
+    remove_unused_links(folder)
     made = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=folder))
     try:
         with _locked(made):

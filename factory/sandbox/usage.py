@@ -38,7 +38,7 @@ def tree(root: int, enough: int) -> tuple[list[int], int]:
     return processes, memory
 
 
-def folder_size(folder: Path) -> tuple[int, int]:
+def measure_folder(folder: Path) -> tuple[int, int]:
     """Return the bytes on disk and the number of entries of a folder to which processes may write. Links are counted, not followed.
 
     An inner folder that cannot be read (no permission, or too long a path) counts as more than any limit: it could hide any amount.
@@ -60,13 +60,13 @@ def folder_size(folder: Path) -> tuple[int, int]:
     return size, entries  # after any other error: the folder was removed
 
 
-def free_space(folder: Path) -> int:
+def free_disk_bytes(folder: Path) -> int:
     """Return the free bytes on the folder's disk."""
     found = os.statvfs(folder)
     return found.f_bfree * found.f_frsize
 
 
-def unlinked(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
+def measure_deleted_files(processes: Iterable[int], folder: Path) -> tuple[int, bool]:
     """Return the bytes of deleted files on the folder's disk that ``processes`` have open or mapped, and whether these are all.
 
     Not all can be measured: files in transit through a socket and, without root, mappings and files of a process that hides them.

@@ -2,7 +2,7 @@
 
 Paths inside are the same as outside, except ``LAUNCHER`` (at ``LAUNCHER_INSIDE``) and paths to which a caller gives another place. The command
 sees files of the system, of the interpreter and of the caller, an empty root, ``/proc`` of its pid namespace, ``/dev`` with harmless devices,
-the files ``ETC``, and ``/tmp`` and ``/dev/shm`` of limited size. Only the last two and the caller's writable folders can be written to.
+the files ``ETC_FILES``, and ``/tmp`` and ``/dev/shm`` of limited size. Only the last two and the caller's writable folders can be written to.
 
 ``/proc`` is read-only: a sandbox that root started is user 0 to the kernel, and could escape by writing core_pattern. With a GPU the folders of
 the command's own processes are writable there: CUDA's driver names its threads in them, and otherwise does not start (cuInit returns 304). The
@@ -24,21 +24,21 @@ LAUNCHER_INSIDE = "/run/launch.py"
 USER = 1000  # and group
 HOSTNAME = "sandbox"
 # Files made in /etc: ranks look up their own host by name, and the sandbox has no name server.
-ETC = {
+ETC_FILES = {
     "/etc/passwd": f"{HOSTNAME}:x:{USER}:{USER}::/tmp:/bin/sh\n",
     "/etc/hosts": f"127.0.0.1 localhost {HOSTNAME}\n",
 }
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 INIT = "/proc/1"  # the folder of a sandbox's init
-HIDDEN_IN_PROC = {"/proc/locks": "/dev/null"}  # a bound /proc/locks would list processes outside of the sandbox
+HIDDEN_PROC_ENTRIES = {"/proc/locks": "/dev/null"}  # a bound /proc/locks would list processes outside of the sandbox
 GPU_FACTS = ("/sys",)  # a GPU's driver reads about the machine there; visible only with a GPU
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d", "/etc/alternatives")
 
 # They change which instructions of the processor torch uses, or what it compiles, and so the class of the machine (kernels.contract.machine).
-VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER)
+MACHINE_CLASS_VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", *devices.COMPILER_SETTINGS)
 
 
-def writable_system(nodes: Sequence[str]) -> list[str]:
+def writable_system_paths(nodes: Sequence[str]) -> list[str]:
     """Return where a command may write besides the caller's folders, for Landlock's rules. ``nodes``: the device files of its GPUs."""
     return ["/tmp", "/dev", *(["/proc"] if nodes else [])]
 
@@ -48,7 +48,7 @@ def shared_proc_entries() -> list[str]:
     return sorted(entry.path for entry in os.scandir("/proc") if not entry.name.isdigit() and not entry.is_symlink())
 
 
-def system_files() -> list[str]:
+def readonly_system_paths() -> list[str]:
     """Return the paths that are read-only inside, besides ``SYSTEM``."""
     return [path for path in (*SYSTEM_FILES, *interpreter_paths()) if os.path.exists(path)]
 
@@ -81,7 +81,7 @@ def clean_environment(cache: Path) -> dict[str, str]:
         "PYTHONNOUSERSITE": "1",
         **cache_variables(cache),
         # The class of the machine must be the same inside: code compiled for one class crashes in a process of another class.
-        **{name: os.environ[name] for name in VARIABLES if name in os.environ},
+        **{name: os.environ[name] for name in MACHINE_CLASS_VARIABLES if name in os.environ},
     }
 
 

@@ -18,9 +18,9 @@ from typing import Any
 import httpx
 
 from factory.core.errors import FactoryError
-from factory.core.launching import die_with
+from factory.core.launching import make_die_with_parent
 from factory.core.left_files import read_tail
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.serving.champion import Champion
 from kernels.contract.message import Message
 
@@ -51,7 +51,7 @@ def native() -> EngineKind:
     def command(export: Path, socket: str) -> list[str]:
         return [sys.executable, "-m", "factory.serving.native.server", str(export), socket]
 
-    environment = {"PYTHONPATH": str(code_root())}
+    environment = {"PYTHONPATH": str(checkout_root())}
     return EngineKind("native", command, environment, tolerance=1e-3, adapt=lambda path, body, export: body)
 
 
@@ -88,7 +88,7 @@ class Engine:
                     cwd=folder,
                     env=os.environ | kind.environment,
                     start_new_session=True,  # the router handles an interrupt from the terminal
-                    preexec_fn=die_with(os.getpid()),
+                    preexec_fn=make_die_with_parent(os.getpid()),
                 )
         except (OSError, FactoryError) as error:
             shutil.rmtree(folder, ignore_errors=True)

@@ -17,8 +17,8 @@ from typing import Any
 import httpx
 
 from factory.core.errors import FactoryError
-from factory.core.launching import die_with
-from factory.core.workspace import code_root
+from factory.core.launching import make_die_with_parent
+from factory.core.workspace import checkout_root
 from factory.evals.probes.engine import Asking, make_fixture
 from factory.release.serving import MODEL_NAME
 
@@ -55,9 +55,9 @@ async def made(export: Path) -> dict[str, Any]:
         out = Path(folder) / "fixture.json"
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "factory.serving.fixture", str(export), str(out)),
-            env=os.environ | {"PYTHONPATH": str(code_root())},
+            env=os.environ | {"PYTHONPATH": str(checkout_root())},
             stderr=asyncio.subprocess.PIPE,
-            preexec_fn=die_with(os.getpid()),
+            preexec_fn=make_die_with_parent(os.getpid()),
         )
         try:
             _, said = await process.communicate()

@@ -21,7 +21,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from factory.release.serving import MODEL_NAME
-from factory.serving.api.disconnects import Gone, unless_gone
+from factory.serving.api.disconnects import ClientGone, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
 from factory.serving.swap import Supervisor, Unavailable
@@ -68,7 +68,7 @@ class _Router:
             except Unavailable as error:
                 body = ApiError(503, Message.from_json(error.message), openai_code="no_engine").body()
                 response = JSONResponse(body, 503, {"Retry-After": "5"})
-            except (Gone, ClientDisconnect):
+            except (ClientGone, ClientDisconnect):
                 response = Response(status_code=499)
             self.metrics.add("factory_serve_requests_total", status=response.status_code)
             return response
@@ -81,10 +81,10 @@ class _Router:
         path, tried = request.url.path, 0
         while True:
             async with AsyncExitStack() as held:
-                engine = await unless_gone(request, held.enter_async_context(self.supervisor.use()))
+                engine = await cancel_if_gone(request, held.enter_async_context(self.supervisor.use()))
                 adapted = engine.kind.adapt(path, body, engine.champion.export)
                 try:
-                    answer = await unless_gone(request, self._ask(engine, path, adapted, held))
+                    answer = await cancel_if_gone(request, self._ask(engine, path, adapted, held))
                     if answer is not None:
                         return self._passed_on(answer, engine, began, held.pop_all())
                 except httpx.TransportError:

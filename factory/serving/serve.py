@@ -11,7 +11,7 @@ import uvicorn
 
 from factory.core.errors import InputError
 from factory.core.listening import is_loopback, listen
-from factory.core.served import served_at
+from factory.core.served import note_served_address
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record
 from factory.ledger.rows import Subject
@@ -48,7 +48,7 @@ def serve(
     where = f"[{host}]" if ":" in host else host
     url = f"http://{where}:{listening.getsockname()[1]}/v1"
     say(Message("serving.open", "{url} is open. Press Ctrl-C to end the server.", url=url))
-    with served_at(workspace, url):
+    with note_served_address(workspace, url):
         asyncio.run(_run(supervisor, listening, key))
 
 

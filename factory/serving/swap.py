@@ -29,7 +29,7 @@ from kernels.contract.message import Message
 POLL_SECONDS = 1.0  # between looks at the ledger
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0  # before a failed engine is tried again
 WARM_UP = 8  # requests at the same time
-SOON = 10  # an engine that ends within so many times its start time did not work
+SHORT_LIFE_TIMES = 10  # an engine that ends within so many times its start time did not work
 NO_ANSWER_SECONDS, NO_ANSWER = (
     60.0,
     50,
@@ -293,7 +293,7 @@ class Supervisor:
         self.current = None
         self.trouble = engine.problem
         self.metrics.add("factory_serve_engine_ends_total")
-        soon = time.monotonic() - self._flipped_at < SOON * self._seconds_to_start
+        soon = time.monotonic() - self._flipped_at < SHORT_LIFE_TIMES * self._seconds_to_start
         self._short_lives = self._short_lives + 1 if soon else 0
         pause = _pause(self._short_lives - 1)
         self._tell(

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from factory.core.errors import FactoryError, InputError
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.evals.export_folder import read_config
-from factory.evals.probes.engine_process import vllm_lacks
+from factory.evals.probes.engine_process import why_vllm_cannot_run
 from factory.release.serving import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults
-from factory.serving.api.request import ServedModel, check_messages, load_served, parse_body, read_request
+from factory.serving.api.request import ServedModel, check_messages, load_served_model, parse_body, read_request
 from factory.serving.engines import EngineKind
 
 ENVIRONMENT = ".venv-serve"
@@ -35,7 +35,7 @@ SETTINGS = {
 
 def vllm(environment: Path | None = None) -> EngineKind:
     """vLLM from ``environment``; default: that of ``make serve-env``. Raises: InputError when vLLM is not installed there."""
-    environment = environment or code_root() / ENVIRONMENT
+    environment = environment or checkout_root() / ENVIRONMENT
     program = environment / "bin" / "vllm"
     if not program.exists():
         raise InputError(
@@ -45,7 +45,7 @@ def vllm(environment: Path | None = None) -> EngineKind:
     on_gpu = Path("/dev/nvidia0").exists()
 
     def command(export: Path, socket: str) -> list[str]:
-        if lacks := vllm_lacks(read_config(export).head_dim):
+        if lacks := why_vllm_cannot_run(read_config(export).head_dim):
             raise InputError(
                 "serving.vllm_cannot",
                 "vLLM cannot serve {export}: {why}. Use --engine native.",
@@ -79,7 +79,7 @@ def adapt(path: str, body: bytes, export: Path) -> bytes:
 
 @functools.lru_cache(maxsize=2)
 def _served(export: Path) -> ServedModel:
-    return load_served(export)
+    return load_served_model(export)
 
 
 def main(arguments: list[str]) -> NoReturn:

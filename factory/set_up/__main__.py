@@ -25,7 +25,7 @@ DISK_GB = 4  # an environment of 2.1 GB (vLLM's is larger), and pip's downloads
 AGAIN = ". Solve this, then run the same command again: it continues from here"
 
 
-def too_old(version: "tuple[int, ...]") -> str:
+def refuse_old_python(version: "tuple[int, ...]") -> str:
     """Return the line that refuses an old Python; '' for a recent one."""
     found = ".".join(map(str, version[:3]))
     line = f"The factory needs Python 3.11 or later, but this is {found}. Name another Python, as in 'make demo PYTHON=python3.12'"
@@ -126,6 +126,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if too_old(sys.version_info[:3]):
-        sys.exit(too_old(sys.version_info[:3]))
+    if refuse_old_python(sys.version_info[:3]):
+        sys.exit(refuse_old_python(sys.version_info[:3]))
     main()

@@ -1,6 +1,6 @@
 """Finds everything in the ledger that people are not shown yet, and shows it in MLflow and on pages.
 
-The module has a list of ``Showing``: each finds its missing things from the ledger alone, and shows one of them. An event records each thing that
+The module has a list of ``ThingToShow``: each finds its missing things from the ledger alone, and shows one of them. An event records each thing that
 was shown. So MLflow is opened only for things that it lacks: new ones, or ones lost when a process was killed, MLflow did not answer, or its
 database was lost. Pages are written first, because they do not need MLflow.
 """
@@ -17,20 +17,20 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE
-from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about
+from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_anomaly
 from factory.ledger.files import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
-from factory.runs.running import as_it_stands
-from factory.show.mlflow.outages import TrackingError, of_one_thing, shown
+from factory.ledger.rows import ReadsSql, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
+from factory.runs.running import with_real_state
+from factory.show.mlflow.outages import TrackingError, describe_single_failure, shown
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (
     ARM_SHOWN,
     CLOSED,
-    DELETED,
     DIAGNOSIS_SHOWN,
     PROFILE_SHOWN,
+    RUN_DELETED,
     SHOWN,
     Tracking,
 )
@@ -44,15 +44,15 @@ Wanted = Mapping[
 
 
 @dataclass(frozen=True)
-class Showing:
+class ThingToShow:
     """A kind of thing to show. ``behind``: finds the things not shown yet, from the ledger alone. ``show``: shows one; safe to repeat."""
 
     name: str
-    behind: Callable[[Plant, Reads], Iterable[Any]]
+    behind: Callable[[Plant, ReadsSql], Iterable[Any]]
     show: Callable[[Plant, Tracking, Any], object]
 
 
-def catch_up(plant: Plant) -> None:
+def show_missing(plant: Plant) -> None:
     """Show everything that is not shown yet. A thing that cannot be shown now is reported once; the others are shown, and a later call retries.
 
     Raises: the errors of a fault of the machine.
@@ -67,7 +67,7 @@ def catch_up(plant: Plant) -> None:
         shown(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
 
 
-def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[Showing, list[Any]]]) -> bool:
+def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[ThingToShow, list[Any]]]) -> bool:
     """Raises: TrackingError; WorkspaceError while another process shows."""
     with plant.workspace.lock("tracking", PATIENCE):  # without the lock, two processes could send the same thing twice
         check_writable(plant.workspace)
@@ -82,7 +82,7 @@ def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[Showing, l
 _refused: set[tuple[Path, str]] = set()  # messages that this process has printed
 
 
-def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None:
+def _alone(plant: Plant, tracking: Tracking, showing: ThingToShow, one: Any) -> None:
     """Show one thing. An error that concerns only this thing (a deleted run, a missing branch) is printed once per process.
 
     Raises: TrackingError where MLflow does not answer; the errors of a fault of the machine.
@@ -96,7 +96,7 @@ def _alone(plant: Plant, tracking: Tracking, showing: Showing, one: Any) -> None
             "catching_up.not_shown",
             "  One of the {kind} cannot be shown: {reason}",
             kind=showing.name,
-            reason=of_one_thing(error),
+            reason=describe_single_failure(error),
         )
         said = plant.workspace.root, message
         if said not in _refused:
@@ -111,7 +111,7 @@ def _dated(page: Path, newest: float) -> None:
         os.utime(page, (newest + 0.001,) * 2)
 
 
-def _candidates_without_page(plant: Plant, db: Reads) -> list[tuple[int, float]]:
+def _candidates_without_page(plant: Plant, db: ReadsSql) -> list[tuple[int, float]]:
     """(candidate, time of the verdict or release) of judged candidates whose page is missing or older than the verdict or release."""
     judged = VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")
     found: dict[int, float] = {}
@@ -124,32 +124,32 @@ def _candidates_without_page(plant: Plant, db: Reads) -> list[tuple[int, float]]
     return [*found.items()]
 
 
-def _proposals_without_page(plant: Plant, db: Reads) -> list[int]:
+def _proposals_without_page(plant: Plant, db: ReadsSql) -> list[int]:
     sql = "SELECT number FROM proposals WHERE verdict IS NOT NULL AND report IS NULL ORDER BY number"
     return [row["number"] for row in db.read(sql)]
 
 
-def _diagnoses(db: Reads) -> list[tuple[int, float, dict[str, Any]]]:
+def _diagnoses(db: ReadsSql) -> list[tuple[int, float, dict[str, Any]]]:
     """(newest event, its time, detail) of the newest diagnosis of each episode. The event records the diagnosis or its explanation by an LLM."""
     sql = (
         "SELECT MAX(id) AS id, MAX(at) AS at, subject FROM events WHERE kind IN (:diagnosed, :worded) GROUP BY subject"
     )
-    newest = {row["subject"]: row for row in db.read(sql, diagnosed=DIAGNOSED, worded=WORDED)}
+    newest = {row["subject"]: row for row in db.read(sql, diagnosed=DIAGNOSED, worded=EXPLAINED)}
     if not newest:
         return []
-    details = {detail["lead"]: detail for detail in newest_about(db, DIAGNOSED).values()}
+    details = {detail["lead"]: detail for detail in newest_details_by_anomaly(db, DIAGNOSED).values()}
     about = [(newest[str(Subject("anomaly", lead))], details[lead]) for lead in sorted(details)]
     return [(row["id"], row["at"], detail) for row, detail in about if detail.get("report")]
 
 
-def _diagnoses_without_page(plant: Plant, db: Reads) -> list[tuple[dict[str, Any], float]]:
+def _diagnoses_without_page(plant: Plant, db: ReadsSql) -> list[tuple[dict[str, Any], float]]:
     """(detail, time) of diagnoses whose page is missing or older than the newest event."""
     found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
     return [(detail, at) for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
 
 
 # -- MLflow -------------------------------------------------------------------------------------------------------------
-def _unclosed(plant: Plant, db: Reads) -> list[int]:
+def _unclosed(plant: Plant, db: ReadsSql) -> list[int]:
     """Segments that ended and whose MLflow runs are still open. A segment whose run was retired is not shown again."""
     ended = db.read("SELECT id FROM segments WHERE state <> 'planned' ORDER BY id")
     left = _untold(db, CLOSED, {f"segment:{row['id']}": (row["id"], {}) for row in ended})
@@ -164,19 +164,19 @@ def _close(plant: Plant, tracking: Tracking, number: int) -> None:
     follower.finish()
 
 
-def _any_judged(plant: Plant, db: Reads) -> list[None]:
+def _any_judged(plant: Plant, db: ReadsSql) -> list[None]:
     """One entry as soon as a candidate was judged: MLflow is always compared, because people move aliases and delete versions there."""
     return [None] if VerdictRow.first(db, "WHERE gate = 'release'") else []
 
 
-def _unshown_proposals(plant: Plant, db: Reads) -> list[int]:
+def _unshown_proposals(plant: Plant, db: ReadsSql) -> list[int]:
     """Proposals whose run does not show their current state."""
     sql = """SELECT number, state FROM proposals WHERE state IN ('judged', 'approved', 'rejected', 'reverted', 'superseded') ORDER BY number"""
     states = {row["number"]: row["state"] for row in db.read(sql)}
     return _untold(db, SHOWN, {f"proposal:{number}": (number, {"state": state}) for number, state in states.items()})
 
 
-def _unshown_diagnoses(plant: Plant, db: Reads) -> list[tuple[int, dict[str, Any]]]:
+def _unshown_diagnoses(plant: Plant, db: ReadsSql) -> list[tuple[int, dict[str, Any]]]:
     found: Wanted = {f"diagnosis:{event}": ((event, detail), {}) for event, _, detail in _diagnoses(db)}
     return _untold(db, DIAGNOSIS_SHOWN, found)
 
@@ -187,35 +187,35 @@ def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, 
     tracking.segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
 
 
-def _unshown_profiles(plant: Plant, db: Reads) -> list[int]:
+def _unshown_profiles(plant: Plant, db: ReadsSql) -> list[int]:
     rows: Wanted = {f"profile:{row['id']}": (row, {}) for row in db.read("SELECT id, path FROM profiles ORDER BY id")}
     return [row["id"] for row in _untold(db, PROFILE_SHOWN, rows) if Path(row["path"]).is_file()]
 
 
-def _unshown_arms(plant: Plant, db: Reads) -> list[RunRow]:
-    rows = [row for row in map(as_it_stands, RunRow.select(db, "ORDER BY started_at, id")) if row.state != "running"]
+def _unshown_arms(plant: Plant, db: ReadsSql) -> list[RunRow]:
+    rows = [row for row in map(with_real_state, RunRow.select(db, "ORDER BY started_at, id")) if row.state != "running"]
     return _untold(db, ARM_SHOWN, {f"arm:{row.id}": (row, {"state": row.state, "at": row.started_at}) for row in rows})
 
 
-def _undeleted(plant: Plant, db: Reads) -> list[list[str]]:
+def _undeleted(plant: Plant, db: ReadsSql) -> list[list[str]]:
     """The names of all retired runs as one list, because each removal in MLflow takes seconds."""
     names = [PurePosixPath(row["subject"]).name for row in _retired_runs(db)]
-    left = _untold(db, DELETED, {f"run:{name}": (name, {}) for name in names})
+    left = _untold(db, RUN_DELETED, {f"run:{name}": (name, {}) for name in names})
     return [left] if left else []
 
 
-def _retired_runs(db: Reads) -> list[dict[str, Any]]:
+def _retired_runs(db: ReadsSql) -> list[dict[str, Any]]:
     sql = "SELECT subject, detail FROM events WHERE kind = :kind AND subject LIKE 'run:%' ORDER BY id"
     return db.read(sql, kind=RETIRED)
 
 
-def _untraced(plant: Plant, db: Reads) -> list[dict[str, Any]]:
+def _untraced(plant: Plant, db: ReadsSql) -> list[dict[str, Any]]:
     if not sa.inspect(plant.ledger.engine).has_table(exchanges.name):  # an older ledger has no such table
         return []
     return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
 
 
-def _untold(db: Reads, kind: str, wanted: Wanted) -> list[Any]:
+def _untold(db: ReadsSql, kind: str, wanted: Wanted) -> list[Any]:
     """The things whose newest event of this kind does not have the wanted detail. Events before MLflow's database was remade do not count."""
     if not wanted:
         return []
@@ -230,25 +230,25 @@ def _untold(db: Reads, kind: str, wanted: Wanted) -> list[Any]:
 
 
 PAGES = (
-    Showing(
+    ThingToShow(
         "candidates' pages",
         _candidates_without_page,
         lambda plant, _, one: _dated(release_report.write_report(plant, one[0]), one[1]),
     ),
-    Showing("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
-    Showing(
+    ThingToShow("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
+    ThingToShow(
         "diagnoses' pages",
         _diagnoses_without_page,
         lambda plant, _, one: _dated(anomaly_page.write(plant, one[0]), one[1]),
     ),
 )
 IN_MLFLOW = (
-    Showing("segments", _unclosed, _close),
-    Showing("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
-    Showing("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
-    Showing("diagnoses", _unshown_diagnoses, _show_diagnosis),
-    Showing("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
-    Showing("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
-    Showing("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.say)),
-    Showing("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
+    ThingToShow("segments", _unclosed, _close),
+    ThingToShow("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
+    ThingToShow("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
+    ThingToShow("diagnoses", _unshown_diagnoses, _show_diagnosis),
+    ThingToShow("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
+    ThingToShow("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
+    ThingToShow("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.say)),
+    ThingToShow("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from factory.core.left_files import read_tail
-from factory.core.moments import iso, local, span
+from factory.core.moments import format_iso_time, local, span
 from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
-from factory.status.running import DOING
+from factory.status.running import TASK_NOTE
 
 NAME = "daemon.log"
 FILE_BYTES = 4 << 20
@@ -32,7 +32,7 @@ class LoggedProgress:
     """A ``Progress`` that writes all lines and tasks to the log and passes them on to ``shown``."""
 
     def __init__(self, workspace: Workspace, shown: Progress) -> None:
-        self.path, self.note, self.shown = workspace.logs / NAME, workspace.logs / DOING, shown
+        self.path, self.note, self.shown = workspace.logs / NAME, workspace.logs / TASK_NOTE, shown
         self._lock = threading.Lock()
         self._tasks: list[tuple[str, float]] = []
         self._doing()
@@ -59,7 +59,7 @@ class LoggedProgress:
 
     def _write(self, kind: str, text: str, **more: Any) -> None:
         printable = text[:LINE_BYTES].encode("utf-8", "backslashreplace").decode()
-        entry = {"at": iso(time.time()), "process": os.getpid(), "kind": kind, "text": printable, **more}
+        entry = {"at": format_iso_time(time.time()), "process": os.getpid(), "kind": kind, "text": printable, **more}
         line = json.dumps(entry, ensure_ascii=False).encode() + b"\n"
         with self._lock, contextlib.suppress(OSError):
             if self.path.exists() and self.path.stat().st_size + len(line) > FILE_BYTES:
@@ -76,7 +76,7 @@ class LoggedProgress:
     def _doing(self) -> None:
         with self._lock, contextlib.suppress(OSError):
             title, since = self._tasks[-1] if self._tasks else ("", time.time())
-            aside = self.note.with_name(f".{DOING}")
+            aside = self.note.with_name(f".{TASK_NOTE}")
             aside.write_text(json.dumps({"process": os.getpid(), "task": title, "since": since}))
             os.replace(aside, self.note)
 

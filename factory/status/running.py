@@ -10,10 +10,10 @@ from typing import Any
 
 from factory.core.left_files import parse_json, read_tail
 from factory.core.workspace import Workspace
-from factory.ledger.rows import Reads, SegmentRow
+from factory.ledger.rows import ReadsSql, SegmentRow
 
 LOCK_FILE = "model-loop.lock"
-DOING = "doing.json"  # in logs/: {"process", "task", "since"}
+TASK_NOTE = "doing.json"  # in logs/: {"process", "task", "since"}
 TAIL_BYTES = 1 << 16
 RATE_STEPS = 32  # the rate is measured from this many newest steps
 
@@ -56,7 +56,7 @@ def _command(process: int) -> str:
 
 def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
     try:
-        found = json.loads((workspace.logs / DOING).read_text())
+        found = json.loads((workspace.logs / TASK_NOTE).read_text())
         if found["process"] == process and found["task"]:
             return {"doing": str(found["task"]), "doing_since": float(found["since"])}
     except (OSError, ValueError, KeyError, TypeError):
@@ -64,7 +64,7 @@ def _doing(workspace: Workspace, process: int) -> dict[str, Any]:
     return {}
 
 
-def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
+def current_segment_facts(db: ReadsSql, now: float | None = None) -> dict[str, Any] | None:
     """The planned segment with the numbers of its newest step. None: no segment is planned.
 
     ``step`` of ``last_step``, and ``loss`` of the newest step; ``tokens_per_s``, ``mfu`` (known GPUs) and ``step_seconds``, medians of the
@@ -78,7 +78,7 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
         "step": row.first_step, "loss": None, "tokens_per_s": None, "mfu": None, "step_seconds": None, "eta_seconds": None,
         "age_seconds": now - row.created_at, "seconds_since_step": None,
     }  # fmt: skip
-    lines = newest_lines(Path(row.folder) / "metrics.jsonl")
+    lines = read_newest_metrics(Path(row.folder) / "metrics.jsonl")
     if not lines:
         return facts
     newest = lines[-1]
@@ -93,7 +93,7 @@ def segment_now(db: Reads, now: float | None = None) -> dict[str, Any] | None:
     return facts
 
 
-def newest_lines(path: Path) -> list[dict[str, Any]]:
+def read_newest_metrics(path: Path) -> list[dict[str, Any]]:
     """The newest whole lines of a metrics.jsonl that have a step and a time, oldest first. The trainer that writes them is not trusted."""
     found = []
     for line in read_tail(path, TAIL_BYTES).split(b"\n")[:-1]:

@@ -14,11 +14,11 @@ from factory.ledger import status as recorded
 from factory.ledger.anomalies import every_anomaly
 from factory.ledger.files import low_disk
 from factory.ledger.reader import Reader
-from factory.ledger.rows import Reads
+from factory.ledger.rows import ReadsSql
 from factory.releasable.recorded import newest
-from factory.retention.disk import FLOOR_BYTES, hours_left, samples
-from factory.status.running import daemon, segment_now
-from factory.status.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, what_waits
+from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, samples
+from factory.status.running import current_segment_facts, daemon
+from factory.status.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, waiting_facts
 from kernels.contract.message import Message
 
 AHEAD = "trunk_ahead"  # event when the possible training changes: {steps, new_shards, wanted, missing_tokens}
@@ -30,25 +30,25 @@ def facts(workspace: Workspace) -> dict[str, Any]:
     db, now = Reader(workspace), time.time()
     return (
         recorded.snapshot(workspace)
-        | what_waits(db)
+        | waiting_facts(db)
         | {
             "at": now,
             "daemon": daemon(workspace),
-            "last_error": last_error(db),
-            "training": segment_now(db, now),
+            "last_error": read_last_error(db),
+            "training": current_segment_facts(db, now),
             "waiting_for_a_person": waiting(workspace, db),
             "open_verdicts": open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in every_anomaly(db)),
-            "data_ahead": data_ahead(db),
+            "data_ahead": read_data_ahead(db),
             "releasable": newest(workspace, db),
             "disk": disk(workspace, db, now),
-            "spend": spend(db, now),
-            "improve": improvements.facts(db, improvements.as_written(workspace), now),
+            "spend": spending_facts(db, now),
+            "improve": improvements.facts(db, improvements.improve_policy_as_written(workspace), now),
         }
     )
 
 
-def last_error(db: Reads) -> dict[str, Any] | None:
+def read_last_error(db: ReadsSql) -> dict[str, Any] | None:
     """``at``, ``what`` and ``error`` of the newest failure that the daemon recorded, even if the action succeeded since."""
     sql = "SELECT at, detail FROM events WHERE kind IN (:one, :other) ORDER BY id DESC LIMIT 1"
     for row in db.read(sql, one=PASS_FAILED, other=ACTION_FAILED):
@@ -56,15 +56,15 @@ def last_error(db: Reads) -> dict[str, Any] | None:
     return None
 
 
-def data_ahead(db: Reads) -> dict[str, Any] | None:
+def read_data_ahead(db: ReadsSql) -> dict[str, Any] | None:
     """How much training the data allowed at the last look: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
     return None
 
 
-def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
-    """``free``, ``total`` and ``floor`` in bytes. ``hours_left``: until the free space reaches the floor, at the rate of the last hours; None: the
+def disk(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
+    """``free``, ``total`` and ``floor`` in bytes. ``estimate_hours_left``: until the free space reaches the floor, at the rate of the last hours; None: the
     free space does not shrink, or too little was measured."""
     room = disk_usage(workspace.root)
     policy = load_yaml(workspace.policy("retention.yaml"))
@@ -77,11 +77,11 @@ def disk(workspace: Workspace, db: Reads, now: float) -> dict[str, Any]:
             "{file}: floor_bytes and floor_share must be numbers.",
             file=workspace.policy("retention.yaml"),
         ) from None
-    left = hours_left(samples(workspace), room.free, floor, now)
+    left = estimate_hours_left(samples(workspace), room.free, floor, now)
     return {"free": room.free, "total": room.total, "floor": floor, "hours_left": left, "low": low_disk(db) is not None}
 
 
-def spend(db: Reads, now: float) -> dict[str, Any]:
+def spending_facts(db: ReadsSql, now: float) -> dict[str, Any]:
     """Cost of the agents' language models: USD, tokens and requests, ``today`` (UTC) and ``in_all``."""
     sql = "SELECT COUNT(*) AS requests, COALESCE(SUM(tokens), 0) AS tokens, COALESCE(SUM(usd), 0.0) AS usd FROM exchanges WHERE at >= :since"
     return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}

@@ -10,20 +10,20 @@ from typing import Any
 
 from factory.core.moments import local
 from factory.core.workspace import Workspace
-from factory.ingest.rules.task_folder import not_read
-from factory.ledger.anomalies import ASKED, CLOSED, newest_about
+from factory.ingest.rules.task_folder import list_unread_files
+from factory.ledger.anomalies import ASKED, CLOSED, newest_details_by_anomaly
 from factory.ledger.decisions import undecided
 from factory.ledger.files import held, low_disk
-from factory.ledger.rows import CandidateRow, ProposalRow, Reads, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.retrying.asking import Pause, asked, pause_of
-from factory.retrying.tries import describe_parked, parked, ways_on, why_parked
+from factory.ledger.rows import CandidateRow, ProposalRow, ReadsSql, ReleaseRow, SegmentRow, Subject, VerdictRow
+from factory.retrying.asking import Pause, asked, current_pause
+from factory.retrying.tries import parked, parked_commands, parked_instructions, parked_message
 from factory.status.notified import FILE, read_positions
 from kernels.contract.message import Message
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 
 
-def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
+def waiting(workspace: Workspace, db: ReadsSql) -> list[dict[str, str]]:
     """Each thing that waits for a person: ``what`` it is, and the ``command`` to type (or what to do). The most urgent comes first."""
     found = [
         *_training(db),
@@ -36,9 +36,9 @@ def waiting(workspace: Workspace, db: Reads) -> list[dict[str, str]]:
     return [{"what": what, "command": command} for what, command in found]
 
 
-def _training(db: Reads) -> list[tuple[str, str]]:
+def _training(db: ReadsSql) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
-    if pause := pause_of(db):
+    if pause := current_pause(db):
         paused = Message("waiting.paused", "{what}, paused by {person}", what=pause.what, person=pause.by)
         found.append((paused, "factory resume"))
     if disk := low_disk(db):
@@ -50,7 +50,7 @@ def _training(db: Reads) -> list[tuple[str, str]]:
         )
         found.append((low, Message("waiting.free_space", "free some space, for example with 'factory clean'")))
     if row := parked(db):
-        found.append((why_parked(db, row), ways_on(row)))
+        found.append((parked_message(db, row), parked_commands(row)))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
         uncertified = Message(
@@ -60,7 +60,7 @@ def _training(db: Reads) -> list[tuple[str, str]]:
     return found
 
 
-def _verdicts(db: Reads) -> list[tuple[str, str]]:
+def _verdicts(db: ReadsSql) -> list[tuple[str, str]]:
     """Promoted candidates that are not released, and promoted proposals that are not merged."""
     found: list[tuple[str, str]] = []
     for verdict in undecided(db):
@@ -91,8 +91,8 @@ def _verdicts(db: Reads) -> list[tuple[str, str]]:
     return found
 
 
-def _anomalies(db: Reads) -> list[tuple[str, str]]:
-    asked, closed = newest_about(db, ASKED), newest_about(db, CLOSED)
+def _anomalies(db: ReadsSql) -> list[tuple[str, str]]:
+    asked, closed = newest_details_by_anomaly(db, ASKED), newest_details_by_anomaly(db, CLOSED)
     leads = sorted({detail["lead"] for number, detail in asked.items() if number not in closed})
     return [
         (
@@ -107,7 +107,7 @@ def _anomalies(db: Reads) -> list[tuple[str, str]]:
     ]
 
 
-def _inbox(workspace: Workspace, db: Reads) -> list[tuple[str, str]]:
+def _inbox(workspace: Workspace, db: ReadsSql) -> list[tuple[str, str]]:
     try:
         names = {os.fsencode(name).decode("utf-8", "backslashreplace") for name in os.listdir(workspace.inbox)}
     except OSError:
@@ -122,7 +122,7 @@ def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
         file=file,
     )
     repair = Message("waiting.unpack_task", "unpack the file to .jsonl, or remove it")
-    return [(unread(path.name), repair) for path in not_read(workspace.root / "policies" / "tasks")]
+    return [(unread(path.name), repair) for path in list_unread_files(workspace.root / "policies" / "tasks")]
 
 
 def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
@@ -141,7 +141,7 @@ def _notifying(workspace: Workspace) -> list[tuple[str, str]]:
     return [(unsent(name, why), repair) for name, why in failing.items()]
 
 
-def open_verdicts(db: Reads) -> list[str]:
+def open_verdicts(db: ReadsSql) -> list[str]:
     """Candidates and proposals that are not judged yet or are held, such as 'candidate 3: hold'."""
     outcomes = {row.subject: row.outcome for row in VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id")}
     newest = max((row.candidate for row in ReleaseRow.select(db)), default=0)
@@ -156,19 +156,19 @@ def open_verdicts(db: Reads) -> list[str]:
     return found
 
 
-def what_waits(db: Reads) -> dict[str, Any]:
+def waiting_facts(db: ReadsSql) -> dict[str, Any]:
     """The pause, the parked segment, the failing actions and the requests to the daemon, as JSON-ready facts."""
-    pause, row = pause_of(db), parked(db)
+    pause, row = current_pause(db), parked(db)
     return {
         "paused": vars(pause) if pause else None,
-        "parked": {"segment": row.id, "says": describe_parked(db, row)} if row else None,
+        "parked": {"segment": row.id, "says": parked_instructions(db, row)} if row else None,
         "failing": failing(db),
         "asked": [{key: one[key] for key in ("action", "by", "at")} for one in asked(db).values()],
     }
 
 
 def lines_of(facts: dict[str, Any]) -> list[str]:
-    """The facts of ``what_waits`` as lines for people."""
+    """The facts of ``waiting_facts`` as lines for people."""
     lines: list[str] = [f"paused    {Pause(**facts['paused'])}"] if facts["paused"] else []
     lines += [f"parked    {facts['parked']['says']}"] if facts["parked"] else []
     for one in facts["failing"]:
@@ -194,7 +194,7 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
     return lines
 
 
-def failing(db: Reads) -> list[dict[str, Any]]:
+def failing(db: ReadsSql) -> list[dict[str, Any]]:
     """Actions that failed and have not succeeded since, oldest first: ``what``, ``error``, ``failures`` (at the last record), ``since``."""
     found: dict[str, dict[str, Any]] = {}
     kinds = ", ".join(f"'{kind}'" for kind in (ACTION_FAILED, PASS_FAILED, WORKS_AGAIN))

@@ -27,24 +27,24 @@ from factory.core.progress import Progress, Task
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
-from factory.ingest.reading.streams import file_unreadable
-from factory.ingest.rules.claims import counted, strictest
+from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.rules.claims import counted, strictest_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
 from factory.synthetic.openings import openings
-from factory.synthetic.prompts import Prompt, licence_of, read_prompts
+from factory.synthetic.prompts import Prompt, choose_licence, read_prompts
 from factory.synthetic.writers import (
     Answer,
     TextWriter,
     WriterClient,
     WriterError,
-    endpoint_writer,
+    find_release_writer,
+    make_endpoint_writer,
     opened,
-    release_writer,
 )
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import file_sha256
 
@@ -100,7 +100,7 @@ class AnswerJournal:
 
 FOLDER = "generated"
 LOCK = "generate"
-OF_OPENINGS = 100  # documents of a run with openings, if a person gives no number
+DEFAULT_DOCUMENTS = 100  # documents of a run with openings, if a person gives no number
 LEFT_OUT = {"taken out", "refused", "empty"}  # ends of answers that give no document
 
 
@@ -154,7 +154,7 @@ class GenerationRequest:
         try:
             prompts = file_sha256(self.prompts) if self.prompts else ""
         except OSError as error:
-            raise file_unreadable(str(self.prompts), error) from error
+            raise unreadable_file_error(str(self.prompts), error) from error
         said = json.dumps(asdict(self) | {"prompts": prompts}, sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:12]
 
@@ -190,7 +190,7 @@ class GenerationPlan:
 
 
 @dataclass(frozen=True)
-class Generated:
+class GeneratedShard:
     """A finished shard. ``ends``: by end of an answer, the number of prompts. 'stop' and 'length' give a document; 'empty', 'refused' and 'taken
     out' do not. 'taken out': meanwhile a person took out the opening's document, or it came under a licence that does not allow training. Empty if
     the shard existed before."""
@@ -214,23 +214,23 @@ def plan(plant: Plant, request: GenerationRequest) -> GenerationPlan:
     if (found := _read_plan(plant.workspace.root / FOLDER / f".{key}", plant.ledger)) is not None:
         return found
     if request.endpoint:
-        writer = endpoint_writer(
+        writer = make_endpoint_writer(
             request.endpoint, request.model, AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
         )
     else:
-        writer = release_writer(plant.ledger, request.release)
+        writer = find_release_writer(plant.ledger, request.release)
     if request.prompts:
         prompts = read_prompts(request.prompts, policy.default_domain, request.count)
         count = request.count or len(prompts)
     else:
-        count = request.count or OF_OPENINGS
+        count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
         prompts = openings(
             plant.ledger, tokenizer, count, request.opening_tokens, request.domain, request.seed, policy.licences
         )
     named = [
-        Prompt(**{**vars(prompt), "license": licence_of(prompt, request.licence, policy.licences)})
+        Prompt(**{**vars(prompt), "license": choose_licence(prompt, request.licence, policy.licences)})
         for prompt in prompts
     ]
     return GenerationPlan(f"synthetic-{writer.slug}-{key}", writer, named, count)
@@ -250,7 +250,7 @@ def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
         )
 
 
-def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -> Generated:
+def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -> GeneratedShard:
     """Write the shard, or continue an interrupted run; a finished shard is not written again. ``inbox``: put a copy into the inbox.
 
     Raises: InputError; WorkspaceError while another run writes in this workspace; WriterError, after which the answers so far are kept.
@@ -266,8 +266,8 @@ def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -
             ends = _write(plant, request, what, aside, place)
         _delete(aside)
         with open(place, "rb") as rows:
-            made = Generated(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
-        return Generated(**{**vars(made), "inbox": _to_inbox(plant, made)}) if inbox else made
+            made = GeneratedShard(place, file_sha256(place), what.writer.name, sum(1 for _ in rows), ends)
+        return GeneratedShard(**{**vars(made), "inbox": _to_inbox(plant, made)}) if inbox else made
 
 
 def _begin(folder: Path, what: GenerationPlan) -> None:
@@ -280,7 +280,7 @@ def _begin(folder: Path, what: GenerationPlan) -> None:
         fixed = {"name": what.name, "writer": asdict(what.writer), "count": what.count}
         fixed["prompts"] = [prompt.to_json() for prompt in what.prompts]
         (aside / "plan.json").write_text(json.dumps(fixed), encoding="utf-8")
-        put_in_place(aside, folder)
+        rename_into_place(aside, folder)
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -292,7 +292,7 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
         fixed = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
         prompts = [Prompt(**prompt) for prompt in fixed["prompts"]]
         began = TextWriter(**fixed["writer"])
-        writer = release_writer(ledger, began.release) if began.release else began  # the export may have moved
+        writer = find_release_writer(ledger, began.release) if began.release else began  # the export may have moved
         if writer.export_sha256 != began.export_sha256:
             raise ValueError(f"{began.name} began this run, but release {began.release} has other weights now")
         return GenerationPlan(str(fixed["name"]), writer, prompts, int(fixed["count"]), began=True)
@@ -341,7 +341,7 @@ def _write(
                 prompt, answer = what.prompt(number), journal.answer(number)
                 if prompt.opening_of in claimed:  # perhaps by a shard that was ingested after the plan
                     both = [prompt.license or "", claimed[prompt.opening_of]]
-                    prompt = replace(prompt, license=strictest(both, licences) or None)
+                    prompt = replace(prompt, license=strictest_licence(both, licences) or None)
                 end = _end(prompt, answer, gone)
                 ends[end] += 1
                 if end not in LEFT_OUT:
@@ -355,7 +355,7 @@ def _write(
                 writer=what.writer.name,
                 ends=why,
             )
-        put_in_place(made, place)
+        rename_into_place(made, place)
     finally:
         journal.close()
     return dict(ends)
@@ -450,7 +450,7 @@ def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> d
     return {"id": f"{what.name}/{number}", **content, **{key: value for key, value in named.items() if value}}
 
 
-def _to_inbox(plant: Plant, made: Generated) -> str:
+def _to_inbox(plant: Plant, made: GeneratedShard) -> str:
     known = plant.ledger.one(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
     if known:
         return Message("synthetic.known_shard", "the shard was {state} before", state=known["state"])
@@ -458,7 +458,7 @@ def _to_inbox(plant: Plant, made: Generated) -> str:
     aside = place.with_name(f".{place.name}.part")
     try:
         shutil.copyfile(made.path, aside)
-        put_in_place(aside, place)
+        rename_into_place(aside, place)
     finally:
         with suppress(FileNotFoundError):
             aside.unlink()

@@ -14,7 +14,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.ingest.document import SYNTHETIC, Content
+from factory.ingest.document import SYNTHETIC_PREFIX, Content
 from factory.ingest.rules.claims import counted
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
@@ -45,7 +45,7 @@ def openings(
         c.fate == "train",
         c.token_shard.is_not(None),
         c.tokens >= 2 * tokens,
-        sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC}%"))),
+        sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC_PREFIX}%"))),
     ]
     usable += [c.domain == domain] if domain else []
     stricter = {key: one.counts_as(licences) for key, one in counted(ledger, licences).items()}

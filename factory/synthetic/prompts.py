@@ -8,7 +8,7 @@ from typing import Any
 
 from factory.core.errors import InputError
 from factory.ingest.document import BadRow, Content, parse_document, parse_json
-from factory.ingest.reading.streams import file_unreadable
+from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.rules.policy import Licences
 from factory.ingest.shapes.bad_row import not_an_object
 from factory.ingest.shapes.calls import TOOLS
@@ -71,7 +71,7 @@ def read_prompts(path: Path, default_domain: str, count: int | None) -> list[Pro
             "synthetic.bad_line", "{path}, line {line}: {why}", path=path, line=number, why=bad.detail
         ) from None
     except OSError as error:
-        raise file_unreadable(path, error) from error
+        raise unreadable_file_error(path, error) from error
     if not found:
         raise InputError(
             "synthetic.no_prompts",
@@ -119,16 +119,16 @@ def _role(message: Any) -> Any:
     return message.get("role") if isinstance(message, dict) else None
 
 
-def licence_of(prompt: Prompt, named: str | None, policy: Licences) -> str | None:
+def choose_licence(prompt: Prompt, named: str | None, policy: Licences) -> str | None:
     """The licence of a document that begins with ``prompt``. ``named``: the licence that the person gives to the model's text.
 
     The stricter of the two counts, so that an opening never loosens the licence of its document; a document without a licence stays without.
 
     >>> policy = Licences(known={"MIT": {"train": True, "release": True}})
     >>> mine, nobodys = Prompt({"text": "a"}, "text"), Prompt({"text": "a"}, "text", opening_of="k")
-    >>> licence_of(mine, "MIT", policy), licence_of(nobodys, "MIT", policy), licence_of(nobodys, None, policy)
+    >>> choose_licence(mine, "MIT", policy), choose_licence(nobodys, "MIT", policy), choose_licence(nobodys, None, policy)
     ('MIT', None, None)
-    >>> licence_of(Prompt({"text": "a"}, "text", license="CC-BY-NC-4.0"), "MIT", policy)
+    >>> choose_licence(Prompt({"text": "a"}, "text", license="CC-BY-NC-4.0"), "MIT", policy)
     'CC-BY-NC-4.0'
     """
     if named is None or (prompt.license is None and prompt.opening_of is None):

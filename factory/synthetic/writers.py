@@ -67,7 +67,7 @@ class TextWriter:
         return letters.strip("-").lower()[:60] or "model"
 
 
-def release_writer(ledger: Ledger, number: int | None) -> TextWriter:
+def find_release_writer(ledger: Ledger, number: int | None) -> TextWriter:
     """Release ``number``; None: the champion. Raises: InputError if the release does not exist, or its export is not the judged one."""
     row = ReleaseRow.get(ledger, number) if number is not None else champion(ledger)
     if row is None:
@@ -79,7 +79,7 @@ def release_writer(ledger: Ledger, number: int | None) -> TextWriter:
     return TextWriter(written_by(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256)
 
 
-def endpoint_writer(url: str, model: str, policy: LlmPolicy) -> TextWriter:
+def make_endpoint_writer(url: str, model: str, policy: LlmPolicy) -> TextWriter:
     """The model at an address. Raises: InputError for an impossible address, key or model."""
     try:
         HttpEndpoint(url, _key(), policy.model_copy(update={"model": model}))

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from factory.evals.power import MOST_FAILED, ScoredGuard, variance_of
-from factory.evals.statistics import Gain, compare, holm
+from factory.evals.power import MOST_FAILED, ScoredGuard, smoothed_variance
+from factory.evals.statistics import Gain, compare, holm_step_down
 from factory.evals.tasks import EvalItem
 from kernels.contract.message import Message
 
@@ -83,7 +83,9 @@ def sizes(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float
         if item.weight != 1 or not 0 <= item.value <= 1:
             other.add(item.task)
     known = {name: ones for name, ones in values.items() if name not in other}
-    return {name: len(ones) for name, ones in known.items()}, {name: variance_of(ones) for name, ones in known.items()}
+    return {name: len(ones) for name, ones in known.items()}, {
+        name: smoothed_variance(ones) for name, ones in known.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
         bound = evidence.gains[name].bound(evidence.alpha / shared)
         return bound is not None and bound > -evidence.margins[name]
 
-    shown = holm([name for name in names if name not in apart], above)
+    shown = holm_step_down([name for name in names if name not in apart], above)
     for name in names:
         gain, margin = evidence.gains[name], evidence.margins[name]
         upper = gain.bound(evidence.alpha / len(names), above=True)

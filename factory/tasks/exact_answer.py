@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_words, read, same
+from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_literal_words, read, same
 from factory.tasks.units import UNITS
 
 TAIL = 20_000  # characters at a text's end that are searched for a box
@@ -29,13 +29,13 @@ _LAST = re.compile(
 _SAID = re.compile(r"(?i)(?:\banswer\b[\s*_»:]*(?:is|=|:|are)[\s*_:]*)(.+)")
 
 
-def answer_of(text: str) -> str | None:
+def extract_answer(text: str) -> str | None:
     """The answer at the end of a text. None: no answer.
 
     It is the text after the last ``####``, else in the last ``\\boxed{}``, else after the last "the answer is", else the whole text if it is only an
     answer, else the last number, tuple or formula in dollars.
 
-    >>> answer_of("3 + 4 = 7. #### 7"), answer_of(r"so it is \\boxed{\\frac{1}{2}}."), answer_of("We pay $1,200."), answer_of("I do not know.")
+    >>> extract_answer("3 + 4 = 7. #### 7"), extract_answer(r"so it is \\boxed{\\frac{1}{2}}."), extract_answer("We pay $1,200."), extract_answer("I do not know.")
     ('7', '\\\\frac{1}{2}', 'We pay $1,200.', None)
     """
     if "####" in text:
@@ -57,10 +57,10 @@ def answer_of(text: str) -> str | None:
     return found[-1][: 4 * LONGEST] if found else None
 
 
-def same_answer(said: str, right: str, library: Library = lambda gold, said: False) -> bool:
-    """Are two answers of ``answer_of`` the same? ``library`` compares formulas.
+def is_same_answer(said: str, right: str, library: Library = lambda gold, said: False) -> bool:
+    """Are two answers of ``extract_answer`` the same? ``library`` compares formulas.
 
-    >>> same_answer("1,200.0", "$1200"), same_answer("1/2", "0.5"), same_answer("x + 1", "x+1"), same_answer("0.3333", "1/3")
+    >>> is_same_answer("1,200.0", "$1200"), is_same_answer("1/2", "0.5"), is_same_answer("x + 1", "x+1"), is_same_answer("0.3333", "1/3")
     (True, True, True, False)
     """
     ours, theirs = read(right), read(said)
@@ -72,7 +72,7 @@ def _is_answer(text: str) -> bool:
     value: Value | None = read(text)
     if value is None or isinstance(value, Formula):
         return value is not None
-    if isinstance(value, Literal) and is_words(value):
+    if isinstance(value, Literal) and is_literal_words(value):
         words = value.text
         return len(words) <= MOST_WORDS and not re.search(r"\d|\\|[.!?]\s|[.!?]$", words) and len(words.split()) <= 2
     return not _prose(text)

@@ -12,7 +12,7 @@ from factory.tasks.items import ChoiceItem, TaskError, TaskItem
 WAYS = {"place": "a place from 0", "letter": "a letter", "text": "the text of a choice"}
 
 
-def in_one_way(items: Sequence[Any], where: str) -> list[Any]:
+def resolve_answers(items: Sequence[Any], where: str) -> list[Any]:
     """The items, with the answers of multiple choice as places. Each answer must name a choice.
 
     Raises: TaskError naming the first record whose answer needs another reading (place, letter, text) than the records before it, or whose

@@ -8,12 +8,12 @@ from collections import Counter
 from typing import Any
 
 from factory.evals.tasks import EvalItem
-from factory.tasks.items import CodeItem, MathsItem, examples_for
-from factory.tasks.model import Advance, Drawing, TaskModel
+from factory.tasks.items import CodeItem, MathsItem, select_examples
+from factory.tasks.model import Advance, GenerationParameters, TaskModel
 from factory.tasks.policy import TaskLimits
-from factory.tasks.reply import first_answer
+from factory.tasks.reply import cut_after_first_answer
 from factory.tasks.task_file import EvalTask, TaskFile
-from factory.tasks.verifiers import AnswerCheck, check_maths, check_programs
+from factory.tasks.verifiers import AnswerCheck, check_maths_answers, check_programs
 
 SHOWN = 5  # answers in the summary
 SHOWN_LETTERS = 500
@@ -36,7 +36,7 @@ def generate_and_check(
     file = task.file
     assert isinstance(file, TaskFile)
     prompts = [_prompt(file, item, task) for item in task.items]
-    how = Drawing(file.max_tokens, file.stops, file.temperature)
+    how = GenerationParameters(file.max_tokens, file.stops, file.temperature)
     asked = [(item, prompt, number) for item, prompt in zip(task.items, prompts) for number in range(file.samples)]
     seeds = [seed_of(file.seed, task.name, item.key, number) for item, _, number in asked]
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
@@ -44,8 +44,8 @@ def generate_and_check(
         programs = [(item.program(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
         checked = check_programs(programs, running)
     else:
-        texts = [first_answer(one.text, file.template) for one in drawn]
-        checked = check_maths([(item, text) for (item, _, _), text in zip(asked, texts, strict=True)], running)
+        texts = [cut_after_first_answer(one.text, file.template) for one in drawn]
+        checked = check_maths_answers([(item, text) for (item, _, _), text in zip(asked, texts, strict=True)], running)
     right: Counter[str] = Counter()
     for (item, _, _), found in zip(asked, checked, strict=True):
         right[item.key] += found.right
@@ -70,7 +70,7 @@ def generate_and_check(
 
 
 def _prompt(file: TaskFile, item: CodeItem | MathsItem, task: EvalTask) -> str:
-    examples = examples_for(item, task.examples, file.shots)
+    examples = select_examples(item, task.examples, file.shots)
     if isinstance(item, CodeItem):
         return "\n\n".join([*(one.prompt + (one.solution or "") for one in examples), item.prompt])
     shown = [f"{file.template.format(question=one.question)} {one.answer}" for one in examples]

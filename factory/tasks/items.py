@@ -12,8 +12,8 @@ from pydantic import Field
 
 from factory.core.errors import FactoryError
 from factory.core.policy_file import StrictPolicy
-from factory.tasks.exact_answer import answer_of
-from factory.tasks.reply import program_of
+from factory.tasks.exact_answer import extract_answer
+from factory.tasks.reply import extract_program
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
@@ -78,7 +78,7 @@ class TaskItem(StrictPolicy):
 Item = TypeVar("Item", bound=TaskItem)
 
 
-def examples_for(item: TaskItem, examples: Sequence[Item], shots: int) -> Sequence[Item]:
+def select_examples(item: TaskItem, examples: Sequence[Item], shots: int) -> Sequence[Item]:
     """The examples before an item: the first ``shots`` of its subject."""
     return [one for one in examples if one.subject == item.subject][:shots]
 
@@ -166,7 +166,7 @@ class CodeItem(TaskItem):
 
     def program(self, written: str) -> str:
         """The program of a model's reply: the prompt and its continuation, or the code in the reply's fences."""
-        return program_of(self.prompt if self.begins is None else self.begins, written)
+        return extract_program(self.prompt if self.begins is None else self.begins, written)
 
 
 KINDS: dict[str, type[TaskItem]] = {"multiple_choice": ChoiceItem, "maths": MathsItem, "code": CodeItem}
@@ -270,7 +270,7 @@ def _fault(item: TaskItem, doubled_choices: bool) -> Message | None:
     if isinstance(item, MathsItem):
         said = str(item.answer)
         none = not said.strip() or (isinstance(item.answer, float) and not math.isfinite(item.answer))
-        if none or ("####" in said and not answer_of(said)):
+        if none or ("####" in said and not extract_answer(said)):
             return Message("items.no_answer", "The answer is missing")
     return None
 
@@ -280,7 +280,7 @@ def _no_tests(tests: str) -> Message | None:
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes in the tests
             if not ast.parse(tests).body:
-                return empty_tests()
+                return tests_are_empty()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Message(
             "items.odd_tests",
@@ -290,6 +290,6 @@ def _no_tests(tests: str) -> Message | None:
     return None
 
 
-def empty_tests() -> Message:
+def tests_are_empty() -> Message:
     """Tests that every program passes."""
     return Message("items.empty_tests", "The tests test nothing, so every program would pass")

@@ -25,7 +25,7 @@ from typing import Any
 import yaml
 
 from factory.core.errors import nearest
-from factory.ingest.rules.task_folder import SUFFIXES, item_files, suffix_of
+from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files
 from factory.tasks.items import TaskError, repeated_id, unreadable
 from kernels.contract.message import Message
 
@@ -241,7 +241,7 @@ def _shipped(path: Path, local: dict[Any, Any], read: list[Path]) -> tuple[dict[
     known = (
         set(named) if isinstance(named, dict) else {"train"}
     )  # the name that the library datasets gives to unnamed data
-    suffix = suffix_of(files[0]).removesuffix(".gz")
+    suffix = data_suffix(files[0]).removesuffix(".gz")
     over: dict[str, Any] = {
         "dataset_path": {".csv": "csv", ".parquet": "parquet"}.get(suffix, "json"),
         "dataset_name": None,
@@ -346,7 +346,7 @@ def _data(path: Path, said: Any) -> tuple[Path, ...]:
     files = said["data_files"]
     listed = list(files.values()) if isinstance(files, dict) else [files]
     names = [name for one in listed for name in (one if isinstance(one, list) else [one])]
-    known = {file.resolve() for file in item_files(path.parent)}
+    known = {file.resolve() for file in list_item_files(path.parent)}
     found = []
     for name in names:
         if not isinstance(name, str) or "://" in name or any(letter in name for letter in "*?["):

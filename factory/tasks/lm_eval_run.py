@@ -23,7 +23,7 @@ from factory.sandbox.sandbox import Limits, Result
 from factory.tasks.generation import seed_of
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_file import LmEvalFile
-from factory.tasks.model import Advance, Drawing, TaskModel
+from factory.tasks.model import Advance, GenerationParameters, TaskModel
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask
 from kernels.contract.files import write_atomically
@@ -84,12 +84,12 @@ def _answer(folder: Path, ended: Future[Result], model: TaskModel, advance: Adva
         if not asked.with_name(f"{asked.name}.whole").exists():
             wait([ended], LOOK_SECONDS)
             continue
-        answer = answer_of_model(_read(asked), model, advance)
+        answer = answer_request(_read(asked), model, advance)
         write_atomically(folder / f"answer-{number}.json", json.dumps(answer))
         number += 1
 
 
-def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
+def answer_request(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
     """The answer to a request of lm-eval's ``LM``. Raises: TaskError for an invalid request."""
     kind, requests = (asked.get("kind"), asked.get("requests")) if isinstance(asked, dict) else (None, None)
     if not isinstance(requests, list) or not all(isinstance(one, list) and one for one in requests):
@@ -105,7 +105,7 @@ def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]
     if kind == "loglikelihood_rolling":
         return model.rolling([one[0] for one in requests], advance)
     found: list[str] = [""] * len(requests)
-    by_drawing: dict[Drawing, list[int]] = {}
+    by_drawing: dict[GenerationParameters, list[int]] = {}
     for index, one in enumerate(requests):
         by_drawing.setdefault(_drawing(one[1] if len(one) > 1 else {}), []).append(index)
     for how, indices in by_drawing.items():
@@ -115,7 +115,7 @@ def answer_of_model(asked: Any, model: TaskModel, advance: Advance) -> list[Any]
     return found
 
 
-def _drawing(said: Any) -> Drawing:
+def _drawing(said: Any) -> GenerationParameters:
     if not isinstance(said, dict):
         raise TaskError("lm_eval_run.no_generation_kwargs", "lm-eval asked for texts without generation_kwargs")
     until = said.get("until") or []
@@ -137,7 +137,7 @@ def _drawing(said: Any) -> Drawing:
     drawn = bool(said.get("do_sample")) and temperature > 0
     if drawn and (unknown := sorted(set(said) - DRAWING)):
         raise TaskError("lm_eval_run.unknown_generation_key", "generation_kwargs: unknown key {key}", key=unknown[0])
-    return Drawing(length, tuple(until), float(temperature) if drawn else 0.0)
+    return GenerationParameters(length, tuple(until), float(temperature) if drawn else 0.0)
 
 
 def _items(task: EvalTask, found: Any) -> tuple[list[EvalItem], dict[str, Any]]:

@@ -19,7 +19,7 @@ from factory.evals.evaluator import refuse_damaged
 from factory.evals.tasks import EvalItem
 from factory.ingest.index import Index
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.task_items import item_ngrams
+from factory.ingest.rules.task_items import hash_item_ngrams
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, eval_items, evaluations, record
 from factory.ledger.plant import Plant
@@ -99,7 +99,7 @@ def trained_on(plant: Plant, task: EvalTask) -> list[tuple[int, str]]:
     Ingest keeps only a sample of n-grams, so 44 shared words in a row are always found, and 13 words only by chance.
     """
     n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
-    grams = [item_ngrams(item, n) for item in task.records]
+    grams = [hash_item_ngrams(item, n) for item in task.records]
     found: dict[int, str] = {}
     for gram, key in Index(plant.ledger).trained_with(np.unique(np.concatenate(grams))):
         found.setdefault(gram, key)

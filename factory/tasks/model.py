@@ -26,7 +26,7 @@ ROWS = 32  # most sequences in a batch of generation
 
 
 @dataclass(frozen=True)
-class Scored:
+class ContinuationScore:
     """The score of a continuation."""
 
     log_probability: float
@@ -34,7 +34,7 @@ class Scored:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class GeneratedText:
     """A generated text, without its stop."""
 
     text: str
@@ -42,7 +42,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class GenerationParameters:
     """The parameters of generation."""
 
     max_tokens: int
@@ -99,7 +99,7 @@ class TaskModel:
             )
         return before, after
 
-    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[Scored]:
+    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]:
         """The score of each (context, continuation). Raises: TaskError for a continuation longer than the model's context, or a score not finite."""
         sequences = []
         for context, continuation in pairs:
@@ -112,9 +112,11 @@ class TaskModel:
             sequences.append((before, after))
         return self.score_tokens(sequences, advance)
 
-    def score_tokens(self, sequences: Sequence[tuple[list[int], list[int]]], advance: Advance) -> list[Scored]:
+    def score_tokens(
+        self, sequences: Sequence[tuple[list[int], list[int]]], advance: Advance
+    ) -> list[ContinuationScore]:
         """The score of each (context tokens, continuation tokens). Each pair is one window."""
-        found = [Scored(0.0, True)] * len(sequences)
+        found = [ContinuationScore(0.0, True)] * len(sequences)
         kept = []
         for before, after in sequences:
             whole = (before + after)[-(self.context + 1) :]
@@ -142,7 +144,7 @@ class TaskModel:
                         "The log-probability of {text!r} is not finite, so the model has no score",
                         text=text,
                     )
-                found[index] = Scored(log_probability, bool((likeliest_BT | ~scored_BT)[row].all()))
+                found[index] = ContinuationScore(log_probability, bool((likeliest_BT | ~scored_BT)[row].all()))
             advance(len(batch))
         return found
 
@@ -160,7 +162,9 @@ class TaskModel:
         np.add.at(sums, np.array(owner, np.int64), np.array([one.log_probability for one in scored]))
         return [float(value) for value in sums]
 
-    def generate(self, prompts: Sequence[str], how: Drawing, seeds: Sequence[int], advance: Advance) -> list[Drawn]:
+    def generate(
+        self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
+    ) -> list[GeneratedText]:
         """A text for each prompt, drawn with the prompt's own seed. Raises: TaskError if ``max_tokens`` leaves no room for a prompt."""
         room = self.context - how.max_tokens
         if room <= 0:
@@ -176,7 +180,7 @@ class TaskModel:
             self.cut += len(tokens) > room
             encoded.append(tokens[-room:])
         ranked = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
-        found: list[Drawn] = [Drawn("", False)] * len(encoded)
+        found: list[GeneratedText] = [GeneratedText("", False)] * len(encoded)
         stops = {self.tokenizer.end_token, self.tokenizer.stop_token}
         while ranked:
             many = max(1, min(ROWS, self.batch_tokens // (len(encoded[ranked[0]]) + how.max_tokens)))
@@ -190,7 +194,7 @@ class TaskModel:
                 lambda tokens: any(word in self.tokenizer.decode(tokens) for word in how.stop),
             )
             for index, one in zip(batch, written, strict=True):
-                found[index] = Drawn(_until(self.tokenizer.decode(one.tokens), how.stop), one.ended)
+                found[index] = GeneratedText(_until(self.tokenizer.decode(one.tokens), how.stop), one.ended)
             advance(len(batch))
         return found
 

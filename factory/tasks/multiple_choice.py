@@ -9,14 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from factory.evals.tasks import EvalItem
-from factory.tasks.items import LETTERS, ChoiceItem, examples_for
-from factory.tasks.model import Advance, Scored
+from factory.tasks.items import LETTERS, ChoiceItem, select_examples
+from factory.tasks.model import Advance, ContinuationScore
 from factory.tasks.task_file import EvalTask, TaskFile
 
 
-def prompt_of(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) -> str:
+def build_prompt(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) -> str:
     """The prompt of a question: header, examples with their answers, question."""
-    known = examples_for(item, examples, file.shots)
+    known = select_examples(item, examples, file.shots)
     shown = [f"{_question(file, one)} {_choices(file, one)[one.right]}" for one in known]
     return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
@@ -24,7 +24,7 @@ def prompt_of(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) 
 class Scorer(Protocol):
     """The method of ``TaskModel`` that is used here."""
 
-    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[Scored]: ...
+    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]: ...
 
 
 def choose(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
@@ -36,7 +36,7 @@ def choose(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
     pairs: list[tuple[str, str]] = []
     begins: list[int] = []
     for item in task.items:
-        prompt = prompt_of(task.file, item, task.examples)
+        prompt = build_prompt(task.file, item, task.examples)
         begins.append(len(pairs))
         pairs += [(prompt, f" {choice}") for choice in _choices(task.file, item)]
     scored = model.log_probabilities(pairs, advance)

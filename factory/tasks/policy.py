@@ -15,7 +15,7 @@ NAME = re.compile(r"[a-zA-Z_][\w.-]*", re.ASCII)
 Positive = Annotated[float, Field(gt=0, le=1e6)]
 
 
-class Tier(StrictPolicy):
+class TaskSettings(StrictPolicy):
     """When a judged candidate is measured on a task. Whenever a candidate is measured, the champion is measured on the same items."""
 
     tier: Literal["each", "every", "release", "never"] = "release"
@@ -57,9 +57,9 @@ class TaskLimits(StrictPolicy):
 class TasksPolicy(StrictPolicy):
     """Every key is optional. ``others`` applies to each task that ``tasks`` does not name."""
 
-    tasks: dict[str, Tier] = Field(default_factory=dict)
+    tasks: dict[str, TaskSettings] = Field(default_factory=dict)
     """The settings of single tasks, by name."""
-    others: Tier = Field(default_factory=Tier)
+    others: TaskSettings = Field(default_factory=TaskSettings)
     """The settings of every task in the folder that ``tasks`` does not name."""
     items_min: Annotated[int, Field(ge=2)] = 8
     """The fewest items of a task. A task with fewer items is not measured."""
@@ -83,7 +83,7 @@ class TasksPolicy(StrictPolicy):
                 raise ValueError(f"tasks: {name[:100]!r} cannot be the name of a task")
         return self
 
-    def of(self, task: str) -> Tier:
+    def of(self, task: str) -> TaskSettings:
         """The settings of a task."""
         return self.tasks.get(task, self.others)
 
@@ -92,7 +92,7 @@ class TasksPolicy(StrictPolicy):
 
         >>> TasksPolicy().setting("arc", "margin", 0.12)
         'factory config set tasks tasks.arc.margin 0.12'
-        >>> TasksPolicy(others=Tier(tier="each")).setting("my.arc", "margin", 0.12)
+        >>> TasksPolicy(others=TaskSettings(tier="each")).setting("my.arc", "margin", 0.12)
         'factory config set tasks tasks "{my.arc: {tier: each, margin: 0.12}}"'
         """
         if not NAME.fullmatch(task):

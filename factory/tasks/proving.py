@@ -15,15 +15,15 @@ from typing import Any
 
 from factory.core.progress import Progress
 from factory.ledger.ledger import Ledger, record
-from factory.tasks.exact_answer import answer_of, same_answer
-from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, empty_tests
+from factory.tasks.exact_answer import extract_answer, is_same_answer
+from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, tests_are_empty
 from factory.tasks.libraries import refuse_missing_libraries
-from factory.tasks.model import Advance, Scored
+from factory.tasks.model import Advance, ContinuationScore
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TaskLimits, TasksPolicy
 from factory.tasks.program_texts import EMPTY_CLASS, EMPTY_REPLIES, RAISE
 from factory.tasks.task_file import EvalTask, TaskFile
-from factory.tasks.verifiers import check_maths, check_programs, check_solutions
+from factory.tasks.verifiers import check_maths_answers, check_programs, check_solutions
 from kernels.contract.message import Message
 
 EVENT = "task_proven"
@@ -100,9 +100,9 @@ class _Said:
 
     values: Sequence[float]
 
-    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[Scored]:
+    def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]:
         assert len(pairs) == len(self.values)
-        return [Scored(value, False) for value in self.values]
+        return [ContinuationScore(value, False) for value in self.values]
 
 
 def _choices(task: EvalTask) -> Proof:
@@ -159,10 +159,10 @@ def _share(lengths: list[list[int]], items: Sequence[ChoiceItem], which: Callabl
 
 # -- maths -------------------------------------------------------------------------------------------------------------
 def _maths(items: Sequence[MathsItem], running: TaskLimits) -> Proof:
-    golds = [answer_of(str(item.answer)) or str(item.answer) for item in items]
+    golds = [extract_answer(str(item.answer)) or str(item.answer) for item in items]
     ways = [(str(item.answer), f"#### {gold}", f"\\boxed{{{gold}}}") for item, gold in zip(items, golds, strict=True)]
     asked = [(item, reply) for item, replies in zip(items, ways, strict=True) for reply in replies]
-    for (item, reply), found in zip(asked, check_maths(asked, running), strict=True):
+    for (item, reply), found in zip(asked, check_maths_answers(asked, running), strict=True):
         if not found.right:
             raise TaskError(
                 "proving.own_answer",
@@ -170,7 +170,7 @@ def _maths(items: Sequence[MathsItem], running: TaskLimits) -> Proof:
                 item=item.key, reply=reply[-80:],
             )  # fmt: skip
     nothing = [(item, reply) for item in items for reply in EMPTY_REPLIES]
-    for (item, reply), found in zip(nothing, check_maths(nothing, running), strict=True):
+    for (item, reply), found in zip(nothing, check_maths_answers(nothing, running), strict=True):
         if found.right:
             raise TaskError(
                 "proving.empty_reply",
@@ -178,7 +178,7 @@ def _maths(items: Sequence[MathsItem], running: TaskLimits) -> Proof:
                 item=item.key,
                 reply=reply,
             )
-    same = [sum(same_answer(other, gold) for other in golds) for gold in dict.fromkeys(golds)]
+    same = [sum(is_same_answer(other, gold) for other in golds) for gold in dict.fromkeys(golds)]
     often = list(dict.fromkeys(golds))[same.index(max(same))]
     if max(same) == len(items):
         raise TaskError(
@@ -201,7 +201,7 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
             raise TaskError(
                 "proving.empty_program",
                 "item {item!r}: {problem}. A program that {program} passes them. Call the function 'check', or run the TestCase with unittest.main()",
-                item=item.key, problem=empty_tests(), program=how,
+                item=item.key, problem=tests_are_empty(), program=how,
             )  # fmt: skip
     return Proof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)
 

@@ -6,13 +6,13 @@ import ast
 import re
 import warnings
 
-from factory.evals.reply_code import fenced
+from factory.evals.reply_code import extract_fenced_code
 
 
-def stops_of(template: str) -> tuple[str, ...]:
+def default_stops(template: str) -> tuple[str, ...]:
     """The default stop texts: the words before the question in the prompt's template. Empty if there are no such words.
 
-    >>> stops_of("Problem: {question}\\nSolution:"), stops_of("Solve it.\\nQ: {question}\\nA:"), stops_of("{question}\\nAnswer:")
+    >>> default_stops("Problem: {question}\\nSolution:"), default_stops("Solve it.\\nQ: {question}\\nA:"), default_stops("{question}\\nAnswer:")
     (('Problem:',), ('\\nQ:',), ())
     """
     before, _, _ = template.partition("{question}")
@@ -23,12 +23,12 @@ def stops_of(template: str) -> tuple[str, ...]:
     return (last,) if re.fullmatch(r"\w{4,}:", last) else (f"\n{last}",)
 
 
-def first_answer(text: str, template: str) -> str:
+def cut_after_first_answer(text: str, template: str) -> str:
     """A reply, cut where the prompt's template begins again.
 
-    >>> first_answer("#### 5\\n\\nProblem: 3+4?\\n#### 7", "Problem: {question}\\nSolution:")
+    >>> cut_after_first_answer("#### 5\\n\\nProblem: 3+4?\\n#### 7", "Problem: {question}\\nSolution:")
     '#### 5'
-    >>> first_answer("It is 5.\\n\\nWhat is 3 + 4?\\nAnswer: 7", "{question}\\nAnswer:")
+    >>> cut_after_first_answer("It is 5.\\n\\nWhat is 3 + 4?\\nAnswer: 7", "{question}\\nAnswer:")
     'It is 5.'
     """
     before, _, after = template.partition("{question}")
@@ -49,20 +49,20 @@ def first_answer(text: str, template: str) -> str:
     return text
 
 
-def program_of(prompt: str, text: str) -> str:
+def extract_program(prompt: str, text: str) -> str:
     """The program of a code item: the prompt and a reply that continues it, or the code in the reply's fences.
 
     Of several fences, the first that defines the prompt's last function or class counts, else the first for Python. If prompt and reply together are
     valid Python, fences are ignored, because a docstring may hold fences.
 
-    >>> program_of("import math\\ndef f():\\n", "```python\\ndef f():\\n    return 1\\n```\\nDone.")
+    >>> extract_program("import math\\ndef f():\\n", "```python\\ndef f():\\n    return 1\\n```\\nDone.")
     'import math\\n\\ndef f():\\n    return 1\\n'
-    >>> program_of("def f():\\n", "    return 1")
+    >>> extract_program("def f():\\n", "    return 1")
     'def f():\\n    return 1'
     """
     defined = list(re.finditer(r"^(?:async\s+)?(?:def|class)\s+(\w+)", prompt, re.MULTILINE))
     entry_point = defined[-1][1] if defined else ""
-    if (code := fenced(text, entry_point)) is None or _is_python(prompt + text):
+    if (code := extract_fenced_code(text, entry_point)) is None or _is_python(prompt + text):
         return prompt + text
     if entry_point and re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(entry_point)}\b", code, re.MULTILINE):
         head = next((prompt[: one.start()] for one in defined if one[1] == entry_point), prompt)

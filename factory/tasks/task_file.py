@@ -25,9 +25,9 @@ from pydantic import Field, model_validator
 from factory.core.errors import ConfigError, InputError, nearest
 from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
-from factory.ingest.rules.task_folder import SUFFIXES, item_files, not_read, suffix_of
+from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files, list_unread_files
 from factory.ingest.rules.task_items import ItemFile, read_items
-from factory.tasks.file_rules import in_one_way, refuse_shown_items, refuse_shown_records
+from factory.tasks.file_rules import refuse_shown_items, refuse_shown_records, resolve_answers
 from factory.tasks.items import TaskError, TaskItem, read_published, read_records, unreadable
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
@@ -37,11 +37,11 @@ from factory.tasks.published.benchmarks import (
     TRAINED,
     PublishedError,
     items_of,
-    recognised,
-    split_of,
+    recognise_benchmark,
+    subject_and_split,
 )
 from factory.tasks.published.form import Benchmark
-from factory.tasks.reply import stops_of
+from factory.tasks.reply import default_stops
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
@@ -123,7 +123,7 @@ class TaskFile(StrictPolicy):
             return tuple(self.stop)
         if self.kind == "code":
             return ("\nclass", "\ndef", "\n#", "\nif", "\nprint")  # Chen et al. 2021, §2.1, for functions
-        return stops_of(self.template)
+        return default_stops(self.template)
 
 
 def _names(key: str, template: str) -> set[str]:
@@ -181,14 +181,14 @@ class EvalTask:
     @property
     def shown(self) -> tuple[Any, ...]:
         """The examples that are shown before questions: the first ``shots`` of each subject."""
-        return shown_examples(self.examples, self.file.shots)
+        return first_examples_of_subjects(self.examples, self.file.shots)
 
     def identity(self, tokenizer_sha256: str) -> str:
         """The identity of this task's evaluations. Evaluations with the same identity have the same items and protocol."""
         return "task:" + _sha256([self.name, self.protocol, self.items_sha256, tokenizer_sha256])
 
 
-def shown_examples(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
+def first_examples_of_subjects(examples: Sequence[Any], shots: int) -> tuple[Any, ...]:
     """The first ``shots`` examples of each subject."""
     subjects = dict.fromkeys(item.subject for item in examples)
     return tuple(one for subject in subjects for one in [o for o in examples if o.subject == subject][:shots])
@@ -200,7 +200,7 @@ def task_folder(workspace: Workspace) -> Path:
 
 
 @dataclass(frozen=True)
-class TaskFolder:
+class TaskListing:
     """The files in a folder of tasks."""
 
     tasks: dict[str, Path]
@@ -209,7 +209,7 @@ class TaskFolder:
     """The other data files, by their name in the folder, and why each is not a task."""
 
 
-def look_into(folder: Path) -> TaskFolder:
+def list_tasks(folder: Path) -> TaskListing:
     """List the tasks of a folder, and the data files that are not tasks. Files whose names begin with _ are parts for includes."""
     yamls = sorted(folder.glob("*.yaml"))
     tasks = {path.stem: path for path in yamls if not path.name.startswith("_")}
@@ -220,9 +220,9 @@ def look_into(folder: Path) -> TaskFolder:
             "This file is ignored and may be in training data, because only these suffixes are read: {suffixes}",
             suffixes=SUFFIXES,
         )
-        for path in not_read(folder)
+        for path in list_unread_files(folder)
     }
-    for path in item_files(folder):
+    for path in list_item_files(folder):
         name = str(path.relative_to(folder))
         if path.name.startswith("_") or re.search(rf"(?<![\w.-]){re.escape(name)}(?![\w.-])", named):
             continue
@@ -240,18 +240,18 @@ def look_into(folder: Path) -> TaskFolder:
         others[name] = Message(
             "task_file.no_task", "This file is kept out of training data, but is not a task. {reason}", reason=why
         )
-    return TaskFolder(dict(sorted(tasks.items())), others)
+    return TaskListing(dict(sorted(tasks.items())), others)
 
 
 def _published_name(path: Path) -> tuple[str, Message | None]:
     """(the name of a published file's task, None), or ("", why the file is not a task). A file that cannot be read counts as a task."""
-    stem = path.name.removesuffix(suffix_of(path))
-    about, split = split_of(stem)
+    stem = path.name.removesuffix(data_suffix(path))
+    about, split = subject_and_split(stem)
     try:
         records = read_items(path).records
     except InputError:
         return stem, None
-    benchmark = recognised(records)
+    benchmark = recognise_benchmark(records)
     if benchmark is None:
         return "", Message(
             "task_file.unknown_fields",
@@ -269,10 +269,10 @@ def _published_name(path: Path) -> tuple[str, Message | None]:
     return (benchmark.name if split in ASKED and not about else stem), None
 
 
-def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask:
+def load_task_by_name(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask:
     """Read the task ``name``. Raises: TaskError if there is no such task, and like ``load_task``."""
     folder = task_folder(workspace)
-    known = look_into(folder).tasks
+    known = list_tasks(folder).tasks
     if not known:
         raise TaskError(
             "task_file.empty_folder",
@@ -290,7 +290,7 @@ def load_named(workspace: Workspace, name: str, policy: TasksPolicy) -> EvalTask
 def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
     """Read a task file or the published file of a benchmark, and its items. Raises: TaskError naming the file, the record and the key."""
     try:
-        if suffix_of(path) or path.is_dir():
+        if data_suffix(path) or path.is_dir():
             return _published_alone(path, policy)
         if not path.exists():
             raise TaskError("task_file.no_file", "{file}: no such file", file=path)
@@ -315,11 +315,11 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
         keys: dict[str, Any] = said if isinstance(said, dict) else {}
         benchmark = BENCHMARKS.get(str(keys.get("published") or ""))
         ours = parse(TaskFile, {**_keys(benchmark), **keys} if benchmark else said, str(path), TaskError)
-        items = read_items(data_file(path, "items", ours.items))
-        shown = read_items(data_file(path, "examples", ours.examples)) if ours.examples else None
+        items = read_items(resolve_data_file(path, "items", ours.items))
+        shown = read_items(resolve_data_file(path, "examples", ours.examples)) if ours.examples else None
         if benchmark:
             return _published(path, benchmark, ours, items, shown, policy, "shots" in keys)
-        found = in_one_way(read_records(ours.kind, items.records, str(items.path)), str(items.path))
+        found = resolve_answers(read_records(ours.kind, items.records, str(items.path)), str(items.path))
         _enough(items.path, len(found), policy)
         if shown and ours.kind == "code":
             raise TaskError(
@@ -327,7 +327,9 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
                 "{file}: remove key 'examples', because a task of kind code shows none",
                 file=path,
             )
-        examples = in_one_way(read_records(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
+        examples = (
+            resolve_answers(read_records(ours.kind, shown.records, str(shown.path)), str(shown.path)) if shown else []
+        )
     except (ConfigError, InputError) as error:
         raise TaskError(error.message) from error
     if shown:
@@ -342,7 +344,7 @@ def _keys(benchmark: Benchmark) -> dict[str, Any]:
 def _published_alone(path: Path, policy: TasksPolicy) -> EvalTask:
     """The task of a published file that no YAML file names."""
     items = read_items(path)
-    benchmark = recognised(items.records)
+    benchmark = recognise_benchmark(items.records)
     name, why = _published_name(path)
     if benchmark is None or not name:
         raise TaskError("task_file.not_published", "{file} is not a task. {reason}", file=path, reason=why or "")
@@ -386,7 +388,7 @@ def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[
     """(tested items, example items, notes)."""
     where = str(file.path)
     try:
-        found = items_of(benchmark, file.records, file.path.name.removesuffix(suffix_of(file.path)))
+        found = items_of(benchmark, file.records, file.path.name.removesuffix(data_suffix(file.path)))
     except PublishedError as error:
         raise TaskError("task_file.odd_record", "{file}, {problem}", file=where, problem=error.message) from None
     tested, notes = read_published(benchmark.kind, found.tested, where, lenient)
@@ -395,7 +397,7 @@ def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[
 
 
 def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[TaskItem], where: Path) -> None:
-    refuse_shown_items(items, shown_examples(examples, file.shots), str(where))
+    refuse_shown_items(items, first_examples_of_subjects(examples, file.shots), str(where))
     for subject in dict.fromkeys(item.subject for item in items):
         count = sum(one.subject == subject for one in examples)
         if count < file.shots:
@@ -424,7 +426,7 @@ def _told(item: TaskItem, later: tuple[str, ...]) -> dict[str, Any]:
     return item.model_dump(exclude={key for key in later if not getattr(item, key, None)})
 
 
-def data_file(path: Path, key: str, name: str) -> Path:
+def resolve_data_file(path: Path, key: str, name: str) -> Path:
     """The path of a data file that a task file names. Raises: TaskError if it is outside the folder or not a data file."""
     folder, found = path.parent.resolve(), (path.parent / name).resolve()
     if "://" in name or not found.is_relative_to(folder):
@@ -432,7 +434,7 @@ def data_file(path: Path, key: str, name: str) -> Path:
             "task_file.outside", "{file}: key {key!r}: {name!r} is outside {folder}. Put the data into this folder",
             file=path, key=key, name=name, folder=folder,
         )  # fmt: skip
-    known = {file.resolve(): file for file in item_files(path.parent)}
+    known = {file.resolve(): file for file in list_item_files(path.parent)}
     if found not in known:
         names = [str(file.relative_to(path.parent)) for file in known.values()]
         raise TaskError(

@@ -17,17 +17,17 @@ from factory.tasks.comparing import TaskEvidence, gains, sizes
 from factory.tasks.items import TaskError
 from factory.tasks.measuring import measure
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import EvalTask, load_named, look_into, task_folder
+from factory.tasks.task_file import EvalTask, list_tasks, load_task_by_name, task_folder
 from kernels.contract.message import Message
 
 
-def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvidence:
+def measure_due_tasks(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvidence:
     """Measure a candidate and the champion on every task that is due. The evidence names each task that could not be measured.
 
     Raises: ConfigError for a bad tasks.yaml; DamagedExportError; NoMemoryError.
     """
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
-    names = list(look_into(task_folder(plant.workspace)).tasks)
+    names = list(list_tasks(task_folder(plant.workspace)).tasks)
     evidence = TaskEvidence(alpha=policy.guards_alpha)
     for name in sorted(set(policy.tasks) - set(names)):
         problem = Message(
@@ -44,9 +44,9 @@ def measure_due(plant: Plant, candidate: int, *, would_promote: bool) -> TaskEvi
 
 def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> TaskEvidence:
     try:
-        task = load_named(plant.workspace, name, policy)
+        task = load_task_by_name(plant.workspace, name, policy)
         best = champion(plant.ledger)
-        if changed := changed_since_baseline(plant.ledger, task):
+        if changed := describe_protocol_change(plant.ledger, task):
             todo = Message(
                 "tiers.undo_change",
                 "undo the change of task {task}, or make it the new baseline: 'factory tasks run {task} --baseline'.",
@@ -88,7 +88,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
     return evidence.with_other(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
 
-def changed_since_baseline(ledger: Ledger, task: EvalTask) -> Message | None:
+def describe_protocol_change(ledger: Ledger, task: EvalTask) -> Message | None:
     """A sentence if the task's protocol differs from that of earlier releases. None: it is the same."""
     fixed = baseline(ledger, task.name)
     if fixed is None or fixed["protocol"] == task.protocol:

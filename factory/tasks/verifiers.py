@@ -20,7 +20,7 @@ from pathlib import Path
 from factory.core.left_files import open_file
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
-from factory.tasks.exact_answer import answer_of, same_answer
+from factory.tasks.exact_answer import extract_answer, is_same_answer
 from factory.tasks.items import CodeItem, MathsItem, TaskError
 from factory.tasks.model import Advance
 from factory.tasks.policy import TaskLimits
@@ -43,12 +43,12 @@ class AnswerCheck:
     why: str = ""  # the last line of a failed program's output
 
 
-def check_maths(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -> list[AnswerCheck]:
+def check_maths_answers(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -> list[AnswerCheck]:
     """Check for each text that it ends with its item's answer. The same function extracts both answers.
 
     Raises: IsolationError if formulas must be compared and there is no sandbox; TaskError if math-verify does not work.
     """
-    pairs = [(answer_of(text), answer_of(str(item.answer)) or str(item.answer)) for item, text in answers]
+    pairs = [(extract_answer(text), extract_answer(str(item.answer)) or str(item.answer)) for item, text in answers]
     asked: dict[Pair, None] = {}
 
     def ask(gold: str, said: str) -> bool:
@@ -56,7 +56,7 @@ def check_maths(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -
         return True  # so that ``same_answer`` goes on and asks for every pair that may matter
 
     for said, gold in pairs:
-        _ = said is not None and same_answer(said, gold, ask)
+        _ = said is not None and is_same_answer(said, gold, ask)
     known = _compare(list(asked), running)
     found = []
     for said, gold in pairs:
@@ -66,7 +66,7 @@ def check_maths(answers: Sequence[tuple[MathsItem, str]], running: TaskLimits) -
             slow += [True] * (known[one, other] == "cpu")
             return known[one, other] == "yes"
 
-        right = said is not None and same_answer(said, gold, told)
+        right = said is not None and is_same_answer(said, gold, told)
         found.append(AnswerCheck(right, "cpu" if slow and not right else ""))
     return found
 

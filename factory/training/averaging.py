@@ -25,26 +25,26 @@ from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
-from factory.ledger.places import located
+from factory.ledger.places import with_absolute_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.folders import clear
 from factory.runs.live_code import LiveCode
-from factory.training.planning import last_segment, plan_segment
-from factory.training.segment_folder import claim, failed, give_up, record_done
+from factory.training.planning import insert_planned_segment, last_segment
+from factory.training.segment_folder import claim, failed, give_up, record_segment_done
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
 KIND = "average"
-OF_PARENT = " ".join(
+PARENT_COLUMNS = " ".join(
     ("generation", "recipe", "recipe_json", "recipe_sha256", "data_plan")
 )  # columns copied from the parent's row
-AT_MOST = 5  # checkpoints, by default
-Rule = Literal["uniform", "held-out-loss"]
+MOST_CHECKPOINTS = 5  # checkpoints, by default
+WeightingRule = Literal["uniform", "held-out-loss"]
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceCheckpoint:
     """A checkpoint on disk that is part of an average."""
 
     id: str  # SHA-256 of its manifest
@@ -53,7 +53,7 @@ class Source:
     path: str
 
 
-def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
+def weights_from_losses(losses: Sequence[float], noise: float) -> list[float]:
     """Weights that sum to one and fall with the loss: softmax(−loss / τ), τ = max(standard deviation of the losses, noise).
 
     These are Boltzmann weights at the losses' own scale; Akaike weights have a fixed scale (Burnham and Anderson 2002, §2.9).
@@ -70,14 +70,14 @@ def softmax_weights(losses: Sequence[float], noise: float) -> list[float]:
 
 
 # -- choosing and planning ---------------------------------------------------------------------------------------------
-def kept(ledger: Ledger, segment: SegmentRow) -> list[Source]:
+def kept(ledger: Ledger, segment: SegmentRow) -> list[SourceCheckpoint]:
     """The checkpoints on disk that may be averaged with a segment's newest checkpoint, oldest first.
 
     An anneal has its own checkpoints only. A trunk segment also has those of earlier trunk segments with the same recipe.
     """
     from trainer.contract.checkpoint.format import manifest_sha256, steps_in
 
-    found: dict[Path, Source] = {}
+    found: dict[Path, SourceCheckpoint] = {}
     row = segment
     while row.recipe_sha256 == segment.recipe_sha256:
         if row.kind == segment.kind:
@@ -86,15 +86,15 @@ def kept(ledger: Ledger, segment: SegmentRow) -> list[Source]:
             own |= {Path(r["path"]).resolve(): int(Path(r["path"]).name.rpartition("-")[2]) for r in listed}
             for path, step in own.items():
                 if path not in found and (path / "manifest.json").is_file():
-                    found[path] = Source(manifest_sha256(path), row.id, step, str(path))
+                    found[path] = SourceCheckpoint(manifest_sha256(path), row.id, step, str(path))
         if segment.kind == "anneal" or row.parent is None:
             break
         row = SegmentRow.get(ledger, row.parent)
     return sorted(found.values(), key=lambda source: source.step)
 
 
-def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source]:
-    """The checkpoints to average, oldest first: the newest ``last`` of a segment. The default is all of them, at most ``AT_MOST``.
+def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[SourceCheckpoint]:
+    """The checkpoints to average, oldest first: the newest ``last`` of a segment. The default is all of them, at most ``MOST_CHECKPOINTS``.
 
     ``segment``: None for the newest finished trunk segment. Raises: InputError with the known checkpoints, when there are too few.
     """
@@ -114,7 +114,7 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
                 segment=segment, finished=[one.id for one in trained] or "none",
             )  # fmt: skip
     available = kept(ledger, row)
-    count = last if last is not None else min(AT_MOST, len(available))
+    count = last if last is not None else min(MOST_CHECKPOINTS, len(available))
     if count < 2 or len(available) < count:
         raise InputError(
             "training.too_few_checkpoints",
@@ -125,9 +125,9 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
     return available[-count:]
 
 
-def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int | None = None) -> int:
+def plan_average(plant: Plant, rule: WeightingRule, segment: int | None = None, last: int | None = None) -> int:
     """Record an average as a planned segment; returns its id. The same rule and checkpoints give the same segment."""
-    from factory.git.repository import live_commit
+    from factory.git.repository import get_live_commit
 
     sources = choose(plant.ledger, segment, last)
     listed = [asdict(source) | {"path": plant.ledger.inside(source.path)} for source in sources]
@@ -137,20 +137,22 @@ def plan_average(plant: Plant, rule: Rule, segment: int | None = None, last: int
     ):
         if _identity(planned(plant.ledger, row.id)) == _identity(plan):
             return row.id
-    commit = live_commit(plant.workspace.repository)
+    commit = get_live_commit(plant.workspace.repository)
     parent = SegmentRow.get(plant.ledger, sources[-1].segment)
     steps = (sources[-1].step, sources[-1].step)
-    same = parent.only(OF_PARENT)
+    same = parent.only(PARENT_COLUMNS)
     with plant.ledger.begin() as tx:
         detail = {"average": plan}
-        return plan_segment(tx, plant.workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same)
+        return insert_planned_segment(
+            tx, plant.workspace, KIND, steps, detail, parent=parent.id, code_commit=commit, **same
+        )
 
 
 def planned(ledger: Ledger, number: int) -> dict[str, Any]:
     """The rule and the checkpoints of an average segment, as they were planned."""
     sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
     plan = dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
-    return plan | {"sources": [located(dict(source), ledger.root) for source in plan["sources"]]}
+    return plan | {"sources": [with_absolute_paths(dict(source), ledger.root) for source in plan["sources"]]}
 
 
 def _identity(plan: dict[str, Any]) -> tuple[str, list[str]]:
@@ -200,7 +202,7 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         "averaged": {"rule": plan["rule"], "sources": parts, **measured},
     }
     write_atomically(folder / "result.json", json.dumps(result, indent=1))
-    record_done(plant.ledger, row, folder, result)
+    record_segment_done(plant.ledger, row, folder, result)
     return result
 
 
@@ -208,7 +210,7 @@ def _measure(
     plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: Advance
 ) -> dict[str, Any]:
     """Add the keys ``loss`` and ``weight`` to each part; returns the noise and the documents of the measurement."""
-    ruler = held_out_ruler(plant)
+    ruler = load_held_out_loss(plant)
     scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
@@ -223,7 +225,7 @@ def _measure(
         else:
             part["loss"] = ruler.loss(scratch, advance)
     remove(scratch)
-    for part, weight in zip(parts, softmax_weights([part["loss"] for part in parts], noise), strict=True):
+    for part, weight in zip(parts, weights_from_losses([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
     return {"noise": noise, "documents": ruler.documents, "shares": ruler.shares}
 
@@ -240,7 +242,7 @@ Advance = Callable[[float], None]
 
 
 @dataclass(frozen=True)
-class Ruler:
+class HeldOutLoss:
     """Measures the held-out loss of an export as one number: a weighted mean over domains."""
 
     texts: list[ScoredText]
@@ -272,7 +274,7 @@ class Ruler:
         return {domain: sum(text.document.domain == domain for text in self.texts) for domain in sorted(self.shares)}
 
 
-def held_out_ruler(plant: Plant) -> Ruler:
+def load_held_out_loss(plant: Plant) -> HeldOutLoss:
     """A ruler over the held-out documents (dev half) of the domains in the release policy's target.
 
     Raises: InputError when no such document is held out; ConfigError.
@@ -291,4 +293,4 @@ def held_out_ruler(plant: Plant) -> Ruler:
             "The held-out documents (dev half) have none of the domains in the target of policies/gates/release.yaml. Ingest more documents.",
         )
     total = sum(shares.values())
-    return Ruler(texts, {domain: weight / total for domain, weight in shares.items()}, policy)
+    return HeldOutLoss(texts, {domain: weight / total for domain, weight in shares.items()}, policy)

@@ -34,10 +34,10 @@ from kernels.contract.message import Message
 
 SERIES = ("loss", "grad_norm", "lr")  # keys of metrics.jsonl; a run without a loss is not judged
 ROUNDING = 1e-6  # share of a value that fp32 rounding may change: the least noise of any measure
-TRAINED_WITH = ("trainer/", "kernels/", "policies/kernels.yaml")  # all files of the repository that a trainer reads
+TRAINING_FILES = ("trainer/", "kernels/", "policies/kernels.yaml")  # all files of the repository that a trainer reads
 
 Series = list[float | None]  # one value for each step; None: not finite, or not written
-TENSOR_UPDATE = "tensor's update length"  # name of a measure
+TENSOR_UPDATE_MEASURE = "tensor's update length"  # name of a measure
 Part = Literal["resume", "accumulation", "kernels", "compile", "ranks"]
 
 
@@ -221,7 +221,7 @@ def measures(evidence: CertificateEvidence) -> list[Measure]:
     found.append(_scalar("mean loss", *means))
     found.append(Measure("weights", evidence.apart, evidence.apart_seeds, evidence.apart_again))
     found.append(_scalar("length of the update", *(_length(trace.moved) for trace in (old, new, again, *others))))
-    found.append(_by_tensor(TENSOR_UPDATE, *(trace.moved for trace in (old, new, again, *others))))
+    found.append(_by_tensor(TENSOR_UPDATE_MEASURE, *(trace.moved for trace in (old, new, again, *others))))
     kinds = sorted({name.partition(".")[0] for name in old.optimizer.keys() & new.optimizer.keys()})
     for kind in kinds:
         of = lambda trace: {n: v for n, v in trace.optimizer.items() if n.partition(".")[0] == kind}  # noqa: B023

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from factory.computing import computing
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.git.repository import CheckoutError, RepositoryError, changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import with_contents
+from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
 from factory.runs.distance import Tensors, apart, sizes, together
@@ -27,17 +27,17 @@ from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.training.certificate import SERIES, TRAINED_WITH, CertificateEvidence, CertificatePolicy, Numbers
+from factory.training.certificate import SERIES, TRAINING_FILES, CertificateEvidence, CertificatePolicy, Numbers
 from factory.training.planning import plan_of
 from factory.training.segment_folder import spec_of
 from kernels.contract.message import Message
 
-EXIT_WRONG_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
+EXIT_INVALID_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
 
 
 def changed_files(repository: Path, old: str, new: str) -> list[str]:
     """The files that training reads and that differ between two commits. Raises: RepositoryError."""
-    return [change.path for change in changes(repository, old, new) if change.path.startswith(TRAINED_WITH)]
+    return [change.path for change in changes(repository, old, new) if change.path.startswith(TRAINING_FILES)]
 
 
 def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> CertificateEvidence:
@@ -54,7 +54,7 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
             return evidence
         sides = {name: LiveCode.of(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
     except RepositoryError as error:
-        if isinstance(error, CheckoutError) or is_of_no_file(error):
+        if isinstance(error, CheckoutError) or is_machine_fault_of_no_file(error):
             raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
@@ -68,7 +68,7 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
         )  # fmt: skip
     )
     steps = min(policy.steps, row.last_step - row.first_step)
-    plan = with_contents(plant.ledger, plan_of(plant.ledger, row))
+    plan = with_replaced_token_shards(plant.ledger, plan_of(plant.ledger, row))
     seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
     runs = Runs(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
@@ -79,7 +79,7 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
         if done.code == 0:
             break
         evidence = replace(evidence, old_failed=done.line)
-        if done.code != EXIT_WRONG_INPUT:
+        if done.code != EXIT_INVALID_INPUT:
             return evidence
     else:
         return evidence
@@ -108,7 +108,7 @@ def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> di
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
     before = {
         "recipe": parent.recipe_json,
-        "data_plan": with_contents(ledger, plan_of(ledger, parent)),
+        "data_plan": with_replaced_token_shards(ledger, plan_of(ledger, parent)),
         "restart_data": True,
     }
     return {"segment": spec, "parent": plain | before}
@@ -126,7 +126,7 @@ def arms(
     old, new = (
         Arm(
             f"{side} code", spec | {"code_commit": one.code_commit}, one.code_commit, precision=precision,
-            kernels=computing.kernels_text(one.computing),
+            kernels=computing.format_kernels(one.computing),
         )
         for side, one, precision in zip(("old", "new"), (parent, row), precisions)
     )  # fmt: skip

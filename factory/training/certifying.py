@@ -42,16 +42,16 @@ from kernels.contract.message import Message
 
 GATE = "code"
 PREFLIGHT = "preflight"
-SCRATCH = {
+RUNS_FOLDER = {
     GATE: "certificate",
     PREFLIGHT: "preflight",
 }  # by gate: the folder of its runs in the segment's folder, and the name of its .json file
-ACCEPTED = "certificate_accepted"
+CERTIFICATE_ACCEPTED = "certificate_accepted"
 UNCERTIFIED = "uncertified"
 OF_CODE = f"gate IN ('{GATE}', '{PREFLIGHT}')"
 
 
-class NotCertified(SegmentError, WaitingError):
+class NotCertifiedError(SegmentError, WaitingError):
     """The code changed, and no certificate shows that the change is inside seed noise. The segment was not started."""
 
 
@@ -72,11 +72,11 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
     """Remove the runs, whose verdict is recorded. Raises: NotCertified."""
-    remove(Path(row.folder) / SCRATCH[verdict.gate])
+    remove(Path(row.folder) / RUNS_FOLDER[verdict.gate])
     if verdict.outcome != "promote" and not accepted(ledger, verdict):
-        raise NotCertified(
+        raise NotCertifiedError(
             "training.not_certified", "Segment {segment} was not started. {reasons} {to_do}",
-            segment=row.id, reasons=" ".join(verdict.reasons), to_do=next_steps(row.id),
+            segment=row.id, reasons=" ".join(verdict.reasons), to_do=certificate_instructions(row.id),
         )  # fmt: skip
 
 
@@ -84,7 +84,7 @@ def _newest(ledger: Ledger, gate: str, segment: int) -> VerdictRow | None:
     return VerdictRow.newest(ledger, gate, Subject("segment", segment))
 
 
-def next_steps(segment: int) -> Message:
+def certificate_instructions(segment: int) -> Message:
     """The ways in which a person can continue from an uncertified segment."""
     return Message(
         "training.certificate_to_do", "To continue, commit corrected or reverted code: the daemon then plans the segment again. "
@@ -93,7 +93,7 @@ def next_steps(segment: int) -> Message:
     )  # fmt: skip
 
 
-def certificate_of(ledger: Ledger, segment: int) -> VerdictRow | None:
+def newest_code_verdict(ledger: Ledger, segment: int) -> VerdictRow | None:
     """The newest verdict on a segment's code, of its certificate or its preflight; None when none was needed or made."""
     subject = str(Subject("segment", segment))
     return VerdictRow.first(ledger, f"WHERE {OF_CODE} AND subject = :subject ORDER BY id DESC", subject=subject)
@@ -101,7 +101,9 @@ def certificate_of(ledger: Ledger, segment: int) -> VerdictRow | None:
 
 def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
     """``{"by", "at"}`` of the person who accepted the code of this verdict, or None."""
-    for row in ledger.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=ACCEPTED):
+    for row in ledger.read(
+        "SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=CERTIFICATE_ACCEPTED
+    ):
         if row["detail"]["subject_sha256"] == verdict.subject_sha256:
             return {"by": row["detail"]["by"], "at": row["at"]}
     return None
@@ -112,7 +114,7 @@ def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
 
     Raises: InputError when the segment does not wait for that, or another segment replaced it.
     """
-    verdict = certificate_of(plant.ledger, segment)
+    verdict = newest_code_verdict(plant.ledger, segment)
     waiting = SegmentRow.select(plant.ledger, "WHERE state = :state ORDER BY id", state=UNCERTIFIED)
     if verdict is None or segment not in {row.id for row in waiting}:
         raise InputError(
@@ -129,11 +131,11 @@ def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
     with plant.ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)
         tx.execute(segments.update().where(waits).values(state="planned"))
-        record(tx, ACCEPTED, Subject("segment", segment), detail)
+        record(tx, CERTIFICATE_ACCEPTED, Subject("segment", segment), detail)
     return verdict
 
 
-def every_certificate(ledger: Ledger) -> list[dict[str, Any]]:
+def list_certificates(ledger: Ledger) -> list[dict[str, Any]]:
     """All certificates and preflights with their evidence, oldest first, and with the person who accepted the code."""
     return [
         {"segment": row.number, **row.with_evidence(ledger), "accepted": accepted(ledger, row)}
@@ -168,7 +170,7 @@ def _verdict(
     else:
         judgement, measured = measure()
         outcome, reasons = judgement.outcome, list(judgement.reasons)
-        file = Path(row.folder) / f"{SCRATCH[gate]}.json"
+        file = Path(row.folder) / f"{RUNS_FOLDER[gate]}.json"
         shown = finite(measured) | {"file": str(file)}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, finite_json(shown | {"outcome": outcome, "reasons": reasons}, indent=1))

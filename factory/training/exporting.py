@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from factory.core.errors import SegmentError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.progress import SILENT
 from factory.core.removal import remove
 from factory.ledger.ledger import candidates, record
@@ -40,7 +40,7 @@ def export_candidate(plant: Plant, segment: int) -> int:
     )  # this process reads the checkpoint; the exporting code is not trusted
     with plant.ledger.begin() as tx:
         values = {"checkpoint": checkpoint["id"], "export_path": plant.ledger.inside(target), "created_at": time.time()}
-        values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": folder_sha256(target)}
+        values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": export_folder_sha256(target)}
         number = insert(tx, candidates, **values)
         record(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
     return number

@@ -21,17 +21,17 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import ConfigError, InputError
 from factory.core.launching import check_ranks
 from factory.core.workspace import Workspace
-from factory.ingest.rules.claims import CONFLICT, counted
+from factory.ingest.rules.claims import CONFLICT_EVENT, counted
 from factory.ingest.rules.policy import DataPolicy, Licences
-from factory.ingest.vocabulary_size import refuse_vocabulary
+from factory.ingest.vocabulary_size import check_vocabulary
 from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
 from factory.ledger.places import inside, portable
 from factory.ledger.plant import Plant
-from factory.ledger.removals import FATE, REMOVED, removals, with_contents
-from factory.ledger.rows import Reads, SegmentRow, Subject
+from factory.ledger.removals import REMOVED, REMOVED_FATE, removals, with_replaced_token_shards
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert, next_key
-from factory.retrying.asking import OVERRIDDEN, newest_decision, refuse_decided, refuse_rewound
+from factory.retrying.asking import OVERRIDDEN, newest_decision_event, refuse_newer_decision, refuse_rewound
 from factory.retrying.tries import refuse_parked
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
@@ -52,7 +52,7 @@ class Trunk:
     missing_tokens: int  # more tokens that a first step needs; 0 when there are enough
 
 
-def next_trunk(plant: Plant, steps: int | None = None) -> Trunk:
+def forecast_trunk(plant: Plant, steps: int | None = None) -> Trunk:
     """The trunk segment that could be planned now: ``steps`` or the recipe's steps, shortened to the data.
 
     The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full, so a packing
@@ -69,7 +69,7 @@ def next_trunk(plant: Plant, steps: int | None = None) -> Trunk:
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
         return Trunk(0, 0, wanted, needs(1))
-    refuse_misfit(plant, recipe, last)
+    refuse_changed_model(plant, recipe, last)
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
     left = _data_order(plant.ledger, recipe, plan, last).positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
@@ -82,7 +82,7 @@ def plan_trunk(plant: Plant, steps: int | None = None) -> int:
     Shards that the trunk has not seen become a new generation. Raises: InputError when the data are too few or a segment is parked.
     """
     refuse_parked(plant.ledger)
-    trunk = next_trunk(plant, steps)
+    trunk = forecast_trunk(plant, steps)
     recipe = load_recipe(plant.workspace)
     last = trunk_parent(plant.ledger, recipe)
     if not trunk.steps:
@@ -105,7 +105,7 @@ def plan_anneal(plant: Plant) -> int:
         raise InputError(
             "training.no_trunk", "No trunk segment is finished, so no anneal can branch off. Run 'factory train' first."
         )
-    planned = with_contents(plant.ledger, plan_of(plant.ledger, trunk))["token_shards"]
+    planned = with_replaced_token_shards(plant.ledger, plan_of(plant.ledger, trunk))["token_shards"]
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
     return _plan(plant, "anneal", trunk, load_recipe(plant.workspace).schedule.anneal_steps, shards)
 
@@ -128,12 +128,12 @@ def trunk_parent(ledger: Ledger, recipe: Recipe) -> SegmentRow | None:
     return anneal if anneal is not None and anneal.parent == trunk.id else trunk
 
 
-def last_checkpoint(db: Reads, segment: int) -> dict[str, Any]:
+def last_checkpoint(db: ReadsSql, segment: int) -> dict[str, Any]:
     """The last checkpoint of a finished segment, as its row."""
     return db.read("SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment)[0]
 
 
-def plan_of(db: Reads, segment: SegmentRow) -> dict[str, Any]:
+def plan_of(db: ReadsSql, segment: SegmentRow) -> dict[str, Any]:
     """The data plan of a segment, as JSON values."""
     return dict(db.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"])
 
@@ -152,10 +152,10 @@ def load_recipe(workspace: Workspace) -> Recipe:
 
 def _with_keys(recipe: Recipe, keys: Mapping[str, Any]) -> Recipe:
     """The recipe with other values. Raises: ConfigError when these values make an impossible recipe."""
-    from trainer.contract.recipe import with_keys
+    from trainer.contract.recipe import with_changed_keys
 
     try:
-        return type(recipe).parse(with_keys(recipe.model_dump(mode="json"), keys))
+        return type(recipe).parse(with_changed_keys(recipe.model_dump(mode="json"), keys))
     except TrainerError as error:
         raise ConfigError(
             "training.override_impossible", "Recipe {recipe} is not possible with {values}: {error}",
@@ -192,7 +192,7 @@ def _emptied(ledger: Ledger) -> set[str]:
     """The token shards of which a person took out all documents."""
     touched = {shard for removal in removals(ledger) if removal.state != "returned" for shard in removal.token_shards}
     sql = "SELECT COUNT(*) AS n FROM documents WHERE token_shard = :shard AND fate <> :fate"
-    return {shard for shard in touched if not ledger.read(sql, shard=shard, fate=FATE)[0]["n"]}
+    return {shard for shard in touched if not ledger.read(sql, shard=shard, fate=REMOVED_FATE)[0]["n"]}
 
 
 def _data_plan(
@@ -211,7 +211,7 @@ def _data_plan(
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     with _fits(recipe):
         plan, left_out = plan.of_arrived(held, first, last)
-    plan = DataPlan.from_json(_with_moved(ledger, with_contents(ledger, json.loads(plan.to_json()))))
+    plan = DataPlan.from_json(_with_moved(ledger, with_replaced_token_shards(ledger, json.loads(plan.to_json()))))
     return plan.masking(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
 
 
@@ -228,7 +228,7 @@ def _licences(workspace: Workspace) -> Licences:
 
 def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[str]:
     """Keys of documents of these shards that also arrived under a licence that forbids training, unless a person decided the conflict."""
-    conflict = ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT)
+    conflict = ledger.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=CONFLICT_EVENT)
     if not conflict and not any(
         "licence" in (row["counts"] or {}).get("dropped", {}) for row in ledger.read("SELECT counts FROM shards")
     ):
@@ -243,7 +243,7 @@ def _left_out(ledger: Ledger, token_shards: set[str]) -> list[str]:
     """Keys of documents of these shards that are in quarantine (``factory.diagnosis.acting``) or that a person took out."""
     if not ledger.read(f"SELECT id FROM events WHERE kind IN ('documents_quarantined', '{REMOVED}') LIMIT 1"):
         return []  # saves a search of the long table of documents
-    listed = ledger.read(f"SELECT key, token_shard FROM documents WHERE fate IN ('quarantined', '{FATE}')")
+    listed = ledger.read(f"SELECT key, token_shard FROM documents WHERE fate IN ('quarantined', '{REMOVED_FATE}')")
     return [row["key"] for row in listed if row["token_shard"] in token_shards]
 
 
@@ -269,13 +269,13 @@ def _refuse_padding(ledger: Ledger, recipe: Recipe, plan: DataPlan, parent: Segm
 
 
 def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shards: list[tuple[str, str, int]]) -> int:
-    from factory.git.repository import file_text, live_commit
+    from factory.git.repository import get_live_commit, read_file_text
 
-    decided = newest_decision(plant.ledger)
+    decided = newest_decision_event(plant.ledger)
     if parent is not None:
         refuse_rewound(plant.ledger, parent.id)
     recipe = load_recipe(plant.workspace)
-    notes: list[str] = [*refuse_misfit(plant, recipe, parent)]
+    notes: list[str] = [*refuse_changed_model(plant, recipe, parent)]
     first = parent.last_step if parent else 0
     overridden = override_of(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
@@ -293,8 +293,8 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
         )
     plan, left_out = _data_plan(plant.ledger, recipe, kind, shards, first, first + length, _licences(plant.workspace))
     _refuse_padding(plant.ledger, recipe, plan, parent, first + length)
-    commit = live_commit(plant.workspace.repository)
-    kernels = file_text(plant.workspace.repository, commit, KERNELS)
+    commit = get_live_commit(plant.workspace.repository)
+    kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
     recipe, computed, of_computing = computing.decide(
         plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
@@ -306,17 +306,17 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     detail: dict[str, Any] = {"domains_not_arrived": left_out, "notes": notes}
     detail |= {"overridden": dict(overridden.keys)} if overridden else {}
     with plant.ledger.begin() as tx:
-        refuse_decided(Snapshot(tx, plant.ledger.root), decided)
+        refuse_newer_decision(Snapshot(tx, plant.ledger.root), decided)
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == plan.id)).first() is None:
             tx.execute(data_plans.insert().values(id=plan.id, plan=json.loads(plan.to_json()), created_at=time.time()))
-        return plan_segment(
+        return insert_planned_segment(
             tx, plant.workspace, kind, (first, first + length), detail, parent=parent and parent.id, recipe=recipe.name,
             recipe_json=recipe.model_dump(mode="json"), recipe_sha256=recipe.sha256, data_plan=plan.id, code_commit=commit, computing=computed,
             generation=max(shard.generation for shard in plan.token_shards),
         )  # fmt: skip
 
 
-def plan_segment(
+def insert_planned_segment(
     tx: sa.Connection, workspace: Workspace, kind: str, steps: tuple[int, int], detail: dict[str, Any], **columns: Any
 ) -> int:
     """Add the row of a planned segment of the steps [first, last), and its event; returns its id."""
@@ -344,40 +344,40 @@ def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOver
     record(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
 
 
-def override_of(db: Reads, kind: str, parent: int | None) -> RecipeOverride | None:
+def override_of(db: ReadsSql, kind: str, parent: int | None) -> RecipeOverride | None:
     """The newest override for a segment of this kind and parent; None when it has no keys, as after a rejected diagnosis."""
     found = _newest(db, kind, parent)
     return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None
 
 
-def was_overridden(db: Reads, kind: str, parent: int | None) -> bool:
+def has_override(db: ReadsSql, kind: str, parent: int | None) -> bool:
     """Whether the ledger has an override for a segment of this kind and parent; a person's order to have none also counts."""
     return _newest(db, kind, parent) is not None
 
 
-def _newest(db: Reads, kind: str, parent: int | None) -> dict[str, Any] | None:
+def _newest(db: ReadsSql, kind: str, parent: int | None) -> dict[str, Any] | None:
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=OVERRIDDEN)
     found = (row["detail"] for row in rows)
     return next((detail for detail in found if (detail["kind"], detail["parent"]) == (kind, parent)), None)
 
 
-def refuse_misfit(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[Message]:
+def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None) -> list[Message]:
     """Compare the recipe's model with that of the parent; returns a message for each change that ``accept_changes`` accepts.
 
     Raises: ConfigError naming each other change with both values, the file, and what to do.
     """
-    from trainer.contract.checkpoint.same_function import function_changes, not_accepted
+    from trainer.contract.checkpoint.same_function import function_changes, unaccepted_changes
     from trainer.contract.recipe import ACCEPTABLE
 
     if parent is None:
-        refuse_vocabulary(plant, recipe)
+        check_vocabulary(plant, recipe)
         return []
     workspace = plant.workspace
     before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
     changes = function_changes(before, recipe.model)
-    refused = not_accepted(before, recipe.model, recipe.accept_changes)
+    refused = unaccepted_changes(before, recipe.model, recipe.accept_changes)
     if before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context
         refused.insert(0, "context")

@@ -28,16 +28,16 @@ from typing import Any
 from factory.training.certificate import Judgement, PreflightPolicy
 from kernels.contract.message import Message
 
-LEAD = 10  # steps before the runs separate, so that moments are warm
-PERTURBED = ("rounded 1", "rounded 2")  # runs that measure the effect of rounding
+LEAD_STEPS = 10  # steps before the runs separate, so that moments are warm
+PERTURBED_RUNS = ("rounded 1", "rounded 2")  # runs that measure the effect of rounding
 LEAST = 1e-6  # share of a value: a smaller difference is always accepted
 # The relative change of each weight, by precision. In fp32 the smallest change is a unit in the last place. To compute in bf16, weights
 # are rounded. In fp8 the same change as in bf16 shows how far rounding to eight bits spreads it.
 ROUNDING = {"fp32": 2.0**-23, "bf16": 2.0**-9, "fp8": 2.0**-9}
 MICRO_BATCHES = 4
 SEQUENCES = 8  # rows of a batch: two for each micro-batch, four for each rank
-NARROWEST = 2  # key/value heads: the fewest that two tensor ranks can share
-MOST_NAMED = 3  # weights in a message
+LEAST_KV_HEADS = 2  # key/value heads: the fewest that two tensor ranks can share
+MOST_WEIGHTS_NAMED = 3  # weights in a message
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ WAYS = (
 
 
 @dataclass(frozen=True)
-class FromStraight:
+class StraightRunDistance:
     """How far a run is from the straight run, as shares of the straight run's values.
 
     ``series``: by key of metrics.jsonl, one value for each step. ``tensors``: by name. For a weight: the difference between the two changes
@@ -96,8 +96,8 @@ class PreflightEvidence:
     exact_resume: bool  # a CPU repeats itself to the bit
     failed: Mapping[str, str] = field(default_factory=dict)  # by run: why it did not finish
     left_out: Mapping[str, str] = field(default_factory=dict)  # by way: why it cannot be run here
-    rounding: Sequence[FromStraight] = ()
-    apart: Mapping[str, FromStraight] = field(default_factory=dict)  # by way
+    rounding: Sequence[StraightRunDistance] = ()
+    apart: Mapping[str, StraightRunDistance] = field(default_factory=dict)  # by way
     born_apart: Mapping[str, Sequence[str]] = field(
         default_factory=dict
     )  # by way with ranks: names of initial weights that differ
@@ -108,7 +108,7 @@ class PreflightEvidence:
 
 
 @dataclass(frozen=True)
-class Beyond:
+class ExcessDifference:
     """The first number of a run that differs by more than rounding explains."""
 
     what: str
@@ -121,8 +121,8 @@ class Beyond:
 def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Judgement:
     """Decide whether the commit may train. Pure. Missing evidence is ``hold``; each reason names the comparison and the step.
 
-    >>> near = FromStraight({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
-    >>> far = FromStraight({"loss": [1e-7, 3e-2]}, {"w": 0.4})
+    >>> near = StraightRunDistance({"loss": [1e-7, 2e-7]}, {"w": 1e-6})
+    >>> far = StraightRunDistance({"loss": [1e-7, 3e-2]}, {"w": 0.4})
     >>> found = PreflightEvidence("c0ffee", 10, 2, True, rounding=[near, near], apart={"accumulated": far})
     >>> judgement = judge_preflight(PreflightPolicy(parts=["accumulation"]), found)
     >>> print(judgement.outcome, *judgement.reasons)
@@ -134,7 +134,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
             Message("training.preflight.run_failed", "Preflight: the run {run!r} failed: {line}.", run=name, line=line)
         )
     asked = [way for way in WAYS if way.part in policy.parts and way.name not in evidence.left_out]
-    if len(evidence.rounding) < len(PERTURBED) and not wrong:
+    if len(evidence.rounding) < len(PERTURBED_RUNS) and not wrong:
         missing.append(Message("training.preflight.no_rounding", "Preflight: the effect of rounding was not measured."))
     for way in asked if not wrong and not missing else ():
         born, copies = evidence.born_apart.get(way.name, ()), evidence.replicas_apart.get(way.name, ())
@@ -151,7 +151,7 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
                     "before step 0, for example {weights}.",
                     both=way.words,
                     count=len(born),
-                    weights=list(born[:MOST_NAMED]),
+                    weights=list(born[:MOST_WEIGHTS_NAMED]),
                 )  # fmt: skip
             )
         if copies is None:
@@ -171,11 +171,11 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
                     both=way.words,
                     step=evidence.lead + evidence.steps - 1,
                     count=len(copies),
-                    weights=list(copies[:MOST_NAMED]),
+                    weights=list(copies[:MOST_WEIGHTS_NAMED]),
                 )  # fmt: skip
             )
         exact = way.part == "resume" and evidence.exact_resume
-        if beyond := first_beyond(evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding):
+        if beyond := find_first_excess(evidence, evidence.apart[way.name], 0.0 if exact else policy.times_rounding):
             wrong.append(_beyond_exact(way, beyond) if exact else _beyond_rounding(way, beyond))
     if wrong:
         return Judgement("reject", wrong, [])
@@ -202,14 +202,14 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     return Judgement("promote", facts, [])
 
 
-def _beyond_exact(way: Way, beyond: Beyond) -> Message:
+def _beyond_exact(way: Way, beyond: ExcessDifference) -> Message:
     return Message(
         "training.preflight.bits_differ", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
         "all bits must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
     )  # fmt: skip
 
 
-def _beyond_rounding(way: Way, beyond: Beyond) -> Message:
+def _beyond_rounding(way: Way, beyond: ExcessDifference) -> Message:
     return Message(
         "training.preflight.beyond_rounding", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
         "rounding gives {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
@@ -217,31 +217,31 @@ def _beyond_rounding(way: Way, beyond: Beyond) -> Message:
     )  # fmt: skip
 
 
-def first_beyond(evidence: PreflightEvidence, found: FromStraight, times: float) -> Beyond | None:
+def find_first_excess(evidence: PreflightEvidence, found: StraightRunDistance, times: float) -> ExcessDifference | None:
     """The first number of ``found`` that is more than ``times`` the effect of rounding; None without one.
 
     Losses come before tensors, which are those of the last step.
     """
-    first: Beyond | None = None
+    first: ExcessDifference | None = None
     for name, shares in found.series.items():
         noise = 0.0  # the largest so far: it grows with the steps, and can be small at one step by chance
         for at, share in enumerate(shares):
             noise = max([noise, *(other.series.get(name, [])[at] for other in evidence.rounding)])
             if not share <= _bound(times, noise):
                 if first is None or evidence.lead + at < first.step:
-                    first = Beyond(name, evidence.lead + at, share, noise)
+                    first = ExcessDifference(name, evidence.lead + at, share, noise)
                 break
     if first is not None:
         return first
     last = evidence.lead + evidence.steps - 1
-    worst: tuple[float, Beyond] | None = None
+    worst: tuple[float, ExcessDifference] | None = None
     usual = {kind: _usual(kind, evidence.rounding) for kind in {kind_of(name) for name in found.tensors}}
     for name, share in sorted(found.tensors.items()):
         noise = max(usual[kind_of(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
         if not share <= _bound(times, noise):
             over = share / max(noise, LEAST)
             if worst is None or not over <= worst[0]:
-                worst = over, Beyond(name, last, share, noise)
+                worst = over, ExcessDifference(name, last, share, noise)
     return worst[1] if worst else None
 
 
@@ -251,7 +251,7 @@ def kind_of(tensor: str) -> str:
     return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
 
 
-def _usual(kind: str, rounding: Sequence[FromStraight]) -> float:
+def _usual(kind: str, rounding: Sequence[StraightRunDistance]) -> float:
     """The median over the tensors of a kind, because the distance of one tensor can be small by chance."""
     shares = [share for other in rounding for name, share in other.tensors.items() if kind_of(name) == kind]
     return statistics.median(shares) if shares else 0.0
@@ -270,7 +270,7 @@ def small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """
     model = dict(recipe["model"])
     groups = model["heads"] // model["kv_heads"]
-    kv_heads = min(model["kv_heads"], NARROWEST)
+    kv_heads = min(model["kv_heads"], LEAST_KV_HEADS)
     if kv_heads < model["kv_heads"]:
         narrow = min(model["d_model"], kv_heads * groups * model["head_dim"])
         d_ff = max(16, math.ceil(model["d_ff"] * narrow / model["d_model"] / 16) * 16)
@@ -281,13 +281,17 @@ def small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
         count = min(experts["count"], max(8, experts["per_token"]))
         experts = experts | {"dense_layers": min(experts["dense_layers"], 1), "count": count}
     model |= {"layers": min(model["layers"], layers), "context": min(model["context"], 256), "experts": experts}
-    schedule = {"warmup_steps": 2, "trunk_steps": {"first": LEAD + steps, "later": LEAD + steps}, "anneal_steps": 1}
+    schedule = {
+        "warmup_steps": 2,
+        "trunk_steps": {"first": LEAD_STEPS + steps, "later": LEAD_STEPS + steps},
+        "anneal_steps": 1,
+    }
     stability = recipe["stability"] | {"grad_clip": min(recipe["stability"]["grad_clip"], 0.1), "noise_scale_every": 0}
     return {
         **recipe,
         "compile": False,
-        "checkpoint_every": LEAD,
-        "keep_checkpoints": LEAD + steps,
+        "checkpoint_every": LEAD_STEPS,
+        "keep_checkpoints": LEAD_STEPS + steps,
         "model": model,
         "batch": {"sequences": SEQUENCES, "packing": recipe["batch"]["packing"]},
         "schedule": schedule,

@@ -14,12 +14,12 @@ from pathlib import Path
 
 from factory.computing import computing
 from factory.core.errors import SegmentError
-from factory.core.faults import is_of_no_file
+from factory.core.faults import is_machine_fault_of_no_file
 from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
-from factory.runs.distance import distance, perturbed, shares_of, weights_apart
+from factory.runs.distance import distance, find_different_weights, relative_differences, save_perturbed_checkpoint
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
@@ -28,24 +28,24 @@ from factory.training.certificate import PreflightPolicy
 from factory.training.certificate_runs import unreadable
 from factory.training.planning import plan_of
 from factory.training.preflight import (
-    LEAD,
-    PERTURBED,
+    LEAD_STEPS,
+    PERTURBED_RUNS,
     ROUNDING,
     WAYS,
-    FromStraight,
     PreflightEvidence,
+    StraightRunDistance,
     Way,
     small_recipe,
 )
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import name_of
 from trainer.contract.errors import TrainerError
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe, with_changed_keys
 
 SERIES = ("loss", "grad_norm")  # of metrics.jsonl
 RANKS = 2
-BORN = "first weights of "  # a run of one step whose rate is too small to move a weight
-STILL = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
+INITIAL_WEIGHTS_PREFIX = "first weights of "  # a run of one step whose rate is too small to move a weight
+FROZEN_RECIPE = {"optimizer.lr": 1e-30, "checkpoint_every": 1}
 
 
 def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> PreflightEvidence:
@@ -55,8 +55,10 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
     After each of them the caller may begin again.
     """
     began = time.monotonic()
-    flight = Flight(plant, row, policy)
-    found = PreflightEvidence(row.code_commit, LEAD, policy.steps, flight.device == "cpu", left_out=flight.left_out)
+    flight = PreflightRuns(plant, row, policy)
+    found = PreflightEvidence(
+        row.code_commit, LEAD_STEPS, policy.steps, flight.device == "cpu", left_out=flight.left_out
+    )
     plant.progress.line(
         Message(
             "training.preflight_begins",
@@ -70,7 +72,7 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
     try:
         code = LiveCode.of(plant, row.code_commit)
     except RepositoryError as error:
-        if isinstance(error, CheckoutError) or is_of_no_file(error):
+        if isinstance(error, CheckoutError) or is_machine_fault_of_no_file(error):
             raise
         return replace(found, failed={"straight": str(error)})
     for name, arms in flight.trainers():
@@ -82,11 +84,11 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
     return replace(found, seconds=time.monotonic() - began)
 
 
-class Flight:
+class PreflightRuns:
     """The runs of one preflight, each by its name."""
 
     def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
-        self.row, self.last = row, LEAD + policy.steps
+        self.row, self.last = row, LEAD_STEPS + policy.steps
         self.runs = Runs(plant, Path(row.folder) / "preflight", "preflight", Subject("segment", row.id))
         self.recipe = Recipe.parse(small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)).model_dump()
         self.device = row.computing["machine"]["device"] if row.computing else "cpu"
@@ -101,7 +103,7 @@ class Flight:
     @property
     def steps(self) -> int:
         """The steps of all runs together."""
-        return LEAD + (1 + len(PERTURBED) + len(self.ways)) * (self.last - LEAD)
+        return LEAD_STEPS + (1 + len(PERTURBED_RUNS) + len(self.ways)) * (self.last - LEAD_STEPS)
 
     def _impossible(self, way: Way) -> str:
         """Why a way cannot be run here, as a clause; empty: it can."""
@@ -123,7 +125,7 @@ class Flight:
                     ranks=way.ranks, gpus=torch.cuda.device_count(),
                 )  # fmt: skip
         try:
-            recipe = Recipe.parse(with_keys(self.recipe, way.recipe))
+            recipe = Recipe.parse(with_changed_keys(self.recipe, way.recipe))
             recipe.batch.check_ranks(recipe.parallel.data_ranks(way.ranks, recipe.model))
         except TrainerError as error:
             return error.message
@@ -134,36 +136,46 @@ class Flight:
         yield "straight", [self.arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
         alone = [way.name for way in self.ways if way.ranks == 1]
-        yield "one rank", [self.arm(name) for name in (*alone, *PERTURBED, *([BORN + "1 rank"] if ranks else []))]
+        yield (
+            "one rank",
+            [
+                self.arm(name)
+                for name in (*alone, *PERTURBED_RUNS, *([INITIAL_WEIGHTS_PREFIX + "1 rank"] if ranks else []))
+            ],
+        )
         if ranks:
-            yield f"{RANKS} ranks", [self.arm(name) for way in ranks for name in (BORN + way, way)]
+            yield f"{RANKS} ranks", [self.arm(name) for way in ranks for name in (INITIAL_WEIGHTS_PREFIX + way, way)]
 
     def arm(self, name: str) -> Arm:
-        way = next((way for way in WAYS if way.name == name.removeprefix(BORN)), None)
-        born, kernels = name.startswith(BORN), self.row.computing
+        way = next((way for way in WAYS if way.name == name.removeprefix(INITIAL_WEIGHTS_PREFIX)), None)
+        born, kernels = name.startswith(INITIAL_WEIGHTS_PREFIX), self.row.computing
         if way and way.reference_kernels and kernels:
             kernels = kernels | {"kernels": dict.fromkeys(kernels["kernels"], "reference")}
         return Arm(
             name, self.base | ({"last_step": 1} if born else {}), self.row.code_commit,
-            recipe={**(way.recipe if way else {}), **(STILL if born else {})}, start=None if born or name == "straight" else self.began(name),
-            kernels=computing.kernels_text(kernels), ranks=way.ranks if way else 1,
+            recipe={**(way.recipe if way else {}), **(FROZEN_RECIPE if born else {})}, start=None if born or name == "straight" else self.began(name),
+            kernels=computing.format_kernels(kernels), ranks=way.ranks if way else 1,
         )  # fmt: skip
 
     def trace(self, name: str) -> Trace:
         """The trace of an arm from step LEAD, where the runs separate."""
-        return replace(self.runs.trace(self.arm(name)), first=0 if name.startswith(BORN) else LEAD)
+        return replace(
+            self.runs.trace(self.arm(name)), first=0 if name.startswith(INITIAL_WEIGHTS_PREFIX) else LEAD_STEPS
+        )
 
     @cached_property
     def parted(self) -> Path:
         """The straight run's checkpoint at step LEAD, where the runs separate."""
-        return self.runs.folder(self.arm("straight")) / "checkpoints" / name_of(LEAD)
+        return self.runs.folder(self.arm("straight")) / "checkpoints" / name_of(LEAD_STEPS)
 
     def began(self, name: str) -> Path:
         """The checkpoint from which an arm starts: that of the straight run, or a perturbed copy."""
-        if name not in PERTURBED:
+        if name not in PERTURBED_RUNS:
             return self.parted
         target = self.runs.home / "perturbed" / name.replace(" ", "-")
-        return perturbed(self.parted, target, ROUNDING[self.recipe["precision"]], PERTURBED.index(name))
+        return save_perturbed_checkpoint(
+            self.parted, target, ROUNDING[self.recipe["precision"]], PERTURBED_RUNS.index(name)
+        )
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
@@ -183,19 +195,22 @@ def compare(
     try:
         begun, straight = read_checkpoint(parted).model, trace(run)
         series, apart = values_of(straight), {}
-        for run in (*PERTURBED, *(way.name for way in ways)):
-            other, left = trace(run), read_checkpoint(began(run)).model if run in PERTURBED else None
+        for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
+            other, left = trace(run), read_checkpoint(began(run)).model if run in PERTURBED_RUNS else None
             values = values_of(other)
-            shares = {name: shares_of(series[name], values[name]) for name in SERIES}
-            apart[run] = FromStraight(shares, distance(straight.left, other.left, begun, left).shares())
+            shares = {name: relative_differences(series[name], values[name]) for name in SERIES}
+            apart[run] = StraightRunDistance(shares, distance(straight.left, other.left, begun, left).shares())
         born: dict[str, list[str]] = {}
         if ranks:
-            first = trace(run := BORN + "1 rank").left.model
-            born = {way: weights_apart(first, trace(run := BORN + way).left.model) for way in ranks}
+            first = trace(run := INITIAL_WEIGHTS_PREFIX + "1 rank").left.model
+            born = {
+                way: find_different_weights(first, trace(run := INITIAL_WEIGHTS_PREFIX + way).left.model)
+                for way in ranks
+            }
         copies = {run: trace(run).replicas_apart for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
         return replace(found, failed={run: unreadable(error)})
-    rounding = [apart.pop(run) for run in PERTURBED]
+    rounding = [apart.pop(run) for run in PERTURBED_RUNS]
     return replace(found, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 

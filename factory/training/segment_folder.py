@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
-from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, failure_line
-from factory.core.left_files import parse_object, read_object, read_tail, read_text
-from factory.ledger.anomalies import REPLICAS_APART
+from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, find_failure_line
+from factory.core.left_files import parse_object_of_file, read_object, read_tail, read_text
+from factory.ledger.anomalies import REPLICAS_DIFFER
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
 from factory.ledger.places import portable
 from factory.ledger.plant import Plant
@@ -21,18 +21,27 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
 from factory.retrying.asking import refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import Ending, TrainerDiedError, ending_of, newest_step, record_death, step_or_beginning
-from factory.runs.folders import refuse_full
+from factory.retrying.tries import (
+    TrainerDiedError,
+    TrainerEnding,
+    classify_ending,
+    format_start,
+    newest_checkpoint_step,
+    record_death,
+)
+from factory.runs.folders import check_disk_space
 from factory.training.planning import last_checkpoint, plan_of
-from kernels.contract.files import put_in_place, sync_folder, write_atomically
+from kernels.contract.files import rename_into_place, sync_folder, write_atomically
 from kernels.contract.message import Message
 
-OWNER = "owner.json"
+OWNER_FILE = "owner.json"
 PLANNED = " ".join(
     ("id", "kind", "parent", "generation", "recipe", "recipe_json", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step",
      "computing", "created_at")
 )  # fmt: skip
-OF_PLAN = " ".join(("id", "kind", "parent", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step"))
+PLAN_COLUMNS = " ".join(
+    ("id", "kind", "parent", "recipe_sha256", "data_plan", "code_commit", "first_step", "last_step")
+)
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 
 
@@ -75,30 +84,30 @@ def claim(plant: Plant, row: SegmentRow) -> Path:
 
 def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
     """Write the owner of a segment into its folder, and make the folder if it is missing."""
-    path = Path(row.folder) / OWNER
+    path = Path(row.folder) / OWNER_FILE
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         planned = row.only(PLANNED) | {"folder": ledger.inside(row.folder)}
         plan = portable(ledger.root, plan_of(ledger, row))
-        mark = {"ledger": ledger.identity, "plan_sha256": plan_sha256(row), "row": planned, "data_plan": plan}
+        mark = {"ledger": ledger.identity, "plan_sha256": segment_plan_sha256(row), "row": planned, "data_plan": plan}
         write_atomically(path, json.dumps(mark))
 
 
 def read_owner(folder: Path) -> dict[str, Any]:
     """The owner that a segment's folder names; empty when it names none."""
     try:
-        return read_object(folder / OWNER)
+        return read_object(folder / OWNER_FILE)
     except SegmentError:
         return {}
 
 
 def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
-    return (owner.get("ledger"), owner.get("plan_sha256")) == (ledger.identity, plan_sha256(row))
+    return (owner.get("ledger"), owner.get("plan_sha256")) == (ledger.identity, segment_plan_sha256(row))
 
 
-def plan_sha256(row: SegmentRow) -> str:
+def segment_plan_sha256(row: SegmentRow) -> str:
     """The hash of what a segment computes and of the segment from which it starts."""
-    plan = row.only(OF_PLAN)
+    plan = row.only(PLAN_COLUMNS)
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
@@ -106,22 +115,24 @@ def set_aside(root: Path, path: Path) -> Path:
     """Move a file or folder without a known owner to ``set-aside/``; returns its new path. Nothing is deleted."""
     away = root / "set-aside" / f"{time.time_ns()}-{path.name}"
     away.parent.mkdir(exist_ok=True)
-    put_in_place(path, away)
+    rename_into_place(path, away)
     return away
 
 
-def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: Ending | None = None) -> NoReturn:
-    """Record how a segment's trainer ended: ``why``, or what its exit and log show. ``kills_before``: ``oom_kills`` at its start.
+def failed(
+    plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: TrainerEnding | None = None
+) -> NoReturn:
+    """Record how a segment's trainer ended: ``why``, or what its exit and log show. ``kills_before``: ``count_oom_kills`` at its start.
 
     Raises: SegmentError, always; TrainerDiedError for an end that counts as a try; DiskFullError when the trainer reports a full disk, and
     the disk is full.
     """
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
-    line = failure_line(log)
+    line = find_failure_line(log)
     if code == EXIT_DISK_FULL and why is None:
-        refuse_full(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
+        check_disk_space(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
     refuse_rewound(plant.ledger, row.id)
-    ending = why or ending_of(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
+    ending = why or classify_ending(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
     policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
     row = record_death(plant.ledger, row, ending, code, policy.tries, final=code == 2)
     if row.state == "failed":
@@ -133,11 +144,11 @@ def failed(plant: Plant, row: SegmentRow, code: int, kills_before: int | None, w
             log=log,
         )
         raise TrainerDiedError(parked, row.attempts, True)
-    step = newest_step(row)
+    step = newest_checkpoint_step(row)
     died = Message(
         "training.trainer_died",
         "The trainer of segment {segment} {ending} (log: {log}). The next try starts from {start}; {attempts} of {tries} tries "
-        "made no new checkpoint.", segment=row.id, ending=ending.says, log=log, start=step_or_beginning(step), step=step,
+        "made no new checkpoint.", segment=row.id, ending=ending.says, log=log, start=format_start(step), step=step,
         attempts=row.attempts, tries=policy.tries,
     )  # fmt: skip
     raise TrainerDiedError(died, row.attempts, False)
@@ -151,7 +162,7 @@ def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
         record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
 
 
-def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
+def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
     """Record a segment's end, its checkpoint and its anomalies in one transaction.
 
     Raises: SegmentError for files that contradict the result; RewoundError.
@@ -173,7 +184,7 @@ def record_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str,
     found = [_anomaly(line, folder / "anomalies.jsonl", row) for line in _lines(folder / "anomalies.jsonl")]
     if names := result.get("replicas_apart"):
         weights = [str(name)[:200] for name in names][:20] if isinstance(names, list) else []
-        found.append({"step": row.last_step - 1, "kind": REPLICAS_APART, "weights": weights})
+        found.append({"step": row.last_step - 1, "kind": REPLICAS_DIFFER, "weights": weights})
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
         values = {"id": manifest, "segment": row.id, "step": result["last_step"], "path": ledger.inside(path)}
@@ -192,7 +203,7 @@ def _lines(path: Path) -> list[str]:
 
 def _anomaly(line: str, path: Path, row: SegmentRow) -> dict[str, Any]:
     """Raises: SegmentError, also for a step outside the segment, which no diagnosis could find."""
-    found = parse_object(line, path)
+    found = parse_object_of_file(line, path)
     if type(found.get("step")) is not int or not KIND.fullmatch(str(found.get("kind"))):
         raise SegmentError(
             "training.anomaly_malformed", "{file} has an anomaly without a step or a valid kind.", file=path

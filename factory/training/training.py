@@ -13,19 +13,19 @@ from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, exit_code, forget_exit
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, exit_code, remove_exit_codes
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.asking import refuse_paused, refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import HUNG, REFUSED, Ending, oom_kills
-from factory.retrying.watchdog import Watchdog, record_begun, usual_of
-from factory.runs.folders import clear, folder_lock, refuse_full, result_of, write_spec
-from factory.runs.live import not_for_the_machine
+from factory.retrying.tries import HUNG, REFUSED, TrainerEnding, count_oom_kills
+from factory.retrying.watchdog import Watchdog, measure_usual_times, record_first_step
+from factory.runs.folders import check_disk_space, clear, lock_folder, read_result, write_spec
+from factory.runs.live import ignore_machine_faults
 from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
 from factory.sandbox.live import Running
-from factory.training.segment_folder import claim, failed, record_done, spec_of
+from factory.training.segment_folder import claim, failed, record_segment_done, spec_of
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
@@ -33,14 +33,17 @@ ENDED = (0, EXIT_STOPPED, EXIT_DISK_FULL)  # exit codes that a damaged input doe
 KILL_SECONDS = 120.0  # a killed trainer frees its memory in this time, however large
 
 
-class Follower(Protocol):
+class SegmentFollower(Protocol):
     """Reads metrics while they are written (MLflow)."""
 
     def poll(self) -> object: ...
 
 
 def run_segment(
-    plant: Plant, number: int, follower: Follower | None = None, mend: Callable[[bool], bool] = lambda every: False
+    plant: Plant,
+    number: int,
+    follower: SegmentFollower | None = None,
+    mend: Callable[[bool], bool] = lambda every: False,
 ) -> dict[str, Any]:
     """Run or resume a planned segment to its end; returns the content of result.json. An average (``factory.training.averaging``) is made.
 
@@ -68,22 +71,24 @@ def run_segment(
     ensure_certified(plant, row)
     mend(not all(path.exists() for path in read_by(spec_of(plant.ledger, row))))
     while True:
-        kills = oom_kills()
+        kills = count_oom_kills()
         code, hung = run_trainer(plant, row, folder, follower)
         if hung or code in ENDED or not mend(True):
             break  # else an input was damaged and is repaired
     if hung or code != 0 or not (folder / "result.json").exists():
         failed(plant, row, code, kills, hung)
     try:
-        result = result_of(folder, row.last_step)
-        record_done(plant.ledger, row, folder, result)
+        result = read_result(folder, row.last_step)
+        record_segment_done(plant.ledger, row, folder, result)
     except SegmentError as error:
         said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
-        failed(plant, row, code, kills, Ending(REFUSED, said))
+        failed(plant, row, code, kills, TrainerEnding(REFUSED, said))
     return result
 
 
-def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower | None) -> tuple[int, Ending | None]:
+def run_trainer(
+    plant: Plant, row: SegmentRow, folder: Path, follower: SegmentFollower | None
+) -> tuple[int, TrainerEnding | None]:
     """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (its exit code, its ending if it hung).
 
     A trainer that hangs is killed. Raises: PausedError when a pause stopped the trainer; RewoundError when the segment was rewound.
@@ -92,17 +97,17 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
-        folder_lock(folder) as lock,
+        lock_folder(folder) as lock,
         open(log, "ab") as out,
         plant.progress.task(title, row.last_step - row.first_step) as task,
     ):
         clear(folder, plant.progress)  # files of a trainer that was killed together with its factory
-        forget_exit(folder)
+        remove_exit_codes(folder)
         spec = spec_of(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
         write_spec(folder, spec)
         reads = read_by(spec | {"kernels": None})
-        refuse_full(folder, row.recipe_json, f"segment {row.id}")
-        policy, usual = RetryPolicy.load(plant.workspace.policy("retries.yaml")), usual_of(plant.ledger, row)
+        check_disk_space(folder, row.recipe_json, f"segment {row.id}")
+        policy, usual = RetryPolicy.load(plant.workspace.policy("retries.yaml")), measure_usual_times(plant.ledger, row)
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         process = start_trainer(
             plant.workspace, code, [str(folder)], writable=[folder], readonly=reads, out=out, lock=lock
@@ -115,9 +120,9 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
                 begins, number = dog.steps is None, process.command()
                 watch.report(task)
                 hung = dog.look(watch.made)
-                with not_for_the_machine():
+                with ignore_machine_faults():
                     if begins and dog.steps is not None:
-                        record_begun(plant.ledger, row, number, dog.clock() - dog.started)
+                        record_first_step(plant.ledger, row, number, dog.clock() - dog.started)
                     refuse_paused(plant.ledger)
                     if row.state == "planned":  # else a finished segment is replayed
                         refuse_rewound(plant.ledger, row.id)
@@ -135,7 +140,7 @@ def run_trainer(plant: Plant, row: SegmentRow, folder: Path, follower: Follower 
     ending = Message(
         "training.hung", "hung, so the factory killed its process {process}: {hung}", hung=hung, process=number
     )
-    return exit_code(process.wait(), [folder]), Ending(HUNG, ending) if hung else None
+    return exit_code(process.wait(), [folder]), TrainerEnding(HUNG, ending) if hung else None
 
 
 def _kill(process: Running, row: SegmentRow, number: int, hung: str) -> None:

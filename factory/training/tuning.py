@@ -14,22 +14,22 @@ from pathlib import Path
 
 import yaml
 
-from factory.computing.computing import measured_precision
-from factory.computing.tuned_kernels import KERNELS, lookup, path_of
+from factory.computing.computing import measure_precision
+from factory.computing.tuned_kernels import KERNELS, find_tuning, tuning_path
 from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.git.repository import checkout_live, live_commit
+from factory.git.repository import checkout_live_code, get_live_commit
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
 from factory.training.planning import load_recipe, trunk_parent
-from kernels.contract.choice import automatic, section_of
+from kernels.contract.choice import automatic, device_section
 from kernels.contract.files import write_atomically
 from kernels.contract.machine import here
 from kernels.contract.message import Message
-from kernels.contract.precision import of_values
+from kernels.contract.precision import precision_of_values
 
 SECONDS = 60.0
 
@@ -38,12 +38,12 @@ class TuningError(FactoryError):
     """The kernels of the live code could not be timed."""
 
 
-def tune_if_new(workspace: Workspace, progress: Progress) -> None:
+def tune_if_needed(workspace: Workspace, progress: Progress) -> None:
     """Tune when this machine, torch and precision have no tuning. A failure is a line of progress; nothing is raised."""
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
-        automatic_here = automatic(section_of(text, devices.kind()))
-        if automatic_here and lookup(workspace, here(), precision_of(workspace)).choice is None:
+        automatic_here = automatic(device_section(text, devices.kind()))
+        if automatic_here and find_tuning(workspace, here(), next_trunk_precision(workspace)).choice is None:
             tune(workspace, progress)
     except FactoryError as error:
         progress.line(Message("training.not_tuned", "  The kernels are not tuned: {error}", error=error))
@@ -54,13 +54,14 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
 
     Raises: TuningError, ConfigError, RepositoryError.
     """
-    recipe, precision = load_recipe(workspace), precision_of(workspace)
+    recipe, precision = load_recipe(workspace), next_trunk_precision(workspace)
     code = LiveCode.of(
-        Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), live_commit(workspace.repository)
+        Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress),
+        get_live_commit(workspace.repository),
     )
     # Many kernels are compiled in one process, so a precompiled header saves time. No other process uses these builds.
     code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")
-    header = {devices.PRECOMPILED: "1"}
+    header = {devices.PRECOMPILE_HEADERS: "1"}
 
     def on_line(line: str) -> None:
         if line.strip():
@@ -89,18 +90,18 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
             "training.tuning_failed", "Timing the kernels failed with exit {code}: {why}", code=done.returncode, why=why
         )
     found = json.loads(done.stdout.splitlines()[-1]) | {"recipe": recipe.name, "at": time.time()}
-    path = path_of(workspace, found["machine"]["name"], precision)
+    path = tuning_path(workspace, found["machine"]["name"], precision)
     path.parent.mkdir(exist_ok=True)
     write_atomically(path, json.dumps(found, indent=1))
     return path
 
 
-def precision_of(workspace: Workspace) -> str:
+def next_trunk_precision(workspace: Workspace) -> str:
     """The precision in which the kernels of the next trunk segment would compute."""
     recipe = load_recipe(workspace)
     last = trunk_parent(Ledger.open(workspace.ledger_url, workspace.root), recipe)
-    return of_values(measured_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
+    return precision_of_values(measure_precision(recipe, last.recipe_json["precision"] if last else "")["precision"])
 
 
 def _live_code(workspace: Workspace) -> Path:
-    return checkout_live(workspace, live_commit(workspace.repository))
+    return checkout_live_code(workspace, get_live_commit(workspace.repository))

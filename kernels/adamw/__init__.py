@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, in_triton, lazily_compiled, normal, op
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, lazily_compiled, normal, op, triton_implementation
 
 Tensors = list[Tensor]
 SETTINGS = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight decay
@@ -141,7 +141,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 
 COMPILED = Implementation("compiled", compiled, about="the reference through torch.compile", eager=reference)
 FUSED = Implementation("fused", fused, about="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
-TRITON = in_triton("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
+TRITON = triton_implementation("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
 OP = op(
     "adamw",
     reference,

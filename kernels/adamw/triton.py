@@ -62,7 +62,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
 
 
 @functools.lru_cache(KEPT)
-def on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+def numbers_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     """The numbers on the device, int64. Copied from pinned memory, which torch keeps until the copy is done."""
     return torch.tensor(numbers, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
@@ -114,7 +114,7 @@ def adamw(
         update_kernel[(programs,)](
             weights[0],
             owners(blocks, device),
-            on_device(table, device),
+            numbers_on_device(table, device),
             divide_by,
             skip,
             len(weights),

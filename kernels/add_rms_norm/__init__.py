@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
 
@@ -32,7 +32,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, y, 1 + normal(generator, (shape.d_model,), device, dtype, 0.1), EPS
 
 
-TRITON = in_triton("kernels.add_rms_norm.triton", function="add_rms_norm")
+TRITON = triton_implementation("kernels.add_rms_norm.triton", function="add_rms_norm")
 OP = op(
     "add_rms_norm",
     reference,

@@ -15,9 +15,9 @@ from kernels.attention import cpp as attention_native
 from kernels.attention import flex
 from kernels.contract.message import Message
 from kernels.contract.op import (
-    AtFirstCall,
     Cost,
     Implementation,
+    ImportedAtFirstCall,
     Inputs,
     Shape,
     compiled,
@@ -185,11 +185,11 @@ def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
 
 VARLEN = Implementation(
     "varlen",
-    AtFirstCall("kernels.attention.varlen", function="varlen"),
+    ImportedAtFirstCall("kernels.attention.varlen", function="varlen"),
     about="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=varlen_fallback,
-    prepare=AtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
+    prepare=ImportedAtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
 )
 FLEX = Implementation(
     "flex",

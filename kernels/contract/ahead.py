@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from kernels.contract.message import titled
-from kernels.contract.op import Case, KernelError, Op, Shape
+from kernels.contract.op import KernelError, Op, OracleCase, Shape
 from kernels.contract.oracle import outcome
 from kernels.contract.registry import OPS, get
 
@@ -49,7 +49,7 @@ SHAPES = (
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledKernel:
     """The resources that one kernel takes on one target. ``width`` is the d_model of the shape that needed it first."""
 
     op: str
@@ -119,7 +119,7 @@ def compile_op(
     shapes: Sequence[Shape] = SHAPES,
     dtype: torch.dtype = torch.bfloat16,
     implementation: str = "triton",
-) -> list[Compiled]:
+) -> list[CompiledKernel]:
     """Every kernel that the implementation launches at these shapes, each specialisation once.
 
     Raises: KernelError for an unknown implementation or target, and what Triton raises for code that it cannot compile.
@@ -134,16 +134,16 @@ def compile_op(
     function = op.implementation(implementation).function
     found, known = [], set()
     for shape in shapes:
-        inputs = op.inputs(Case("ahead", shape), dtype=dtype)
+        inputs = op.inputs(OracleCase("ahead", shape), dtype=dtype)
         with launches(target) as seen:
             outcome(op, function, inputs, seed=0)
         for name, kernel in seen:
             if kernel.hash not in known:
                 known.add(kernel.hash)
-                registers, spilled = resources(kernel.asm["cubin"])
+                registers, spilled = registers_and_stack(kernel.asm["cubin"])
                 metadata = kernel.metadata
                 found.append(
-                    Compiled(
+                    CompiledKernel(
                         op.name,
                         implementation,
                         name,
@@ -158,7 +158,7 @@ def compile_op(
     return found
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
+def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     """(registers, bytes of stack and local memory) of a thread, read by ``cuobjdump``, which comes with Triton.
 
     Its line of a kernel: ``Function forward_kernel: REG:32 STACK:0 SHARED:64 LOCAL:0 CONSTANT[0]:596 …``.
@@ -176,7 +176,7 @@ def resources(cubin: bytes) -> tuple[int, int]:
     return registers, max(stack, local)
 
 
-def table(rows: Sequence[Compiled]) -> str:
+def table(rows: Sequence[CompiledKernel]) -> str:
     """A table for people: one line for each kernel."""
     head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
     cells = [(r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows]
@@ -214,7 +214,7 @@ Exits with 1 if a kernel spills, or does not fit its target. Takes seconds for e
     chosen = parser.parse_args(arguments)
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[chosen.dtype]
     shapes = [s for s in SHAPES if not chosen.width or s.d_model in chosen.width]
-    rows: list[Compiled] = []
+    rows: list[CompiledKernel] = []
     try:
         for op in [get(name) for name in chosen.op or OPS]:
             for name in [i.name for i in op.implementations.values() if i.needs_triton]:

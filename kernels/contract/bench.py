@@ -23,14 +23,14 @@ from torch import Tensor
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.machine import fast_precision
 from kernels.contract.message import titled
-from kernels.contract.op import Case, KernelError, Op, Shape, unreadable_file
+from kernels.contract.op import KernelError, Op, OracleCase, Shape, unreadable_file
 from kernels.contract.precision import DTYPES, bf16_matmul
 from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get, unknown_device_class
 from kernels.contract.strict_yaml import read_yaml
 
 
 @dataclass(frozen=True)
-class Setting:
+class BenchSetting:
     """Where an op runs: the shapes, dtype and compilation of a recipe."""
 
     shape: Shape = Shape()
@@ -39,7 +39,7 @@ class Setting:
     layers: int = 1  # calls in a step of an op that is part of a block
 
     @classmethod
-    def of_recipe(cls, path: Path | str) -> Setting:
+    def of_recipe(cls, path: Path | str) -> BenchSetting:
         """The setting of a recipe's file. Raises: KernelError if the file is not a recipe."""
         try:
             recipe: Any = read_yaml(Path(path).read_text(encoding="utf-8"), str(path), KernelError)
@@ -55,7 +55,7 @@ class Setting:
             ) from error
 
     @classmethod
-    def of_mapping(cls, recipe: dict[str, Any]) -> Setting:
+    def of_mapping(cls, recipe: dict[str, Any]) -> BenchSetting:
         sizes = {
             k: recipe["model"][k] for k in ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
         }
@@ -89,7 +89,7 @@ def compare(
     name: str | Op,
     implementation: str,
     against: str = "reference",
-    setting: Setting = Setting(),
+    setting: BenchSetting = BenchSetting(),
     *,
     device: str = "cpu",
     pairs: int = 9,
@@ -108,7 +108,7 @@ def compare(
         raise KernelError(
             "kernels.no_gpu", "device {device!r}: torch sees no GPU on this machine. Use 'cpu'.", device=device
         )
-    case = Case("recipe", setting.shape)
+    case = OracleCase("recipe", setting.shape)
     both = [check(op, n, torch.device(device).type) for n in (against, implementation)]
     functions = [one.function for one in both]
     if setting.compile and op.in_block:
@@ -200,7 +200,7 @@ def main(arguments: list[str] | None = None) -> int:
             }
             print(json.dumps(table, indent=1))
             return 0
-        setting = Setting.of_recipe(chosen.recipe) if chosen.recipe else Setting()
+        setting = BenchSetting.of_recipe(chosen.recipe) if chosen.recipe else BenchSetting()
         given = chosen.precision or setting.precision
         setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
         with bf16_matmul(DTYPES[setting.precision]):  # as the trainer does

@@ -59,10 +59,10 @@ def untuned(op: str, machine: str = "cpu") -> str:
     return rows[max(least for least in rows if least <= capability)].get(op, "reference")
 
 
-def names_in(choice: str) -> list[str]:
+def implementation_names(choice: str) -> list[str]:
     """The implementations of a choice, the preferred one first.
 
-    >>> names_in("varlen, flex, reference")
+    >>> implementation_names("varlen, flex, reference")
     ['varlen', 'flex', 'reference']
     """
     return [name.strip() for name in choice.split(",")]
@@ -82,25 +82,25 @@ def automatic(section: Mapping[str, str]) -> list[str]:
     return [op for op, implementation in section.items() if implementation == AUTO]
 
 
-def section_of(text: str | bytes | None, device: str) -> Choice:
+def device_section(text: str | bytes | None, device: str) -> Choice:
     """A device's section of ``kernels.yaml``, as written. A value that is not a map reads as empty; ``load_choice`` refuses it."""
     found = yaml.safe_load(text or "")
     section = found.get(device) if isinstance(found, dict) else None
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}
 
 
-def resolved_text(
+def text_without_auto(
     text: str | bytes, device: str, tuned: Mapping[str, str] | None = None, machine: str | None = None
 ) -> str:
     """``kernels.yaml`` for one device, without any ``auto``: its section resolved, and ``fallback`` as it stands.
 
-    >>> print(resolved_text("cpu: {attention: auto, adamw: auto}", "cpu", {"attention": "native"}), end="")
+    >>> print(text_without_auto("cpu: {attention: auto, adamw: auto}", "cpu", {"attention": "native"}), end="")
     cpu:
       attention: native
       adamw: fused
     """
     document = yaml.safe_load(text) or {}
-    kept: dict[str, Any] = {device: resolve(section_of(text, device), tuned, machine or device)}
+    kept: dict[str, Any] = {device: resolve(device_section(text, device), tuned, machine or device)}
     if isinstance(document, dict) and "fallback" in document:
         kept["fallback"] = document["fallback"]
     return yaml.safe_dump(kept, sort_keys=False)

@@ -48,7 +48,7 @@ def sync_tree(folder: Path) -> None:
     sync_folder(folder)
 
 
-def put_in_place(made: Path, place: Path) -> None:
+def rename_into_place(made: Path, place: Path) -> None:
     """Rename a file or a folder that was written aside to ``place``, of the same file system; a file there is replaced.
 
     Once this returns, it is there with all of its content, also after a power cut. Raises: OSError.

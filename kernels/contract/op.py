@@ -47,7 +47,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Case:
+class OracleCase:
     """One set of test inputs: their sizes, and whether the tensors are contiguous."""
 
     name: str
@@ -129,7 +129,7 @@ class Op:
     clobbers: tuple[int, ...] = ()
 
     @property
-    def cases(self) -> tuple[Case, ...]:
+    def cases(self) -> tuple[OracleCase, ...]:
         return CASES
 
     def implementation(self, name: str) -> Implementation:
@@ -145,7 +145,7 @@ class Op:
         return self.implementations[name]
 
     def inputs(
-        self, case: Case, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
+        self, case: OracleCase, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0
     ) -> Inputs:
         """Fresh arguments for a case; those that get a gradient are leaves that require one."""
         device = torch.device(device)
@@ -191,7 +191,7 @@ def lazily_compiled(function: Callable[..., Any], dynamic: bool | None = False) 
     return call
 
 
-class AtFirstCall:
+class ImportedAtFirstCall:
     """A function whose module is imported at the first call, because that import is slow.
 
     A region that is being compiled cannot import: call ``registry.bind`` or ``load`` before.
@@ -209,11 +209,11 @@ class AtFirstCall:
         return (self.function or self.load())(*arguments)
 
 
-def in_triton(module: str, function: str, about: str = "") -> Implementation:
+def triton_implementation(module: str, function: str, about: str = "") -> Implementation:
     """The implementation ``triton``: ``function`` of ``module``, on GPUs."""
     return Implementation(
         "triton",
-        AtFirstCall(module, function),
+        ImportedAtFirstCall(module, function),
         about=about or "one Triton kernel forward, one backward",
         devices=("cuda",),
         needs_triton=True,
@@ -248,10 +248,12 @@ def op(
 
 _SMALL = Shape(batch=2, context=32, d_model=64, heads=4, kv_heads=2, head_dim=16, d_ff=128, vocab_size=128)
 CASES = (
-    Case("small", _SMALL),
-    Case("one", Shape(batch=1, context=1, d_model=2, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
-    Case("prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)),
-    Case("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
-    Case("empty", replace(_SMALL, batch=0)),
-    Case("recipe", Shape(batch=2, context=128)),
+    OracleCase("small", _SMALL),
+    OracleCase("one", Shape(batch=1, context=1, d_model=2, heads=1, kv_heads=1, head_dim=2, d_ff=1, vocab_size=2)),
+    OracleCase(
+        "prime", Shape(batch=3, context=37, d_model=53, heads=6, kv_heads=2, head_dim=22, d_ff=97, vocab_size=131)
+    ),
+    OracleCase("strided", replace(_SMALL, batch=3, context=17), contiguous=False),
+    OracleCase("empty", replace(_SMALL, batch=0)),
+    OracleCase("recipe", Shape(batch=2, context=128)),
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from kernels.contract.message import Message
-from kernels.contract.op import Case, Inputs, Op
+from kernels.contract.op import Inputs, Op, OracleCase
 
 FACTOR = 2.0
 
@@ -88,7 +88,7 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
 def judge(
     op: Op,
     implementation: str,
-    case: Case,
+    case: OracleCase,
     *,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",

@@ -12,10 +12,10 @@ FP8 = "fp8"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, FP8: torch.bfloat16}
 
 
-def of_values(precision: str) -> str:
+def precision_of_values(precision: str) -> str:
     """The precision that ops and kernels compute in.
 
-    >>> of_values("fp8"), of_values("fp32")
+    >>> precision_of_values("fp8"), precision_of_values("fp32")
     ('bf16', 'fp32')
     """
     return "bf16" if precision == FP8 else precision

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from kernels.contract import machine
-from kernels.contract.choice import AUTO, Choice, names_in, resolve
+from kernels.contract.choice import AUTO, Choice, implementation_names, resolve
 from kernels.contract.message import Message
-from kernels.contract.op import CASES, Case, Cost, Implementation, KernelError, Op, Shape, unreadable_file
+from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, unreadable_file
 from kernels.contract.oracle import judge, outcome
 from kernels.contract.strict_yaml import read_yaml
 
@@ -24,7 +24,7 @@ __all__ = [
     "DEVICE_CLASSES",
     "FALLBACKS",
     "OPS",
-    "Case",
+    "OracleCase",
     "Choice",
     "Computing",
     "Cost",
@@ -45,7 +45,7 @@ DEVICE_CLASSES = ("cpu", "cuda")
 FALLBACKS = ("fail", "reference")  # what happens if a chosen kernel cannot be compiled or run; the first is the default
 
 
-def as_given(document_BT: Tensor, stretches: int) -> Any:
+def documents_unchanged(document_BT: Tensor, stretches: int) -> Any:
     """The documents unchanged: for attention that takes the documents themselves."""
     return document_BT
 
@@ -66,7 +66,7 @@ class Ops:
     adamw: Callable[..., None]
     # (documents [B, T], upper bound of the number of stretches of one document) → the documents as ``attention`` takes them. Made once a
     # batch, and shared by all layers in their forward pass, backward pass and recomputation.
-    prepare_attention: Callable[[Tensor, int], Any] = field(default=as_given)
+    prepare_attention: Callable[[Tensor, int], Any] = field(default=documents_unchanged)
 
 
 class _Registered(Mapping[str, Op]):
@@ -141,7 +141,7 @@ def _read(path: Path | str) -> dict[str, Any]:
                 raise KernelError("kernels.not_a_section", "Expected a map: op → implementation.")
             for name, implementation in value.items():
                 get(str(name))
-                for one in names_in(str(implementation)) if implementation != AUTO else ():
+                for one in implementation_names(str(implementation)) if implementation != AUTO else ():
                     check(str(name), one, key)
         except KernelError as error:
             raise KernelError(
@@ -221,7 +221,7 @@ def _working(
 
     Raises: KernelError for an implementation that does not exist, and for a sole implementation that is not for that device class.
     """
-    names = names_in(chosen)
+    names = implementation_names(chosen)
     problems: list[str] = []
     for one in names:
         found = get(name).implementation(one)
@@ -293,8 +293,8 @@ def computing(
         if not by and implementation.eager is not None and not compile:
             by = f"{implementation.name}, uncompiled"
             reason = Message("kernels.uncompiled", "the recipe says compile: false")
-        first = names_in(chosen)[0]
-        if implementation.name == first and len(names_in(chosen)) > 1:
+        first = implementation_names(chosen)[0]
+        if implementation.name == first and len(implementation_names(chosen)) > 1:
             chosen = first  # the others stand by
         found.append(Computing(name, chosen, by or implementation.name, reason or why))
     return found

@@ -21,8 +21,8 @@ import torch
 import yaml
 
 from kernels.contract import machine
-from kernels.contract.bench import Comparison, Setting, compare
-from kernels.contract.choice import Choice, names_in, untuned
+from kernels.contract.bench import BenchSetting, Comparison, compare
+from kernels.contract.choice import Choice, implementation_names, untuned
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message, titled
 from kernels.contract.op import CASES, Implementation, KernelError, Op
@@ -53,12 +53,12 @@ class Timed:
 class Tuning:
     """The measurements, and the choice that follows from them."""
 
-    setting: Setting
+    setting: BenchSetting
     choice: Choice  # every op, by name
     timed: list[Timed]
 
 
-def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation]:
+def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Iterator[Implementation]:
     """The implementations of an op besides its reference, as the recipe would run them.
 
     ``compiled`` is the reference itself inside a block that is compiled anyway, and where nothing is compiled at all.
@@ -73,7 +73,7 @@ def contenders(op: Op, setting: Setting, device: str) -> Iterator[Implementation
 
 
 def tune(
-    setting: Setting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Say = print
+    setting: BenchSetting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Say = print
 ) -> Tuning:
     """Time all implementations within ``seconds``. An op that could not be timed keeps the implementation that runs untuned.
 
@@ -99,13 +99,13 @@ def tune(
     return Tuning(setting, choice, timed)
 
 
-def turns(wanted: Sequence[Op], setting: Setting, device: str) -> list[tuple[Op, Implementation]]:
+def turns(wanted: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
     """The implementations to time, in order. Those that start no compiler come first. Then ops take turns: an op with more work comes more
     often (Sainte-Laguë's divisors)."""
     turn: Counter[tuple[str, bool]] = Counter()
     every = []
     for op in wanted:
-        for implementation in contenders(op, setting, device):
+        for implementation in implementations_to_time(op, setting, device):
             compiles = implementation.eager is not None
             turn[op.name, compiles] += 1
             every.append((compiles, -work(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation))
@@ -122,18 +122,20 @@ def best(timed: Sequence[Timed], plain: str) -> str:
     shown = [one for one in timed if one.low is not None and one.low > WORTH]
     if shown:
         return max(shown, key=lambda one: one.ratio or 0.0).implementation
-    slower = any(one.implementation == names_in(plain)[0] and one.high is not None and one.high < 1 for one in timed)
+    slower = any(
+        one.implementation == implementation_names(plain)[0] and one.high is not None and one.high < 1 for one in timed
+    )
     return "reference" if slower else plain
 
 
-def work(op: Op, setting: Setting) -> float:
+def work(op: Op, setting: BenchSetting) -> float:
     """The least work of a step's calls of the op, in FLOPs. A machine computes about eight FLOPs while it moves one byte."""
     calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
     return calls * (cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes))
 
 
-def _time(op: Op, implementation: Implementation, setting: Setting, device: str, seconds: float) -> Timed:
+def _time(op: Op, implementation: Implementation, setting: BenchSetting, device: str, seconds: float) -> Timed:
     """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
@@ -182,7 +184,7 @@ def _progress(one: Timed) -> Message:
     )
 
 
-def trained_ops(recipe: Path) -> tuple[str, ...]:
+def ops_of_training(recipe: Path) -> tuple[str, ...]:
     """The ops that training with a recipe calls. Only Muon calls Newton–Schulz, which takes the longest to time."""
     optimizer = (yaml.safe_load(recipe.read_text("utf-8")).get("optimizer") or {}).get("name", "adamw")
     return tuple(name for name in OPS if name != "newton_schulz" or optimizer == "muon")
@@ -200,10 +202,10 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     keep_freed_memory()  # as the trainer does
     try:
-        setting = Setting.of_recipe(chosen.recipe)
+        setting = BenchSetting.of_recipe(chosen.recipe)
         setting = replace(setting, precision=chosen.precision)
         say = lambda line: print(line, file=sys.stderr, flush=True)
-        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or trained_ops(chosen.recipe), say)
+        found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or ops_of_training(chosen.recipe), say)
     except KernelError as error:
         print(titled(error), file=sys.stderr)
         return 2

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
 
 
 def reference(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return ranks.long().clamp(max=V - 1).to(device), normal(generator, (V, shape.d_model), device, dtype)
 
 
-TRITON = in_triton(
+TRITON = triton_implementation(
     "kernels.embedding.triton",
     function="embedding",
     about="backward by sorted places, summed in fp32 in one Triton kernel",

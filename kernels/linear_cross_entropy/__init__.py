@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from kernels import native as native_library
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, lazily_compiled, normal, op
+from kernels.contract.op import (
+    Cost,
+    Implementation,
+    Inputs,
+    Shape,
+    compiled,
+    lazily_compiled,
+    normal,
+    op,
+    triton_implementation,
+)
 from kernels.linear_cross_entropy import chunks
 from kernels.linear_cross_entropy import cpp as linear_cross_entropy_native
 
@@ -74,7 +84,7 @@ def rows_eager(
     return term, nll, dlogits.to(logits_CV.dtype)
 
 
-def all_rows(
+def rows_without_targets_zeroed(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Computes what ``rows_eager`` does, with zeros for tokens without loss, whatever their logits are."""
@@ -85,7 +95,7 @@ def all_rows(
 
 
 rows_compiled = lazily_compiled(rows_eager, dynamic=None)
-all_rows_compiled = lazily_compiled(all_rows, dynamic=None)
+all_rows_compiled = lazily_compiled(rows_without_targets_zeroed, dynamic=None)
 
 
 @torch.library.custom_op("factory::linear_cross_entropy_chunked", mutates_args=())
@@ -97,9 +107,9 @@ def chunked_op(
     On a GPU the chunks are larger and take every token: only the device knows which tokens carry loss.
     """
     if x_ND.is_cuda:
-        rows = all_rows_compiled if fuse else all_rows
+        rows = all_rows_compiled if fuse else rows_without_targets_zeroed
         size = chunks.on_gpu(x_ND, weight_VD)
-        return chunks.in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+        return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
     nll_N = torch.zeros(x_ND.shape[0], dtype=wide, device=x_ND.device)
@@ -133,7 +143,7 @@ def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     in_fp32: chunks.Size = lambda x, weight: -1  # a CPU's sum over chunks, of however few tokens
-    return chunks.fake(chunks.on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
+    return chunks.fake_outputs(chunks.on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -231,7 +241,7 @@ def native(
     return loss, nll_N.detach()
 
 
-TRITON = in_triton(
+TRITON = triton_implementation(
     "kernels.linear_cross_entropy.triton",
     function="linear_cross_entropy",
     about="chunks of tokens, gradients made forward in the logits' place, in Triton",

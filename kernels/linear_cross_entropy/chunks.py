@@ -53,7 +53,7 @@ def _memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def in_chunks(
+def compute_in_chunks(
     rows: Rows,
     x_ND: Tensor,
     weight_VD: Tensor,
@@ -114,10 +114,10 @@ def summed(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
     return sum_VD.add_(product_VD)
 
 
-def fake(
+def fake_outputs(
     size: Size, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Empty tensors of the shapes that ``in_chunks`` returns."""
+    """Empty tensors of the shapes that ``compute_in_chunks`` returns."""
     wide = torch.promote_types(x.dtype, torch.float32)
     of_weight = wide if gradients and size(x, weight) < x.shape[0] else weight.dtype
     # not by ``new_empty``, which a torch without CUDA lacks for a GPU's fake tensor

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.linear_cross_entropy.chunks import fake, flops, in_chunks, keep, scale
+from kernels.linear_cross_entropy.chunks import compute_in_chunks, fake_outputs, flops, keep, scale
 from kernels.native import NAMES, call, cpu_op
 
 CHUNK = 1 << 24  # logits at a time: 32 MiB in bf16
 
 
-def in_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
+def tokens_that_fit_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
     """The number of tokens of a chunk."""
     return max(1, min(x_ND.shape[0], CHUNK // max(1, weight_VD.shape[0])))
 
@@ -53,15 +53,15 @@ def rows(
 def native_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    size = in_cache(x_ND, weight_VD)
-    return in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+    size = tokens_that_fit_cache(x_ND, weight_VD)
+    return compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
 
 
 @native_op.register_fake
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake(in_cache, x, weight, weights, gradients)
+    return fake_outputs(tokens_that_fit_cache, x, weight, weights, gradients)
 
 
 native_op.register_autograd(scale, setup_context=keep)

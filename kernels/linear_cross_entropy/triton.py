@@ -12,11 +12,11 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.linear_cross_entropy.chunks import fake, flops, in_chunks, keep, on_gpu, scale
+from kernels.linear_cross_entropy.chunks import compute_in_chunks, fake_outputs, flops, keep, on_gpu, scale
 
 BLOCK = 4096  # logits of a row at a time, at most
 SMALLEST = 1024
-A_THREAD = 16  # logits of a block that a thread holds: two loads of 16 bytes in bf16
+LOGITS_PER_THREAD = 16  # logits of a block that a thread holds: two loads of 16 bytes in bf16
 ALIGN = 16  # a row begins at a multiple of this many logits, so that every load of it is 16 bytes wide
 LEAST = tl.constexpr(
     -3.4028234663852886e38
@@ -67,7 +67,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
                 tl.store(row + first + column, gradient, mask=inside)
 
 
-def block_of(V: int) -> int:
+def block_size(V: int) -> int:
     """Number of logits of a row that a program takes at a time: a power of two, all of a short row."""
     return min(BLOCK, max(SMALLEST, triton.next_power_of_2(V)))
 
@@ -81,7 +81,7 @@ def rows(
     """
     C, V = logits_CV.shape
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
-    block = block_of(V)
+    block = block_size(V)
     rows_kernel[(C,)](
         logits_CV,
         targets_C,
@@ -93,7 +93,7 @@ def rows(
         z_loss,
         GRADIENTS=gradients,
         BLOCK=block,
-        num_warps=block // (32 * A_THREAD),
+        num_warps=block // (32 * LOGITS_PER_THREAD),
     )
     return terms_C, nll_C, logits_CV
 
@@ -104,14 +104,14 @@ def triton_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one; without ``gradients`` the last two are empty."""
     size = on_gpu(x_ND, weight_VD)
-    return in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
+    return compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
 
 
 @triton_op.register_fake
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake(on_gpu, x, weight, weights, gradients)
+    return fake_outputs(on_gpu, x, weight, weights, gradients)
 
 
 triton_op.register_autograd(scale, setup_context=keep)

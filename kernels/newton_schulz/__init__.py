@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; Jordan 2024
@@ -53,7 +53,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
-TRITON = in_triton(
+TRITON = triton_implementation(
     "kernels.newton_schulz.triton", function="newton_schulz", about="half of each symmetric product, in Triton"
 )
 OP = op(

@@ -74,7 +74,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + other[None, :] * rows + row[:, None], total, mask=inside)
 
 
-def symmetric(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
+def symmetric_product(a: Tensor, alpha: float = 1.0, beta: float | None = None) -> Tensor:
     """alpha · a aᵀ (+ beta · a, for a symmetric a) for contiguous matrices [E, rows, columns]; sums in fp32."""
     E, rows, columns = a.shape
     dtype = a.dtype
@@ -94,8 +94,8 @@ def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     x, tall = begin(matrices)
     x = x.reshape(-1, *x.shape[-2:]).contiguous()
     for _ in range(steps):
-        gram = symmetric(x)
-        x = torch.baddbmm(x, symmetric(gram, c, b), x, beta=a)
+        gram = symmetric_product(x)
+        x = torch.baddbmm(x, symmetric_product(gram, c, b), x, beta=a)
     return (x.mT if tall else x).reshape(matrices.shape).contiguous()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
 
@@ -18,10 +18,10 @@ THETA = 10_000.0
 
 def reference(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:
     """x [B, T, heads, K], weight [K]; cos and sin already gathered by position. Keeps the dtype of x."""
-    return rotate(rms_norm(x_BTHK, weight_K, eps), cos_BTK, sin_BTK)
+    return apply_rope(rms_norm(x_BTHK, weight_K, eps), cos_BTK, sin_BTK)
 
 
-def rotate(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
+def apply_rope(x_BTHK: Tensor, cos_BTK: Tensor, sin_BTK: Tensor) -> Tensor:
     """RoPE alone. Keeps the dtype of x."""
     first, second = x_BTHK.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -43,7 +43,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, angle.cos().to(device, dtype).contiguous(), angle.sin().to(device, dtype).contiguous(), EPS
 
 
-TRITON = in_triton("kernels.qk_norm_rope.triton", function="qk_norm_rope")
+TRITON = triton_implementation("kernels.qk_norm_rope.triton", function="qk_norm_rope")
 OP = op(
     "qk_norm_rope",
     reference,

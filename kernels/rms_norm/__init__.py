@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, in_triton, normal, op
+from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
 
 EPS = 1e-6
 
@@ -28,7 +28,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return x, weight, EPS
 
 
-TRITON = in_triton("kernels.rms_norm.triton", function="rms_norm")
+TRITON = triton_implementation("kernels.rms_norm.triton", function="rms_norm")
 OP = op(
     "rms_norm",
     reference,

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, in_triton, normal, op
+from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op, triton_implementation
 from kernels.native import NAMES, fallback
 from kernels.swiglu import cpp as swiglu_native
 
@@ -26,7 +26,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
 
 
-TRITON = in_triton("kernels.swiglu.triton", function="swiglu")
+TRITON = triton_implementation("kernels.swiglu.triton", function="swiglu")
 
 
 def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 
 
-def differentiable(forward_op: CustomOpDef, backward_op: CustomOpDef) -> None:
+def register_gradient(forward_op: CustomOpDef, backward_op: CustomOpDef) -> None:
     """Register fakes of both, and ``backward_op`` (dout, gate, up) → (dgate, dup) as the gradient of ``forward_op``."""
 
     def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.native import NAMES, call, cpu_op, rows_of
-from kernels.swiglu.autograd import differentiable
+from kernels.swiglu.autograd import register_gradient
 
 
 @cpu_op("factory::swiglu_native")
@@ -30,4 +30,4 @@ def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor
     return dgate_XF, dup_XF
 
 
-differentiable(forward_op, backward_op)
+register_gradient(forward_op, backward_op)

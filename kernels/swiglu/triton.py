@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.swiglu.autograd import differentiable
+from kernels.swiglu.autograd import register_gradient
 
 BLOCK = 2048  # elements of a program, which has 4 warps
 
@@ -56,7 +56,7 @@ def backward_op(dout_XF: Tensor, gate_XF: Tensor, up_XF: Tensor) -> tuple[Tensor
     return dgate, dup
 
 
-differentiable(forward_op, backward_op)
+register_gradient(forward_op, backward_op)
 
 
 def swiglu(gate_XF: Tensor, up_XF: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from agents.line_profiler.capture import Recorder
-from agents.line_profiler.isolation import ITERATIONS, Isolated, inputs, measure, measure_all
+from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, inputs, measure, measure_operations
 from agents.line_profiler.signature import describe, samples
 
 CPU = torch.device("cpu")
@@ -77,10 +77,10 @@ def test_identical_calls_are_measured_once_and_slow_ones_bounded() -> None:
             x @ x
         large @ large
     estimates = {event.signature: event.seconds for event in recorder.events if event.signature}
-    found = measure_all(recorder.samples, estimates, CPU, budget_s=0.3)
+    found = measure_operations(recorder.samples, estimates, CPU, budget_s=0.3)
     by_size = {signature.tensors[0].shape[0]: one for signature, one in found.items()}
     assert set(by_size) == {16, 1200} and len(recorder.events) == 6
-    assert isinstance(by_size[16], Isolated) and by_size[16].iterations == ITERATIONS
+    assert isinstance(by_size[16], IsolatedTime) and by_size[16].iterations == ITERATIONS
     assert 3 <= by_size[1200].iterations < ITERATIONS and by_size[1200].median_s > by_size[16].median_s
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.llm.client import Client
+from agents.llm.client import LlmClient
 from agents.llm.exchange import BudgetError, Exchange, LlmError, Usage, read_reply
 from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
@@ -59,7 +59,7 @@ def asked(
     """The reply or the error of one question, and the server that answered."""
     with ReplayServer(recorded) as server:
         briefly = lambda seconds: time.sleep(min(seconds, 0.2))
-        client = Client(HttpEndpoint(server.url, key, policy), policy, notes, sleep=briefly)
+        client = LlmClient(HttpEndpoint(server.url, key, policy), policy, notes, sleep=briefly)
         try:
             return client.ask("turn-1", ASK, [TOOL]), server
         except LlmError as error:
@@ -177,7 +177,7 @@ def test_a_missing_server_is_an_error_after_all_attempts() -> None:
         url = server.url
     notes = Notes()
     with refused("llm.no_reply", LlmError, attempts=3) as found:
-        Client(HttpEndpoint(url, KEY, POLICY), POLICY, notes, sleep=lambda _: None).ask("t", ASK)
+        LlmClient(HttpEndpoint(url, KEY, POLICY), POLICY, notes, sleep=lambda _: None).ask("t", ASK)
     assert found.value.data["problem"].code == "llm.no_connection"
     assert len(notes.kept) == 3 and all(exchange.usage.tokens == 0 for exchange in notes.kept)
 
@@ -224,7 +224,7 @@ def test_any_stream_of_a_server_is_a_reply_or_one_clear_error(odd: tuple[ReplayS
     server, endpoint = odd
     server.session = session({"raw": raw})
     try:
-        reply = Client(endpoint, POLICY.model_copy(update={"attempts": 1}), Notes()).ask("t", ASK)
+        reply = LlmClient(endpoint, POLICY.model_copy(update={"attempts": 1}), Notes()).ask("t", ASK)
     except LlmError as error:
         assert str(error).isprintable() and len(str(error)) < 1000
     else:
@@ -246,10 +246,10 @@ def test_a_request_that_could_pass_the_budget_is_not_sent() -> None:
 
 
 # -- files -------------------------------------------------------------------------------------------------------------
-def client_of(folder: Path, said: list[str] | None = None, **changes: Any) -> Client:
+def client_of(folder: Path, said: list[str] | None = None, **changes: Any) -> LlmClient:
     policy = POLICY.model_copy(update={"file_wait_seconds": float(PATIENCE_S), **changes})
     said = [] if said is None else said
-    return Client(FileEndpoint(folder, policy, said.append), policy, Notes())
+    return LlmClient(FileEndpoint(folder, policy, said.append), policy, Notes())
 
 
 def test_a_person_answers_with_a_file_and_may_correct_it(tmp_path: Path) -> None:

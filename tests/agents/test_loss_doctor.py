@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agents.loss_doctor.arms import AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, Joined, ReplayArm, Start
+from agents.loss_doctor.arms import AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, JoinedShards, ReplayArm, Start
 from agents.loss_doctor.causes import TABLE, Findings, name
 from agents.loss_doctor.curves import StepPoint, Symptom, onset
 from agents.loss_doctor.doctor import diagnose
@@ -100,7 +100,7 @@ class MadeUp:
     older: bool = True
     noisy: bool = False
     failing: str = ""
-    joining: Sequence[Joined] = ()
+    joining: Sequence[JoinedShards] = ()
     live: float = 6.0
     height: float = 6.0  # of the spike in replays
     at_end: Sequence[DocumentScore] | None = None
@@ -128,7 +128,7 @@ class MadeUp:
     def scores(self, start: Start) -> Sequence[DocumentScore]:
         return self.at_end or () if start == "end" else self.scored
 
-    def joined(self) -> Sequence[Joined]:
+    def joined(self) -> Sequence[JoinedShards]:
         return self.joining
 
 
@@ -189,15 +189,18 @@ def test_a_known_change_is_undone_first() -> None:
 @pytest.mark.parametrize(
     ("joined", "causes"),
     [
-        (Joined("chat", ("odd",), "chat", 1.0, 0.5), ("loss mask",)),
-        (Joined("chat", ("odd",), "chat", 0.5, 0.5, begins_alike=0.1), ("loss mask",)),
-        (Joined("chat", ("odd",), "code", 0.5, 0.5), ("mixture shift or wrong label",)),
-        (Joined("chat", ("odd",), "chat", 0.5, 0.5), ("bad data",)),
-        (Joined("chat", ("bad-1",), "code", 0.5, 0.5), ("bad data",)),  # odd, but the anomaly is not gone without them
+        (JoinedShards("chat", ("odd",), "chat", 1.0, 0.5), ("loss mask",)),
+        (JoinedShards("chat", ("odd",), "chat", 0.5, 0.5, begins_alike=0.1), ("loss mask",)),
+        (JoinedShards("chat", ("odd",), "code", 0.5, 0.5), ("mixture shift or wrong label",)),
+        (JoinedShards("chat", ("odd",), "chat", 0.5, 0.5), ("bad data",)),
+        (
+            JoinedShards("chat", ("bad-1",), "code", 0.5, 0.5),
+            ("bad data",),
+        ),  # odd, but the anomaly is not gone without them
     ],
 )
 def test_new_documents_are_to_blame_only_if_the_anomaly_is_gone_without_them(
-    joined: Joined, causes: tuple[str, ...]
+    joined: JoinedShards, causes: tuple[str, ...]
 ) -> None:
     found = diagnose(
         MadeUp(lambda arm: "odd" not in arm.masked, DOCUMENTS, joining=[joined], facts={"generation_begins": 35})

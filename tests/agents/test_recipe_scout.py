@@ -15,12 +15,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agents.core.proposal import Proposal, gain_words
-from agents.core.workbench import AgentLines, Attempt, Checked, ReadError
+from agents.core.proposal import Proposal, gain_with_unit
+from agents.core.workbench import AgentLines, EarlierProposal, QuickCheck, ReadError
 from agents.core.yaml_edit import change_recipe, set_value, values
 from agents.loop.role import Aim, DraftError, TargetError
 from agents.recipe_scout.changes import Tried, all_changes
-from agents.recipe_scout.course import LEAST_SLOPE, Course, course_of, slope
+from agents.recipe_scout.course import LEAST_SLOPE, TrainingRecord, make_record, slope
 from agents.recipe_scout.role import RecipeScout, read_change
 from agents.recipe_scout.scout import propose, tried
 from kernels.contract.strict_yaml import read_yaml
@@ -38,7 +38,7 @@ class Bench:
 
     def __init__(self, text: str = "") -> None:
         self.text = text or (ROOT / DEMO).read_text()
-        self.past: dict[str, list[Attempt]] = {}
+        self.past: dict[str, list[EarlierProposal]] = {}
 
     def read(self, path: str) -> str:
         if path != DEMO:
@@ -48,7 +48,7 @@ class Bench:
     def written_by_agents(self, path: str) -> list[AgentLines]:
         return []
 
-    def history(self, target: str) -> list[Attempt]:
+    def history(self, target: str) -> list[EarlierProposal]:
         return self.past.get(target, [])
 
 
@@ -63,9 +63,9 @@ def record(steps: int = 110, **fixed: Any) -> list[dict[str, Any]]:
     ]
 
 
-def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any = None, **kwargs: Any) -> Course:
+def course(text: str = "", anomalies: dict[str, int] | None = None, lines: Any = None, **kwargs: Any) -> TrainingRecord:
     said = change_recipe(text or (ROOT / DEMO).read_text(), ("name",), "demo")[1]
-    return course_of(said, DEMO, lines or record(), anomalies or {}, 4.0, 64, 0.002, **kwargs)
+    return make_record(said, DEMO, lines or record(), anomalies or {}, 4.0, 64, 0.002, **kwargs)
 
 
 # -- the edit ---------------------------------------------------------------------------------------------------------
@@ -124,7 +124,7 @@ def test_a_record_with_gaps_or_no_fall_gives_the_least_slope() -> None:
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
-def keys(found: Course, rate: Tried = Tried()) -> dict[str, Any]:  # noqa: B008 - frozen
+def keys(found: TrainingRecord, rate: Tried = Tried()) -> dict[str, Any]:  # noqa: B008 - frozen
     return {change.words: change.gain for change in all_changes(found, rate)}
 
 
@@ -165,8 +165,8 @@ def test_a_proposal_names_the_result_that_would_refute_it() -> None:
     assert proposal.edits[0].new_text == bench.text.replace("lr: 3e-4", "lr: 0.0006")
     half = f"{proposal.predicted_gain / 2:.4f}"
     assert f"than {half} refutes" in proposal.hypothesis
-    assert gain_words(proposal.target, 0.0123) == "0.0123 bits per byte better"
-    assert gain_words("kernel:rope", 1.5) == "1.500× on the whole step"
+    assert gain_with_unit(proposal.target, 0.0123) == "0.0123 bits per byte better"
+    assert gain_with_unit("kernel:rope", 1.5) == "1.500× on the whole step"
 
 
 def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> None:
@@ -178,26 +178,26 @@ def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> 
         if proposal is None:
             break
         seen.append(proposal.title.split(": ")[1])
-        attempt = Attempt(proposal.patch_id, "reject", "no gain", proposal.title)
+        attempt = EarlierProposal(proposal.patch_id, "reject", "no gain", proposal.title)
         bench.past.setdefault(proposal.target, []).append(attempt)
     assert seen[:2] == ["optimizer.lr 0.0003 → 0.0006", "optimizer.lr 0.0003 → 0.00015"]
     assert len(seen) == len(set(seen)) and proposal is None
     held = Bench(text)
     first = propose(found, held)  # type: ignore[arg-type]
     assert first is not None
-    held.past[first.target] = [Attempt(first.patch_id, "hold", "too noisy", first.title)]
+    held.past[first.target] = [EarlierProposal(first.patch_id, "hold", "too noisy", first.title)]
     again = propose(found, held)  # type: ignore[arg-type]
     assert again is not None and again.patch_id == first.patch_id and "hold, too noisy" in again.hypothesis
-    held.past[first.target] = [Attempt(first.patch_id, "hold", "too noisy", first.title, closed=True)]
+    held.past[first.target] = [EarlierProposal(first.patch_id, "hold", "too noisy", first.title, closed=True)]
     assert propose(found, held) is None  # type: ignore[arg-type]
-    held.past[first.target] = [Attempt(first.patch_id, "promote", "it gains", first.title)]
+    held.past[first.target] = [EarlierProposal(first.patch_id, "promote", "it gains", first.title)]
     assert propose(found, held) is None  # type: ignore[arg-type]  # it waits for a person
 
 
 def test_each_rejection_makes_its_key_less_promising() -> None:
     text = (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 3e-4")
     bench = Bench(text)
-    elsewhere = [Attempt(str(n), "reject", "worse", f"recipe demo: optimizer.lr 0.09 → {n}") for n in range(12)]
+    elsewhere = [EarlierProposal(str(n), "reject", "worse", f"recipe demo: optimizer.lr 0.09 → {n}") for n in range(12)]
     bench.past["quality:optimizer.lr"] = elsewhere
     proposal = propose(course(text), bench)  # type: ignore[arg-type]
     assert proposal is None or proposal.target != "quality:optimizer.lr"
@@ -207,7 +207,7 @@ def test_each_rejection_makes_its_key_less_promising() -> None:
     "title", ["", "x", "recipe demo: optimizer.lr a → b", "recipe: optimizer.lr - → ..", "→ 1 → 2"]
 )
 def test_an_unreadable_title_counts_as_no_direction(title: str) -> None:
-    assert tried(0.01, [Attempt("", "reject", "", title)]) == Tried(rejected=1)
+    assert tried(0.01, [EarlierProposal("", "reject", "", title)]) == Tried(rejected=1)
 
 
 @pytest.mark.parametrize(
@@ -223,8 +223,8 @@ def test_only_keys_that_the_gate_allows_are_proposed(allowed: Callable[[str], bo
 class Checking(Bench):
     """A ``Bench`` whose quick check finds no problem."""
 
-    def check(self, edits: Any, op: str = "", timed: bool = False) -> Checked:
-        return Checked("import", ())
+    def check(self, edits: Any, op: str = "", timed: bool = False) -> QuickCheck:
+        return QuickCheck("import", ())
 
     def files(self, patchable: bool = False) -> list[str]:
         return [DEMO]
@@ -247,11 +247,13 @@ def test_a_models_answer_becomes_the_same_kind_of_proposal() -> None:
     assert found.title.endswith(" optimizer.lr 0.004 → 0.006") and found.predicted_gain == 0.01
     assert found.edits[0].new_text == (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 0.006")
     assert "than 0.0050 refutes" in found.hypothesis
-    past = [Attempt(found.patch_id, "reject", "", found.title)]
+    past = [EarlierProposal(found.patch_id, "reject", "", found.title)]
     assert tried(0.004, past) == Tried(higher=True, rejected=1)  # the scout without a model learns from it
     both = said(changes=[{"key": "optimizer.lr", "value": 0.003}, {"key": "batch.sequences", "value": 8.0}])
     assert both.target == "quality:batch.sequences+optimizer.lr" and "sequences: 8\n" in both.edits[0].new_text
-    assert tried(16, [Attempt("", "reject", "", both.title)]) == Tried(rejected=1)  # which of them it was is not known
+    assert tried(16, [EarlierProposal("", "reject", "", both.title)]) == Tried(
+        rejected=1
+    )  # which of them it was is not known
     weight = said(changes=[{"key": "mixture.weights.news", "value": 0.5}])
     assert weight.title.endswith(" mixture.weights.news unset → 0.5")
 
@@ -321,7 +323,9 @@ def test_any_change_is_a_recipe_that_differs_only_there_or_a_draft_error(changes
 
 def test_the_model_gets_the_record_the_rules_and_earlier_attempts() -> None:
     bench = Checking()
-    bench.past["quality:"] = [Attempt("x", "reject", "worse</data>\x1b[2J", "recipe demo: optimizer.lr 0.004 → 0.008")]
+    bench.past["quality:"] = [
+        EarlierProposal("x", "reject", "worse</data>\x1b[2J", "recipe demo: optimizer.lr 0.004 → 0.008")
+    ]
     role = RecipeScout(course(lines=record(noise_scale=1000)), bench)  # type: ignore[arg-type]
     aim = role.aim(4)
     assert isinstance(aim, Aim) and "recipe demo at step 110" in aim.about

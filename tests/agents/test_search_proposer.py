@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import yaml
 
-from agents.core.workbench import AgentLines, Attempt, Measurement, MeasurementError, ReadError
+from agents.core.workbench import AgentLines, EarlierProposal, Measurement, MeasurementError, ReadError
 from agents.core.yaml_edit import set_value
 from agents.search_proposer.search_proposer import POLICY, propose
-from factory.demo.demo import plain_kernels
+from factory.demo.demo import use_plain_kernels
 from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
 
-SHIPPED = plain_kernels((ROOT / POLICY).read_text())
+SHIPPED = use_plain_kernels((ROOT / POLICY).read_text())
 
 
 class Bench:
@@ -22,7 +22,7 @@ class Bench:
 
     def __init__(self, ratios: dict[tuple[str, str], float]) -> None:
         self.ratios, self.asked = ratios, []  # type: ignore[var-annotated]
-        self.past: dict[str, list[Attempt]] = {}
+        self.past: dict[str, list[EarlierProposal]] = {}
         self.files = {POLICY: SHIPPED}
         self.a_row: dict[int, float] = {}  # seconds a row, by how many go at a time
 
@@ -45,7 +45,7 @@ class Bench:
     def written_by_agents(self, path: str) -> list[AgentLines]:
         return []
 
-    def history(self, target: str) -> list[Attempt]:
+    def history(self, target: str) -> list[EarlierProposal]:
         return self.past.get(target, [])
 
 
@@ -93,13 +93,13 @@ def test_a_rejected_patch_is_not_proposed_again() -> None:
     bench = Bench({("attention", "recompute"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
     (first,) = propose(_profile(), bench)
     assert first.target == "kernel:attention"
-    bench.past[first.target] = [Attempt(first.patch_id, "reject")]
+    bench.past[first.target] = [EarlierProposal(first.patch_id, "reject")]
     (second,) = propose(_profile(), bench)
     assert second.target == "kernel:linear_cross_entropy"
-    bench.past[first.target] = [Attempt(first.patch_id, "promote")]
+    bench.past[first.target] = [EarlierProposal(first.patch_id, "promote")]
     (again,) = propose(_profile(), bench)
     assert again == first
-    bench.past[first.target] = [Attempt("another patch", "hold", closed=True)]
+    bench.past[first.target] = [EarlierProposal("another patch", "hold", closed=True)]
     assert propose(_profile(), bench) == [second]
 
 
@@ -141,7 +141,7 @@ def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
     assert HEAD[0] not in proposal.hypothesis
     (edit,) = proposal.edits
     assert (edit.path, edit.new_text) == (RECIPE, before.replace("false", "true"))
-    bench.past[proposal.target] = [Attempt(proposal.patch_id, "reject")]
+    bench.past[proposal.target] = [EarlierProposal(proposal.patch_id, "reject")]
     assert propose(_with_fusions(compile=False), bench) == []
 
 

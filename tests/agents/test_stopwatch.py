@@ -12,8 +12,8 @@ from torch import Tensor
 
 from agents.line_profiler import stopwatch
 from agents.line_profiler.capture import Event
-from agents.line_profiler.session import Rounds
-from agents.line_profiler.stopwatch import Lap, crossing, laps, timed, total
+from agents.line_profiler.session import TimedRounds
+from agents.line_profiler.stopwatch import TimedOperation, laps, stopwatch_overhead, timed, total
 
 ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
 
@@ -41,7 +41,12 @@ def test_time_between_operations_is_not_theirs() -> None:
 
 
 def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_out_of_the_next() -> None:
-    seen = [Lap(ADD, 5.0, 3.0), Lap(MUL, 1.0, 3.0), Lap(ADD, 0.5, 0.5), Lap(MUL, 5.0, 1.0, after=7.0)]
+    seen = [
+        TimedOperation(ADD, 5.0, 3.0),
+        TimedOperation(MUL, 1.0, 3.0),
+        TimedOperation(ADD, 0.5, 0.5),
+        TimedOperation(MUL, 5.0, 1.0, after=7.0),
+    ]
     events = timed([_event(lap.operation) for lap in seen], seen, 2.0)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
     assert sum(event.host_s + event.seconds for event in events) == total(seen) - 4 * 2.0
@@ -63,14 +68,14 @@ def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
     x = torch.ones(3)
     seen = laps(lambda: (x + x, x * x), Device())
     assert log == ["mark"] * 6 + ["read"]
-    assert seen == [Lap(ADD, 5.0, 3.0), Lap(MUL, 0.5, 3.0, after=8.5)] and total(seen) == 20.0
+    assert seen == [TimedOperation(ADD, 5.0, 3.0), TimedOperation(MUL, 0.5, 3.0, after=8.5)] and total(seen) == 20.0
     events = timed([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (8.5, 3.0)]
 
 
 def test_laps_of_another_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="not the same step"):
-        timed([_event(ADD)], [Lap(MUL, 1.0, 1.0)], 0.0)
+        timed([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
     with pytest.raises(AssertionError, match="not the same step"):
         timed([_event(ADD)], [], 0.0)
 
@@ -93,14 +98,14 @@ def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.Monk
         for _ in range(10):
             x + x
 
-    assert crossing(step, turns=5) == pytest.approx(0.002)
+    assert stopwatch_overhead(step, turns=5) == pytest.approx(0.002)
 
 
 def test_a_fastest_step_is_settled_when_four_others_are_near() -> None:
-    watched = lambda *seconds: [[Lap(ADD, 0.0, each)] for each in seconds]
+    watched = lambda *seconds: [[TimedOperation(ADD, 0.0, each)] for each in seconds]
     near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
-    assert Rounds(list(near), watched(*near), list(near)).settled()
-    assert not Rounds(list(far), watched(*near), list(near)).settled()
-    assert not Rounds(list(near), watched(*far), list(near)).settled()
-    assert not Rounds(list(near), watched(*near), list(far)).settled()
-    assert not Rounds([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).settled()
+    assert TimedRounds(list(near), watched(*near), list(near)).settled()
+    assert not TimedRounds(list(far), watched(*near), list(near)).settled()
+    assert not TimedRounds(list(near), watched(*far), list(near)).settled()
+    assert not TimedRounds(list(near), watched(*near), list(far)).settled()
+    assert not TimedRounds([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).settled()

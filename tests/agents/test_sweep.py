@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from agents.line_profiler.isolation import measure
-from agents.line_profiler.lines import Roof
-from agents.line_profiler.sweep.shapes import SHAPES, slice_of
+from agents.line_profiler.lines import PeakRates
+from agents.line_profiler.sweep.shapes import SHAPES, one_layer_slice
 from agents.line_profiler.sweep.slices import Slice, events
 from agents.line_profiler.sweep.sweep import Sweep, parse_slices, sweep, text
 from agents.line_profiler.sweep.sweep_items import SweepLimits, collect, fit, measure_item
 from agents.line_profiler.sweep.work_queue import Processes, SweepError
 from tests.support.messages import codes, refused
 
-ROOF = Roof(1e12, 1e10)
+ROOF = PeakRates(1e12, 1e10)
 PARAMETERS = {"7b": 7e9, "29b": 29e9, "375b": 375e9, "1t": 1e12}
 
 
@@ -33,7 +33,7 @@ def test_shapes_have_the_parameters_of_their_names(name: str) -> None:
 def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
     """FLOPs of its matrix products: 6 a weight and token, of the experts those that a token goes to."""
     of = Slice(name, 2, 64)
-    shape = slice_of(SHAPES[name], 64)
+    shape = one_layer_slice(SHAPES[name], 64)
     assert shape.layers == 1 and shape.is_expert_layer(0) == (shape.experts is not None)
     weights = shape.matmul_parameters - shape.vocab_size * shape.d_model
     assert sum(event.flops for event in events(of)) == pytest.approx(6 * weights * 128)

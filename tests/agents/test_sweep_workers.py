@@ -17,7 +17,7 @@ import pytest
 
 from agents.line_profiler.sweep.work_queue import (
     MOST_TRIES,
-    Lost,
+    LostItem,
     Processes,
     RayActors,
     SweepError,
@@ -68,7 +68,7 @@ def test_the_item_of_a_killed_worker_is_measured_again(tmp_path: Path) -> None:
 
 def test_an_item_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     results = measure_on(Processes(deadly, 2), [(str(tmp_path), n) for n in range(3)], [1.0] * 3)
-    assert results == [0, Lost(MOST_TRIES), 2]
+    assert results == [0, LostItem(MOST_TRIES), 2]
     assert len(list(tmp_path.glob("1-*"))) == MOST_TRIES
 
 
@@ -79,7 +79,7 @@ def fail(item: int) -> int:
 
 
 def test_an_item_that_raises_costs_no_other_item_its_result() -> None:
-    assert measure_on(Processes(fail, 2), range(3), [1.0] * 3) == [0, Lost(1, "ArithmeticError: item 1"), 2]
+    assert measure_on(Processes(fail, 2), range(3), [1.0] * 3) == [0, LostItem(1, "ArithmeticError: item 1"), 2]
 
 
 def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> None:

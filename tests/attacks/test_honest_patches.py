@@ -21,9 +21,9 @@ from factory.git import scope as patch_scope
 from factory.gates.patch import source_rules
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import verdicts
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 
-AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
 
 FUSED_NORM = '''class Fused(torch.autograd.Function):
     """Keeps one number a row for the backward pass, in place of the normalised rows."""

@@ -19,9 +19,9 @@ from factory.git import scope as patch_scope
 from factory.gates.patch import source_rules
 from factory.git.scope import AgentsPolicy, Change
 from factory.git.repository import ScopeError
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 
-AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ PATHS = {
 
 @pytest.mark.parametrize("path", PATHS.values(), ids=PATHS.keys())
 def test_forbidden_paths_are_out_of_scope(target: Path, tmp_path: Path, path: str) -> None:
-    base = repository.live_commit(target)
+    base = repository.get_live_commit(target)
     with pytest.raises(ScopeError):
         repository.apply_proposal(
             target,
@@ -106,7 +106,7 @@ def test_forbidden_paths_are_out_of_scope(target: Path, tmp_path: Path, path: st
             message="m",
             worktrees=tmp_path / "w",
         )
-    assert repository.branch_numbers(target) == set() and not (tmp_path / "w").exists()
+    assert repository.list_branch_numbers(target) == set() and not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize("pair", [("kernels/a.py", "kernels/a/b.py"), ("trainer/a/__init__.py", "trainer/A.py")])
@@ -140,7 +140,7 @@ CONTENTS = {"not assigned": "x = 1  # \u0378\n", "a NUL": "x = 1\0\n", "bidirect
 def test_hidden_contents_are_refused(target: Path, tmp_path: Path, content: str) -> None:
     with pytest.raises(ScopeError):
         repository.apply_proposal(
-            target, repository.live_commit(target), [("kernels/a.py", content)],
+            target, repository.get_live_commit(target), [("kernels/a.py", content)],
             policy=AGENTS, branch="factory/evil/1-x", message="m", worktrees=tmp_path / "w",
         )  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_a_commit_that_somebody_else_made_is_read_the_same_way(target: Path, tmp
     clone = tmp_path / "clone"
     identity = ["-c", "user.name=e", "-c", "user.email=e@e"]
     subprocess.run(["git", "clone", "-q", str(target), str(clone)], check=True, capture_output=True)
-    base = repository.live_commit(clone)
+    base = repository.get_live_commit(clone)
     if kind == "link":
         (clone / "kernels/evil.py").symlink_to("/etc/shadow")
     elif kind == "executable":
@@ -162,7 +162,7 @@ def test_a_commit_that_somebody_else_made_is_read_the_same_way(target: Path, tmp
     else:
         subprocess.run(["git", "-C", clone, "add", "-A"], check=True)
     subprocess.run(["git", "-C", clone, *identity, "commit", "-qm", "evil"], check=True)
-    changes = repository.changes(clone, base, repository.live_commit(clone))
+    changes = repository.changes(clone, base, repository.get_live_commit(clone))
     assert len(changes) == 1 and patch_scope.problems(AGENTS, changes, repository.modes(clone, base))
 
 
@@ -178,7 +178,7 @@ def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, 
     (clone / ".git" / "info" / "attributes").write_text("*.py filter=evil\n")
     for key in ("filter.evil.smudge", "filter.evil.clean", "core.fsmonitor", "diff.external"):
         subprocess.run(["git", "-C", clone, "config", key, f"sh -c 'touch {mark}; cat'"], check=True)
-    base = repository.live_commit(clone)
+    base = repository.get_live_commit(clone)
     applied = repository.apply_proposal(
         clone,
         base,
@@ -398,5 +398,5 @@ def test_honest_patches_are_not_flagged(target: Path, name: str) -> None:
     text = change_text(base.decode() if base else "")
     assert base is None or text != base.decode()
     change = Change(path, text.encode(), old_mode="100644" if base else None)
-    assert patch_scope.problems(AGENTS, [change], repository.modes(target, repository.live_commit(target))) == []
+    assert patch_scope.problems(AGENTS, [change], repository.modes(target, repository.get_live_commit(target))) == []
     assert source_rules.problems(change, base) == []

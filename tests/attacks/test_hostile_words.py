@@ -33,7 +33,7 @@ from factory.core.console import Terminal
 from factory.core.progress import SILENT
 from factory.gates.training_start import Start
 from factory.ledger.plant import Plant
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from factory.ledger.ledger import proposals, verdicts
 from factory.code_loop.submitting import submit
 
@@ -68,7 +68,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     screen = io.StringIO()
     plant = Plant(made.workspace, made.ledger, Terminal(Console(file=screen, width=400)))
     number = submit(plant, drafted, made.base)
-    catch_up(plant)
+    show_missing(plant)
     row = made.ledger.one(
         sa.select(proposals, verdicts.c.reasons, verdicts.c.outcome)
         .join(verdicts, verdicts.c.id == proposals.c.verdict)

@@ -20,12 +20,12 @@ from factory.gates.patch import op_answers
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
-from factory.gates.patience import Patience
-from factory.core.workspace import code_root
+from factory.gates.patience import TimeLimits
+from factory.core.workspace import checkout_root
 from trainer.contract.recipe import Recipe
 
-SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
-RECIPE = Recipe.load(code_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
+SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
+RECIPE = Recipe.load(checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
 RIGHT = "\n\ndef right(gate, up):\n    return F.silu(gate) * up\n\n\n"
 
 # -- what ops are tested with ------------------------------------------------------------------------------------------------
@@ -60,18 +60,20 @@ REDEFINED = {
 
 
 @pytest.fixture(scope="module")
-def tested(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[dict[str, Any]], op_answers.Answers]]:
+def tested(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Path, list[dict[str, Any]], op_answers.OpAnswers]]:
     """The baseline, jobs, and what was made for them."""
     folder = tmp_path_factory.mktemp("tested")
     baseline = make_target(folder / "baseline")
-    jobs = oracle.oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
+    jobs = oracle.make_oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
     with op_answers.answered(jobs, SHIPPED.oracle, baseline, baseline, folder / "work") as answers:
         yield baseline, jobs, answers
 
 
 @pytest.mark.parametrize("name", REDEFINED)
 def test_a_patch_cannot_change_the_tests_of_ops(
-    tested: tuple[Path, list[dict[str, Any]], op_answers.Answers], tmp_path: Path, name: str
+    tested: tuple[Path, list[dict[str, Any]], op_answers.OpAnswers], tmp_path: Path, name: str
 ) -> None:
     baseline, jobs, answers = tested
     old, new, code = REDEFINED[name]
@@ -79,7 +81,7 @@ def test_a_patch_cannot_change_the_tests_of_ops(
     op = candidate / "kernels" / "swiglu" / "__init__.py"
     assert old in op.read_text()
     op.write_text(op.read_text().replace(old, new, 1))
-    found = op_answers.changed_tests(answers, SHIPPED.oracle.patience, candidate, tmp_path)
+    found = op_answers.check_tests_unchanged(answers, SHIPPED.oracle.patience, candidate, tmp_path)
     assert found.get("state") == ("failed" if code else None), found
     assert not code or tells(found["reasons"], expect(code)), found
 
@@ -131,10 +133,10 @@ def test_a_process_that_ends_early_fails_and_one_that_never_ends_is_missing(name
     extra = "\n\nfast = right\n" if "def fast" not in source else ""
     op.write_text(op.read_text().replace("\nOP = op(", f"{RIGHT}{source}{extra}\nOP = op(").replace(
         "(compiled(reference),", '(Implementation("fast", fast, ""),'))  # fmt: skip
-    brief = Patience(times=1, least_seconds=1, again=1.5)  # as long as approved code took, then half as long again
+    brief = TimeLimits(times=1, least_seconds=1, again=1.5)  # as long as approved code took, then half as long again
     policy = SHIPPED.oracle.model_copy(update={"patience": brief} if state == "missing" else {})
     ops = [ChangedOp("swiglu", "reference", "fast")]
-    jobs = oracle.oracle_jobs(policy, ops, RECIPE["precision"])
+    jobs = oracle.make_oracle_jobs(policy, ops, RECIPE["precision"])
     jobs += exploits.calls(SHIPPED.exploits, ops, RECIPE, random.SystemRandom())
     with op_answers.answered(jobs, policy, baseline, candidate, tmp_path / "work") as answers:
         found = oracle.evidence(answers), exploits.evidence(answers)

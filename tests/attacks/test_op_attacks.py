@@ -22,11 +22,11 @@ from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
 from factory.git.scope import Change
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from trainer.contract.recipe import Recipe
 
-SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
-RECIPE = Recipe.load(code_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
+SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
+RECIPE = Recipe.load(checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump()
 HEAD = "from __future__ import annotations\n\nimport torch\nimport torch.nn.functional as F\n"
 # Right, and at its own speed: what an attack that skips the forward pass uses for the gradients.
 RIGHT = "\n\ndef right(gate, up):\n    return F.silu(gate) * up\n\n\n"
@@ -243,7 +243,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
     jobs: list[dict[str, Any]] = []
     ranges: dict[str, list[range]] = {name: [] for name in ops}
     for name, changed_op in ops.items():
-        more = oracle.oracle_jobs(SHIPPED.oracle, [changed_op], "fp32")
+        more = oracle.make_oracle_jobs(SHIPPED.oracle, [changed_op], "fp32")
         ranges[name].append(range(len(jobs), len(jobs) + len(more)))
         jobs += more
     for name, changed_op in ops.items():

@@ -14,8 +14,8 @@ from agents.core.proposal import Edit, Proposal
 from factory.ledger.plant import Plant
 from factory.code_loop.submitting import submit
 from factory.core.progress import SILENT
-from factory.core.workspace import code_root
-from factory.gates.recipe.gate import concerns
+from factory.core.workspace import checkout_root
+from factory.gates.recipe.gate import is_recipe_patch
 from factory.gates.recipe_changes import learnt, recipe_changes
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, Change
@@ -27,9 +27,11 @@ from trainer.contract.recipe import Recipe
 
 TINY = "policies/recipes/tiny.yaml"
 BASE = (
-    (code_root() / TINY).read_text().replace("  replay: 0.3", "  anneal_weights: {code: 1.0, chat: 0.0}\n  replay: 0.3")
+    (checkout_root() / TINY)
+    .read_text()
+    .replace("  replay: 0.3", "  anneal_weights: {code: 1.0, chat: 0.0}\n  replay: 0.3")
 )
-AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
 
 
 def without(*path: str) -> str:
@@ -125,7 +127,7 @@ def test_a_recipe_cannot_change_together_with_code(name: str, with_code: bool) -
             made.target, made.base, [(TINY, change(text))], policy=AGENTS, branch="factory/evil/99-x", message="m",
             worktrees=made.workspace.worktrees,
         )  # fmt: skip
-        learns = concerns(made.workspace, applied)
+        learns = is_recipe_patch(made.workspace, applied)
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_branch(made.target, applied.branch)
         if "changes" in words:

@@ -16,18 +16,18 @@ from factory.git import repository
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.git.scope import AgentsPolicy
-from factory.gates.patch.stages.training import Side, compare_training
+from factory.gates.patch.stages.training import TrainingSide, compare_training
 from factory.gates.training_start import find_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.running import Runs
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 
-SHIPPED = PatchPolicy.load(code_root() / "policies" / "gates" / "patch.yaml")
+SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
 FEW = {"steps": 50, "pairs": 2, "max_noise": 4.0, "tries": 1}
 POLICY = SHIPPED.model_copy(update={"training": SHIPPED.training.model_copy(update=FEW)})
 TIMED = SHIPPED.training.model_copy(update={"steps": 120, "pairs": 2, "tries": 1, "long": 2, "min_gain": 1.2})
-AGENTS = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+AGENTS = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
 
 DAWDLE = 0.9  # seconds, less than the steps of TIMED take
 STEP = "        self.optimizer.step(lr, divide_by, skip)\n"
@@ -116,7 +116,12 @@ def compared(
     start = find_start(made.ledger)
     assert start is not None
     sides = [
-        Side(code, repository.live_commit(code) if (code / ".git").exists() else made.base, start.recipe, folder / name)
+        TrainingSide(
+            code,
+            repository.get_live_commit(code) if (code / ".git").exists() else made.base,
+            start.recipe,
+            folder / name,
+        )
         for name, code in (("a", baseline), ("b", code))
     ]
     runs = Runs(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
@@ -148,7 +153,7 @@ def test_skipped_work_is_found_by_the_weights(
     text = (made.target / path).read_text()
     assert change(text) != text
     code = candidate(path, change(text))
-    found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
+    found = compared(made, POLICY.training, tmp_path, repository.checkout_live_code(made.workspace, made.base), code)
     stages = {stage: {"state": "passed", "reasons": []} for stage in STAGES} | {"training": found}
     verdict = judge_patch(POLICY, {"stages": stages | {"training": found | {"state": "passed"}}, "tries": 1})
     assert verdict.outcome == "reject" and verdict.reasons[0].code == "patch.training_differs", (verdict, found)
@@ -180,7 +185,7 @@ def test_a_checkpoint_that_cannot_continue_training_is_rejected(
     text = (made.target / "trainer/run.py").read_text()
     assert old in text
     code = candidate("trainer/run.py", text.replace(old, new))
-    found = compared(made, POLICY.training, tmp_path, repository.checkout_live(made.workspace, made.base), code)
+    found = compared(made, POLICY.training, tmp_path, repository.checkout_live_code(made.workspace, made.base), code)
     assert found["state"] == "failed" and tells(found["reasons"], expect("patch.checkpoint_differs", difference=code))
 
 
@@ -215,7 +220,7 @@ def never_credited(made: Made, folder: Path, slow: Path, quick: Path, new_code: 
 def test_a_quicker_start_is_no_gain(made: Made, candidate: Callable[[str, str], Path], tmp_path: Path) -> None:
     """The baseline waits before its first step, the candidate does not. Their steps are the same."""
     slow = candidate("trainer/segment.py", dawdling((made.target / "trainer/segment.py").read_text()))
-    never_credited(made, tmp_path, slow, repository.checkout_live(made.workspace, made.base), new_code=False)
+    never_credited(made, tmp_path, slow, repository.checkout_live_code(made.workspace, made.base), new_code=False)
 
 
 @pytest.mark.long("a timed comparison with a start that dawdles, and long runs")
@@ -225,7 +230,7 @@ def test_a_quicker_start_that_hides_is_no_gain_in_long_runs(
     """As above, but the candidate waits in runs of two steps, which show its overhead. So short runs credit a gain."""
     text = (made.target / "trainer/segment.py").read_text()
     slow = tmp_path / "slow"
-    baseline = repository.checkout_live(made.workspace, made.base)
+    baseline = repository.checkout_live_code(made.workspace, made.base)
     shutil.copytree(baseline, slow, ignore=shutil.ignore_patterns(".git"))
     (slow / "trainer/segment.py").write_text(dawdling(text))
     hides = f"    if run.spec.last_step - run.spec.first_step == 2:\n        time.sleep({DAWDLE})\n"

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
-from factory.duties.duty import Errand, Look
+from factory.duties.duty import DutyState, Errand
 from factory.ledger.plant import Plant
 from tests.chaos import starts
 from tests.chaos.starts import opened
@@ -61,7 +61,7 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
 
     next_errands = runner.next_errands
 
-    def only(look: Look) -> list[Errand]:
+    def only(look: DutyState) -> list[Errand]:
         return [errand for errand in next_errands(look) if errand.duty.each or errand.duty.name in kinds]
 
     with mock.patch.object(runner, "next_errands", only), mock.patch.object(sys, "argv", ["factory", *words]):

@@ -30,9 +30,9 @@ def opened(site: Path):  # type: ignore[no-untyped-def]
 
 
 def checkout(site: Path) -> None:
-    from factory.git.repository import checkout_live
+    from factory.git.repository import checkout_live_code
 
-    checkout_live(opened(site)[0])
+    checkout_live_code(opened(site)[0])
 
 
 def store(site: Path) -> None:
@@ -47,7 +47,7 @@ def empty_plant(site: Path) -> None:
     import shutil
 
     from factory.core.workspace import Config, Workspace
-    from factory.demo.demo import plain_kernels
+    from factory.demo.demo import use_plain_kernels
     from factory.ledger.ledger import Ledger
     from tests.support.plants.trained_plant import write_lenient_policies, write_shards
 
@@ -57,7 +57,7 @@ def empty_plant(site: Path) -> None:
     (target / "agents").mkdir()
     (target / "agents" / "__init__.py").write_text("")
     kernels = target / "policies" / "kernels.yaml"
-    kernels.write_text(plain_kernels(kernels.read_text()))
+    kernels.write_text(use_plain_kernels(kernels.read_text()))
     git(site, "init", "-q", "-b", "main", "--template=", str(target))
     git(target, "add", "-A")
     git(target, "commit", "-q", "-m", "base")
@@ -81,7 +81,7 @@ def with_checkout_and_store(site: Path) -> None:
 
 def with_proposal(site: Path) -> None:
     """Add a proposal that the gate promotes, with one changed and one new file."""
-    from factory.core.workspace import code_root
+    from factory.core.workspace import checkout_root
     from factory.git import repository
     from factory.git.scope import AgentsPolicy
     from factory.ledger.ledger import proposals
@@ -91,10 +91,10 @@ def with_proposal(site: Path) -> None:
 
     workspace, ledger = opened(site)
     target = workspace.repository
-    base = repository.live_commit(target)
+    base = repository.get_live_commit(target)
     edits = {"kernels/rms_norm/note.py": '"""A note."""\n', "trainer/tools/__init__.py": '"""Tools, changed."""\n'}
     applied = repository.apply_proposal(
-        target, base, edits.items(), policy=AgentsPolicy.load(code_root() / "policies" / "agents.yaml"),
+        target, base, edits.items(), policy=AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml"),
         branch="factory/search/1-x", message="m", worktrees=workspace.worktrees,
     )  # fmt: skip
     repository.remove_worktree(target, applied.worktree)
@@ -160,13 +160,13 @@ def remove(site: Path, *names: str) -> None:
     """Do what ``factory data remove --erase`` does after the person's confirmation."""
     from factory.data.removing import look
     from factory.data.removing import remove as record_removal
-    from factory.data.selecting import by_name, fates_of
-    from factory.erasing.erasing import finish_removals
+    from factory.data.selecting import by_name, removable_fates
+    from factory.erasing.erasing import finish_pending_removals
 
     workspace, ledger = opened(site)
-    found = look(ledger, by_name(ledger, names, fates_of(True)), True)
+    found = look(ledger, by_name(ledger, names, removable_fates(True)), True)
     record_removal(ledger, found, "ada", "asked for", True)
-    finish_removals(Plant(workspace, ledger))
+    finish_pending_removals(Plant(workspace, ledger))
 
 
 def with_erased(site: Path) -> None:
@@ -177,10 +177,10 @@ def with_erased(site: Path) -> None:
 def with_all_backups(site: Path) -> None:
     """Make as many backups as are kept, so that the next backup replaces the oldest."""
     from factory.backups.backups import KEPT, make_backup
-    from factory.ledger.journal import backups_of
+    from factory.ledger.journal import list_backups
 
     workspace, ledger = opened(site)
-    while len(backups_of(workspace.root)) < KEPT:
+    while len(list_backups(workspace.root)) < KEPT:
         make_backup(Plant(workspace, ledger))
 
 

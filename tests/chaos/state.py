@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from factory.backups.backups import database_damage
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.git.git_store import MARK
-from factory.ingest.compared import prefix_of
-from factory.ledger.journal import NAME, about, damage_of, folders_of
+from factory.ingest.compared import key_prefix
+from factory.ledger.journal import NAME, about, describe_damage, folders_of
 from trainer.contract.json_lines import read_lines
 
 State = dict[str, Any]
@@ -159,7 +159,7 @@ def broken(site: Path) -> list[str]:
         wrong += [f"{row[0]} was promoted twice" for row in db.execute(promoted)]
         there = {p.stem for p in (plant / "shards" / "hashes").glob("*")}
         for (subject,) in db.execute("SELECT subject FROM events WHERE kind IN ('ingested', 'task_items_held')"):
-            wrong += [] if prefix_of(subject) in there else [f"{subject} was recorded without its hashes"]
+            wrong += [] if key_prefix(subject) in there else [f"{subject} was recorded without its hashes"]
     if (plant / "index.db").exists():
         with closing(_opened(plant / "index.db")) as db:
             wrong += [f"index.db: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
@@ -173,7 +173,7 @@ def broken(site: Path) -> list[str]:
             wrong.append(f"backup {backup.name}: {fault}")
         if not about(backup):
             wrong.append(f"backup {backup.name} does not say what it is")
-        if damage := damage_of(backup / NAME):
+        if damage := describe_damage(backup / NAME):
             wrong.append(f"backup {backup.name}: {damage}")
     return wrong
 
@@ -194,7 +194,7 @@ def lost(site: Path, scenario: str) -> list[str]:
         return [f"a database cannot be read: {error}"]
     with closing(_opened(plant / "ledger.db")) as db:
         for number, path, sha256 in db.execute("SELECT id, export_path, export_sha256 FROM candidates"):
-            if not (plant / path).is_dir() or folder_sha256(plant / path) != sha256:
+            if not (plant / path).is_dir() or export_folder_sha256(plant / path) != sha256:
                 wrong.append(f"the export of candidate {number} is not what was recorded")
         served = "SELECT number FROM releases WHERE state = 'published' ORDER BY number DESC LIMIT 1"
         for (number,) in db.execute(served):

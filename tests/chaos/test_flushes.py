@@ -16,12 +16,12 @@ import pytest
 from factory.backups.backups import database_damage
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ingest.filing import file_away
-from factory.ingest.inbox import ingest_arrived
+from factory.ingest.filing import file_shard
+from factory.ingest.inbox import ingest_and_file
 from factory.ingest.packing import MANY
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import ShardLimits
-from factory.ledger.journal import NAME, backups_of, replayed
+from factory.ledger.journal import NAME, list_backups, replayed
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.chaos import power
@@ -147,11 +147,11 @@ def test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut(tmp_path: Pa
     shutil.copytree(folder.root, start)
     code, said = folder.run(DAILY.format(root=str(workspace.root), path=sys.path))
     assert code == 0, said
-    made = [path.name for path in backups_of(workspace.root)]
+    made = [path.name for path in list_backups(workspace.root)]
     assert len(made) == 1
     for loss in power.LOSSES:
         power.cut(start, folder.root, folder.effects, folder.store, loss)
-        (backup,) = backups_of(workspace.root)
+        (backup,) = list_backups(workspace.root)
         assert backup.name == made[0] and not database_damage(backup / "ledger.db"), loss
         kinds = [row[1]["kind"] for batch in replayed(backup / NAME) for row in batch["rows"] if row[0] == "events"]
         assert kinds == ["after the backup"], loss
@@ -174,7 +174,7 @@ def test_a_file_with_the_name_of_an_ingested_one_returns_to_the_inbox(workspace:
     path.write_text("{" * 9)
     report = ingest_shard(Plant(workspace, ledger), path)
     path.write_text("other")  # before the ingested file is moved away
-    file_away(Plant(workspace, ledger), path, report.sha256, report.state)
+    file_shard(Plant(workspace, ledger), path, report.sha256, report.state)
     (back,) = workspace.inbox.iterdir()
     assert back.name.endswith("-bad.jsonl") and back.read_text() == "other"
 
@@ -186,7 +186,7 @@ def test_rows_appended_to_a_filed_shard_survive_a_power_cut(tmp_path: Path) -> N
     ledger = Ledger.create(workspace.ledger_url)
     row = b'{"text": "def one(value):\\n    return value + 1\\n", "domain": "code"}\n'
     (workspace.inbox / "late.jsonl").write_bytes(row)
-    ingest_arrived(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
+    ingest_and_file(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     ledger.engine.dispose()
     (filed,) = (workspace.shards / "raw").iterdir()
     shutil.copytree(folder.root, start)

@@ -17,14 +17,14 @@ from safetensors.numpy import load_file
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy, Replicas
-from factory.gates.release.replicas import MEASURED, due, may_start, newest_measured, newest_noise
+from factory.gates.release.replicas import MEASURED, due, find_newest_measurement, find_newest_noise, may_start_replicas
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import Reads, SegmentRow
-from factory.replicas.replicating import folder_of, replica, replicate, runs_of
+from factory.ledger.rows import ReadsSql, SegmentRow
+from factory.replicas.replicating import folder_of, replica_arm, runs_of, train_next_replica
 from factory.retention.needs import Needs
 from factory.runs.arm import Arm
-from factory.runs.running import Runs, every_run
+from factory.runs.running import Runs, list_runs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
@@ -50,7 +50,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[Runs, list[Arm]]:
     plant = Plant(workspace, ledger)
-    return runs_of(plant, 2), [replica(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
+    return runs_of(plant, 2), [replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
 
 
 TABLES = ("segments", "candidates", "checkpoints", "evaluations", "data_plans")
@@ -74,14 +74,14 @@ def undisturbed(plant: Opened) -> Path:
         shutil.copytree(runs.folder(arm), kept / str(number))
     overflows(runs.folder(arms[1]) / "checkpoints")
     with refused("replicas.no_finite_loss", FactoryError, domains=["chat", "code", "docs"], segment=2):
-        replicate(Plant(workspace, ledger), 2)
+        train_next_replica(Plant(workspace, ledger), 2)
     shutil.copytree(kept / "2" / "checkpoints", runs.folder(arms[1]) / "checkpoints", dirs_exist_ok=True)
-    assert newest_measured(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
+    assert find_newest_measurement(ledger) is None and next_due(Plant(workspace, ledger)) == REPLICATE
     do(Plant(workspace, ledger), REPLICATE)
     assert not folder.exists() and next_due(Plant(workspace, ledger)) != REPLICATE
     after = {name: ledger.read(f"SELECT * FROM {name}") for name in TABLES}
     assert after == before, "a replica is no segment and no candidate"
-    told = {run["key"]: (run["purpose"], run["state"], run["arm"]["plan"]) for run in every_run(ledger)}
+    told = {run["key"]: (run["purpose"], run["state"], run["arm"]["plan"]) for run in list_runs(ledger)}
     assert [told[arm.key] for arm in arms] == [("replica", "done", {"reshuffled": number}) for number in (1, 2)]
     return kept
 
@@ -97,9 +97,9 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opene
         assert spec["data_plan"].get("reshuffled", 0) == number
         weights.append(load_file(place / "checkpoints" / checkpoints.name_of(anneal.last_step) / "model.safetensors"))
     assert all(any((a[name] != b[name]).any() for name in a) for a, b in pairwise(weights))
-    found = newest_measured(ledger)
+    found = find_newest_measurement(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
-    noise = newest_noise(ledger, {"code": 1.0})
+    noise = find_newest_noise(ledger, {"code": 1.0})
     assert noise is not None and noise.target is not None and noise.target > 0
     assert noise.by_domain["code"] == noise.target == pytest.approx(stdev(run["code"] for run in found["runs"]))
 
@@ -111,7 +111,7 @@ def overflows(folder: Path) -> None:
     checkpoints.save(folder, replace(whole, model=model))
 
 
-def schedule(db: Reads, **keys: int) -> tuple[int, int] | None:
+def schedule(db: ReadsSql, **keys: int) -> tuple[int, int] | None:
     found = due(db, Replicas(**keys))
     return (found[0].id, found[1]) if found else None
 
@@ -150,7 +150,7 @@ def test_replicas_take_a_limited_share_of_the_steps(workspace: Workspace, ledger
     anneal = SegmentRow.get(ledger, 3)
 
     def waits_no_more(**keys: float) -> bool:
-        return may_start(ledger, Replicas.model_validate(keys), anneal)
+        return may_start_replicas(ledger, Replicas.model_validate(keys), anneal)
 
     assert waits_no_more(count=1, steps_max=0.34) and not waits_no_more(count=1, steps_max=0.33)
     assert waits_no_more(count=2, steps_max=0.67) and not waits_no_more(count=2) and not waits_no_more(steps_max=0.0)
@@ -163,5 +163,5 @@ def test_the_folder_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace
     left = folder_of(workspace) / "00007" / "1"
     left.mkdir(parents=True)
     assert next_due(Plant(workspace, ledger)) == "replicate 7"
-    replicate(Plant(workspace, ledger), 7)
+    train_next_replica(Plant(workspace, ledger), 7)
     assert not left.parent.exists() and next_due(Plant(workspace, ledger)) == ""

@@ -7,8 +7,18 @@ import json
 import pytest
 import torch
 
-from kernels.contract.ahead import REGISTERS, SHAPES, TARGETS, Compiled, compile_op, launches, main, resources, table
-from kernels.contract.op import Case
+from kernels.contract.ahead import (
+    REGISTERS,
+    SHAPES,
+    TARGETS,
+    CompiledKernel,
+    compile_op,
+    launches,
+    main,
+    registers_and_stack,
+    table,
+)
+from kernels.contract.op import OracleCase
 from kernels.contract.oracle import outcome
 from kernels.contract.registry import OPS
 from tests.support.messages import refused
@@ -23,7 +33,7 @@ SPILLS: dict[tuple[str, str], tuple[int, str]] = {}  # (op, kernel) → bytes a 
     [90, *(pytest.param(n, marks=pytest.mark.slow("thirty kernels are compiled")) for n in TARGETS if n != 90)],
 )
 def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str]) -> None:
-    rows: list[Compiled] = []
+    rows: list[CompiledKernel] = []
     for op, implementation in TRITON:
         shapes = SHAPES if target == 90 else SHAPES[2:]  # the widest, and the vocabulary: seconds
         rows += compile_op(OPS[op], target, shapes, implementation=implementation)
@@ -37,7 +47,7 @@ def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu"])
 def test_rows_are_read_and_written_sixteen_bytes_at_a_time(op: str) -> None:
-    inputs = OPS[op].inputs(Case("ahead", SHAPES[1]), dtype=torch.bfloat16)
+    inputs = OPS[op].inputs(OracleCase("ahead", SHAPES[1]), dtype=torch.bfloat16)
     with launches(90) as seen:
         outcome(OPS[op], OPS[op].implementations["triton"].function, inputs, seed=0)
     assert [name for name, _ in seen] == ["forward_kernel", "backward_kernel"], "one launch each way"
@@ -53,11 +63,11 @@ def test_a_tile_that_is_too_large_is_reported() -> None:
     x, scale, partial = torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(2), torch.empty(1, 4096)
     with launches(90) as seen:  # 128 elements a thread
         backward_kernel[(1,)](x, x, x[0], scale, x, partial, 2, 4096, 2, ROWS=1, BLOCK=4096, STAGES=1, num_warps=1)
-    registers, spilled = resources(seen[0][1].asm["cubin"])
+    registers, spilled = registers_and_stack(seen[0][1].asm["cubin"])
     assert spilled > 100
-    row = Compiled("rms_norm", "triton", seen[0][0], 4096, 90, 1, registers, spilled, seen[0][1].metadata.shared)
+    row = CompiledKernel("rms_norm", "triton", seen[0][0], 4096, 90, 1, registers, spilled, seen[0][1].metadata.shared)
     assert not row.fits
-    assert not Compiled("an op", "triton", "a kernel", 1, 80, 4, 100, 0, TARGETS[80] + 1).fits
+    assert not CompiledKernel("an op", "triton", "a kernel", 1, 80, 4, 100, 0, TARGETS[80] + 1).fits
 
 
 def test_a_call_is_specialised_as_it_would_be_on_a_device() -> None:
@@ -91,7 +101,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out.splitlines()
     assert text[0].split()[:3] == ["op", "kernel", "width"] and len(text) == 3
     assert main(["--target", "90", "--op", "swiglu", "--width", "1024", "--json"]) == 0
-    found = [Compiled(**row) for row in json.loads(capsys.readouterr().out)]
+    found = [CompiledKernel(**row) for row in json.loads(capsys.readouterr().out)]
     assert [row.kernel for row in found] == ["forward_kernel", "backward_kernel"] and all(row.fits for row in found)
     assert main(["--op", "swish"]) == 2
     assert "error[kernels.no_op]" in capsys.readouterr().err

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels.attention import flex, varlen
-from kernels.contract.op import CASES, Case
+from kernels.contract.op import CASES, OracleCase
 from kernels.contract.oracle import judge
-from kernels.contract.registry import OPS, as_given, bind
+from kernels.contract.registry import OPS, bind, documents_unchanged
 
 ATTENTION = OPS["attention"]
 
@@ -58,7 +58,7 @@ def by_stretch(
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("values", ["normal", "outlier"])
-def test_stretches_compute_the_same_as_the_mask(case: Case, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and every gradient against fp64: heads of any size, strided inputs, no row at all."""
     called = []
     stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
@@ -71,7 +71,9 @@ def test_stretches_compute_the_same_as_the_mask(case: Case, values: str, monkeyp
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_prepared_documents_give_the_same_results_as_documents(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prepared_documents_give_the_same_results_as_documents(
+    case: OracleCase, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
     monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))  # FlexAttention has no backward on a CPU
@@ -87,9 +89,9 @@ def test_prepared_documents_give_the_same_results_as_documents(case: Case, monke
 
 
 def test_other_implementations_take_the_documents_as_they_are() -> None:
-    assert bind({"attention": "native"}).prepare_attention is as_given
+    assert bind({"attention": "native"}).prepare_attention is documents_unchanged
     documents = torch.zeros(1, 4, dtype=torch.int32)
-    assert as_given(documents, 1) is documents
+    assert documents_unchanged(documents, 1) is documents
     assert flex.document_blocks(documents).shape == (1, 1, 4, 4)
 
 
@@ -107,7 +109,7 @@ def test_a_head_too_large_for_flash_attention_is_reported() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_the_reference_computes_heads_that_flash_attention_does_not_take(case: Case) -> None:
+def test_the_reference_computes_heads_that_flash_attention_does_not_take(case: OracleCase) -> None:
     """From the documents, or from what was made of them."""
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))
     expected = ATTENTION.reference(*inputs)

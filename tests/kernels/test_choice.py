@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernels.contract.choice import EVERY_OP, automatic, resolve, resolved_text, section_of
+from kernels.contract.choice import EVERY_OP, automatic, device_section, resolve, text_without_auto
 from kernels.contract.registry import OPS, KernelError, load_choice
 from tests.support.paths import ROOT
 
@@ -15,7 +15,7 @@ TEXT = "fallback: reference\ncpu:\n  attention: auto\n  adamw: auto\n  swiglu: n
 
 
 def test_auto_is_replaced_by_tuning_and_a_name_is_kept() -> None:
-    section = section_of(TEXT, "cpu")
+    section = device_section(TEXT, "cpu")
     assert automatic(section) == ["attention", "adamw"]
     assert resolve(section, {"attention": "recompute", "swiglu": "reference"}) == {
         "attention": "recompute",
@@ -25,11 +25,11 @@ def test_auto_is_replaced_by_tuning_and_a_name_is_kept() -> None:
 
 
 def test_untuned_auto_is_the_reference_and_the_fused_optimiser() -> None:
-    assert resolve(section_of(TEXT, "cpu")) == {"attention": "reference", "adamw": "fused", "swiglu": "native"}
+    assert resolve(device_section(TEXT, "cpu")) == {"attention": "reference", "adamw": "fused", "swiglu": "native"}
 
 
 def test_resolved_text_keeps_one_device_and_the_fallback() -> None:
-    text = resolved_text(TEXT, "cpu", {"attention": "native"})
+    text = text_without_auto(TEXT, "cpu", {"attention": "native"})
     assert yaml.safe_load(text) == {
         "cpu": {"attention": "native", "adamw": "fused", "swiglu": "native"},
         "fallback": "reference",
@@ -52,4 +52,4 @@ def test_registry_reads_auto_and_refuses_an_unknown_op(tmp_path: Path) -> None:
 def test_kernels_yaml_lists_every_op_as_auto() -> None:
     text = (ROOT / "policies" / "kernels.yaml").read_text()
     for device in ("cpu", "cuda"):
-        assert sorted(automatic(section_of(text, device))) == sorted(OPS) == sorted(EVERY_OP)
+        assert sorted(automatic(device_section(text, device))) == sorted(OPS) == sorted(EVERY_OP)

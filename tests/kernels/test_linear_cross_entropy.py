@@ -114,7 +114,9 @@ def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monke
     size = chunks.on_gpu(x, weight)
     poisoned = x.clone()
     poisoned[::3] = torch.finfo(dtype).max / 4  # their logits overflow
-    found = chunks.in_chunks(head.all_rows, poisoned, weight, targets, weights, 1e-3, True, size)
+    found = chunks.compute_in_chunks(
+        head.rows_without_targets_zeroed, poisoned, weight, targets, weights, 1e-3, True, size
+    )
     tolerance = {"rtol": 2e-2, "atol": 2e-3} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(found[0], loss, **tolerance)
     torch.testing.assert_close(found[1], nll, **tolerance)
@@ -124,7 +126,7 @@ def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monke
         torch.testing.assert_close(mine.to(dtype), theirs, **tolerance)
     with FakeTensorMode():
         empty = [torch.empty(t.shape, dtype=t.dtype) for t in (x, weight, weights)]
-        promised = chunks.fake(chunks.on_gpu, *empty, True)
+        promised = chunks.fake_outputs(chunks.on_gpu, *empty, True)
     assert [(t.shape, t.dtype, t.stride()) for t in promised] == [(t.shape, t.dtype, t.stride()) for t in found]
 
 
@@ -137,7 +139,7 @@ def test_nothing_waits_for_a_gpu(tokens: int) -> None:
     with pytest.raises((RuntimeError, NotImplementedError)):
         head.chunked_op._init_fn(x, weight, targets, weights, 1e-4, True, False)  # a CPU's: it begins with nonzero
     size = chunks.on_gpu(x, weight)
-    found = chunks.in_chunks(head.all_rows, x, weight, targets, weights, 1e-4, True, size)
+    found = chunks.compute_in_chunks(head.rows_without_targets_zeroed, x, weight, targets, weights, 1e-4, True, size)
     with FakeTensorMode():
         cuda = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, weight, targets, weights)]
         promised = torch.ops.factory.linear_cross_entropy_chunked(*cuda, 1e-4, True, True)

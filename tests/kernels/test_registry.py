@@ -15,7 +15,7 @@ from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry
 from kernels.contract.bench import compare
-from kernels.contract.op import CASES, Case, Shape
+from kernels.contract.op import CASES, OracleCase, Shape
 from kernels.contract.registry import (
     OPS,
     Computing,
@@ -255,7 +255,7 @@ def test_the_cost_of_an_op_is_its_least_bytes_and_flops(name: str) -> None:
         assert found == COSTS[name] and twice.forward_bytes == 2 * cost.forward_bytes
     else:
         assert found[2:] == (0, 0)
-    inputs = op.inputs(Case("here", shape))
+    inputs = op.inputs(OracleCase("here", shape))
     with FlopCounterMode(display=False) as counter:
         op.reference(*inputs)
     products = counter.get_total_flops()

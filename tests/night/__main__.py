@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.backups.backups import make_ledger
+from factory.backups.backups import make_or_open_ledger
 from tests.night.daemon import Night
 from tests.night.faults import FAULTS, Fault
 from tests.night.morning import wrong_in_the_morning
@@ -137,7 +137,7 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     with disk(root / "disk") as mounted:
         workspace = lenient_plant(root / "disk", make_target(root / "target"), **SETTINGS)
-        make_ledger(workspace)
+        make_or_open_ledger(workspace)
         for name, text in POLICIES.items():
             (workspace.root / "policies" / name).write_text(text)
         night = Night(workspace, root / "daemon.out", random.Random(asked.seed), own_tmpfs=mounted)

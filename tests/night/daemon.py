@@ -17,7 +17,7 @@ import psutil
 from factory.core.workspace import Workspace
 from factory.ledger.reader import Reader
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import BEGUN
+from factory.retrying.watchdog import TRAINER_BEGUN
 from tests.support.paths import ROOT
 from tests.support.plants.trained_plant import WORDS
 
@@ -134,7 +134,7 @@ class Night:
         Its watchdog allows a trainer ``hung_times`` the longest start so far before the first step. The time is twice that, for the next trainer.
         """
         with contextlib.suppress(Exception):  # the ledger is damaged or locked: use the earlier value
-            begun = self.read.read(f"SELECT detail FROM events WHERE kind = '{BEGUN}'")
+            begun = self.read.read(f"SELECT detail FROM events WHERE kind = '{TRAINER_BEGUN}'")
             self.longest_start = max([self.longest_start, *(one["detail"]["seconds"] for one in begun)])
         return PATIENCE_SECONDS + 2 * RetryPolicy().hung_times * self.longest_start
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from kernels.contract.message import CodedError, Message, titled
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # numbers of an OSError that mean: the disk is full
-NOT_OF_A_FILE = {
+ERRORS_OF_NO_FILE = {
     errno.EMFILE,
     errno.ENFILE,
     errno.ENOMEM,
@@ -47,7 +47,7 @@ class TokenShardError(TrainerError):
     """The folder is not a token shard, or its bytes differ from its manifest."""
 
 
-class Stopped(TrainerError):
+class StoppedBySignal(TrainerError):
     """SIGTERM stopped the run. A checkpoint of its last whole step, if it made one, is on disk."""
 
     exit_code = EXIT_STOPPED

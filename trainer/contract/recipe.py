@@ -585,10 +585,10 @@ class Recipe(Strict):
         )
 
 
-def with_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
+def with_changed_keys(recipe: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of a recipe as JSON with some keys changed. A key has dots between its parts.
 
-    >>> with_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
+    >>> with_changed_keys({"batch": {"sequences": 8}, "compile": False}, {"batch.sequences": 2, "optimizer.lr": 0.1})
     {'batch': {'sequences': 2}, 'compile': False, 'optimizer': {'lr': 0.1}}
     """
     changed = copy.deepcopy(dict(recipe))

@@ -69,7 +69,7 @@ def _uncompiled(x_ND: Tensor, weight_EDF: Tensor, offs: Tensor) -> Tensor:
     return F.grouped_mm(x_ND, weight_EDF, offs=offs)
 
 
-def move_bias(bias_E: Tensor, load_E: Tensor, rate: float, skip: Tensor) -> None:
+def update_bias(bias_E: Tensor, load_E: Tensor, rate: float, skip: Tensor) -> None:
     """One step of balancing, in place: up for experts with less than the mean load, down for those with more."""
     step = rate * (load_E.mean() - load_E).sign()
     bias_E.add_(torch.where(skip > 0, 0.0, step))

@@ -31,10 +31,10 @@ SMALLEST = (
 )  # a tensor whose elements are all smaller (such as zeros) is scaled as if this were its largest element
 
 
-def quantised(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """(x in eight bits, the fp32 factor that scales them back: a power of two).
 
-    >>> quantised(torch.tensor([[0.75, -1.5, 0.0]]), FORWARD)
+    >>> quantise(torch.tensor([[0.75, -1.5, 0.0]]), FORWARD)
     (tensor([[  96., -192.,    0.]], dtype=torch.float8_e4m3fn), tensor(0.0078))
     """
     largest = x.detach().abs().amax().float()
@@ -53,11 +53,11 @@ class Products(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, *matrices: Tensor) -> tuple[Tensor, ...]:
-        x8_MK, of_x = quantised(x_MK, FORWARD)
+        x8_MK, of_x = quantise(x_MK, FORWARD)
         ctx.save_for_backward(x8_MK, of_x, *matrices)
         products = []
         for weight_NK in matrices:
-            weight8_NK, of_weight = quantised(weight_NK, FORWARD)
+            weight8_NK, of_weight = quantise(weight_NK, FORWARD)
             products.append(multiplied(x8_MK, weight8_NK, (of_x, of_weight), x_MK.dtype, fast=True))
         return tuple(products)
 
@@ -68,8 +68,8 @@ class Products(torch.autograd.Function):
         dx_MK: Tensor | None = None
         dweights = []
         for dy_MN, weight_NK in zip(gradients, matrices, strict=True):
-            dy8_MN, of_dy = quantised(dy_MN, GRADIENT)
-            weight8_NK, of_weight = quantised(weight_NK, FORWARD)
+            dy8_MN, of_dy = quantise(dy_MN, GRADIENT)
+            weight8_NK, of_weight = quantise(weight_NK, FORWARD)
             weight8_KN = weight8_NK.t().contiguous()
             part_MK = multiplied(dy8_MN, weight8_KN, (of_dy, of_weight), dy_MN.dtype, fast=False)
             dx_MK = part_MK if dx_MK is None else dx_MK + part_MK

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from kernels.contract.registry import Ops
-from kernels.qk_norm_rope import rotate
+from kernels.qk_norm_rope import apply_rope
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.recipe import ModelRecipe
 from trainer.model import fp8
@@ -108,7 +108,7 @@ class Block(nn.Module):
             q_BTHK = self.ops.qk_norm_rope(q_BTHK, weight(self.q_norm), cos_BTK, sin_BTK, shape.norm_eps)
             k_BTGK = self.ops.qk_norm_rope(k_BTGK, weight(self.k_norm), cos_BTK, sin_BTK, shape.norm_eps)
         elif self.has_rope:
-            q_BTHK, k_BTGK = rotate(q_BTHK, cos_BTK, sin_BTK), rotate(k_BTGK, cos_BTK, sin_BTK)
+            q_BTHK, k_BTGK = apply_rope(q_BTHK, cos_BTK, sin_BTK), apply_rope(k_BTGK, cos_BTK, sin_BTK)
         o_BTHK = self.ops.attention(q_BTHK, k_BTGK, v_BTGK, seen)
         return self.multiply(o_BTHK.reshape(B, T, -1), weight(self.attention_out))
 

@@ -35,12 +35,12 @@ TURN_STEPS = 4  # from one layer's turn to the next one's
 SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
 
 
-def layer_of(name: str) -> str:
+def layer_of_parameter(name: str) -> str:
     """The layer of a parameter: ``blocks.3`` of ``blocks.3.q``; ``embedding`` for parameters outside of blocks."""
     return ".".join(name.split(".")[:2]) if name.startswith("blocks.") else "embedding"
 
 
-def of_layers(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
+def numbers_by_layer(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, list[float]]:
     """The numbers named ``<quantity>/<layer>``, by layer."""
     return {
         name.removeprefix(f"{quantity}/"): found for name, found in numbers.items() if name.startswith(f"{quantity}/")
@@ -48,7 +48,7 @@ def of_layers(quantity: str, numbers: Mapping[str, list[float]]) -> dict[str, li
 
 
 @dataclass(frozen=True)
-class Half:
+class HalfGradient:
     """The part of the gradient, of one layer or of all, that comes from the first half of a step's rows."""
 
     gradients: dict[str, list[Tensor]]  # by layer and parameter, this rank's share, flat
@@ -56,7 +56,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Before:
+class LayerBeforeUpdate:
     """The values of the layer to measure, before the update."""
 
     layer: str | None = None  # None: no layer's turn
@@ -75,7 +75,7 @@ class Monitor(Hook):
         self.optimizer, self.ranks = optimizer, ranks
         self.layers: dict[str, list[str]] = {}
         for name in optimizer.parameters:
-            self.layers.setdefault(layer_of(name), []).append(name)
+            self.layers.setdefault(layer_of_parameter(name), []).append(name)
         # by parameter: 1 / how many ranks hold each of its elements
         self.shares = self._on_device([1 / copies(parameter) for parameter in optimizer.parameters.values()])
         self._shares = {
@@ -83,11 +83,11 @@ class Monitor(Hook):
             for layer, names in self.layers.items()
         }
         self._is_in = self._on_device(  # [layers, parameters]
-            [[layer_of(name) == layer for name in optimizer.parameters] for layer in self.layers]
+            [[layer_of_parameter(name) == layer for name in optimizer.parameters] for layer in self.layers]
         )
         self.sums: dict[str, list[float]] = {}  # layer → [tr(Σ), |G|², 1], smoothed from zero on
-        self._half: Half | None = None  # of the present step
-        self._before = Before()
+        self._half: HalfGradient | None = None  # of the present step
+        self._before = LayerBeforeUpdate()
 
     def layer_at(self, step: int) -> str | None:
         """The layer to measure at a step; None at most steps."""
@@ -114,7 +114,7 @@ class Monitor(Hook):
                 flat[layer].append(gradients[name].flatten().clone())
                 found.append(flat[layer][-1] @ flat[layer][-1])  # at once, while it is in the cache
             squares[layer] = torch.stack(found)
-        self._half = Half(flat, squares)
+        self._half = HalfGradient(flat, squares)
         return True
 
     @torch.no_grad()
@@ -131,14 +131,14 @@ class Monitor(Hook):
         for name in self.layers[layer] if layer else ():
             weights.append(local(self.optimizer.parameters[name]).clone())
             norms.append(weights[-1].norm())
-        self._before = Before(layer, weights, norms, agreements)
+        self._before = LayerBeforeUpdate(layer, weights, norms, agreements)
 
     @torch.no_grad()
     def after_update(self, update: Update) -> dict[str, Tensor]:
         """``agreement/<layer>``: h₁ · h₂ of each layer measured. ``lengths/<layer>``: Σ update², Σ weight² of the layer to measure.
         ``grad_norms``: by layer, unclipped. All over all ranks. Uses up the copies of the weights.
         """
-        before, self._before = self._before, Before()
+        before, self._before = self._before, LayerBeforeUpdate()
         found = list(before.agreements.values())
         if before.layer is not None:
             moved = before.weights
@@ -161,11 +161,11 @@ class Monitor(Hook):
         """``grad_norm/<layer>``; ``update_ratio/<layer>`` of the layer measured; ``noise_scale`` once all layers were measured."""
         grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
         record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}
-        for layer, (moved, held) in of_layers("lengths", numbers).items():
+        for layer, (moved, held) in numbers_by_layer("lengths", numbers).items():
             record[f"update_ratio/{layer}"] = (moved / max(held, 1e-30)) ** 0.5
         tokens, half_tokens = outcome.supervised, outcome.supervised_in_half
         if not outcome.skipped and 0 < half_tokens < tokens:
-            for layer, (agreement,) in of_layers("agreement", numbers).items():
+            for layer, (agreement,) in numbers_by_layer("agreement", numbers).items():
                 signal = agreement * tokens**2 / (half_tokens * (tokens - half_tokens))
                 old, new = self.sums.get(layer, [0.0] * 3), (tokens * (grad_norms[layer] ** 2 - signal), signal, 1.0)
                 self.sums[layer] = [SMOOTHING * a + (1 - SMOOTHING) * b for a, b in zip(old, new)]

@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.qk_norm_rope import rotate
+from kernels.qk_norm_rope import apply_rope
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Block, Decoder
 from trainer.monitor.hook import Anomaly, Hook, Outcome, Update
@@ -42,7 +42,7 @@ PAST, ENOUGH = 8, 4  # a part's next value is compared with so many past values;
 KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
 
 
-class Turns:
+class PartHistory:
     """One quantity of many parts. Compares each value with the past ones of its part, in units of the usual change of all parts."""
 
     def __init__(self, window: int) -> None:
@@ -128,7 +128,7 @@ class Signals(Hook):
         self.per_token = recipe.model.experts.per_token if recipe.model.experts is not None else 0
         self.layers = [f"blocks.{number}" for number in range(len(model.blocks))]
         self.expert_layers = [name for name, block in zip(self.layers, model.blocks) if block.experts is not None]
-        self.turns = {name: Turns(recipe.stability.window) for name in KINDS}
+        self.turns = {name: PartHistory(recipe.stability.window) for name in KINDS}
         self.norms = RankNorms(recipe.stability.window)
         self.reported: list[str] = []  # lasting states that were reported and still hold
         self.measured: dict[str, int] = {}  # layer → the last step that it was measured at
@@ -189,13 +189,13 @@ class Signals(Hook):
 
         With several ranks ``rank_grad_norm_ratio``, of the ranks' largest gradient norm to their smallest.
         """
-        found: dict[str, Any] = {name: max_of(ranks) for name, ranks in numbers.items() if "_max/" in name}
+        found: dict[str, Any] = {name: max_or_nan(ranks) for name, ranks in numbers.items() if "_max/" in name}
         found |= {
             f"router_balance/{name}": value for name, value in zip(self.expert_layers, numbers.get("balance", ()))
         }
         if self.ranks.size > 1:
             self._rank_norms = [square**0.5 for square in numbers["rank_squares"]]
-            found["rank_grad_norm_ratio"] = max_of(self._rank_norms) / max(min(self._rank_norms), 1e-30)
+            found["rank_grad_norm_ratio"] = max_or_nan(self._rank_norms) / max(min(self._rank_norms), 1e-30)
         return found
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:
@@ -256,7 +256,7 @@ class Signals(Hook):
         self.reported = list(state["reported"])
 
 
-def max_of(values: list[float]) -> float:
+def max_or_nan(values: list[float]) -> float:
     """The largest; NaN if one is NaN."""
     return math.nan if any(map(math.isnan, values)) else max(values)
 
@@ -276,7 +276,7 @@ def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor,
         if shape.qk_norm:
             y_1THK = F.rms_norm(y_1THK, (shape.head_dim,), weight(getattr(block, norm)), shape.norm_eps)
         if shape.qk_norm or block.has_rope:
-            y_1THK = rotate(y_1THK, cos_BTK[:1], sin_BTK[:1])
+            y_1THK = apply_rope(y_1THK, cos_BTK[:1], sin_BTK[:1])
         rows.append(y_1THK[0].float())
     q_THK, k_TGK = rows
     places_T = torch.arange(len(q_THK), device=x_BSD.device)

@@ -61,7 +61,7 @@ class Ranks:
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             timeout=PATIENCE,
-            store=rendezvous(),
+            store=join_ranks(),
             rank=rank,
             world_size=size,
             device_id=device if cuda else None,  # so that NCCL forms each group of the mesh here, not in the first step
@@ -105,7 +105,7 @@ class Ranks:
 _joined = itertools.count()  # number of groups that this process joined; the same in every rank
 
 
-def rendezvous() -> dist.Store | None:
+def join_ranks() -> dist.Store | None:
     """The store through which ranks find one another; None: torch's default.
 
     torchrun may lend its own store (c10d and static rendezvous), which still holds the addresses of ranks that died
@@ -144,7 +144,7 @@ def copies(tensor: Any) -> int:
     return count
 
 
-def first_holder(tensor: Any) -> bool:
+def is_first_holder(tensor: Any) -> bool:
     """True if this is the first of the ranks that hold the same part of a tensor."""
     if not is_split(tensor):
         return True
@@ -158,7 +158,7 @@ def whole(value: Tensor, like: Tensor) -> Tensor:
     if not is_split(like):
         return value
     total = value.new_zeros(like.shape)
-    if first_holder(like):
+    if is_first_holder(like):
         Region.of(like).cut(total).copy_(value)
     dist.all_reduce(total)
     return total

@@ -56,7 +56,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
         if not first:
             first = loaded.state["recipe"]
             sums = {name: torch.zeros(tensor.shape, dtype=torch.float64) for name, tensor in loaded.model.items()}
-        refuse_another(path, sources[0], loaded, first, sums)
+        refuse_different_model(path, sources[0], loaded, first, sums)
         for name, tensor in loaded.model.items():
             sums[name].add_(tensor.double(), alpha=weight)
         used.append(
@@ -93,7 +93,7 @@ def checked(weights: Sequence[float], count: int) -> Sequence[float]:
     return weights
 
 
-def refuse_another(
+def refuse_different_model(
     path: Path, other: Path, loaded: Checkpoint, recipe: dict[str, Any], sums: dict[str, Tensor]
 ) -> None:
     """Raises: CheckpointError if ``loaded`` has another recipe or other tensors."""

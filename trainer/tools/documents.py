@@ -38,10 +38,10 @@ def documents_of(segment: Path, step: int) -> list[str]:
             first=spec.first_step,
             last=spec.last_step - 1,
         )
-    return documents_at(order_before(segment, spec, step), step)
+    return documents_at(data_order_before(segment, spec, step), step)
 
 
-def order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
+def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
     """The segment's data order at the newest checkpoint at or before a step."""
     state = None
     for path in sorted((segment / "checkpoints").glob("step-[0-9]*"), reverse=True):
@@ -69,7 +69,7 @@ def sampler_state(checkpoint: Path) -> dict[str, Any]:
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
     state = checkpoints.read_state(checkpoint)
     if file_sha256(checkpoint / "state.json") != expected:
-        raise CheckpointError(checkpoints.other_hash(checkpoint / "state.json"))
+        raise CheckpointError(checkpoints.hash_mismatch(checkpoint / "state.json"))
     return dict(state["sampler"])
 
 

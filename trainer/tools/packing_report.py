@@ -64,7 +64,7 @@ class PackingReport:
         return self.used / self.positions
 
 
-def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
+def measure_packing(packing: str, order: DataOrder, steps: int) -> PackingReport:
     """The report of a strategy on the next ``steps`` steps, or on fewer if the data ends. ``order`` is not moved.
 
     Raises: DataPlanError if the data is not enough for one step.
@@ -111,7 +111,7 @@ def report_of(packing: str, order: DataOrder, steps: int) -> PackingReport:
 def reports(plan: DataPlan, recipe: Recipe, steps: int) -> list[PackingReport]:
     """One report for each strategy, from the plan's first step on. Raises: DataPlanError, TokenShardError."""
     order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=recipe.model.vocab_size)
-    return [report_of(packing, order, steps) for packing in STRATEGIES]
+    return [measure_packing(packing, order, steps) for packing in STRATEGIES]
 
 
 def _shared_positions(row: Row) -> int:

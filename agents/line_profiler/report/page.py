@@ -9,7 +9,7 @@ from typing import Any
 
 from agents.core.pages import render
 from agents.line_profiler.lines import source_lines
-from agents.line_profiler.report.drawing import graph, heat, roofline
+from agents.line_profiler.report.drawing import graph, heat_colour, roofline
 from agents.line_profiler.report.words import shortened, summary
 from agents.line_profiler.table import Profile, ProfiledLine
 
@@ -58,7 +58,7 @@ def _source(file: str, lines: Iterable[ProfiledLine], hottest: float) -> list[di
             rows.append({"line": None, "number": "⋮", "code": ""})
         code = text[number - 1] if number else ""
         for at, line in enumerate(timed.get(number, [])):
-            colour = heat(line.share, hottest)
+            colour = heat_colour(line.share, hottest)
             rows.append({"line": line, "number": number, "code": "" if at else code, "colour": colour})
         if number not in timed:
             rows.append({"line": None, "number": number, "code": code})

@@ -11,7 +11,7 @@ from functools import cache
 import torch
 
 from agents.line_profiler.capture import Event, Recorder
-from agents.line_profiler.sweep.shapes import SHAPES, slice_of
+from agents.line_profiler.sweep.shapes import SHAPES, one_layer_slice
 from kernels.contract.op import Cost, Shape
 from kernels.contract.registry import OPS, bind
 from trainer.model.transformer import Block, rope_tables
@@ -31,7 +31,7 @@ class Slice:
 
     @property
     def shape(self) -> Shape:
-        m = slice_of(SHAPES[self.model], self.sequence)
+        m = one_layer_slice(SHAPES[self.model], self.sequence)
         return Shape(self.batch, self.sequence, m.d_model, m.heads, m.kv_heads, m.head_dim, m.d_ff, m.vocab_size)
 
     @property
@@ -48,7 +48,7 @@ def events(of: Slice) -> tuple[Event, ...]:
 
     Their times mean nothing; their signatures, bytes and FLOPs are real.
     """
-    shape = slice_of(SHAPES[of.model], of.sequence)
+    shape = one_layer_slice(SHAPES[of.model], of.sequence)
     recorder = Recorder()
     with torch.device("meta"):
         block = Block(shape, 0, recorder.watch(bind({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())

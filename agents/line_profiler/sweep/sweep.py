@@ -22,8 +22,8 @@ import torch
 from pydantic import TypeAdapter
 
 from agents.line_profiler.capture import ROOT, moves_nothing
-from agents.line_profiler.isolation import Isolated
-from agents.line_profiler.lines import Roof, source
+from agents.line_profiler.isolation import IsolatedTime
+from agents.line_profiler.lines import PeakRates, source
 from agents.line_profiler.session import device_name
 from agents.line_profiler.stopwatch import counted
 from agents.line_profiler.sweep.shapes import SHAPES
@@ -39,7 +39,7 @@ from agents.line_profiler.sweep.sweep_items import (
     measure_item,
 )
 from agents.line_profiler.sweep.work_queue import (
-    Lost,
+    LostItem,
     Processes,
     RayActors,
     SweepError,
@@ -48,7 +48,7 @@ from agents.line_profiler.sweep.work_queue import (
     require_ray,
 )
 from agents.line_profiler.table import line_name
-from kernels.contract.choice import names_in
+from kernels.contract.choice import implementation_names
 from kernels.contract.message import Message, titled
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
@@ -132,7 +132,7 @@ def sweep(
     Raises: SweepError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    roof = Roof(matmul_rate(device, DTYPE), memory_rate(device))
+    roof = PeakRates(matmul_rate(device, DTYPE), memory_rate(device))
     items = fit(collect(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
@@ -148,7 +148,7 @@ def sweep(
     )
     build_attention(attention, device)
     began = time.perf_counter()
-    results: list[tuple[Isolated, float] | Lost] = []
+    results: list[tuple[IsolatedTime, float] | LostItem] = []
     if wanted:
         tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
         results = measure_on(start(), tasks, [item.estimated_s for item in wanted], counted(report, "operations "))
@@ -174,11 +174,11 @@ def _key(item: Item) -> object:
     return attention_key(item.of) if item.index < 0 else events(item.of)[item.index].signature
 
 
-def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptItem:
+def _swept(item: Item, result: tuple[IsolatedTime, float] | LostItem | None) -> SweptItem:
     missing = lambda why, took: SweptItem(item.what, item.roof_s, 0.0, 0, item.roof_s, item.estimated_s, took, why)
     if result is None:
         return missing(item.fits, 0.0)
-    if isinstance(result, Lost):
+    if isinstance(result, LostItem):
         died = Message("line_profiler.worker_died", "its worker died {tries:,|time|times}", tries=result.tries)
         return missing(result.error or died, 0.0)
     one, took = result
@@ -187,7 +187,7 @@ def _swept(item: Item, result: tuple[Isolated, float] | Lost | None) -> SweptIte
     return SweptItem(item.what, one.median_s, one.spread_s, one.iterations, item.roof_s, item.estimated_s, took, "")
 
 
-def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: Roof) -> SweptSlice:
+def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: PeakRates) -> SweptSlice:
     """Each line is the sum of its operations, each measured or estimated by the roofline."""
     parts: defaultdict[tuple[str, str], list[tuple[SweptItem, float, float]]] = defaultdict(list)
     for event in events(of):
@@ -278,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
-        found = sweep(slices, limits, start, workers, names_in(kernels[ATTENTION])[0], report)
+        found = sweep(slices, limits, start, workers, implementation_names(kernels[ATTENTION])[0], report)
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:

@@ -10,12 +10,12 @@ from functools import cache
 import torch
 
 from agents.line_profiler.capture import moves_nothing
-from agents.line_profiler.isolation import Isolated, clock_of, measure, repeated
-from agents.line_profiler.lines import Roof
+from agents.line_profiler.isolation import IsolatedTime, clock_of, measure, repeated
+from agents.line_profiler.lines import PeakRates
 from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message
-from kernels.contract.op import Case
+from kernels.contract.op import OracleCase
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS, check
 
@@ -47,7 +47,7 @@ class SweepLimits:
     threads: int
 
 
-def collect(slices: Iterable[Slice], roof: Roof) -> list[Item]:
+def collect(slices: Iterable[Slice], roof: PeakRates) -> list[Item]:
     """The distinct operations of all slices."""
     found: dict[object, Item] = {}
     for of in slices:
@@ -118,7 +118,7 @@ class SweepTask:
     limits: SweepLimits
 
 
-def measure_item(task: SweepTask) -> tuple[Isolated, float]:
+def measure_item(task: SweepTask) -> tuple[IsolatedTime, float]:
     """(the measurement, seconds that it took in all). Runs in a worker."""
     began = time.perf_counter()
     device = torch.device(task.device)
@@ -147,16 +147,16 @@ def build_attention(implementation: str, device: torch.device) -> None:
     check(ATTENTION, implementation, device.type).function(*made)
 
 
-def _attention(task: SweepTask, device: torch.device) -> Isolated:
+def _attention(task: SweepTask, device: torch.device) -> IsolatedTime:
     began = time.perf_counter()
     try:
         op = OPS[ATTENTION]
         function = check(ATTENTION, task.attention, device.type).function
-        made = op.inputs(Case("sweep", task.item.of.shape), device=device, dtype=DTYPE)
+        made = op.inputs(OracleCase("sweep", task.item.of.shape), device=device, dtype=DTYPE)
         needed = [made[position] for position in op.gradients]
         gradient = torch.randn_like(made[0])
         clock = clock_of(device)
         call = lambda number: clock(lambda: torch.autograd.grad(function(*made), needed, gradient))
         return repeated(call, call(0), began + task.limits.item_s)
     except RuntimeError as error:
-        return Isolated(0.0, 0.0, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")
+        return IsolatedTime(0.0, 0.0, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")

@@ -25,7 +25,7 @@ class SweepError(CodedError):
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostItem:
     """In place of a result: the item's worker died each time, or the item raised ``error``."""
 
     tries: int
@@ -59,7 +59,7 @@ def measure_on(
     costs: Sequence[float],
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Any]:
-    """The result of each item, or ``Lost``. ``costs``: estimated, in any unit."""
+    """The result of each item, or ``LostItem``. ``costs``: estimated, in any unit."""
     idle: SimpleQueue[int] = SimpleQueue()
     for worker in range(workers.count):
         idle.put(worker)
@@ -73,8 +73,8 @@ def measure_on(
                 except WorkerLost:
                     continue
                 except Exception as error:  # one item that cannot be measured must not cost the others' hours
-                    return Lost(1, f"{type(error).__name__}: {error}")
-            return Lost(MOST_TRIES)
+                    return LostItem(1, f"{type(error).__name__}: {error}")
+            return LostItem(MOST_TRIES)
         finally:
             idle.put(worker)
 

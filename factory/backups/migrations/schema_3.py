@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import op
 
 from factory.ledger.ledger import metadata
-from factory.ledger.places import PLACES, TREES, inside, portable
+from factory.ledger.places import JSON_PATH_COLUMNS, PLACES, inside, portable
 
 revision = "3"
 down_revision = "2"
@@ -22,12 +22,12 @@ def upgrade() -> None:
     for table in (table for table in metadata.sorted_tables if table.name in there):
         key = next(iter(table.primary_key.columns), None)
         for column in table.columns:
-            if key is None or column.name not in PLACES | TREES:
+            if key is None or column.name not in PLACES | JSON_PATH_COLUMNS:
                 continue
             for value, held in tx.execute(sa.select(key, column)).all():
                 new = held
                 for root in roots if held else ():
-                    new = portable(root, new) if column.name in TREES else inside(root, new)
+                    new = portable(root, new) if column.name in JSON_PATH_COLUMNS else inside(root, new)
                 if new != held:
                     tx.execute(table.update().where(key == value).values({column: new}))
     _averages(tx, roots)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleFolder, Hashed
+from factory.bundles.files.folder import BundleFolder, FileHash
 from factory.gates.release.licences import NONE
 from factory.release.serving import MODEL_NAME
 
@@ -39,7 +39,7 @@ class Facts:
     shards: list[dict[str, Any]]
     provenance: dict[str, Any]
     config: dict[str, Any]  # of the model
-    files: Mapping[str, Hashed]  # all except the generated documents, the manifest and the signature
+    files: Mapping[str, FileHash]  # all except the generated documents, the manifest and the signature
 
     @classmethod
     def read(cls, folder: BundleFolder) -> Facts:

@@ -24,7 +24,7 @@ class BundleError(InputError):
 
 
 @dataclass(frozen=True)
-class Hashed:
+class FileHash:
     """The SHA-256 and the size of a file."""
 
     sha256: str
@@ -79,18 +79,18 @@ class BundleFolder:
         return cls(root, tuple(sorted(names)))
 
     @cached_property
-    def hashes(self) -> dict[str, Hashed]:
+    def hashes(self) -> dict[str, FileHash]:
         """The hash and size of every file. Reads each file once."""
         return {name: self._hash(name) for name in self.names}
 
-    def _hash(self, name: str) -> Hashed:
+    def _hash(self, name: str) -> FileHash:
         try:
             with open_file(self.root / name) as file:
                 digest, size = hashlib.sha256(), 0
                 while block := file.read(1 << 20):
                     digest.update(block)
                     size += len(block)
-                return Hashed(digest.hexdigest(), size)
+                return FileHash(digest.hexdigest(), size)
         except OSError as error:
             raise unreadable(shown(name), error) from error
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from factory.bundles.files.folder import BundleFolder, Hashed, shown
+from factory.bundles.files.folder import BundleFolder, FileHash, shown
 from factory.bundles.files.layout import FORMAT, MANIFEST, SIGNATURE
 from factory.git.version import version
 from kernels.contract.message import Message
@@ -14,7 +14,7 @@ from kernels.contract.message import Message
 NAMED = 5  # file names in a message
 
 
-def manifest(name: str, hashes: Mapping[str, Hashed]) -> dict[str, Any]:
+def manifest(name: str, hashes: Mapping[str, FileHash]) -> dict[str, Any]:
     """The manifest's JSON object: every file except the manifest itself and the signature."""
     files = {path: vars(hashed) for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
     return {"format": FORMAT, "name": name, "made_by": version(), "files": files}

@@ -13,7 +13,7 @@ from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-def hold_or_ask(held: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
+def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **how: Any) -> str:
     """Take the model loop's lock into ``held`` and return ''. If a daemon holds the lock, ask it for the errands and return what to tell a
     person.
 

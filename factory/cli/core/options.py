@@ -30,10 +30,10 @@ from kernels.contract.message import plain
 if TYPE_CHECKING:
     from factory.core.console import Terminal
 
-Where = Annotated[
+WorkspaceOption = Annotated[
     Path, typer.Option("--workspace", "-w", envvar="FACTORY_HOME", help="The workspace, the factory's folder.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for programs instead of text for people.")]
 DEFAULT = Path("workspace")
 
 
@@ -77,7 +77,7 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
         hints = get_type_hints(call, include_extras=True)
         _, _, *own = inspect.signature(call).parameters.values()
         keys = {one.name: (hints[one.name], one.default) for one in own}
-        keys |= {"where": (Where, DEFAULT), "as_json": (AsJson, False)}
+        keys |= {"where": (WorkspaceOption, DEFAULT), "as_json": (JsonOption, False)}
 
         @functools.wraps(call)
         def run(*, where: Path, as_json: bool, **given: Any) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 
 
-class Unit(StrEnum):
+class XAxis(StrEnum):
     """The x axis by which two runs are compared."""
 
     steps = "steps"
@@ -48,7 +48,9 @@ def compare(
         float | None,
         typer.Option(min=0.0, help="Allowed difference (default: a multiple of the spread of the difference so far)."),
     ] = None,
-    x: Annotated[Unit, typer.Option(help="Compare at the same step, or after the same number of tokens.")] = Unit.steps,
+    x: Annotated[
+        XAxis, typer.Option(help="Compare at the same step, or after the same number of tokens.")
+    ] = XAxis.steps,
     step_column: Annotated[
         str | None,
         typer.Option(help="The reference's column of steps, or of tokens with --x tokens, if its name is unusual."),
@@ -60,7 +62,7 @@ def compare(
     """
     from factory.comparing.comparing import compare as compare_curves
     from factory.comparing.page import first_of, page, to_json, words
-    from factory.comparing.reading import read_file, read_lineage
+    from factory.comparing.reading import read_file, read_segments
     from factory.ledger.rows import SegmentRow
     from factory.training.planning import last_segment
     from kernels.contract.files import finite, write_atomically
@@ -76,12 +78,12 @@ def compare(
         )
     pairs = [(one.partition("=")[0], one.partition("=")[2] or one.partition("=")[0]) for one in metric or ["loss"]]
     lineage = SegmentRow.lineage(plant.ledger, number if number is not None else newest.id if newest else 0)
-    ours = read_lineage(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
+    ours = read_segments(lineage, f"segment {lineage[-1].id}", x.value, [mine for mine, _ in pairs])
     other = [theirs for _, theirs in pairs]
     path = Path(reference)
     if reference.isdigit() and not path.exists():
         rows = SegmentRow.lineage(plant.ledger, int(reference))
-        theirs = read_lineage(rows, f"segment {reference}", x.value, other)
+        theirs = read_segments(rows, f"segment {reference}", x.value, other)
     else:
         theirs = read_file(path / "metrics.jsonl" if path.is_dir() else path, x.value, other, step_column)
     found = []

@@ -17,7 +17,7 @@ data = typer.Typer(
 )
 commands.add_typer(data, name="data")
 
-Names = list[str] | None
+RepeatedOption = list[str] | None
 
 
 @command(data, "list")
@@ -42,10 +42,10 @@ def list_data(
 def remove_data(
     plant: Plant,
     say: Say,
-    document: Annotated[Names, typer.Option(help="A document's id or key. Can be repeated.")] = None,
-    source: Annotated[Names, typer.Option(help="All documents of this source. Can be repeated.")] = None,
+    document: Annotated[RepeatedOption, typer.Option(help="A document's id or key. Can be repeated.")] = None,
+    source: Annotated[RepeatedOption, typer.Option(help="All documents of this source. Can be repeated.")] = None,
     licence: Annotated[
-        Names,
+        RepeatedOption,
         typer.Option("--license", help="All documents of this licence; 'none': without a licence. Can be repeated."),
     ] = None,
     why: Annotated[
@@ -65,7 +65,7 @@ def remove_data(
     puts the documents back, unless their text was erased.
     """
     from factory.data.removing import look, remove
-    from factory.data.selecting import by_name, by_value, fates_of
+    from factory.data.selecting import by_name, removable_fates, select_by_value
 
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
@@ -73,11 +73,13 @@ def remove_data(
         raise InputError("data.no_selection", "Give exactly one of --document ID, --source NAME and --license NAME.")
     column, names = chosen[0]
     selection = (
-        by_name(plant.ledger, names, fates_of(erase)) if column == "key" else by_value(plant.ledger, column, names)
+        by_name(plant.ledger, names, removable_fates(erase))
+        if column == "key"
+        else select_by_value(plant.ledger, column, names)
     )
     found = look(plant.ledger, selection, erase)
     from factory.core.workspace import MODEL_LOOP
-    from factory.erasing.erasing import finish_removals, warnings
+    from factory.erasing.erasing import finish_pending_removals, warnings
 
     said = [*found.lines(), *(warnings(plant, selection) if erase else ())]
     if dry_run:
@@ -89,7 +91,7 @@ def remove_data(
     removal = remove(plant.ledger, found, person(), why, erase)
     try:
         with plant.workspace.lock(MODEL_LOOP):
-            done = finish_removals(plant)
+            done = finish_pending_removals(plant)
     except WorkspaceError:
         asked = Message("data.daemon_erases", "The running daemon erases the text in its next pass.")
         done = [asked] if erase else []
@@ -102,7 +104,7 @@ def remove_data(
 
 
 @command(data, "claims")
-def licence_claims(plant: Plant, say: Say) -> None:
+def list_licence_claims(plant: Plant, say: Say) -> None:
     """List texts that came with several licences, in one shard or in several: who claims which licence, and which licence counts.
 
     The strictest licence counts, by data.yaml as it is now. It counts for the release gate and for bundles. If the licence does not allow
@@ -122,9 +124,9 @@ def settle_licence(
     licence: Annotated[
         str, typer.Argument(help="The right licence, one of the claimed ones; 'none': no licence is named.")
     ],
-    document: Annotated[Names, typer.Option(help="A document's id or key. Can be repeated.")] = None,
+    document: Annotated[RepeatedOption, typer.Option(help="A document's id or key. Can be repeated.")] = None,
     shard: Annotated[
-        Names, typer.Option(help="All conflicts in which a shard of this name takes part. Can be repeated.")
+        RepeatedOption, typer.Option(help="All conflicts in which a shard of this name takes part. Can be repeated.")
     ] = None,
     why: Annotated[str, typer.Option(help="The reason; the ledger keeps it.")] = "",
 ) -> None:

@@ -22,7 +22,7 @@ from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from factory.ingest.chain import ShardReport
-    from factory.ingest.gathering import Gathered
+    from factory.ingest.gathering import GatheredFiles
 
 commands = typer.Typer()
 
@@ -64,12 +64,12 @@ def ingest(
     no file was ingested.
     """
     from factory.core.workspace import MODEL_LOOP
-    from factory.ingest.filing import ask_again, quarantined_files
+    from factory.ingest.filing import list_quarantined_files, request_retry
     from factory.ingest.gathering import gather
-    from factory.ingest.inbox import ingested_before
+    from factory.ingest.inbox import read_ingest_times
     from factory.ledger.files import SMALL_VOCABULARY
     from factory.ledger.ledger import record
-    from factory.releasable.recorded import refresh
+    from factory.releasable.recorded import update_report
 
     if preview:
         if not paths or again or small_vocabulary:
@@ -97,7 +97,7 @@ def ingest(
         try:
             held.enter_context(plant.workspace.lock(MODEL_LOOP))
         except WorkspaceError as busy:
-            files = gather(plant, paths).files if paths else quarantined_files(plant.workspace)
+            files = gather(plant, paths).files if paths else list_quarantined_files(plant.workspace)
             if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
                     "ingest.daemon_runs",
@@ -105,7 +105,7 @@ def ingest(
                     busy=busy,
                     inbox=plant.workspace.inbox,
                 ) from None
-            ask_again(plant.ledger, files)
+            request_retry(plant.ledger, files)
             again_later = Message(
                 "ingest.tries_again",
                 "In its next pass, the running daemon tries {files:,|quarantined file|quarantined files} again.",
@@ -115,14 +115,14 @@ def ingest(
             say({"files": [path.name for path in files], "says": said}, f"  {said}")
             return
         found = _gathered(plant, paths)
-        done = _Done(plant.progress, found.broken, ingested_before(plant.ledger))
+        done = _Done(plant.progress, found.broken, read_ingest_times(plant.ledger))
         _ingest_all(plant, found, done, again)
-        refresh(plant)
+        update_report(plant)
     say([vars(report) for report in done.reports])
     done.end(found)
 
 
-def _preview(workspace: Workspace, found: Gathered, say: Say) -> None:
+def _preview(workspace: Workspace, found: GatheredFiles, say: Say) -> None:
     """Print how the first rows of each file are read. Raises: InputError where no file can be read."""
     from factory.ingest.packing import Pack
     from factory.ingest.preview import preview
@@ -149,12 +149,12 @@ def _preview(workspace: Workspace, found: Gathered, say: Say) -> None:
         raise InputError("ingest.no_files", "There is no file to read.")
 
 
-def _gathered(plant: Plant, paths: list[str] | None) -> Gathered:
-    from factory.ingest.filing import quarantined_files
-    from factory.ingest.gathering import Gathered, gather
+def _gathered(plant: Plant, paths: list[str] | None) -> GatheredFiles:
+    from factory.ingest.filing import list_quarantined_files
+    from factory.ingest.gathering import GatheredFiles, gather
 
     if not paths:
-        found = Gathered(files=quarantined_files(plant.workspace))
+        found = GatheredFiles(files=list_quarantined_files(plant.workspace))
         if not found.files:
             plant.progress.line(Message("ingest.quarantine_empty", "  No file is in quarantine."))
         return found
@@ -189,7 +189,7 @@ class _Done:
             self.new.append(report)
             self.before[report.sha256] = time.time()
 
-    def end(self, found: Gathered) -> None:
+    def end(self, found: GatheredFiles) -> None:
         """Print the summary. Raises: InputError if no file was ingested although files were given."""
         good = [report for report in self.reports if report.state == "ingested"]
         bad, known = len(self.reports) - len(good), len(good) - len(self.new)
@@ -222,12 +222,12 @@ class _Done:
             )
 
 
-def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None:
+def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) -> None:
     """Ingest each file. Files that came when there was too little text for a tokenizer are tried again afterwards."""
     from factory.ingest.inbox import ingest_path, is_about_the_file
     from factory.ingest.packing import ingest_pack
     from factory.ingest.remote import settle
-    from factory.ingest.vocabulary import LittleTextError
+    from factory.ingest.vocabulary import TooLittleTextError
 
     def settled(path: Path, reports: list[ShardReport]) -> None:
         if address := found.addresses.get(path):
@@ -265,7 +265,7 @@ def _ingest_all(plant: Plant, found: Gathered, done: _Done, again: bool) -> None
             try:
                 call([path for _, _, files in todo[number + 1 :] for path in files])
                 done.failed.pop(name, None)
-            except LittleTextError as error:
+            except TooLittleTextError as error:
                 if alone:
                     raise
                 waiting.append(todo[number])

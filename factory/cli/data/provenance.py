@@ -30,7 +30,7 @@ def provenance(
     ] = False,
 ) -> None:
     """Trace a document to the steps and releases that were trained on it, or a release to its runs, shards, documents and licences."""
-    from factory.show.pages.provenance import documents_of_release, of_document, of_release
+    from factory.show.pages.provenance import list_release_documents, of_document, trace_release
 
     if (document is None) == (release is None) or (documents and release is None):
         raise InputError(
@@ -42,11 +42,11 @@ def provenance(
         found = of_document(plant.ledger, document)
         lines = _document_lines(found)
     elif documents:
-        for row in documents_of_release(plant.ledger, int(release or 0)):
+        for row in list_release_documents(plant.ledger, int(release or 0)):
             print(json.dumps(row, ensure_ascii=False))
         return
     else:
-        found = of_release(plant.ledger, int(release or 0))
+        found = trace_release(plant.ledger, int(release or 0))
         lines = _release_lines(found)
     say(found, lines)
 

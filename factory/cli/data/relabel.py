@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from factory.cli.core.options import Say, command, person
-from factory.cli.data.data import Names, data
+from factory.cli.data.data import RepeatedOption, data
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
@@ -17,13 +17,14 @@ from kernels.contract.message import Message
 def relabel_data(
     plant: Plant,
     say: Say,
-    domain: Annotated[Names, typer.Option(help="Documents of this domain. Can be repeated.")] = None,
-    source: Annotated[Names, typer.Option(help="Documents of this source. Can be repeated.")] = None,
+    domain: Annotated[RepeatedOption, typer.Option(help="Documents of this domain. Can be repeated.")] = None,
+    source: Annotated[RepeatedOption, typer.Option(help="Documents of this source. Can be repeated.")] = None,
     licence: Annotated[
-        Names, typer.Option("--license", help="Documents of this licence; 'none': without a licence. Can be repeated.")
+        RepeatedOption,
+        typer.Option("--license", help="Documents of this licence; 'none': without a licence. Can be repeated."),
     ] = None,
-    shard: Annotated[Names, typer.Option(help="Documents of this shard. Can be repeated.")] = None,
-    document: Annotated[Names, typer.Option(help="The document with this id or key. Can be repeated.")] = None,
+    shard: Annotated[RepeatedOption, typer.Option(help="Documents of this shard. Can be repeated.")] = None,
+    document: Annotated[RepeatedOption, typer.Option(help="The document with this id or key. Can be repeated.")] = None,
     to_domain: Annotated[str | None, typer.Option(help="The new domain.")] = None,
     to_source: Annotated[str | None, typer.Option(help="The new source; '': no source.")] = None,
     to_license: Annotated[str | None, typer.Option(help="The new licence; 'none': no licence.")] = None,

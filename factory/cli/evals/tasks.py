@@ -25,7 +25,7 @@ def list_(plant: Plant, say: Say) -> None:
     from factory.ledger.rows import EvaluationRow
     from factory.tasks.items import TaskError
     from factory.tasks.policy import TasksPolicy
-    from factory.tasks.task_file import load_named, look_into, task_folder
+    from factory.tasks.task_file import list_tasks, load_task_by_name, task_folder
 
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     newest = {
@@ -33,11 +33,11 @@ def list_(plant: Plant, say: Say) -> None:
         for row in EvaluationRow.select(plant.ledger, "WHERE suite_sha256 LIKE 'task:%' ORDER BY id")
     }
     found: list[dict[str, Any]] = []
-    folder = look_into(task_folder(plant.workspace))
+    folder = list_tasks(task_folder(plant.workspace))
     for name in folder.tasks:
         row: dict[str, Any] = {"task": name, **policy.of(name).model_dump()}
         try:
-            row |= _described(load_named(plant.workspace, name, policy))
+            row |= _described(load_task_by_name(plant.workspace, name, policy))
         except TaskError as error:
             row["problem"] = str(error)
         if name in newest:
@@ -77,7 +77,7 @@ def check(
     from factory.tasks.measuring import trained_on
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.proving import prove
-    from factory.tasks.task_file import load_task, look_into, task_folder
+    from factory.tasks.task_file import list_tasks, load_task, task_folder
 
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
     task = load_task(file, policy)
@@ -98,7 +98,7 @@ def check(
         say.line(f"  proven: {'; '.join(said)}")
     for words in (
         *task.notes,
-        *(f"{name}: {why}" for name, why in look_into(task_folder(plant.workspace)).others.items()),
+        *(f"{name}: {why}" for name, why in list_tasks(task_folder(plant.workspace)).others.items()),
     ):
         say.line(f"  {words}")
     if hits:
@@ -131,10 +131,10 @@ def run(
     from factory.tasks import tiers
     from factory.tasks.measuring import measure
     from factory.tasks.policy import TasksPolicy
-    from factory.tasks.task_file import load_named
+    from factory.tasks.task_file import load_task_by_name
 
     policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
-    task = load_named(plant.workspace, name, policy)
+    task = load_task_by_name(plant.workspace, name, policy)
     if take_baseline:
         tiers.take_baseline(plant, task, policy, person())
     best = champion(plant.ledger)
@@ -142,7 +142,7 @@ def run(
     if number is None:
         raise InputError("tasks.no_champion", "There is no champion yet. To measure a candidate, add '--candidate N'.")
     row = EvaluationRow.get(plant.ledger, measure(plant, number, task, policy))
-    changed = tiers.changed_since_baseline(plant.ledger, task)
+    changed = tiers.describe_protocol_change(plant.ledger, task)
     say(
         {"candidate": number, "evaluation": row.id, "held": changed, **row.summary},
         f"  candidate {number}, {task.name}: {_scores(row.summary['metrics'])}",

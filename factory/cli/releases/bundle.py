@@ -61,14 +61,14 @@ def verify(
 def write(plant: Plant, number: int, options: BundleOptions) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     written = write_bundle(plant, number, options)
     bundled = Message(
         "bundle.written", "  Release {release} is bundled in {folder}", release=number, folder=written.folder
     )
     plant.say(bundled)
-    catch_up(plant)
+    show_missing(plant)
     plant.say(f"  signed by {written.signer}")
     plant.say(
         Message(

@@ -174,13 +174,13 @@ def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
 @command(commands, "approve")
 def approve_candidate(plant: Plant, say: Say, candidate: Candidate) -> None:
     """Release a candidate that the gate promoted. The ledger keeps your name. The command works while the daemon runs."""
-    from factory.release.checks import newest_verdict
+    from factory.release.checks import get_newest_verdict
     from factory.release.releases import release
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
-    verdict = newest_verdict(plant.ledger, candidate)
+    verdict = get_newest_verdict(plant.ledger, candidate)
     number = release(plant, verdict.id, approved_by=person())
-    catch_up(plant)
+    show_missing(plant)
     _say_released(plant, say, number, "approved_by", "approved by")
 
 
@@ -193,12 +193,12 @@ def reject_candidate(
 ) -> None:
     """Reject a candidate that the gate promoted. The ledger keeps your name, and later approvals of the same verdict do not count."""
     from factory.release.approvals import reject
-    from factory.release.checks import newest_verdict
-    from factory.show.catching_up import catch_up
+    from factory.release.checks import get_newest_verdict
+    from factory.show.catching_up import show_missing
 
-    verdict = newest_verdict(plant.ledger, candidate)
+    verdict = get_newest_verdict(plant.ledger, candidate)
     reject(plant, verdict.id, person(), why)
-    catch_up(plant)
+    show_missing(plant)
     say(
         {"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why},
         Message(
@@ -224,10 +224,10 @@ def override_hold(
     A candidate that failed a check, or whose licences do not allow a release, cannot be released this way.
     """
     from factory.release.releases import override
-    from factory.show.catching_up import catch_up
+    from factory.show.catching_up import show_missing
 
     number = override(plant, candidate, person(), reason)
-    catch_up(plant)
+    show_missing(plant)
     _say_released(plant, say, number, "overridden_by", "overridden by")
 
 
@@ -261,12 +261,12 @@ def roll_back(
     ] = None,
 ) -> None:
     """Make an older release champion again. 'factory serve' switches to it at once."""
-    from factory.release.releases import release_before, rollback
-    from factory.show.catching_up import catch_up
+    from factory.release.releases import find_replaced_release, rollback
+    from factory.show.catching_up import show_missing
 
-    number = number or release_before(plant.ledger)
+    number = number or find_replaced_release(plant.ledger)
     rollback(plant, number)
-    catch_up(plant)
+    show_missing(plant)
     say({"champion": number})
 
 
@@ -298,9 +298,9 @@ def write_gguf(
 
     Needs the package gguf: pip install 'llm-factory[gguf]'.
     """
-    from factory.release.gguf.writing import write_release
+    from factory.release.gguf.writing import write_release_gguf
 
-    made = write_release(plant.ledger, number, into, plant.progress, kind, licence)
+    made = write_release_gguf(plant.ledger, number, into, plant.progress, kind, licence)
     found = {"release": number, "file": made.file, "type": made.kind, "architecture": made.architecture}
     say(found | {"tensors": made.tensors, "bytes": made.bytes})
     written = Message(

@@ -20,11 +20,11 @@ from factory.evals.probes.conversations import (
     TYPED_CHATS,
     Chat,
     frame,
-    specials,
+    select_special_ids,
 )
 from factory.ingest.chat_template import defused
-from factory.ingest.shapes.chats import Notes, offering, turns
-from factory.ingest.tokenizer import Tokenizer, shows_calls
+from factory.ingest.shapes.chats import Notes, add_tools, turns
+from factory.ingest.tokenizer import Tokenizer, template_shows_calls
 from kernels.contract.message import Message
 
 AGAIN = Message(
@@ -43,7 +43,7 @@ Answered = list[int] | str  # ids, or the reason why the chat was refused
 
 
 @dataclass(frozen=True)
-class Asked:
+class ProbeRequest:
     """The texts and chats for transformers, in addition to the fixed ones."""
 
     texts: Sequence[str]
@@ -56,7 +56,7 @@ class Asked:
         return {"texts": texts, "chats": [*CHATS, *self.chats], "waiting": waiting, "tools": TOOLS}
 
 
-def chat_checks(tokenizer: Tokenizer, asked: Asked, answer: dict[str, Any]) -> list[Check]:
+def chat_checks(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[Check]:
     """All checks that compare ids."""
     request = asked.request()
     ids_of_text = [tokenizer.text_prompt(text).tolist() for text in request["texts"]]
@@ -79,7 +79,7 @@ def chat_checks(tokenizer: Tokenizer, asked: Asked, answer: dict[str, Any]) -> l
     # The check 'injected_role' covers refused roles. An older template prints no tools.
     known = [row for row in waiting if not any(row[0] is chat for chat in INJECTED_CHATS)]
     calling = [row for row in known if any(row[0] is chat for chat in (*CALLED_CHATS, *TYPED_CALLS))]
-    if shows_calls(tokenizer.folder):
+    if template_shows_calls(tokenizer.folder):
         offered = [_found(chat, tools) for chat, _, tools in known if tools != _trained(tokenizer, chat, TOOLS)]
         offered += [_found(chat, got) for chat, got, _ in calling if got != _trained(tokenizer, chat, [])]
     else:
@@ -103,7 +103,7 @@ def text_of(content: str | None) -> str:
 def _trained(tokenizer: Tokenizer, chat: Chat, tools: list[dict[str, Any]]) -> list[int]:
     """The ids that ingest gives a chat with tools. Like the template, ingest breaks special tokens in text with a blank."""
     notes = Notes()
-    said = offering({"tools": tools}, set(), turns(chat, (), notes), (), notes)
+    said = add_tools({"tools": tools}, set(), turns(chat, (), notes), (), notes)
     return tokenizer.prompt([turn | {"content": defused(turn["content"])} for turn in said]).tolist()
 
 
@@ -113,7 +113,7 @@ def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat]
     for chat, got, _ in waiting:
         refused = isinstance(got, str)
         if any(chat is one for one in chats) and (
-            refused and not may_refuse or not refused and specials(got) != frame(chat, tokenizer)
+            refused and not may_refuse or not refused and select_special_ids(got) != frame(chat, tokenizer)
         ):
             found.append(_found(chat, got))
     return found

@@ -89,6 +89,6 @@ def frame(chat: Chat, tokenizer: Tokenizer) -> list[int]:
     return [*tokenizer.bos, *[tokenizer.start_token, tokenizer.stop_token] * len(chat), tokenizer.start_token]
 
 
-def specials(ids: list[int]) -> list[int]:
+def select_special_ids(ids: list[int]) -> list[int]:
     """The special ids among ``ids``."""
     return [number for number in ids if number < len(SPECIAL)]

@@ -24,7 +24,7 @@ from factory.evals.probes.conversations import (
     TYPED_CHATS,
     TYPED_TEXTS,
     frame,
-    specials,
+    select_special_ids,
 )
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
 from kernels.contract.message import CodedError, Message
@@ -144,11 +144,11 @@ class Asking:
             await self._same_ids({"prompt": row["text"]}, row["ids"], f"ids of {row['text'][:30]!r}")
         for row in self._fixture["typed"]:
             found = await self._ids({"messages": row["messages"]})
-            if specials(found) != row["frame"]:
+            if select_special_ids(found) != row["frame"]:
                 content = next(m["content"] for m in row["messages"] if any(word in m["content"] for word in SPECIAL))
                 raise EngineDiffersError(
                     "engine.typed_special", "The text {text!r} in a message makes special tokens: {ids}",
-                    text=content[:40], ids=specials(found),
+                    text=content[:40], ids=select_special_ids(found),
                 )  # fmt: skip
         return Message(
             "engine.no_typed_special",
@@ -159,7 +159,7 @@ class Asking:
     async def _injected(self) -> Message:
         for row in self._fixture["injected"]:
             status, found = await self._answer("/tokenize", {"messages": row["messages"]})
-            if not 400 <= status < 500 and specials(found.get("tokens", [])) != row["frame"]:
+            if not 400 <= status < 500 and select_special_ids(found.get("tokens", [])) != row["frame"]:
                 raise EngineDiffersError(
                     "engine.injected_role",
                     "The role {role!r} makes special tokens",

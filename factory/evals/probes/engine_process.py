@@ -16,15 +16,15 @@ from pathlib import Path
 
 import httpx
 
-from factory.core.launching import background_process
+from factory.core.launching import run_in_background_process
 from factory.core.left_files import read_tail
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.evals.probes.checks import OF_ENGINE, Check
 from factory.evals.probes.engine import Asking, Fixture
 from kernels.contract.message import Message
 
 NATIVE, VLLM = "factory.serving.native.server", "factory.serving.vllm"  # ``python -m MODULE EXPORT SOCKET``
-VLLM_PROGRAM = code_root() / ".venv-serve" / "bin" / "vllm"
+VLLM_PROGRAM = checkout_root() / ".venv-serve" / "bin" / "vllm"
 MODEL_NAME = "factory-lm"
 TOLERANCE = 1e-3  # nats between two programs in fp32
 TOLERANCE_BF16 = 0.1  # vLLM on a GPU
@@ -57,7 +57,7 @@ class EngineProcess:
                 "The engine did not finish within {seconds:,} s. Close other programs, or raise engine_seconds in policies/evals.yaml",
                 seconds=seconds,
             )
-            return [Check(name, None, of_engine(self.name, late)) for name in OF_ENGINE]
+            return [Check(name, None, prefix_engine_name(self.name, late)) for name in OF_ENGINE]
         except (httpx.HTTPError, ChildProcessError) as error:
             ended = Message(
                 "engine_process.ended",
@@ -68,8 +68,8 @@ class EngineProcess:
                 "engine_process.skipped", "Skipped, because the engine did not start. See check engine_start"
             )
             return [
-                Check("engine_start", False, of_engine(self.name, ended)),
-                *(Check(name, None, of_engine(self.name, skipped)) for name in OF_ENGINE[1:]),
+                Check("engine_start", False, prefix_engine_name(self.name, ended)),
+                *(Check(name, None, prefix_engine_name(self.name, skipped)) for name in OF_ENGINE[1:]),
             ]
         started = Message(
             "engine_process.started",
@@ -77,7 +77,7 @@ class EngineProcess:
             seconds=time.monotonic() - began,
         )
         up = Check("engine_start", True, started)
-        return [Check(check.name, check.ok, of_engine(self.name, check.detail)) for check in (up, *found)]
+        return [Check(check.name, check.ok, prefix_engine_name(self.name, check.detail)) for check in (up, *found)]
 
     async def _check(self, fixture: Fixture) -> list[Check]:
         transport = httpx.AsyncHTTPTransport(uds=str(self.folder / "socket"))
@@ -100,12 +100,12 @@ class EngineProcess:
         return "" if self.process.returncode is None else f"{lines[-1][:300] if lines else 'no output'}"
 
 
-def of_engine(engine: str, detail: str) -> Message:
+def prefix_engine_name(engine: str, detail: str) -> Message:
     """The detail of a check, with the engine's name before it."""
     return Message("engine_process.detail", "{engine}: {detail}", engine=engine, detail=detail)
 
 
-def vllm_lacks(head_dim: int) -> Message | None:
+def why_vllm_cannot_run(head_dim: int) -> Message | None:
     """Why vLLM cannot run a model with this ``head_dim`` on this machine. None: no known reason."""
     if head_dim in VLLM_CPU_HEAD_DIMS or Path("/dev/nvidia0").exists():
         return None
@@ -129,8 +129,8 @@ def engine_process(module: str, export: Path) -> Iterator[EngineProcess]:
     kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}
     try:
         command = [sys.executable, "-m", module, str(export), str(folder / "socket")]
-        environment = os.environ | {"PYTHONPATH": str(code_root())} | kept
-        with background_process(command, folder, folder / "log", environment) as process:
+        environment = os.environ | {"PYTHONPATH": str(checkout_root())} | kept
+        with run_in_background_process(command, folder, folder / "log", environment) as process:
             yield EngineProcess(module, folder, process)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from factory.core.launching import background_process
+from factory.core.launching import run_in_background_process
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.architectures import ARCHITECTURES
 
@@ -51,7 +51,7 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
         asked.write_text(json.dumps(request | {"cpu_seconds": cpu_seconds, "classes": classes}), encoding="utf-8")
         environment = ENVIRONMENT | {"HOME": name, "HF_HOME": name, "TMPDIR": name}
         command = [sys.executable, "-I", str(PROBE), str(asked), str(answered)]
-        with background_process(command, folder, folder / "log", environment) as process:
+        with run_in_background_process(command, folder, folder / "log", environment) as process:
             try:
                 process.wait(timeout=seconds)
             except subprocess.TimeoutExpired:

@@ -10,12 +10,12 @@ import yaml
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import nearest
-from factory.gates.case import PatchCase, not_needed
+from factory.gates.case import PatchCase, not_needed_evidence
 from factory.gates.patch.policy import PatchPolicy
-from kernels.contract.choice import EVERY_OP, UNTUNED, names_in, resolve, section_of
+from kernels.contract.choice import EVERY_OP, UNTUNED, device_section, implementation_names, resolve
 from kernels.contract.message import Message
 
-NO_OP = not_needed(Message("patch.no_op", "The patch changes no op."))
+NO_OP = not_needed_evidence(Message("patch.no_op", "The patch changes no op."))
 
 
 @dataclass(frozen=True)
@@ -27,13 +27,13 @@ class ChangedOp:
     after: str
 
 
-def changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
+def find_changed_sections(before: bytes | None, after: bytes | None) -> list[str]:
     """The top-level keys of kernels.yaml (the devices, and ``fallback``) whose values differ."""
     old, new = (found if isinstance(found := yaml.safe_load(text or b"{}"), dict) else {} for text in (before, after))
     return sorted(str(key) for key in old.keys() | new.keys() if old.get(key) != new.get(key))
 
 
-def other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
+def find_other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
     """A message for each changed section of kernels.yaml that no run here can judge."""
     here = devices.kind()
     return [
@@ -42,18 +42,18 @@ def other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
             "{file}: the section {section!r} does not apply to this machine, so it cannot be judged here. Change only {here!r}.",
             file=KERNELS, section=key, here=here,
         )
-        for key in changed_sections(before, after)
+        for key in find_changed_sections(before, after)
         if key != here
     ]  # fmt: skip
 
 
-def unknown_ops(text: bytes | None) -> list[Message]:
+def find_unknown_ops(text: bytes | None) -> list[Message]:
     """A message for each name in kernels.yaml that is not an op. A value that is not a map is refused when the file is loaded.
 
-    >>> unknown_ops(b"cpu: {swigul: reference}")
+    >>> find_unknown_ops(b"cpu: {swigul: reference}")
     ["policies/kernels.yaml: cpu: no op has the name 'swigul'; did you mean 'swiglu'?"]
     """
-    wrong = [(device, op) for device in UNTUNED for op in section_of(text, device) if op not in EVERY_OP]
+    wrong = [(device, op) for device in UNTUNED for op in device_section(text, device) if op not in EVERY_OP]
     return [
         Message(
             "patch.unknown_op",
@@ -72,7 +72,7 @@ def changed_ops(
     A patch to a file of ``kernels/`` may change any op, so then all ops that kernels.yaml names count as changed.
     """
     old, new = (
-        {op: names_in(choice)[0] for op, choice in resolve(section_of(text, device), tuned).items()}
+        {op: implementation_names(choice)[0] for op, choice in resolve(device_section(text, device), tuned).items()}
         for text in (before, after)
     )
     all_ops = any(path.startswith("kernels/") for path in paths)

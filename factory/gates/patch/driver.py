@@ -32,7 +32,7 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
-from kernels.contract.op import Case, Shape  # noqa: E402
+from kernels.contract.op import OracleCase, Shape  # noqa: E402
 from kernels.contract.registry import OPS, get, load_choice  # noqa: E402
 
 DEVICE = torch.device("cpu")  # of this process; the request sets it
@@ -49,7 +49,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         if job["op"] not in OPS:
             continue  # kernels.yaml names an unknown op: the answer says so
         op = OPS[job["op"]]
-        drawn = Case("drawn", Shape(**job["shape"])) if "shape" in job else None
+        drawn = OracleCase("drawn", Shape(**job["shape"])) if "shape" in job else None
         case = drawn or next(c for c in op.cases if c.name == job["case"])
         inputs: list[Any] = tree_map_only(
             Tensor, Tensor.detach, list(op.inputs(case, dtype=DTYPES[job["dtype"]], seed=job["seed"]))
@@ -84,7 +84,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call
-    launches: Launches | None = None
+    launches: LaunchCounter | None = None
     for number, job in enumerate(jobs):
         if any(job[key] != jobs[number - 1][key] for key in ("op", "implementation")):
             _look_again(waiting, storages, out)
@@ -98,7 +98,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
         before = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
         implementation = get(job["op"]).implementation(job["implementation"])
         if implementation.needs_triton:
-            launches = launches or Launches()
+            launches = launches or LaunchCounter()
         before_launches = launches.count if launches else 0
         copied = () if shared else words["writes"]
         try:
@@ -208,7 +208,7 @@ def _into(
     return storages[key]
 
 
-class Launches:
+class LaunchCounter:
     """Counts the Triton kernels that this process launches."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """Runs inside the sandbox, in the process of a candidate's code: records the executed code of ``trainer/`` and ``kernels/``.
 
-Drivers load this file by its path, and the judge imports it for ``Executed``. The candidate's code shares the process and could forge the
+Drivers load this file by its path, and the judge imports it for ``ExecutedCode``. The candidate's code shares the process and could forge the
 record, so the record can only hold patches back.
 
 A function that torch.compile traced counts by its traced parts. A Triton kernel counts as a whole once it was launched.
@@ -19,7 +19,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-EXECUTED = Path(__file__)
+RECORDER_FILE = Path(__file__)
 Instruction = tuple[str, int]  # (name of a code object by ``name_of``, offset in it)
 Place = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
@@ -33,12 +33,12 @@ def name_of(code: CodeType) -> str:
 def _names(path: str) -> Iterator[str]:
     """The names of all code objects of a file, compiled from its text."""
     try:
-        yield from map(name_of, code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)))
+        yield from map(name_of, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)))
     except (OSError, SyntaxError, ValueError):
         return
 
 
-def code_objects(code: CodeType) -> Iterator[CodeType]:
+def iterate_code_objects(code: CodeType) -> Iterator[CodeType]:
     """A module's code object and all code objects inside it."""
     pending = [code]
     while pending:
@@ -48,7 +48,7 @@ def code_objects(code: CodeType) -> Iterator[CodeType]:
 
 
 @dataclass
-class Executed:
+class ExecutedCode:
     """The code that runs executed, by path in the worktree.
 
     lines: line numbers. instructions: each instruction, of the requested files. traced: places that torch.compile traced, of the requested
@@ -71,7 +71,7 @@ class Executed:
         for path, spans in left["launched"].items():
             self.launched.setdefault(path, set()).update((int(first), int(last)) for first, last in spans)
 
-    def merge(self, other: Executed) -> None:
+    def merge(self, other: ExecutedCode) -> None:
         self.add({name: getattr(other, name) for name in ("lines", "instructions", "traced", "launched")})
 
 

@@ -43,7 +43,7 @@ def scores(weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText]
     return bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None)
 
 
-def weights_bits(
+def bits_per_byte_by_domain(
     weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
     """Bits per byte by domain."""

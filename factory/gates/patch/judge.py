@@ -13,14 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.gates.case import no_evidence, reasons_of, stage_failed, tries_unknown
+from factory.gates.case import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")
 CPU_CLOCKS = {"tree": "all processes", "thread": "the busiest thread"}  # key of the evidence → its name for a person
-OPTIONAL = {"oracle", "exploits", "isolated", "matrix"}  # may be 'not needed', for a patch without ops or without code
+OPTIONAL_STAGES = {
+    "oracle",
+    "exploits",
+    "isolated",
+    "matrix",
+}  # may be 'not needed', for a patch without ops or without code
 
 
 @dataclass(frozen=True)
@@ -41,14 +46,14 @@ def judge_patch(policy: PatchPolicy, evidence: Mapping[str, Any]) -> Verdict:
     for name in STAGES:
         stage = stages.get(name) or {}
         state = stage.get("state")
-        said = reasons_of(stage)
+        said = read_reasons(stage)
         if state == "failed":
-            return Verdict(REJECT, tuple(said or [stage_failed(name)]))
-        if state != "passed" and not (state == "not needed" and name in OPTIONAL):
-            return Verdict(HOLD, tuple(said or [no_evidence(name)]))
+            return Verdict(REJECT, tuple(said or [stage_failed_message(name)]))
+        if state != "passed" and not (state == "not needed" and name in OPTIONAL_STAGES):
+            return Verdict(HOLD, tuple(said or [no_evidence_message(name)]))
     tries = evidence.get("tries")
     if not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, (tries_unknown(),))
+        return Verdict(HOLD, (tries_unknown_message(),))
     verdict = judge_training(policy.training, stages["training"], tries)
     return _judge_evals(policy.evals, stages["evals"], verdict) if verdict.outcome == PROMOTE else verdict
 
@@ -65,7 +70,7 @@ def judge_training(policy: TrainingPolicy, found: Mapping[str, Any], tries: int)
     again = judge_measurement(policy, repeated, tries, repeats=True)
     if again.outcome == PROMOTE:  # nothing selected the second measurement by its result, so it is reported
         return Verdict(PROMOTE, (*again.reasons, _measurement(1, seen), *seen.reasons[1:]))
-    if training_differs(policy, repeated):
+    if is_training_different(policy, repeated):
         return again
     said = (*seen.reasons, _measurement(2, again), *again.reasons[1:])
     if again.outcome == REJECT:
@@ -93,9 +98,9 @@ def judge_measurement(
         return Verdict(
             HOLD, (Message("patch.weights_not_compared", "The weights after the same steps were not compared."),)
         )
-    if training_differs(policy, found):
-        return Verdict(REJECT, (training_difference(policy, found),))
-    result = wall_gain(policy, found, tries)
+    if is_training_different(policy, found):
+        return Verdict(REJECT, (training_difference_message(policy, found),))
+    result = wall_clock_gain(policy, found, tries)
     if result is None:
         return Verdict(HOLD, (Message("patch.not_timed", "The whole step was not timed, or not often enough."),))
     times = Message(
@@ -124,23 +129,23 @@ def judge_measurement(
     return Verdict(REJECT, (no_gain, times))
 
 
-def training_differs(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
+def is_training_different(policy: TrainingPolicy, found: Mapping[str, Any]) -> bool:
     """True if the weights after the same steps on the same data are too far apart."""
     drift, control = (_number(found.get(key)) for key in ("drift", "control_drift"))
     return drift is not None and control is not None and drift > policy.max_drift * control
 
 
-def reported_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
+def smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """The measured gain; the smaller of two, because code may find out which measurement it is in."""
     repeated = found.get("again")
     measured = [
-        wall_gain(policy, found, tries),
-        wall_gain(policy, repeated, tries) if isinstance(repeated, Mapping) else None,
+        wall_clock_gain(policy, found, tries),
+        wall_clock_gain(policy, repeated, tries) if isinstance(repeated, Mapping) else None,
     ]
     return min((one for one in measured if one is not None), key=lambda one: one.ratio, default=None)
 
 
-def wall_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
+def wall_clock_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """The gain by the wall clock. A measurement shares the confidence with the measurements that were discarded before it."""
     shared = tries * _measurements(found)
     return gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
@@ -208,8 +213,8 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
     return gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
-def training_difference(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
-    """The reason that ``training_differs``."""
+def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
+    """The reason that ``is_training_different``."""
     steps, drift, control = found.get("steps", policy.steps), found["drift"], found["control_drift"]
     return Message(
         "patch.training_differs",

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 import torch
 
-from factory.runs.distance import apart, by_kind, share, together, values_apart
+from factory.runs.distance import apart, find_value_differences, share, sum_by_kind, together
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
 # Keys of state.json that must be equal, and those that must be equal up to rounding.
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
-ROUGHLY_EQUAL = ("detector",)
-UNMOVED = 1e9  # the distance where training moved nothing
+ROUNDED_STATE_KEYS = ("detector",)
+UNMOVED_DISTANCE = 1e9  # the distance where training moved nothing
 ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
 
 
@@ -26,13 +26,13 @@ def drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool =
     each = apart(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
     whole = together(each).share
-    return min(max(whole, worst / 2) if of_one else whole, UNMOVED)
+    return min(max(whole, worst / 2) if of_one else whole, UNMOVED_DISTANCE)
 
 
 def squares(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
     """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
-    return {kind: found.apart**2 for kind, found in by_kind(apart(other.optimizer, one.optimizer)).items()}
+    return {kind: found.apart**2 for kind, found in sum_by_kind(apart(other.optimizer, one.optimizer)).items()}
 
 
 def differs(
@@ -48,8 +48,10 @@ def differs(
         return Message("patch.state_lacks", "state.json lacks {keys}", keys=lost)
     if other := [key for key in EQUAL if candidate.state.get(key) != baseline.state.get(key)]:
         return _different_state(other)
-    for key in ROUGHLY_EQUAL:
-        if any(far.share > ROUNDED for _, far in values_apart(baseline.state.get(key), candidate.state.get(key))):
+    for key in ROUNDED_STATE_KEYS:
+        if any(
+            far.share > ROUNDED for _, far in find_value_differences(baseline.state.get(key), candidate.state.get(key))
+        ):
             return _different_state([key])
     if _without_computing(candidate.state.get("recipe")) != _without_computing(baseline.state.get("recipe")):
         return _different_state(["recipe"])

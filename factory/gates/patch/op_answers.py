@@ -5,7 +5,7 @@ which sees only the inputs. This module compares. The rule is that of ``kernels.
 at most ``FACTOR`` times the error of the eager reference at the same dtype.
 
 An op's file also holds the reference, which is the truth once the patch is merged, the inputs of the tests, and the choice of inputs that get
-gradients. A patch that damages these passes today's tests and makes the tests of the next patch worthless (``changed_tests``).
+gradients. A patch that damages these passes today's tests and makes the tests of the next patch worthless (``check_tests_unchanged``).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from agents.core.untrusted import one_line
 from factory.core import devices
 from factory.gates.case import StageEvidence, failed, missing, passed
-from factory.gates.patch.executed import EXECUTED, Executed
+from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patience import Patience, baseline_stopped, out_of_time, patiently, stopped
+from factory.gates.patience import TimeLimits, baseline_stopped_message, out_of_time, run_with_limits, stopped
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
@@ -41,13 +41,13 @@ NOTES_BYTES = 1 << 26
 # because eager's own error may be zero by chance: one unit in the last place of the dtype, and sixteen of fp32, whose sums depend on their order.
 FP32_ROUNDINGS = 16
 FACTOR = 2.0
-RAISED = "patch.op_raised"  # code of the problem that an op raised an exception
+RAISED_CODE = "patch.op_raised"  # code of the problem that an op raised an exception
 TRUTH_ROUNDING = 1e-9  # of the largest value: sums in fp64 in another order, far below the resolution of fp32
 Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Answers:
+class OpAnswers:
     """The truth from approved code, and the files of the candidate's process. The files of job n have the number n."""
 
     jobs: Sequence[dict[str, Any]]
@@ -60,7 +60,7 @@ class Answers:
     log: str = ""
     out_of_time: bool = False  # a time limit ended the process, which says nothing about its code
     instructions: Sequence[str] = ()  # files of the candidate whose execution is recorded
-    executed: Executed = field(default_factory=Executed)  # of these files
+    executed: ExecutedCode = field(default_factory=ExecutedCode)  # of these files
 
     def evidence(self, numbers: Sequence[int], right: Message, *, last: bool) -> StageEvidence:
         """The evidence of these jobs. ``right``: the reason if all are right. ``last``: they are the last jobs, so a crash of the process counts."""
@@ -76,7 +76,7 @@ class Answers:
                     broken = True
                     break
                 wrong, share = [Message("patch.no_answer", "no answer: {error}", error=error.message)], math.inf
-            if wrong and wrong[0].code == RAISED and self.jobs[number].get("optional"):
+            if wrong and wrong[0].code == RAISED_CODE and self.jobs[number].get("optional"):
                 continue
             worst = max(worst, share)
             reasons += [_of_job(self.jobs[number], problem) for problem in wrong]
@@ -106,7 +106,7 @@ def answered(
     candidate: Path,
     work: Path,
     instructions: Sequence[str] = (),
-) -> Iterator[Answers]:
+) -> Iterator[OpAnswers]:
     """The driver makes the jobs with the baseline's code and answers them with the candidate's. Raises: IsolationError.
 
     instructions: files of the candidate whose execution is recorded.
@@ -122,8 +122,8 @@ def answered(
         if not made.ok:
             why = Message("patch.no_inputs", "The test inputs could not be made: {problem}", problem=made.why())
             if made.timed_out:
-                why = baseline_stopped("test inputs", policy.wall_seconds, "oracle.wall_seconds")
-            yield Answers(
+                why = baseline_stopped_message("test inputs", policy.wall_seconds, "oracle.wall_seconds")
+            yield OpAnswers(
                 jobs, given / "truth", -1, made.seconds, made.seconds, missing=why, out_of_time=made.timed_out
             )
             return
@@ -137,27 +137,27 @@ def answered(
             visible = [candidate, question, given / "inputs"]  # but not given / "truth"
             return driver(["answer", question, given / "inputs", answers], visible, answers, candidate, limit), folder
 
-        run, folder = patiently(limits, attempt, lambda ended: ended[0].timed_out)
+        run, folder = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         died, log = None, ""
         if not run.ok:
             died, log = Message.from_json(run.why()), run.stderr[-2000:]
         if run.timed_out:
             died = stopped("checks", limits, made.seconds, "oracle.patience")
         seconds = made.seconds + run.seconds
-        executed = executed_in(folder)
-        yield Answers(
+        executed = read_executed_code(folder)
+        yield OpAnswers(
             jobs, given / "truth", folder, seconds, made.seconds, None, died, log, run.timed_out, instructions, executed
         )
 
 
 def recording(instructions: Sequence[str]) -> dict[str, Any]:
     """The keys of a request that name the files whose execution the driver records."""
-    return {"recorder": str(EXECUTED), "instructions": list(instructions)}
+    return {"recorder": str(RECORDER_FILE), "instructions": list(instructions)}
 
 
-def executed_in(folder: int) -> Executed:
+def read_executed_code(folder: int) -> ExecutedCode:
     """The record of the driver; empty if the record cannot be read, which holds a patch."""
-    found = Executed()
+    found = ExecutedCode()
     with contextlib.suppress(UntrustedFileError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         found.add(json.loads(read_bytes(folder, ("executed.json",), NOTES_BYTES)))
     return found
@@ -169,7 +169,7 @@ def driver(
     return sandbox.run(
         [sys.executable, str(DRIVER), *map(str, words)],
         output=output,
-        readonly=[*readonly, DRIVER, EXECUTED],
+        readonly=[*readonly, DRIVER, RECORDER_FILE],
         cwd=code,
         limits=Limits(wall_seconds=wall_seconds),
         environment={"OMP_NUM_THREADS": "1"},  # small shapes: a second thread only waits
@@ -200,13 +200,13 @@ def compare(truth_folder: Path, answers: int, number: int) -> tuple[list[Message
     if launches is not None and (launches.dtype != torch.int64 or not bool((launches > 0).all())):
         problems.append(Message("patch.op_no_launch", "it is declared as a Triton kernel, but launches none"))
     for name, later in ((name, found.pop(f"later {name}")) for name in exact if f"later {name}" in found):
-        if name in found and found[name].dtype == eager[name].dtype and not identical(found[name], later):
+        if name in found and found[name].dtype == eager[name].dtype and not are_identical(found[name], later):
             problems.append(Message("patch.op_late", "{result} changed after the call returned", result=name))
-    wrong, worst = errors_of(found, exact, eager)
+    wrong, worst = find_errors(found, exact, eager)
     return problems + wrong, worst
 
 
-def errors_of(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Message], float]:
+def find_errors(found: Tensors, exact: Tensors, eager: Tensors) -> tuple[list[Message], float]:
     """The results that are too far from the truth, and the largest error as a share of the allowed error."""
     problems: list[Message] = []
     worst = 0.0
@@ -247,7 +247,7 @@ def _text(letters: torch.Tensor) -> str:
     return one_line(bytes(numbers).decode("utf-8", "replace"), 400)
 
 
-def identical(a: torch.Tensor, b: torch.Tensor) -> bool:
+def are_identical(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if two tensors are equal element by element, where NaN equals NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
@@ -261,7 +261,7 @@ def _largest(x: torch.Tensor) -> float:
 
 
 # -- changed tests of ops --------------------------------------------------------------------------------------------
-def changed_tests(answers: Answers, patience: Patience, candidate: Path, work: Path) -> StageEvidence:
+def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: Path, work: Path) -> StageEvidence:
     """Evidence that the patch changes the ops' own tests; empty if it does not.
 
     The candidate's code also makes inputs and truth of some of ``answers.jobs``, from the same seeds. The inputs must be equal to the bit, the
@@ -286,10 +286,10 @@ def changed_tests(answers: Answers, patience: Patience, candidate: Path, work: P
                 opened.callback(os.close, descriptor)
             return driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
 
-        run, (inputs, truth) = patiently(limits, attempt, lambda ended: ended[0].timed_out)
+        run, (inputs, truth) = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         if run.timed_out:
             return out_of_time(stopped("tests of ops", limits, answers.baseline_seconds, "oracle.patience"))
-        answers.executed.merge(executed_in(truth))
+        answers.executed.merge(read_executed_code(truth))
         try:
             wrong = [] if run.ok else [_no_tests(run.why())]
             for again, number in enumerate(numbers if run.ok else ()):
@@ -340,7 +340,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         ]
     mine = read_tensors(inputs, (f"given-{again}.safetensors",), tensors.stat().st_size + spare)
     theirs = load_file(tensors)
-    if mine.keys() != theirs.keys() or not all(identical(mine[name], x) for name, x in theirs.items()):
+    if mine.keys() != theirs.keys() or not all(are_identical(mine[name], x) for name, x in theirs.items()):
         return [Message("patch.test_inputs", "the patch changes its inputs")]
     mine = read_tensors(truth, (f"exact-{again}.safetensors",), exact.stat().st_size + spare)
     theirs = load_file(exact)
@@ -348,7 +348,7 @@ def _test_differs(given: Path, inputs: int, truth: int, number: int, again: int)
         return [Message("patch.test_reference", "its reference computes something else")]
     path = given / "truth" / f"eager-{number}.safetensors"
     mine = read_tensors(truth, (f"eager-{again}.safetensors",), path.stat().st_size + spare)
-    wrong, _ = errors_of(mine, theirs, load_file(path))
+    wrong, _ = find_errors(mine, theirs, load_file(path))
     return [
         Message("patch.test_accuracy", "its reference is less accurate: {problem}", problem=problem)
         for problem in wrong

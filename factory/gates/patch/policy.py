@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from factory.core.policy_file import Count, StrictPolicy, load_policy
-from factory.gates.patience import Patience, Ratio, Seconds
+from factory.gates.patience import Ratio, Seconds, TimeLimits
 
 
 class OraclePolicy(StrictPolicy):
@@ -19,7 +19,7 @@ class OraclePolicy(StrictPolicy):
     sizes."""
     wall_seconds: Seconds = 3600.0
     """Time limit of the process of approved code that makes the inputs and the truth."""
-    patience: Patience = Patience()
+    patience: TimeLimits = TimeLimits()
     """Time limits of the candidate's processes, here and in the exploit checks, relative to the time of approved code."""
 
 
@@ -54,7 +54,7 @@ class MatrixPolicy(StrictPolicy):
 
     wall_seconds: Seconds = 3600.0
     """Time limit of the baseline's runs."""
-    patience: Patience = Patience()
+    patience: TimeLimits = TimeLimits()
     """Time limits of the candidate's runs, relative to the baseline's time."""
 
 
@@ -74,7 +74,7 @@ class TrainingPolicy(StrictPolicy):
     """The length of one more run of each side, as a multiple of ``steps``, if new code seems to gain. A quicker start matters less in it."""
     wall_seconds: Seconds = 3600.0
     """Time limit of one session of the baseline: start-up, warm-up and timed runs. It grows in proportion with a long run."""
-    patience: Patience = Patience()
+    patience: TimeLimits = TimeLimits()
     """Time limits of the candidate's sessions, relative to the time of the baseline's session before."""
     confidence: Annotated[float, Field(gt=0.5, lt=1)] = 0.95
     """One-sided confidence of the gain's lower bound, divided among the tries on the same target."""

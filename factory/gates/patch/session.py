@@ -43,7 +43,7 @@ class PatchSession:
     out_of_time: bool = False  # the time limit ended the session, which says nothing about the code
 
 
-def timed_session(
+def train_timed_session(
     folder: Path,
     code: Path,
     arms: Sequence[Arm],

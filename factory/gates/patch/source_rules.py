@@ -17,18 +17,18 @@ from types import ModuleType
 import yaml
 
 from factory.gates.patch.source_names import (
-    ATTRIBUTES,
-    BORROWED,
-    BY_NAME,
-    CATCH_ALL,
+    ALLOWED_IMPORTS,
+    ALLOWED_SUBMODULES,
+    ATTRIBUTE_FUNCTIONS,
+    BROAD_EXCEPTIONS,
     FACTS,
-    IMPORTS,
+    FORBIDDEN_ATTRIBUTES,
+    FORBIDDEN_MODULES,
+    FORBIDDEN_PARTS,
+    FORBIDDEN_TORCH_PARTS,
     NAMES,
-    OTHER_PARTS,
-    OWN_NAMES,
-    PARTS_THAT_ARE_MODULES,
-    STANDARD,
-    TORCH_PARTS,
+    REDEFINABLE_BUILTINS,
+    STANDARD_MODULES,
 )
 from factory.git.scope import Change
 from kernels.contract.message import Message
@@ -38,7 +38,7 @@ ADVICE = {
     "imports ": Message(
         "patch.advice_imports",
         "use what model code needs: {modules}",
-        modules=sorted(IMPORTS - {"__future__"}),
+        modules=sorted(ALLOWED_IMPORTS - {"__future__"}),
     ),
     "borrows ": Message(
         "patch.advice_borrows", "import the module by its own name: the imports of another module are not part of it"
@@ -157,7 +157,7 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
         elif isinstance(node, ast.Attribute):
             dotted = _dotted(node)
             whole = _whole(dotted, modules)
-            if node.attr in ATTRIBUTES and node not in spelt or node.attr.lstrip("_") in BORROWED:
+            if node.attr in FORBIDDEN_ATTRIBUTES and node not in spelt or node.attr.lstrip("_") in FORBIDDEN_MODULES:
                 yield line, _reaches_for(node.attr)
             elif whole and _is_part(whole):
                 yield line, _uses(whole)
@@ -170,12 +170,12 @@ def _reaches(tree: ast.Module, in_kernels: bool) -> Iterable[tuple[int, Message]
                 yield line, _changes(_dotted(node.value))
         elif isinstance(node, ast.MatchClass):
             for name in node.kwd_attrs:
-                if name in ATTRIBUTES or name.lstrip("_") in BORROWED:
+                if name in FORBIDDEN_ATTRIBUTES or name.lstrip("_") in FORBIDDEN_MODULES:
                     yield line, _reaches_for(name)
         elif isinstance(node, ast.ExceptHandler):
             if _catches_all(node.type, in_kernels) and not isinstance(node.body[-1], ast.Raise):
                 yield line, Message("patch.catches_all", "catches every exception")
-        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in ATTRIBUTES:
+        elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name in FORBIDDEN_ATTRIBUTES:
             yield line, Message("patch.defines", "defines {name}", name=node.name)
         elif isinstance(node, ast.ClassDef) and any(_is_tensor(base, modules) for base in node.bases):
             yield line, Message("patch.own_tensor", "makes its own kind of tensor")
@@ -209,17 +209,17 @@ def _quoted(tree: ast.Module) -> list[ast.AST]:
 
 
 def _own_names(nodes: Iterable[ast.AST]) -> set[str]:
-    """The names of ``OWN_NAMES`` to which the file itself assigns a value."""
+    """The names of ``REDEFINABLE_BUILTINS`` to which the file itself assigns a value."""
     given = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     given |= {node.arg for node in nodes if isinstance(node, ast.arg)}
-    return given & OWN_NAMES
+    return given & REDEFINABLE_BUILTINS
 
 
 def _spelt(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     """The ``getattr`` of calls with a literal attribute name, and the ``__class__`` of which only the name is read."""
     calls = (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
     found = {call.func for call in calls if len(call.args) > 1 and isinstance(call.args[1], ast.Constant)}
-    found = {func for func in found if isinstance(func, ast.Name) and func.id in BY_NAME}
+    found = {func for func in found if isinstance(func, ast.Name) and func.id in ATTRIBUTE_FUNCTIONS}
     names = {node.value for node in nodes if isinstance(node, ast.Attribute) and node.attr == "__name__"}
     return {*found, *(value for value in names if isinstance(value, ast.Attribute) and value.attr == "__class__")}
 
@@ -230,21 +230,26 @@ def _named_on(nodes: Iterable[ast.AST]) -> set[ast.AST]:
     for node in nodes:
         if isinstance(node, ast.Assign) and all(isinstance(target, ast.Name) for target in node.targets):
             found.add(node.value)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in BY_NAME:
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ATTRIBUTE_FUNCTIONS:
             found |= set(node.args[:1])
     return found
 
 
 def _by_name(call: ast.Call, modules: dict[str, str]) -> Iterable[Message]:
     """The problems of ``getattr(x, 'name')`` and similar calls: those of ``x.name``."""
-    if not isinstance(call.func, ast.Name) or call.func.id not in BY_NAME or len(call.args) < 2:
+    if not isinstance(call.func, ast.Name) or call.func.id not in ATTRIBUTE_FUNCTIONS or len(call.args) < 2:
         return
     of, name = call.args[0], call.args[1]
     if not isinstance(name, ast.Constant):
         return
     word = str(name.value)
     whole = _whole(_dotted(of), modules)
-    if word in ATTRIBUTES or word.lstrip("_") in BORROWED or word.startswith("__") and word not in FACTS:
+    if (
+        word in FORBIDDEN_ATTRIBUTES
+        or word.lstrip("_") in FORBIDDEN_MODULES
+        or word.startswith("__")
+        and word not in FACTS
+    ):
         yield _reaches_for(word)
     elif whole and _is_part(f"{whole}.{word}"):
         yield _uses(f"{whole}.{word}")
@@ -254,9 +259,9 @@ def _by_name(call: ast.Call, modules: dict[str, str]) -> Iterable[Message]:
 
 def _import(name: str) -> Iterable[Message]:
     root, _, rest = name.partition(".")
-    if root not in IMPORTS:
+    if root not in ALLOWED_IMPORTS:
         yield _imports(root)
-    elif {part.lstrip("_") for part in rest.split(".")} & BORROWED or _is_borrowed(name):
+    elif {part.lstrip("_") for part in rest.split(".")} & FORBIDDEN_MODULES or _is_borrowed(name):
         yield _borrows(name)
     elif any(_is_part(name[: -len(tail)] if tail else name) for tail in _tails(name)):
         yield _uses(name)
@@ -271,13 +276,13 @@ def _whole(dotted: str, modules: dict[str, str]) -> str:
 def _is_module(name: str) -> bool:
     """True if a dotted name, judged by the name alone, is a module, not a function or class in a module."""
     root, _, rest = name.partition(".")
-    return root in IMPORTS and (not rest or name in PARTS_THAT_ARE_MODULES)
+    return root in ALLOWED_IMPORTS and (not rest or name in ALLOWED_SUBMODULES)
 
 
 def _is_borrowed(name: str) -> bool:
     """True if the name leads through one module of the standard library into another, such as ``collections._sys``."""
     parts = name.split(".")
-    if parts[0] not in STANDARD:
+    if parts[0] not in STANDARD_MODULES:
         return False
     here: object = importlib.import_module(parts[0])
     for part in parts[1:]:
@@ -294,12 +299,14 @@ def _tails(name: str) -> list[str]:
 
 
 def _is_part(name: str) -> bool:
-    return name in OTHER_PARTS or (name.startswith("torch.") and name.removeprefix("torch.") in TORCH_PARTS)
+    return name in FORBIDDEN_PARTS or (
+        name.startswith("torch.") and name.removeprefix("torch.") in FORBIDDEN_TORCH_PARTS
+    )
 
 
 def _catches_all(caught: ast.expr | None, in_kernels: bool) -> bool:
     kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
-    every = CATCH_ALL if in_kernels else CATCH_ALL - {"RuntimeError"}
+    every = BROAD_EXCEPTIONS if in_kernels else BROAD_EXCEPTIONS - {"RuntimeError"}
     return any(kind is None or _dotted(kind).rpartition(".")[2] in every for kind in kinds)
 
 

@@ -16,8 +16,10 @@ from typing import Any
 from factory.gates.patch.policy import TrainingPolicy
 from kernels.contract.message import Message
 
-BRIEF_STEPS = 2  # of the runs that show a candidate's own overhead
-SLOW_CONTROL = 1.5  # a run of twice the steps must take longer by more than this factor, or the clock is not trusted
+BRIEF_RUN_STEPS = 2  # of the runs that show a candidate's own overhead
+MIN_CONTROL_RATIO = (
+    1.5  # a run of twice the steps must take longer by more than this factor, or the clock is not trusted
+)
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,12 @@ def timing(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
     if min(runs.baseline) <= runs.overhead:
         return found | {"doubt": _too_short(policy, runs.overhead)}
     slow = found["slow_control"] = (runs.twice - runs.overhead) / (usual - runs.overhead)
-    if slow <= SLOW_CONTROL:
+    if slow <= MIN_CONTROL_RATIO:
         return found | {"doubt": _untrusted(slow)}
     if min(runs.candidate) <= runs.overhead:
         return found | {"doubt": _too_short(policy, runs.overhead)}
     counted = policy.steps - 1  # the first step belongs to the overhead
-    steps_alone = counted / (policy.steps - BRIEF_STEPS)
+    steps_alone = counted / (policy.steps - BRIEF_RUN_STEPS)
     longest = max(runs.briefs)
     return found | {
         "baseline_seconds": [(total - runs.overhead) / counted for total in runs.baseline],
@@ -62,7 +64,7 @@ def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
-def too_noisy(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
+def find_timing_doubt(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
     """The reason that the baseline's own runs differ too much to compare with. None: they do not. ``measurement``: its number, from 1.
 
     The candidate's runs do not count: a measurement that is repeated because of them would choose among outcomes.
@@ -70,21 +72,21 @@ def too_noisy(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int
     totals, overhead = found["total_seconds"]["baseline"], found["overhead_seconds"]
     if min(totals) <= overhead:
         return _too_short(policy, overhead)
-    if found["slow_control"] <= SLOW_CONTROL:
+    if found["slow_control"] <= MIN_CONTROL_RATIO:
         return _untrusted(found["slow_control"])
-    noise = noise_of(found)
+    noise = baseline_noise(found)
     if noise <= policy.noise_allowed(measurement):
         return None
     return Message("patch.noisy", "the times of two runs of the same code differ by {noise:.2f}×", noise=noise)
 
 
-def noise_of(found: Mapping[str, Any]) -> float:
+def baseline_noise(found: Mapping[str, Any]) -> float:
     """Largest ratio between the steps of two baseline runs."""
     seconds = [total - found["overhead_seconds"] for total in found["total_seconds"]["baseline"]]
     return max(seconds) / min(seconds)
 
 
-def long_timing(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
+def long_run_gain(baseline: float, candidate: float, steps: int, overhead: float) -> dict[str, Any]:
     """The gain in one long run of each side, and the gain that a quicker start alone could cause there."""
     return {
         "steps": steps,
@@ -113,5 +115,5 @@ def _untrusted(slow: float) -> Message:
         "patch.clock_untrusted",
         "the clock cannot be trusted: twice the steps took {slow:.2f}× the time, and more than {expected}× is expected. Close other programs and "
         "judge the patch again",
-        slow=slow, expected=SLOW_CONTROL,
+        slow=slow, expected=MIN_CONTROL_RATIO,
     )  # fmt: skip

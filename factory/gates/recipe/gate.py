@@ -20,7 +20,7 @@ from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import RECIPES, Changes, learnt, recipe_changes
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
-from factory.git.repository import Applied
+from factory.git.repository import AppliedPatch
 from factory.ledger.ledger import verdicts
 from factory.ledger.plant import Plant
 from trainer.contract.errors import TrainerError
@@ -29,7 +29,7 @@ GATE = "recipe"
 STAGES: tuple[Stage, ...] = (scope, static, runs)
 
 
-def concerns(workspace: Workspace, applied: Applied) -> bool:
+def is_recipe_patch(workspace: Workspace, applied: AppliedPatch) -> bool:
     """True if this gate judges the patch: it changes only recipes, leaves them valid, and changes what one of them learns."""
     try:
         return any(learnt(changes) for changes in _changes(workspace, applied))
@@ -46,17 +46,17 @@ def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> Recipe
     return compare(policy.runs, stages.get("runs", {}), tries)
 
 
-def _changes(workspace: Workspace, applied: Applied) -> list[Changes]:
+def _changes(workspace: Workspace, applied: AppliedPatch) -> list[Changes]:
     """The changes of each recipe; empty if the patch changes another file too. Raises: TrainerError."""
     repo = workspace.repository
     changes = repository.changes(repo, applied.base, applied.commit)
     if not all(change.path.startswith(RECIPES) for change in changes):
         return []
-    old = [repository.file_text(repo, applied.base, c.path) if c.old_mode is not None else "" for c in changes]
+    old = [repository.read_file_text(repo, applied.base, c.path) if c.old_mode is not None else "" for c in changes]
     return [recipe_changes(change, text) for change, text in zip(changes, old, strict=True)]
 
 
-def tried_before(plant: Plant, applied: Applied) -> int:
+def count_tries(plant: Plant, applied: AppliedPatch) -> int:
     """The number of verdicts on any of the same keys, of all proposers and targets."""
     keys = {key for changes in _changes(plant.workspace, applied) for key in changes}
     rows = plant.ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))

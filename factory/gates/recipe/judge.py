@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.gates.case import no_evidence, reasons_of, stage_failed, tries_unknown
+from factory.gates.case import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
 from factory.gates.patch.judge import t_quantile
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
@@ -31,7 +31,7 @@ MOST = 1e18  # scores, rates and sizes of memory are smaller; larger numbers cou
 
 
 @dataclass(frozen=True)
-class Bounded:
+class BoundedMean:
     """A mean over seeds with one-sided bounds."""
 
     mean: float
@@ -43,10 +43,10 @@ class Bounded:
 class RecipeComparison:
     """The result of the runs. Gains are in bits per byte, positive is better."""
 
-    target: Bounded
+    target: BoundedMean
     noise: float  # of the target, between two means of unchanged runs
-    domains: dict[str, Bounded]
-    slower: Bounded  # baseline's tokens per second over the candidate's
+    domains: dict[str, BoundedMean]
+    slower: BoundedMean  # baseline's tokens per second over the candidate's
     memory: float  # candidate's peak over the baseline's
 
     def to_json(self) -> dict[str, Any]:
@@ -59,14 +59,14 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
     stages: Mapping[str, Any] = evidence.get("stages") or {}
     for name in STAGES:
         stage = stages.get(name) or {}
-        said = reasons_of(stage)
+        said = read_reasons(stage)
         if stage.get("state") == "failed":
-            return Verdict(REJECT, tuple(said or [stage_failed(name)]))
+            return Verdict(REJECT, tuple(said or [stage_failed_message(name)]))
         if stage.get("state") != "passed":
-            return Verdict(HOLD, tuple(said or [no_evidence(name)]))
+            return Verdict(HOLD, tuple(said or [no_evidence_message(name)]))
     tries = evidence.get("tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
-        return Verdict(HOLD, (tries_unknown(),))
+        return Verdict(HOLD, (tries_unknown_message(),))
     result = compare(policy.runs, stages["runs"], tries)
     if result is None:
         not_scored = Message(
@@ -178,14 +178,14 @@ def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeC
     }
     slower = _bounded([math.log(a / b) for a, b in zip(old_speed, new_speed, strict=True)], level)
     noise = _deviation([target(run) for run in old]) * math.sqrt(2 / seeds)
-    times = Bounded(*(math.exp(min(max(x, -700.0), 700.0)) for x in (slower.mean, slower.lower, slower.upper)))
+    times = BoundedMean(*(math.exp(min(max(x, -700.0), 700.0)) for x in (slower.mean, slower.lower, slower.upper)))
     return RecipeComparison(_bounded(apart, level / tries), noise, domains, times, memory[1] / memory[0])
 
 
-def _bounded(values: Sequence[float], level: float) -> Bounded:
+def _bounded(values: Sequence[float], level: float) -> BoundedMean:
     mean = math.fsum(values) / len(values)
     reach = t_quantile(1 - level, len(values) - 1) * _deviation(values) / math.sqrt(len(values))
-    return Bounded(mean, mean - reach, mean + reach)
+    return BoundedMean(mean, mean - reach, mean + reach)
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -29,15 +29,15 @@ from typing import Any, Literal
 from factory.core import devices
 from factory.core.removal import remove
 from factory.gates.case import NO_START, NOTHING_HELD_OUT, PatchCase, StageResult, failed, missing, passed
-from factory.gates.patch.held_out import held_out_texts, weights_bits
+from factory.gates.patch.held_out import bits_per_byte_by_domain, held_out_texts
 from factory.gates.patience import out_of_time
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.training_start import Start
-from factory.runs.arm import Arm, for_one_rank
+from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
-from factory.runs.sandboxed import Ended
-from factory.runs.trace import lines_in, read_alive
+from factory.runs.sandboxed import ArmEnd
+from factory.runs.trace import read_alive, read_lines_in
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -45,7 +45,7 @@ from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe, with_changed_keys
 
 # Changes of these keys do not change the time or memory of a step, whatever the clock of a busy machine says.
 FREE = ("optimizer.", "mixture.", "schedule.", "stability.")
@@ -57,7 +57,7 @@ Score = Callable[[Tensors], dict[str, float]]
 
 
 @dataclass(frozen=True)
-class Lengths:
+class RunLengths:
     """Steps of one side's runs."""
 
     trunk: int
@@ -89,7 +89,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     if start is None:
         return StageResult(NO_START)
     recipes = {"baseline": Recipe.load(case.baseline / path), "candidate": Recipe.load(case.candidate / path)}
-    policy = lengthened(case.policy.runs, start.step, recipes["baseline"], recipes["candidate"])
+    policy = lengthen_policy(case.policy.runs, start.step, recipes["baseline"], recipes["candidate"])
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return StageResult(
@@ -116,7 +116,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             own_floor = "schedule.final_lr_share" in changes
             sides = {
                 name: RecipeSide(
-                    name, recipe, run_recipe(recipe, own_floor, start.recipe["precision"]), sizes[name], held, case.applied.base, kernels
+                    name, recipe, make_run_recipe(recipe, own_floor, start.recipe["precision"]), sizes[name], held, case.applied.base, kernels
                 )
                 for name, recipe in recipes.items()
             }  # fmt: skip
@@ -130,9 +130,9 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                         )
                     )
                 )
-            score = lambda weights: weights_bits(weights, shape, texts, eval_policy)
+            score = lambda weights: bits_per_byte_by_domain(weights, shape, texts, eval_policy)
             advance = lambda words: task.advance(1, words)
-            found = paired_runs(runs, policy, start, sides, case.baseline, origin, score, advance)
+            found = train_pairs(runs, policy, start, sides, case.baseline, origin, score, advance)
         except TrainerError as error:
             return StageResult(missing(Message("recipe.cannot_run", "{error}", error=error.message)))
     evidence = found.to_json() | {
@@ -160,7 +160,7 @@ def _run_failed(side: str, problem: str) -> Message:
     return Message("recipe.run_failed", "A run of the {side} failed: {problem}", side=side, problem=problem)
 
 
-def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
+def lengthen_policy(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
     """``policy``, with longer runs if from ``step`` the candidate has a lower rate (by peak or by schedule) or a larger batch."""
     old, new = baseline.schedule, candidate.schedule
     warms = new.warmup_steps > max(old.warmup_steps, step)
@@ -171,7 +171,7 @@ def lengthened(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recip
     return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
 
 
-def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, Lengths]:
+def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, RunLengths]:
     """The steps of each side. The candidate gets at most the baseline's tokens. Its anneal gets the share that its recipe gives it.
 
     Raises: RecipeError if the batch is so large that two steps do not fit, or the anneal so long that no trunk step is left.
@@ -196,13 +196,15 @@ def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) 
             times=ratio,
             steps=total,
         )
-    return {"baseline": Lengths(policy.steps, policy.tail_steps), "candidate": Lengths(steps - tail, tail)}
+    return {"baseline": RunLengths(policy.steps, policy.tail_steps), "candidate": RunLengths(steps - tail, tail)}
 
 
-def run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
+def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str, Any]:
     """The recipe for the sandbox's single rank, in the trunk's precision. The anneal ends at zero, unless the patch changes its end."""
     keys = {"checkpoint_every": NEVER, "keep_checkpoints": 1, "precision": precision, "stability.noise_scale_every": 0}
-    return with_keys(for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0}))
+    return with_changed_keys(
+        recipe_for_one_rank(recipe.model_dump()), keys | ({} if own_floor else {"schedule.final_lr_share": 0.0})
+    )
 
 
 def domains_of(start: Start) -> set[str]:
@@ -213,12 +215,12 @@ def domains_of(start: Start) -> set[str]:
 
 @dataclass(frozen=True)
 class RecipeSide:
-    """The values that the runs of one recipe share. ``raw``: the result of ``run_recipe``. ``held``: the domains in the shards."""
+    """The values that the runs of one recipe share. ``raw``: the result of ``make_run_recipe``. ``held``: the domains in the shards."""
 
     name: str
     recipe: Recipe
     raw: Mapping[str, Any]
-    size: Lengths
+    size: RunLengths
     held: set[str]
     commit: str
     kernels: str
@@ -249,7 +251,7 @@ class RecipeSide:
         }
 
 
-def paired_runs(
+def train_pairs(
     runs: Runs,
     policy: RunsPolicy,
     start: Start,
@@ -301,13 +303,13 @@ def paired_runs(
 
 
 def _measure(
-    found: MeasuredRuns, side: str, parts: Sequence[Ended], last: int, origin: Tensors, score: Score, aside: Path
+    found: MeasuredRuns, side: str, parts: Sequence[ArmEnd], last: int, origin: Tensors, score: Score, aside: Path
 ) -> float:
     """Add the measurements of a run to ``found``. Returns its mean bits per byte. Raises: UntrustedFileError."""
     bits = score(read_alive(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
         raise UntrustedFileError("recipe.no_finite_loss", "its weights have no finite loss on held-out documents")
-    lines = [line for part in parts for line in lines_in(part.opened, "metrics.jsonl")]
+    lines = [line for part in parts for line in read_lines_in(part.opened, "metrics.jsonl")]
     found.bits[side].append(bits)
     found.tokens_per_s[side].append(statistics.median(line["tokens_per_s"] for line in lines[UNSTEADY_STEPS:] or lines))
     found.memory.setdefault(side, float(max(line["memory"] for line in lines)))

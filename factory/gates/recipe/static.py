@@ -12,20 +12,20 @@ from factory.core.launching import check_ranks
 from factory.gates.case import PatchCase, StageResult, failed, missing, passed
 from factory.gates.patch.source_rules import problems
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import Changes, recipe_changes, unused_recipes
+from factory.gates.recipe_changes import Changes, find_unused_recipes, recipe_changes
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
 MOST_REASONS = 8
 # Keys that act only on the first steps of a trunk: (key, the step of the recipe from which the key has no effect).
-EARLY = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_steps}
+EARLY_KEYS = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_steps}
 
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
     """The result, which hands the changed keys to the runs stage."""
     if found := [p for change in case.changes for p in problems(change, case.base_bytes(change.path))]:
         return StageResult(failed(*found[:MOST_REASONS]))
-    if unmeasured := unused_recipes(case.workspace, case.paths):
+    if unmeasured := find_unused_recipes(case.workspace, case.paths):
         return StageResult(missing(*unmeasured))
     (change,) = case.changes
     changes = recipe_changes(change, (case.base_bytes(change.path) or b"").decode())
@@ -60,7 +60,7 @@ def _without_effect(case: PatchCase[RecipePolicy], changes: Changes, new: Recipe
     """A message for each key that acts only on steps that the trunk has already made, under both recipes."""
     step = case.start.step if case.start else 0
     sides = (Recipe.load(case.baseline / case.paths[0]), new)
-    past = [key for key in changes if key in EARLY and all(step >= EARLY[key](recipe) for recipe in sides)]
+    past = [key for key in changes if key in EARLY_KEYS and all(step >= EARLY_KEYS[key](recipe) for recipe in sides)]
     return [
         Message(
             "recipe.no_effect", "{key} has no effect on later steps: the trunk is at step {step}", key=key, step=step

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 
 from agents.loss_doctor.curves import KINDS
 from factory.core.policy_file import StrictPolicy, load_policy
-from factory.ledger.anomalies import REPLICAS_APART
+from factory.ledger.anomalies import REPLICAS_DIFFER
 
 Act = Literal["automatic", "ask"]
 
@@ -18,7 +18,7 @@ class AnomalyPolicy(StrictPolicy):
     """Every key is optional."""
 
     kinds: list[str] = [
-        "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", "skipped_outlier", REPLICAS_APART
+        "non_finite", "loss_spike", "loss_drop", "divergence", "domain_spike", "domain_drop", "skipped_outlier", REPLICAS_DIFFER
     ]  # fmt: skip
     """The kinds that are diagnosed. A candidate with an open anomaly of these kinds is not released. Other kinds are only recorded."""
     steps: Annotated[int, Field(ge=0)] = 1000
@@ -39,7 +39,7 @@ class AnomalyPolicy(StrictPolicy):
     @field_validator("kinds")
     @classmethod
     def _known(cls, kinds: list[str]) -> list[str]:
-        possible = (*KINDS, REPLICAS_APART)
+        possible = (*KINDS, REPLICAS_DIFFER)
         if unknown := sorted(set(kinds) - set(possible)):
             raise ValueError(f"no diagnosis is about {unknown[0]!r}; possible: {', '.join(possible)}")
         return kinds

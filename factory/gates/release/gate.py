@@ -14,29 +14,29 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.policy_file import policy_sha256
-from factory.evals.evaluator import current_suite, evaluate_on, evaluation_of, items_of
+from factory.evals.evaluator import evaluate_on_suite, find_evaluation, items_of, load_current_suite
 from factory.evals.statistics import compare
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, judge
 from factory.gates.release.judged_by import judged_by
-from factory.gates.release.licences import token_shards_of
-from factory.gates.release.line import GATE, look_at, lost_since_best
-from factory.gates.release.memorising import TASK, fresh_keys, gap_between, looks_before
-from factory.gates.release.overfitting import dev_alone
+from factory.gates.release.licences import token_shards_of_lineage
+from factory.gates.release.line import GATE, look_at, losses_since_best
+from factory.gates.release.memorising import TASK, compare_gains, count_sealed_looks, find_fresh_documents
+from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded import evidence_sha256
-from factory.gates.release.replicas import newest_noise
+from factory.gates.release.replicas import find_newest_noise
 from factory.gates.release.reward_hacking import watched
 from factory.gates.release.training_now import training_now
-from factory.ledger.anomalies import DEV_ALONE
+from factory.ledger.anomalies import GAIN_ON_DEV_ONLY
 from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
 from factory.ledger.writing import record_verdict
 from factory.tasks.comparing import TaskEvidence
-from factory.tasks.tiers import measure_due
+from factory.tasks.tiers import measure_due_tasks
 from kernels.contract.files import finite
 
 
@@ -49,19 +49,19 @@ def decide(plant: Plant, candidate_id: int) -> int:
     released = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     if released:
         return released.verdict
-    suite = current_suite(plant)
+    suite = load_current_suite(plant)
     best = champion(plant.ledger)
     champion_id = best.candidate if best else None
-    looks = looks_before(plant.ledger, candidate_id, suite)
-    if looks >= policy.sealed_looks_max and evaluation_of(plant.ledger, candidate_id, suite) is None:
+    looks = count_sealed_looks(plant.ledger, candidate_id, suite)
+    if looks >= policy.sealed_looks_max and find_evaluation(plant.ledger, candidate_id, suite) is None:
         against = FIRST_RELEASE if champion_id is None else str(Subject("candidate", champion_id))
         unread = ReleaseEvidence(
             against=against, domains=tuple(suite.domains), sealed_looks=looks, candidate=candidate_id
         )
         evaluated: dict[str, Any] = {"candidate": None, "champion": None}
         return _record(plant.ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
-    ours = evaluate_on(plant, candidate_id, suite)
-    theirs = None if champion_id is None else evaluate_on(plant, champion_id, suite, released=True)
+    ours = evaluate_on_suite(plant, candidate_id, suite)
+    theirs = None if champion_id is None else evaluate_on_suite(plant, champion_id, suite, released=True)
     evidence = gather(plant.ledger, policy, suite, champion_id, ours, theirs)
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     evidence = replace(
@@ -71,9 +71,9 @@ def decide(plant: Plant, candidate_id: int) -> int:
         trained_on=trained_on(plant.ledger, segment),
         **training_now(plant, candidate_id),
     )
-    tasks = measure_due(plant, candidate_id, would_promote=False)
+    tasks = measure_due_tasks(plant, candidate_id, would_promote=False)
     if judge(policy, evidence, tasks).outcome == PROMOTE:
-        tasks = measure_due(plant, candidate_id, would_promote=True)
+        tasks = measure_due_tasks(plant, candidate_id, would_promote=True)
     evaluated = {"candidate": ours, "champion": theirs}
     return _record(plant.ledger, policy, candidate_id, champion_id, suite, evidence, tasks, evaluated)
 
@@ -90,9 +90,9 @@ def gather(
     both = (mine, items_of(ledger, ours)), (other, items_of(ledger, theirs))
     evidence = measured(policy, tuple(suite.domains), against, *both)
     candidate_id = EvaluationRow.get(ledger, ours).candidate
-    fresh = fresh_keys(ledger, candidate_id, suite)
-    ages = gap_between(both[0][1], both[1][1], fresh, policy.target.weights)
-    noise = newest_noise(ledger, policy.target.weights)
+    fresh = find_fresh_documents(ledger, candidate_id, suite)
+    ages = compare_gains(both[0][1], both[1][1], fresh, policy.target.weights)
+    noise = find_newest_noise(ledger, policy.target.weights)
     evidence = watched(ledger, candidate_id, champion_id, evidence)
     return replace(
         evidence,
@@ -104,7 +104,7 @@ def gather(
         on_fresh=ages[0] if ages else None,
         fresh_gap=ages[2] if ages else None,
         look=look_at(ledger, champion_id, candidate_id, suite.sha256),
-        lost=lost_since_best(ledger, champion_id, evidence.guards),
+        lost=losses_since_best(ledger, champion_id, evidence.guards),
     )
 
 
@@ -133,7 +133,7 @@ def measured(
     found = compare(candidate[1], champion[1], policy.target.weights)
     target, guards = found if found else (None, {})
     sealed = {item.item for item in candidate[1] if item.task == TASK}
-    halves = gap_between(candidate[1], champion[1], sealed, policy.target.weights)
+    halves = compare_gains(candidate[1], champion[1], sealed, policy.target.weights)
     if halves:
         values |= dict(zip(("on_sealed", "on_dev", "halves_gap"), halves, strict=True))
     failed = {name: check["detail"] for name, check in other.get("parity", {}).items() if check["ok"] is False}
@@ -154,7 +154,7 @@ def trained_on(ledger: Ledger, segment: int) -> dict[str, float]:
 
     Documents that were quarantined later count too. Documents that a person removed do not.
     """
-    used = token_shards_of(ledger, segment)
+    used = token_shards_of_lineage(ledger, segment)
     sql = """SELECT token_shard, domain, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN ('train', 'quarantined') AND token_shard IS NOT NULL GROUP BY token_shard, domain"""
     found: Counter[str] = Counter()
@@ -198,7 +198,7 @@ def _record(
         number = record_verdict(
             tx, GATE, subject, **values, outcome=verdict.outcome, reasons=verdict.reasons, evidence=stored
         )
-        if alone := dev_alone(policy, evidence):
+        if alone := dev_alone_message(policy, evidence):
             _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, alone)
         record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": judged_by().to_json()})
     return number
@@ -206,9 +206,15 @@ def _record(
 
 def _note(tx: sa.Connection, segment: int, subject: Subject, verdict: int, why: str) -> None:
     """Record an anomaly of the segment that a candidate comes from, once a segment."""
-    own = (anomalies.c.segment == segment) & (anomalies.c.kind == DEV_ALONE)
+    own = (anomalies.c.segment == segment) & (anomalies.c.kind == GAIN_ON_DEV_ONLY)
     if tx.execute(sa.select(anomalies.c.id).where(own)).first() is None:
         last = tx.execute(sa.select(segments.c.last_step).where(segments.c.id == segment)).scalar_one()
-        detail = {"step": last - 1, "kind": DEV_ALONE, "candidate": subject.number, "verdict": verdict, "why": str(why)}
-        tx.execute(anomalies.insert().values(segment=segment, step=last - 1, kind=DEV_ALONE, detail=detail))
-        record(tx, DEV_ALONE, subject, detail)
+        detail = {
+            "step": last - 1,
+            "kind": GAIN_ON_DEV_ONLY,
+            "candidate": subject.number,
+            "verdict": verdict,
+            "why": str(why),
+        }
+        tx.execute(anomalies.insert().values(segment=segment, step=last - 1, kind=GAIN_ON_DEV_ONLY, detail=detail))
+        record(tx, GAIN_ON_DEV_ONLY, subject, detail)

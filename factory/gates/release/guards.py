@@ -16,14 +16,14 @@ from factory.evals.power import (
     MOST_FAILED,
     POWER,
     TAILS,
-    Needed,
+    RequiredBound,
     ScoredGuard,
+    assign_holm_levels,
     smallest_gain,
-    stepped,
     times_needed,
-    variance_right,
+    variance_of_share,
 )
-from factory.evals.statistics import CLOZE, Gain, spent_at
+from factory.evals.statistics import CLOZE, Gain, alpha_at_look
 from factory.gates.release.evidence import ReleaseEvidence, number
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, reason
@@ -58,7 +58,7 @@ def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard
     groups = number(guard.effective) if guard else None
     if items is None or items < 1 or right is None or not 0 <= right <= 1 or groups is None or groups > items + 1e-6:
         return None
-    variance = variance_right(right, int(items))
+    variance = variance_of_share(right, int(items))
     return ScoredGuard(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
 
 
@@ -109,11 +109,11 @@ def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, 
 
 
 @dataclass(frozen=True)
-class Bounds:
+class PromotionBounds:
     """The bounds that a promotion has to pass: the target's, and those of the guards that stand, which share one level."""
 
-    target: Needed
-    guards: dict[str, Needed]
+    target: RequiredBound
+    guards: dict[str, RequiredBound]
     otherwise: float  # the chance that another comparison holds a good candidate
 
     def smallest_gain(self) -> float | None:
@@ -125,7 +125,7 @@ class Bounds:
         return times_needed(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
 
 
-def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Bounds | None:
+def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
     """The bounds that this comparison sets for another candidate; None: nothing was compared. A gain in bits per byte does not move cloze: its error
     is that of equally good models."""
     if evidence.target is None or not evidence.look:
@@ -136,12 +136,12 @@ def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Bounds | None:
         measured = evidence.guards.get(name, Gain())
         if name == CLOZE and (known := cloze_guard(policy, evidence)):
             measured = Gain(0.0, known.error, measured.clusters, measured.effective)
-        guards[name] = Needed(measured, policy.guards.alpha, floor[name], moves=name != CLOZE)
-    target = Needed(evidence.target, spent_at(policy.target.alpha, evidence.look), tails=TAILS)
-    return Bounds(target, guards, 1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
+        guards[name] = RequiredBound(measured, policy.guards.alpha, floor[name], moves=name != CLOZE)
+    target = RequiredBound(evidence.target, alpha_at_look(policy.target.alpha, evidence.look), tails=TAILS)
+    return PromotionBounds(target, guards, 1.5 * policy.memorising.alpha)  # of both comparisons; one is one-sided
 
 
-def detectable(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
+def detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
     """The smallest gain, the same in every domain, at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
     asked = bounds(policy, evidence)
     return asked.smallest_gain() if asked else None
@@ -157,7 +157,7 @@ def groups_needed(gain: Gain, level: float, floor: float) -> int | None:
     error = number(gain.error)
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
-    found = times_needed(0.0, [Needed(gain, level, floor)])
+    found = times_needed(0.0, [RequiredBound(gain, level, floor)])
     return None if found is None else math.ceil(found * groups)
 
 
@@ -168,20 +168,20 @@ def enough(gain: Gain | None, clusters_min: int) -> bool:
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
-ESTIMATES = frozenset({"release.detects_gain", "release.detects_gain_beside_cloze", "release.detects_no_gain"})
+ESTIMATE_CODES = frozenset({"release.detects_gain", "release.detects_gain_beside_cloze", "release.detects_no_gain"})
 """Codes of the messages about the gain that a comparison can detect. The gain is an estimate and decides nothing."""
 
 
 def seen(
-    gain: float | None, target: Needed, guards: Mapping[str, Needed], look: int, cloze: ScoredGuard | None
+    gain: float | None, target: RequiredBound, guards: Mapping[str, RequiredBound], look: int, cloze: ScoredGuard | None
 ) -> Message:
     """The gain that is promoted with 80 %. Where cloze stands, also the share of equally good models that pass it.
 
-    >>> target = Needed(Gain(0.1, 0.009, 40, 38.2), 0.025)
+    >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
     >>> print(seen(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
     A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a level of \
 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
-    >>> print(seen(None, Needed(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
+    >>> print(seen(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
     No gain is detected with a probability of 80%: a gain of 8 bits per byte passes the bound of the target with a probability of 45%. This is \
 comparison 1 with this champion, at a level of 2.50%, on 2 document groups of equal size.
     """
@@ -210,9 +210,9 @@ comparison 1 with this champion, at a level of 2.50%, on 2 document groups of eq
     )  # fmt: skip
 
 
-def _why_none(target: Needed, guards: Mapping[str, Needed]) -> Message:
+def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Message:
     """The bound that the largest possible gain passes with the lowest probability."""
-    needed = {"the target": target} | {name: one for name, one in stepped(guards, MOST).items() if one.moves}
+    needed = {"the target": target} | {name: one for name, one in assign_holm_levels(guards, MOST).items() if one.moves}
     chances = {name: one.chance(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
     if needed[name].measured.bound(needed[name].level) is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from factory.evals.probes.checks import CHECKS
-from factory.evals.statistics import CLOZE, Gain, holm, spent_at
+from factory.evals.statistics import CLOZE, Gain, alpha_at_look, holm_step_down
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, number
 from factory.gates.release.guards import (
     aside,
@@ -24,17 +24,17 @@ from factory.gates.release.guards import (
 )
 from factory.gates.release.messages import (
     NAMED,
-    allowed_loss,
-    another_order,
-    bring_shards,
-    more_groups,
-    noise_used,
+    allowed_loss_message,
+    bring_shards_remedy,
+    data_order_message,
+    more_groups_remedy,
+    noise_message,
+    not_measured_reason,
     sentence,
-    train_on,
+    train_on_remedy,
     unguarded,
-    why_not_measured,
 )  # fmt: skip
-from factory.gates.release.overfitting import add_memorising
+from factory.gates.release.overfitting import add_overfitting_reasons
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, reason, to_do
 from factory.tasks.comparing import TaskEvidence, reasons
@@ -82,7 +82,7 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Found:
             "(sealed_looks_max in gates/release.yaml). Nothing was measured. New shards bring held-out documents that no candidate has read.",
             looks=looks, most=policy.sealed_looks_max,
         )  # fmt: skip
-        return Found(missing=[Reason(spent, bring_shards())])
+        return Found(missing=[Reason(spent, bring_shards_remedy())])
     found = _checks(evidence)
     if looks is None or looks < 0:
         found.missing.append(
@@ -159,7 +159,7 @@ def _checks(evidence: ReleaseEvidence) -> Found:
 def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     missing = []
     if not evidence.domains:
-        missing.append(reason("release.no_domain", "No domain was measured.", remedy=bring_shards()))
+        missing.append(reason("release.no_domain", "No domain was measured.", remedy=bring_shards_remedy()))
     for domain in sorted(set(evidence.documents) | set(evidence.bits_per_byte)):
         if domain not in evidence.domains:
             missing.append(
@@ -337,16 +337,16 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) 
                 )
             )
     _target(policy, evidence, champion, found)
-    add_memorising(policy, evidence, found.missing)
+    add_overfitting_reasons(policy, evidence, found.missing)
     _guards(policy, evidence, found)
-    found.facts.append(noise_used(evidence))
+    found.facts.append(noise_message(evidence))
 
 
 def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: Found) -> None:
     """Whether the candidate is better than the champion."""
     target, look = evidence.target, evidence.look
     change = sentence(TARGET, target, None, None)
-    level = spent_at(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
+    level = alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
     lower, upper = (target.bound(level), target.bound(policy.target.alpha / 2, above=True)) if target else (None, None)
     if not level:
         unknown = Message(
@@ -357,7 +357,7 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         found.missing.insert(0, Reason(unknown))
         return
     if target is None or lower is None or upper is None or not enough(target, policy.clusters_min):
-        found.missing.insert(0, _target_not_measured(champion, why_not_measured(target, policy.clusters_min)))
+        found.missing.insert(0, _target_not_measured(champion, not_measured_reason(target, policy.clusters_min)))
         return
     asked = bounds(policy, evidence)
     assert asked is not None and isinstance(look, int)
@@ -371,10 +371,10 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         found.facts.insert(0, power)
     elif lower > 0:
         better = Message("release.better", "Better than {champion}: {change}.", champion=champion, change=change)
-        found.facts[:0] = [better, power, another_order(policy, evidence, target)]
+        found.facts[:0] = [better, power, data_order_message(policy, evidence, target)]
     else:
         own = number(target.gain)
-        remedy = train_on(own, gain, asked.times_needed(own) if own is not None and own > 0 else None)
+        remedy = train_on_remedy(own, gain, asked.times_needed(own) if own is not None and own > 0 else None)
         unsure = Message(
             "release.not_better", "Not shown to be better than {champion}: {change}.", champion=champion, change=change
         )
@@ -415,7 +415,7 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> N
         bound = guard.bound(alpha / shared) if guard else None
         return bound is not None and bound > floor[name]
 
-    shown_above = holm(stand, above)
+    shown_above = holm_step_down(stand, above)
     for name in every:
         guard = evidence.guards.get(name)
         ours, theirs = evidence.bits_per_byte.get(name), evidence.champion_bits_per_byte.get(name)
@@ -431,12 +431,12 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> N
         if name in apart and few:
             found.facts.append(_guard_shown(change))
         elif guard is None or upper is None or few or None in (number(theirs), number(ours)):
-            found.missing.append(_guard_not_compared(name, why_not_measured(guard, policy.clusters_min)))
+            found.missing.append(_guard_not_compared(name, not_measured_reason(guard, policy.clusters_min)))
         elif upper < floor[name]:
             violated = Message(
                 "release.guard_violated",
                 "Guard violated: {change}. {allowed}",
-                guard=name, change=change, allowed=allowed_loss(-floor[name], lost[name]),
+                guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]),
             )  # fmt: skip
             found.against.append(Reason(violated))
         elif name in apart and apart[name].tells and (number(guard.gain) or 0.0) < -apart[name].margin:
@@ -450,7 +450,7 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> N
             unsure = Message(
                 "release.guard_not_shown",
                 "Guard not shown to hold: {change}. {allowed} The bound, corrected for {guards:|guard|guards}, does not exclude a larger loss.",
-                guard=name, change=change, allowed=allowed_loss(-floor[name], lost[name]), guards=len(stand),
+                guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]), guards=len(stand),
             )  # fmt: skip
             found.missing.append(Reason(unsure, _surer(name, guard, alpha, floor[name])))
         else:
@@ -469,7 +469,7 @@ def _guard_not_compared(name: str, why: Reason) -> Reason:
     few = Message(
         "release.guard_few_groups", "{guard}: too few documents to compare: {why}.", guard=name, why=why.message
     )
-    return Reason(few, None if name == CLOZE else more_groups(name, why.remedy))
+    return Reason(few, None if name == CLOZE else more_groups_remedy(name, why.remedy))
 
 
 def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
@@ -490,7 +490,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
     about = Message(
         "release.about_groups", "about {needed} equally large (now {groups:.0f})", needed=needed, groups=groups
     )
-    more = more_groups(name, about)
+    more = more_groups_remedy(name, about)
     if (number(guard.gain) or 0.0) >= 0:
         return more
     return Message("release.remedy_domain_or_groups", "{train} Or {hold_out}", train=fell, hold_out=more)

@@ -7,7 +7,7 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.git.version import version
 
 # The judge and its imports, except the modules that read files (``core.policy_file``) and that measure (``evals.tasks``).
@@ -28,7 +28,7 @@ FILES = (
 
 
 @dataclass(frozen=True)
-class JudgedBy:
+class JudgeVersion:
     """``sha256``: the hash of ``FILES``. ``version``: the factory's version, for a person who looks for that code."""
 
     sha256: str
@@ -39,10 +39,10 @@ class JudgedBy:
 
 
 @functools.cache
-def judged_by() -> JudgedBy:
+def judged_by() -> JudgeVersion:
     """The judge of this process. The files are read at the first call."""
     digest = hashlib.sha256()
     for path in sorted(FILES):
-        content = (code_root() / path).read_bytes()
+        content = (checkout_root() / path).read_bytes()
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
-    return JudgedBy(digest.hexdigest(), version())
+    return JudgeVersion(digest.hexdigest(), version())

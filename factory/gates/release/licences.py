@@ -17,15 +17,15 @@ AT_ONCE = 5000  # keys in one query
 NONE = "no licence"  # the name for documents without a licence
 
 
-def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
+def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | None = None) -> dict[str, int]:
     """Supervised tokens by licence in the token shards of a segment and of all segments before it; None: in all token shards. '' is for
     documents without a licence.
 
-    Documents that were quarantined or removed after training count too. Documents that every plan masks do not (``masked_throughout``). With a
+    Documents that were quarantined or removed after training count too. Documents that every plan masks do not (``find_masked_documents``). With a
     ``policy``, a text with several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.claims``). Without a
     policy it counts under the licence of the row that stayed.
     """
-    used = token_shards_of(ledger, segment) if segment is not None else every_token_shard(ledger)
+    used = token_shards_of_lineage(ledger, segment) if segment is not None else list_token_shards(ledger)
     fates = "('train', 'quarantined', 'removed')" if segment is not None else "('train')"
     sql = f"""SELECT token_shard, license, SUM(supervised_tokens) AS tokens FROM documents
         WHERE fate IN {fates} AND token_shard IS NOT NULL GROUP BY token_shard, license"""
@@ -33,7 +33,7 @@ def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | No
     for group in ledger.read(sql):
         if group["token_shard"] in used:
             found[group["license"] or ""] += group["tokens"]
-    masked = masked_throughout(ledger, segment) if segment is not None else {}
+    masked = find_masked_documents(ledger, segment) if segment is not None else {}
     for row in masked.values():
         found[row["license"] or ""] -= row["supervised_tokens"]
     found = +found
@@ -49,10 +49,10 @@ def tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licences | No
     return dict(found)
 
 
-def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
+def count_disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
     """The supervised tokens whose licence forbids a release, but for which another shard names a licence that allows it. A person can settle which
     licence is right."""
-    used, masked = token_shards_of(ledger, segment), masked_throughout(ledger, segment)
+    used, masked = token_shards_of_lineage(ledger, segment), find_masked_documents(ledger, segment)
     return sum(
         one.supervised_tokens
         for one in conflicts(ledger)
@@ -63,12 +63,12 @@ def disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int:
     )
 
 
-def token_shards_of(ledger: Ledger, segment: int) -> set[str]:
+def token_shards_of_lineage(ledger: Ledger, segment: int) -> set[str]:
     """The token shards of a segment and of all segments before it."""
     return {shard["id"] for plan in _plans(ledger, segment) for shard in plan["token_shards"]}
 
 
-def masked_throughout(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
+def find_masked_documents(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
     """The documents in these token shards from which nothing was learned, by key: each plan with their shard masks them, because they were
     removed before the first plan. Each has ``license``, ``token_shard``, ``supervised_tokens`` and ``detail``."""
     plans = [
@@ -92,7 +92,7 @@ def _plans(ledger: Ledger, segment: int) -> list[Mapping[str, Any]]:
     return [ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=name)[0]["plan"] for name in names]
 
 
-def every_token_shard(ledger: Ledger) -> set[str]:
+def list_token_shards(ledger: Ledger) -> set[str]:
     return {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
 
 

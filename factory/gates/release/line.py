@@ -25,7 +25,7 @@ def look_at(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: s
     return looked.index(mine) + 1 if mine in looked else len(looked) + 1
 
 
-def lost_since_best(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
+def losses_since_best(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
     """The loss of the champion since the best release that it descends from, by guard, as the verdicts measured it.
 
     Each release was compared with the champion before it on the same items, so the gains add up, and small losses cannot accumulate unseen. A

@@ -21,7 +21,7 @@ from factory.ledger.rows import CandidateRow, SegmentRow
 TASK = "bpb"
 
 
-def gap_between(
+def compare_gains(
     ours: Sequence[EvalItem], theirs: Sequence[EvalItem], keys: Collection[str], weights: Mapping[str, float]
 ) -> tuple[Gain, Gain, Gain] | None:
     """(gain on the documents ``keys``, gain on the others, their difference), in the domains that both have. None: no domain is in both.
@@ -44,7 +44,7 @@ def gap_between(
     return found[0], found[1], difference(found[0], found[1])
 
 
-def fresh_keys(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
+def find_fresh_documents(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
     """The documents of a suite that arrived after a candidate's training: the candidate was not trained on their shards."""
     plans = {row.data_plan for row in SegmentRow.lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
     read = ledger.rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
@@ -55,7 +55,7 @@ def fresh_keys(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str
     return frozenset(document.key for document in every if document.key.partition(":")[0] not in before)
 
 
-def looks_before(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
+def count_sealed_looks(ledger: Ledger, candidate_id: int, suite: Suite) -> float:
     """The number of other candidates that read a document of the sealed half, as the mean over the suite."""
     if not suite.documents:
         return 0.0

@@ -13,12 +13,12 @@ from kernels.contract.message import Message
 NAMED = 5  # licences, or domains, in a message
 
 
-def bring_shards() -> Message:
+def bring_shards_remedy() -> Message:
     """The remedy where any new documents help."""
     return Message("release.remedy_bring_shards", "bring new shards: 'factory ingest PATH'.")
 
 
-def another_candidate() -> Message:
+def another_candidate_remedy() -> Message:
     """The remedy for a candidate that was fitted to held-out documents."""
     return Message(
         "release.remedy_memorised",
@@ -27,7 +27,7 @@ def another_candidate() -> Message:
     )
 
 
-def allowed_loss(loss: float, lost: float) -> Message:
+def allowed_loss_message(loss: float, lost: float) -> Message:
     """The loss that a guard allows, after what earlier releases lost."""
     if lost:
         return Message(
@@ -38,7 +38,7 @@ def allowed_loss(loss: float, lost: float) -> Message:
     return Message("release.loss_allowed", "A loss of at most {loss:.3f} is allowed.", loss=loss)
 
 
-def why_not_measured(gain: Gain | None, clusters_min: int) -> Reason:
+def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
     """Why a gain could not be measured. The remedy is the number of document groups that are missing."""
     if gain is None:
         return reason("release.no_common_items", "candidate and champion have no items in common")
@@ -84,7 +84,7 @@ def sentence(
     )  # fmt: skip
 
 
-def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
+def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
     """Whether the gain is larger than the effect of another data order. For the reader only: a release publishes these weights."""
     runs, noise = evidence.replicas, number(evidence.replica_target)
     if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
@@ -111,7 +111,7 @@ def another_order(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain
     )
 
 
-def more_groups(domain: str, more: Message) -> Message:
+def more_groups_remedy(domain: str, more: Message) -> Message:
     """The remedy where a domain has too few document groups."""
     return Message(
         "release.remedy_groups",
@@ -121,13 +121,13 @@ def more_groups(domain: str, more: Message) -> Message:
     )  # fmt: skip
 
 
-def train_on(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
+def train_on_remedy(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
     """The remedy for a candidate that is not shown to be better.
 
-    >>> print(train_on(0.005, 0.016, 9.4))
+    >>> print(train_on_remedy(0.005, 0.016, 9.4))
     train on ('factory run'): this comparison detects a gain of 0.016 in every domain. Or bring shards ('factory ingest PATH'): 9.4 times as many \
 held-out document groups detect a gain of 0.005.
-    >>> print(train_on(-0.002, 0.016, None))
+    >>> print(train_on_remedy(-0.002, 0.016, None))
     train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
     """
     known = (
@@ -151,12 +151,12 @@ held-out document groups detect a gain of 0.005.
     )  # fmt: skip
 
 
-def noise_used(evidence: ReleaseEvidence) -> Message:
+def noise_message(evidence: ReleaseEvidence) -> Message:
     """The noise that widens the guards' margins, with its source.
 
-    >>> print(noise_used(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
+    >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005}, replicas=3, replica_noise={"code": 0.0042})))
     Noise of the measurement, bits per byte: code 0.0005. Noise of another data order, from 3 trainings: code 0.0042.
-    >>> print(noise_used(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
+    >>> print(noise_message(ReleaseEvidence(domains=("code",), noise_floor={"code": 0.0005})))
     Noise of the measurement, bits per byte: code 0.0005. Noise of another data order: not known, as no replicas were measured yet.
     """
     floor, order = dict(evidence.noise_floor), dict(evidence.replica_noise)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from factory.gates.release.evidence import ReleaseEvidence, number
-from factory.gates.release.messages import another_candidate, bring_shards
+from factory.gates.release.messages import another_candidate_remedy, bring_shards_remedy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, reason
 from kernels.contract.message import Message
 
 
-def add_memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reason]) -> None:
+def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reason]) -> None:
     """Add to ``missing`` the reasons that the candidate was fitted to held-out documents, or that this is not known."""
     rules = policy.memorising
     gap = evidence.halves_gap
@@ -20,7 +20,7 @@ def add_memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: li
             reason(
                 "release.halves_not_compared",
                 "The gains on the sealed half and the dev half of the held-out documents could not be compared.",
-                remedy=bring_shards(),
+                remedy=bring_shards_remedy(),
             )
         )
     elif low > rules.halves_margin:
@@ -29,7 +29,7 @@ def add_memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: li
             reason("release.sealed_seen",
                     "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
                     "alike, so the candidate was trained on sealed documents.",
-                    sealed=sealed, dev=dev, remedy=another_candidate()),
+                    sealed=sealed, dev=dev, remedy=another_candidate_remedy()),
         )  # fmt: skip
     elif high < -rules.halves_margin:
         missing.insert(
@@ -37,7 +37,7 @@ def add_memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: li
             reason("release.dev_fitted",
                     "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
                     "alike, so the candidate was fitted to the dev half.",
-                    sealed=sealed, dev=dev, remedy=another_candidate()),
+                    sealed=sealed, dev=dev, remedy=another_candidate_remedy()),
         )  # fmt: skip
     if evidence.watched is None:
         missing.append(
@@ -46,8 +46,8 @@ def add_memorising(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: li
                 "The evidence does not say whether the dev half alone improved over the line of candidates.",
             )
         )
-    elif alone := dev_alone(policy, evidence):
-        missing.insert(0, Reason(alone, another_candidate()))
+    elif alone := dev_alone_message(policy, evidence):
+        missing.insert(0, Reason(alone, another_candidate_remedy()))
     _fresh(policy, evidence, missing)
 
 
@@ -72,7 +72,7 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
                     "release.fresh_not_compared",
                     "The gain on the {documents} held-out documents that arrived after the training could not be compared.",
                     documents=fresh,
-                    remedy=bring_shards(),
+                    remedy=bring_shards_remedy(),
                 )
             )
         elif high < -rules.fresh_margin and least <= 0:  # a candidate that is better on new documents too has learned
@@ -81,11 +81,11 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
                 reason("release.by_heart",
                         "The candidate gains {fresh:+.3f} bits per byte on documents that arrived after its training, and {older:+.3f} on older "
                         "documents. The candidate has memorised the older documents.",
-                        fresh=new, older=new - gap.gain, remedy=another_candidate()),
+                        fresh=new, older=new - gap.gain, remedy=another_candidate_remedy()),
             )  # fmt: skip
 
 
-def dev_alone(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Message | None:
+def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Message | None:
     """The reward-hacking watch: the message that the dev half improved and the sealed half did not, in one candidate or over several. Else None."""
     rules, said = policy.memorising, None
     found = [(evidence.halves_gap, evidence.on_dev, evidence.on_sealed, 1, "the champion")]

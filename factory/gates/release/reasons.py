@@ -26,7 +26,7 @@ def reason(code: str, template: str, /, remedy: Message | None = None, **data: A
     return Reason(Message(code, template, **data), remedy)
 
 
-NOTHING_SHOWN = frozenset(
+OVERRIDABLE_CODES = frozenset(
     {
         "release.few_documents", "release.target_few_groups", "release.guard_few_groups", "release.not_better", "release.guard_not_shown",
         "release.guard_loss_measured", "release.noise_floor", "release.task_not_shown",
@@ -35,13 +35,13 @@ NOTHING_SHOWN = frozenset(
 """Codes of the reasons to hold which say that the measurements are too few to be sure. A person may override these ('factory releases override').
 All other reasons are about failed checks, licences, anomalies, memorised documents, or missing evidence."""
 
-TO_DO = frozenset({"release.to_do", "release.override"})
+TO_DO_CODES = frozenset({"release.to_do", "release.override"})
 """Codes of the lines that tell a person what to do about a hold."""
 
 
-def may_be_overridden(held_by: Sequence[Reason]) -> bool:
+def are_overridable(held_by: Sequence[Reason]) -> bool:
     """True if a person may release a candidate that is held for these reasons."""
-    return bool(held_by) and all(reason.code in NOTHING_SHOWN for reason in held_by)
+    return bool(held_by) and all(reason.code in OVERRIDABLE_CODES for reason in held_by)
 
 
 def to_do(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
@@ -53,13 +53,13 @@ def to_do(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
     """
     number = "N" if candidate is None else candidate
     remedies = dict.fromkeys(reason.remedy for reason in held_by if reason.remedy)
-    if not remedies or any(not reason.remedy and reason.code not in NOTHING_SHOWN for reason in held_by):
+    if not remedies or any(not reason.remedy and reason.code not in OVERRIDABLE_CODES for reason in held_by):
         evaluate = Message(
             "release.remedy_evaluate", "measure what is missing: 'factory evaluate {candidate}'.", candidate=number
         )
         remedies[evaluate] = None
     lines = [Message("release.to_do", "To do: {remedy}", remedy=remedy) for remedy in remedies]
-    if may_be_overridden(held_by):
+    if are_overridable(held_by):
         lines.append(
             Message(
                 "release.override",
@@ -70,7 +70,7 @@ def to_do(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
     return lines
 
 
-def is_to_do(text: str) -> bool:
+def is_to_do_line(text: str) -> bool:
     """True if a recorded reason tells a person what to do. Reasons of older factories have no code, so their first words decide."""
     code = getattr(text, "code", "")
-    return code in TO_DO or (not code and text.startswith(("To do: ", "Or: ")))
+    return code in TO_DO_CODES or (not code and text.startswith(("To do: ", "Or: ")))

@@ -15,7 +15,7 @@ from factory.core.policy_file import policy_sha256
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import HOLD, Verdict, judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason, may_be_overridden
+from factory.gates.release.reasons import Reason, are_overridable
 from factory.tasks.comparing import TaskEvidence
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
@@ -81,9 +81,9 @@ def held_by(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any)
     return tuple(verdict.found.missing)
 
 
-def not_overridable(reasons: Sequence[Reason]) -> Message | None:
+def find_not_overridable(reasons: Sequence[Reason]) -> Message | None:
     """The first reason that no person can override. None: a person may override all of them."""
-    if may_be_overridden(reasons):
+    if are_overridable(reasons):
         return None
     no_reason = Message("release.held_for_no_reason", "The judge names no reason to hold.")
-    return next((one.message for one in reasons if not may_be_overridden([one])), no_reason)
+    return next((one.message for one in reasons if not are_overridable([one])), no_reason)

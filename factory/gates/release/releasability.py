@@ -18,13 +18,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from factory.evals.power import Needed, ScoredGuard, variance_right
+from factory.evals.power import RequiredBound, ScoredGuard, variance_of_share
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence, number
-from factory.gates.release.guards import cloze_guard, detectable, floors, groups_needed, set_aside
+from factory.gates.release.guards import cloze_guard, detectable_gain, floors, groups_needed, set_aside
 from factory.gates.release.line import GATE
 from factory.gates.release.policy import ReleasePolicy
-from factory.ledger.rows import Reads, VerdictRow
+from factory.ledger.rows import ReadsSql, VerdictRow
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.comparing import set_aside as tasks_aside
 from kernels.contract.message import Message
@@ -97,7 +97,7 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
         few = domain.documents < policy.documents_min or domain.groups < policy.clusters_min or domain.dev_groups < 1
         eight = Gain(0.0, (domain.spread or SPREAD) / math.sqrt(8), 8, 8.0)
         needed = groups_needed(eight, policy.guards.alpha, floor[name])
-        passed = Needed(assumed.guards[name], policy.guards.alpha, floor[name]).chance(0.0)
+        passed = RequiredBound(assumed.guards[name], policy.guards.alpha, floor[name]).chance(0.0)
         size = None if needed is None else max(needed, policy.clusters_min)
         found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
         if few:
@@ -128,10 +128,10 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
         if mine.state == "aside" and task.groups >= policy.clusters_min:
             mine = replace(mine, margin=known.margin_needed())
         found.append(mine)
-    return Releasability(tuple(found), None if holds else detectable(policy, assumed), tuple(holds))
+    return Releasability(tuple(found), None if holds else detectable_gain(policy, assumed), tuple(holds))
 
 
-def spreads(db: Reads) -> dict[str, float]:
+def spreads(db: ReadsSql) -> dict[str, float]:
     """Standard deviation of a group's difference by domain, in bits per byte, from the newest verdict against a champion."""
     for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
         guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}
@@ -190,6 +190,6 @@ def _assumed_tasks(sizes: Sizes) -> TaskEvidence:
         gains={name: Gain(0.0, 0.0, task.groups, float(task.groups)) for name, task in sizes.tasks.items()},
         margins={name: task.margin for name, task in sizes.tasks.items()},
         items={name: task.items for name, task in sizes.tasks.items()},
-        variances={name: variance_right(task.right, task.items) for name, task in sizes.tasks.items()},
+        variances={name: variance_of_share(task.right, task.items) for name, task in sizes.tasks.items()},
         alpha=sizes.tasks_alpha,
     )

@@ -11,7 +11,7 @@ from statistics import stdev
 from typing import Any
 
 from factory.gates.release.policy import Replicas
-from factory.ledger.rows import Reads, SegmentRow, Subject, champion
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject, champion
 
 MEASURED = (
     "replicas_measured"  # event about an anneal: {release, recipe_sha256, documents, runs: [{domain: bits per byte}]}
@@ -41,19 +41,19 @@ class ReplicaNoise:
         return cls(len(runs), {d: stdev(run[d] for run in runs) for d in domains}, stdev(each) if each else None)
 
 
-def newest_noise(db: Reads, weights: Mapping[str, float]) -> ReplicaNoise | None:
+def find_newest_noise(db: ReadsSql, weights: Mapping[str, float]) -> ReplicaNoise | None:
     """The noise that the newest replicas showed. None: none were measured yet."""
-    found = newest_measured(db)
+    found = find_newest_measurement(db)
     return ReplicaNoise.of(found["runs"], weights) if found else None
 
 
-def newest_measured(db: Reads) -> dict[str, Any] | None:
+def find_newest_measurement(db: ReadsSql) -> dict[str, Any] | None:
     """The newest ``MEASURED`` event's detail, with its ``subject``."""
     rows = db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=MEASURED)
     return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
 
 
-def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
+def due(db: ReadsSql, policy: Replicas) -> tuple[SegmentRow, int] | None:
     """The anneal that is due to be trained again, and its release. None: nothing is due now."""
     best = champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
@@ -61,7 +61,7 @@ def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
     anneal = next((row for row in reversed(SegmentRow.lineage(db, best.segment)) if row.kind != "average"), None)
     if anneal is None or anneal.kind != "anneal" or anneal.parent is None:
         return None  # an average of the trunk's checkpoints has no short training to repeat
-    before = newest_measured(db)
+    before = find_newest_measurement(db)
     if before is not None:
         same = anneal.recipe_sha256 == before["recipe_sha256"]
         if best.number <= before["release"] or (same and best.number - before["release"] < policy.every_releases):
@@ -69,14 +69,14 @@ def due(db: Reads, policy: Replicas) -> tuple[SegmentRow, int] | None:
     return anneal, best.number
 
 
-def may_start(db: Reads, policy: Replicas, anneal: SegmentRow) -> bool:
+def may_start_replicas(db: ReadsSql, policy: Replicas, anneal: SegmentRow) -> bool:
     """True if enough was trained since the newest replicas, so that the trunk can wait for this anneal's replicas."""
-    before = newest_measured(db)
+    before = find_newest_measurement(db)
     trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)
     return policy.count * (anneal.last_step - anneal.first_step) <= policy.steps_max * trained
 
 
-def _steps_after(db: Reads, segment: int) -> int:
+def _steps_after(db: ReadsSql, segment: int) -> int:
     """The steps that were trained in segments after this one, with rewound segments."""
     sql = "SELECT SUM(last_step - first_step) AS steps FROM segments WHERE id > :id AND kind <> 'average' AND state IN ('done', 'rewound')"
     return int(db.read(sql, id=segment)[0]["steps"] or 0)

@@ -15,14 +15,14 @@ from typing import Any
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.line import GATE
-from factory.ledger.rows import Reads, Subject, VerdictRow
+from factory.ledger.rows import ReadsSql, Subject, VerdictRow
 
 NEWEST = 10  # a new candidate is compared with this many earlier ones
 HALVES = ("on_dev", "on_sealed", "halves_gap")
 
 
 @dataclass(frozen=True)
-class Point:
+class JudgedCandidate:
     """A judged candidate with its gains over the champion of that time, the candidate ``against``."""
 
     candidate: int
@@ -30,11 +30,11 @@ class Point:
     gains: Mapping[str, Gain]
 
 
-def watched(db: Reads, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
+def watched(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
     """The evidence with the rise since that candidate of the ``NEWEST`` from which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
     line = [point for point in line_of(db) if point.candidate != candidate]
-    mine = Point(candidate, champion, here)
+    mine = JudgedCandidate(candidate, champion, here)
     rises = [(rise_since(before, mine, line), before.candidate) for before in line[-NEWEST:]]
     seen = [(rise, since) for rise, since in rises if rise["halves_gap"].error]
     if not seen:
@@ -50,26 +50,28 @@ def watched(db: Reads, candidate: int, champion: int, evidence: ReleaseEvidence)
     )
 
 
-def line_of(db: Reads) -> list[Point]:
+def line_of(db: ReadsSql) -> list[JudgedCandidate]:
     """The candidates by their newest verdicts with both halves compared, in the order of these verdicts."""
-    found: dict[int, Point] = {}
+    found: dict[int, JudgedCandidate] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
         stored = row.evidence(db)
         against = Subject.parse(row.against).number if row.against else None
         if against is None:
-            found.setdefault(row.number, Point(row.number, None, dict.fromkeys(HALVES, Gain(0.0, 0.0, 0, math.inf))))
+            found.setdefault(
+                row.number, JudgedCandidate(row.number, None, dict.fromkeys(HALVES, Gain(0.0, 0.0, 0, math.inf)))
+            )
         elif all(isinstance(stored.get(name), dict) for name in HALVES):
             found.pop(row.number, None)
-            found[row.number] = Point(row.number, against, {name: _gain(stored[name]) for name in HALVES})
+            found[row.number] = JudgedCandidate(row.number, against, {name: _gain(stored[name]) for name in HALVES})
     return list(found.values())
 
 
-def rise_since(before: Point, now: Point, line: Sequence[Point]) -> dict[str, Gain]:
+def rise_since(before: JudgedCandidate, now: JudgedCandidate, line: Sequence[JudgedCandidate]) -> dict[str, Gain]:
     """The gain of ``now`` over ``before`` by half, computed through the champion that both descend from.
 
     Errors are added as if from different documents, which errs on the safe side. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
 
-    >>> step = lambda number, against: Point(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
+    >>> step = lambda number, against: JudgedCandidate(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
     >>> line = [step(2, 1), step(3, 2), step(4, 2)]
     >>> found = rise_since(line[0], step(5, 3), line)["on_dev"]  # 5 over 3, 3 over 2
     >>> round(found.gain, 3), round(found.error, 4), round(found.effective, 1)
@@ -89,7 +91,7 @@ def rise_since(before: Point, now: Point, line: Sequence[Point]) -> dict[str, Ga
     return {name: _sum([p.gains[name] for p in up], [p.gains[name] for p in down]) for name in now.gains}
 
 
-def _path(point: Point, line: Mapping[int, Point]) -> list[Point]:
+def _path(point: JudgedCandidate, line: Mapping[int, JudgedCandidate]) -> list[JudgedCandidate]:
     """A candidate, its champion, the champion before, and so on."""
     path = [point]
     while (before := path[-1].against) is not None and before in line and line[before] not in path:

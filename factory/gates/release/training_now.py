@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.licences import disputed_tokens, not_releasable, tokens_by_licence
+from factory.gates.release.licences import count_disputed_tokens, count_tokens_by_licence, not_releasable
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.anomalies import open_in, rewound_in
+from factory.ledger.anomalies import open_anomalies_of_lineage, rewound_segments_of_lineage
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
@@ -17,13 +17,13 @@ def training_now(plant: Plant, candidate_id: int) -> dict[str, Any]:
     """Values of ``ReleaseEvidence`` by name, from the ledger and the policies. Raises: ConfigError."""
     licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
-    tokens = tokens_by_licence(plant.ledger, segment, licences)
+    tokens = count_tokens_by_licence(plant.ledger, segment, licences)
     other = not_releasable(licences, tokens)
     return {
         "anomalies": _open_anomalies(plant, candidate_id),
         "releasable": 1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
         "not_releasable": other,
-        "disputed": disputed_tokens(plant.ledger, segment, licences) / sum(tokens.values()) if other else None,
+        "disputed": count_disputed_tokens(plant.ledger, segment, licences) / sum(tokens.values()) if other else None,
     }
 
 
@@ -37,10 +37,10 @@ def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
             "{kind} at step {step} of segment {segment} (anomaly {anomaly}, which is open)",
             kind=row.kind, step=row.step, segment=row.segment, anomaly=row.id,
         )
-        for row in open_in(plant.ledger, segment, kinds)
+        for row in open_anomalies_of_lineage(plant.ledger, segment, kinds)
     ]  # fmt: skip
     rewound = [
         Message("release.rewound", "segment {segment} was rewound", segment=number)
-        for number in rewound_in(plant.ledger, segment)
+        for number in rewound_segments_of_lineage(plant.ledger, segment)
     ]
     return (*anomalies, *rewound)

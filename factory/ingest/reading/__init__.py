@@ -9,5 +9,5 @@
 ``pages``         HTML, web archives, notebooks
 ``archives``      zip and tar: each member is read by its own suffix
 
-A reader is a function that takes a ``Readable`` and yields rows. Of ``factory/ingest`` it imports only ``rules/policy``.
+A reader is a function that takes a ``ReadableFile`` and yields rows. Of ``factory/ingest`` it imports only ``rules/policy``.
 """

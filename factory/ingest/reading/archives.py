@@ -1,4 +1,4 @@
-"""zip and tar: a stream of members. Each member is a ``Readable``, and its own suffix tells how to read it.
+"""zip and tar: a stream of members. Each member is a ``ReadableFile``, and its own suffix tells how to read it.
 
 The limits of the data policy apply to all members together. A refused member is left out and named; the other members are read. Refused are
 links, devices, paths that lead out of the archive, archives in archives, encrypted members, kinds that are not read, and damaged members of a
@@ -13,25 +13,25 @@ from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
 from factory.ingest.reading.kinds import is_archive, kind_of
-from factory.ingest.reading.rows import OverLimit, RawRow, ShardProblem, with_path
+from factory.ingest.reading.rows import LimitExceeded, RawRow, ShardProblem, add_path
 from factory.ingest.reading.streams import (
     BROKEN,
-    Allowance,
     ByteStream,
-    Readable,
-    decompressed,
-    refuse_unread,
-    seekable,
+    DecompressionBudget,
+    ReadableFile,
+    decompress,
+    open_seekable,
+    raise_machine_fault,
 )
 from kernels.contract.message import Message
 
-ReadMember = Callable[[Readable], Iterator[RawRow]]  # raises ShardProblem for a member that cannot be read
+ReadMember = Callable[[ReadableFile], Iterator[RawRow]]  # raises ShardProblem for a member that cannot be read
 
 
-def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
-    budget = Allowance(source.size, source.limits)
+def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
+    budget = DecompressionBudget(source.size, source.limits)
     try:
-        with seekable(source) as file, zipfile.ZipFile(file) as archive:
+        with open_seekable(source) as file, zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
                 name = _name(info.filename)
                 if info.is_dir() or _refused(info.filename, source):
@@ -44,23 +44,23 @@ def read_zip(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                 else:
                     opens = lambda info=info: _opened(archive, info, budget)
                     yield from _member(
-                        Readable(name, opens, source.limits, info.file_size, source.left_out), source, read
+                        ReadableFile(name, opens, source.limits, info.file_size, source.left_out), source, read
                     )
     except BROKEN as error:
-        refuse_unread(source.name, error)
+        raise_machine_fault(source.name, error)
         raise ShardProblem("reading.zip", "the file cannot be read as zip: {error}", error=str(error)[:200]) from error
 
 
-def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: Allowance) -> ByteStream:
+def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: DecompressionBudget) -> ByteStream:
     try:
-        return ByteStream(decompressed(archive.open(info), kind_of(info.filename)[1]), info.filename, budget)
+        return ByteStream(decompress(archive.open(info), kind_of(info.filename)[1]), info.filename, budget)
     except (*BROKEN, NotImplementedError, RuntimeError) as error:
         raise ShardProblem("reading.unpacking", "the member cannot be unpacked: {error}", error=error) from error
 
 
-def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
+def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
     with source.open() as stream:
-        budget = Allowance(source.size, source.limits)
+        budget = DecompressionBudget(source.size, source.limits)
         try:
             with tarfile.open(fileobj=stream, mode="r|", errorlevel=2) as archive:
                 for info in archive:
@@ -71,21 +71,23 @@ def read_tar(source: Readable, read: ReadMember) -> Iterator[RawRow]:
                         source.left_out(info.name, _is_special())
                         continue
                     name = _name(info.name)
-                    inner = lambda content=content, name=name: decompressed(content, kind_of(name)[1])
+                    inner = lambda content=content, name=name: decompress(content, kind_of(name)[1])
                     opens = lambda inner=inner, name=name: ByteStream(inner(), name, budget)
-                    yield from _member(Readable(name, opens, source.limits, info.size, source.left_out), source, read)
+                    yield from _member(
+                        ReadableFile(name, opens, source.limits, info.size, source.left_out), source, read
+                    )
         except BROKEN as error:
-            refuse_unread(source.name, error)
+            raise_machine_fault(source.name, error)
             raise ShardProblem(
                 "reading.tar", "the file cannot be read as tar: {error}", error=str(error)[:200]
             ) from error
 
 
-def _member(member: Readable, whole: Readable, read: ReadMember) -> Iterator[RawRow]:
+def _member(member: ReadableFile, whole: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
     try:
         for row in read(member):
-            yield with_path(row, member.name)
-    except OverLimit:
+            yield add_path(row, member.name)
+    except LimitExceeded:
         raise
     except ShardProblem as problem:
         whole.left_out(member.name, Message.from_json(problem.message))
@@ -99,7 +101,7 @@ def _name(path: str) -> str:
     return path.removeprefix("./").encode("utf-8", "backslashreplace").decode()
 
 
-def _refused(path: str, source: Readable) -> bool:
+def _refused(path: str, source: ReadableFile) -> bool:
     pure = PurePosixPath(path.replace("\\", "/"))
     if any(part.startswith(".") and part not in (".", "..") for part in pure.parts) or "__MACOSX" in pure.parts:
         return True  # hidden, as in a folder

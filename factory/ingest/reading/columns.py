@@ -27,36 +27,42 @@ from factory.ingest.reading.rows import (
     LeftOut,
     RawRow,
     ShardProblem,
-    same_column_name,
+    add_path,
+    duplicate_column,
     too_long,
-    with_path,
 )
-from factory.ingest.reading.streams import Allowance, Readable, open_file, refuse_unread, seekable
+from factory.ingest.reading.streams import (
+    DecompressionBudget,
+    ReadableFile,
+    open_file,
+    open_seekable,
+    raise_machine_fault,
+)
 from factory.ingest.rules.policy import ShardLimits
 from kernels.contract.message import Message
 
 _AT_ONCE = 64  # rows
 
 
-def read_parquet(source: Readable) -> Iterator[RawRow]:
+def read_parquet(source: ReadableFile) -> Iterator[RawRow]:
     try:
-        with seekable(source) as mapped, pq.ParquetFile(mapped) as file:
+        with open_seekable(source) as mapped, pq.ParquetFile(mapped) as file:
             columns = _readable(file.schema_arrow)
             total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            Allowance(mapped.size(), source.limits).take(total)
+            DecompressionBudget(mapped.size(), source.limits).take(total)
             for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
                 yield from _rows(batch, source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:
-        refuse_unread(source.name, error)
+        raise_machine_fault(source.name, error)
         raise ShardProblem(
             "reading.parquet", "the file cannot be read as Parquet: {error}", error=str(error)[:200]
         ) from error
 
 
-def read_arrow(source: Readable) -> Iterator[RawRow]:
+def read_arrow(source: ReadableFile) -> Iterator[RawRow]:
     """Read an Arrow IPC file or stream. The first bytes tell which of the two it is."""
     try:
-        with seekable(source) as mapped:
+        with open_seekable(source) as mapped:
             head = mapped.read(6)
             mapped.seek(0)
             if head.startswith(b"FEA1"):
@@ -67,19 +73,23 @@ def read_arrow(source: Readable) -> Iterator[RawRow]:
             if head == b"ARROW1":
                 with pa.ipc.open_file(mapped) as file:
                     batches = (file.get_batch(number) for number in range(file.num_record_batches))
-                    yield from _checked(batches, file.schema, Allowance(mapped.size(), source.limits), source.limits)
+                    yield from _checked(
+                        batches, file.schema, DecompressionBudget(mapped.size(), source.limits), source.limits
+                    )
             else:
                 with pa.ipc.open_stream(mapped) as stream:
-                    yield from _checked(stream, stream.schema, Allowance(mapped.size(), source.limits), source.limits)
+                    yield from _checked(
+                        stream, stream.schema, DecompressionBudget(mapped.size(), source.limits), source.limits
+                    )
     except (OSError, pa.ArrowException, OverflowError) as error:
-        refuse_unread(source.name, error)
+        raise_machine_fault(source.name, error)
         raise ShardProblem(
             "reading.arrow", "the file cannot be read as Arrow: {error}", error=str(error)[:200]
         ) from error
 
 
 def _checked(
-    batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: Allowance, limits: ShardLimits
+    batches: Iterable[pa.RecordBatch], schema: pa.Schema, budget: DecompressionBudget, limits: ShardLimits
 ) -> Iterator[RawRow]:
     """Rows of Arrow batches. Arrow does not check the lengths and offsets in a file's buffers, so this checks them before it reads a value."""
     columns = _readable(schema)
@@ -106,16 +116,16 @@ def is_dataset(folder: Path) -> bool:
         return False
 
 
-def dataset_files(folder: Path) -> list[Path]:
+def list_dataset_files(folder: Path) -> list[Path]:
     """The Arrow files of a data set on disk, in the order of their rows. Raises: ShardProblem."""
     try:
         if (folder / "dataset_dict.json").is_file():
             splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
-            return [file for split in splits for file in dataset_files(_inside(folder, split))]
+            return [file for split in splits for file in list_dataset_files(_inside(folder, split))]
         listed = json.loads((folder / "state.json").read_bytes())["_data_files"]
         files = [_inside(folder, one["filename"]) for one in listed]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        refuse_unread(folder.name, error)
+        raise_machine_fault(folder.name, error)
         raise ShardProblem(
             "reading.dataset",
             "the folder is not a data set on disk: {kind}: {error}",
@@ -135,19 +145,19 @@ def _inside(folder: Path, name: str) -> Path:
 
 def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOut) -> Iterator[RawRow]:
     """Rows of a data set on disk. Each row names its file."""
-    for file in dataset_files(folder):
+    for file in list_dataset_files(folder):
         name = str(file.relative_to(folder))
         opens = functools.partial(open_file, file, "", limits)
-        source = Readable(name, opens, limits, file.stat().st_size, left_out, file)
+        source = ReadableFile(name, opens, limits, file.stat().st_size, left_out, file)
         for row in read_arrow(source):
-            yield with_path(row, name)
+            yield add_path(row, name)
 
 
 def _readable(schema: pa.Schema) -> list[str]:
     """Names of the columns that are read, each once."""
     names = [one.name for one in schema if not _is_useless(one.type)]
     if twice := [name for name in names if names.count(name) > 1]:
-        raise same_column_name(twice[0])
+        raise duplicate_column(twice[0])
     if not names:
         raise ShardProblem(
             "reading.no_text_column",

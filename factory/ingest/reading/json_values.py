@@ -15,13 +15,13 @@ import re
 from collections.abc import Iterator
 
 from factory.ingest.reading.rows import RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import Readable, blocks, lines
+from factory.ingest.reading.streams import ReadableFile, blocks, lines
 
 _BLANK = b" \t\r\n"
 _OUTSIDE = re.compile(rb'["{}\[\],]')
 
 
-def read_json(source: Readable) -> Iterator[RawRow]:
+def read_json(source: ReadableFile) -> Iterator[RawRow]:
     """Read a ``.json`` file: one array whose items are rows, JSON lines, or objects that span several lines."""
     with source.open() as stream:
         found = blocks(stream)
@@ -30,7 +30,7 @@ def read_json(source: Readable) -> Iterator[RawRow]:
         yield from read(itertools.chain([head], found), source.limits.max_row_bytes)
 
 
-def is_lines(source: Readable) -> bool:
+def has_row_per_line(source: ReadableFile) -> bool:
     """Does each line of a file hold one row? False for one array, and for values that span several lines."""
     with source.open() as stream:
         return _in_lines(next(blocks(stream)))

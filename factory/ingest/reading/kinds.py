@@ -36,8 +36,22 @@ _CODE_NAMES = """
 """
 CODE, CODE_NAMES = tuple(_CODE.split()), frozenset(_CODE_NAMES.split())
 
-ARCHIVES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
-_PACKED = (*ARCHIVES, ".7z", ".rar", ".jar", ".whl", ".egg", ".apk", ".iso", ".cab", ".ar", ".deb", ".rpm", ".cpio")
+ARCHIVE_SUFFIXES = (".zip", ".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".tzst")
+_PACKED = (
+    *ARCHIVE_SUFFIXES,
+    ".7z",
+    ".rar",
+    ".jar",
+    ".whl",
+    ".egg",
+    ".apk",
+    ".iso",
+    ".cab",
+    ".ar",
+    ".deb",
+    ".rpm",
+    ".cpio",
+)
 _CONVERSION_HINTS = {
     **dict.fromkeys(
         (".pdf", ".ps", ".djvu"),
@@ -80,7 +94,7 @@ _CONVERSION_HINTS = {
         (".mbox", ".eml", ".msg", ".pst"), Message("reading.convert_mail", "save the messages as JSON lines")
     ),
     **dict.fromkeys(
-        _PACKED[len(ARCHIVES) :],
+        _PACKED[len(ARCHIVE_SUFFIXES) :],
         Message("reading.convert_archive", "unpack the archive; only zip and tar are read without that"),
     ),
 }
@@ -111,10 +125,10 @@ def is_archive(name: str) -> bool:
     return kind_of(name)[0] in _PACKED
 
 
-def conversion_hint(name: str) -> Message | None:
+def find_conversion_hint(name: str) -> Message | None:
     """How to convert a file that is not read; None for an unknown kind.
 
-    >>> conversion_hint("a.pdf"), conversion_hint("b.unheard")
+    >>> find_conversion_hint("a.pdf"), find_conversion_hint("b.unheard")
     ('extract the text first, for example with pdftotext', None)
     """
     return _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(kind_of(name)[0])

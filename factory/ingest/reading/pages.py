@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import BROKEN, ByteStream, Readable, as_text, refuse_unread, whole
+from factory.ingest.reading.streams import BROKEN, ByteStream, ReadableFile, as_text, raise_machine_fault, whole
 from kernels.contract.message import Message
 
 _PAGES = ("text/html", "application/xhtml+xml")
 
 
-def read_html(source: Readable) -> Iterator[RawRow]:
+def read_html(source: ReadableFile) -> Iterator[RawRow]:
     with source.open() as stream:
-        text = page_text(whole(stream, source.limits))
+        text = extract_page_text(whole(stream, source.limits))
     if text is None:
         yield BadRow("empty", Message("reading.no_main_text", "the page has no main text"))
     else:
         yield {"text": text, "source": source.name}
 
 
-def page_text(page: bytes) -> str | None:
+def extract_page_text(page: bytes) -> str | None:
     """The main text of a page; None: it has none. The page names its encoding, or its bytes tell it."""
     import trafilatura
 
@@ -37,7 +37,7 @@ def page_text(page: bytes) -> str | None:
         return None
 
 
-def read_warc(source: Readable) -> Iterator[RawRow]:
+def read_warc(source: ReadableFile) -> Iterator[RawRow]:
     from warcio.archiveiterator import ArchiveIterator
     from warcio.exceptions import ArchiveLoadFailed
 
@@ -55,7 +55,7 @@ def read_warc(source: Readable) -> Iterator[RawRow]:
         except ArchiveLoadFailed as error:
             raise _broken(count, str(error).strip()[:200]) from error
         except BROKEN as error:
-            refuse_unread(source.name, error)
+            raise_machine_fault(source.name, error)
             raise _broken(count, str(error)) from error
         if archive.last not in b"\r\n":
             raise _cut_off(count + 1)
@@ -89,7 +89,7 @@ class _Ending:
         return block
 
 
-def _record(record: Any, source: Readable) -> Iterator[RawRow]:
+def _record(record: Any, source: ReadableFile) -> Iterator[RawRow]:
     url = record.rec_headers.get_header("WARC-Target-URI") or ""
     kind = record.rec_type
     if kind == "conversion":
@@ -105,7 +105,7 @@ def _record(record: Any, source: Readable) -> Iterator[RawRow]:
             return
         page = _payload(record, source.limits.max_row_bytes)
         nothing = Message("reading.record_without_text", "the page has no main text: {url}", url=url[:200])
-        text = page if isinstance(page, BadRow) else page_text(page) or BadRow("empty", nothing)
+        text = page if isinstance(page, BadRow) else extract_page_text(page) or BadRow("empty", nothing)
     else:
         return
     row = {"text": text, "url": url.strip("<>"), "created": record.rec_headers.get_header("WARC-Date") or ""}
@@ -123,7 +123,7 @@ def _payload(record: Any, limit: int) -> bytes | BadRow:
     return b"".join(found)
 
 
-def read_notebook(source: Readable) -> Iterator[RawRow]:
+def read_notebook(source: ReadableFile) -> Iterator[RawRow]:
     """Read a Jupyter notebook as one document: Markdown as it is, code between fences, without outputs."""
     with source.open() as stream:
         data = as_text(whole(stream, source.limits))

@@ -4,7 +4,7 @@ A row is a line of JSON (bytes), a decoded object, or a ``BadRow``. A row of a f
 many small files) names the file's path under ``PATH``. A reader leaves a value that it cannot read out of the row and names the value's key
 under ``UNREADABLE``. Such a row is dropped only if ingest needs that key. ``take_origin`` removes both keys from the row.
 
-    >>> with_path(b'{"text": "a"}', "docs/a.jsonl")
+    >>> add_path(b'{"text": "a"}', "docs/a.jsonl")
     b'{"factory:path": "docs/a.jsonl", "text": "a"}'
     >>> row = {"text": "a", "factory:path": "docs/a.jsonl", "factory:unreadable": {"created": "year 33658"}}
     >>> take_origin(row), row
@@ -23,7 +23,7 @@ from kernels.contract.message import CodedError, Message
 
 PATH, UNREADABLE, BAD = "factory:path", "factory:unreadable", "factory:bad"
 # Rules of rows that cannot be read at all. A shard with too many of these rows is quarantined.
-BAD_RULES = frozenset({"bad_json", "bad_encoding", "bad_schema", "bad_csv", "row_too_long", "empty"})
+UNREADABLE_ROW_RULES = frozenset({"bad_json", "bad_encoding", "bad_schema", "bad_csv", "row_too_long", "empty"})
 
 LeftOut = Callable[[str, Message], object]  # called with (a member's path, why it is not read)
 
@@ -42,12 +42,12 @@ class ShardProblem(CodedError):
         self.dropped = dropped or {}
 
 
-class OverLimit(ShardProblem):
+class LimitExceeded(ShardProblem):
     """The file exceeds a limit of the data policy. Nothing more of it is read, nor of the archive that it is a member of."""
 
 
 @dataclass(frozen=True)
-class Origin:
+class RowOrigin:
     """Where a row came from. ``path``: of the row's file inside an archive, folder or data set; '': the shard itself is that file.
     ``unreadable``: by key, why its value could not be read."""
 
@@ -64,21 +64,21 @@ class Origin:
                 raise BadRow("bad_schema", unread)
 
 
-def take_origin(row: Any) -> Origin:
+def take_origin(row: Any) -> RowOrigin:
     """Remove the keys that name the origin from a decoded row, and return them. Raises: BadRow where the row stands for an unreadable row."""
     if not isinstance(row, dict):
-        return Origin()
+        return RowOrigin()
     bad, path, unreadable = row.pop(BAD, None), row.pop(PATH, ""), row.pop(UNREADABLE, {})
     if bad is not None:
         rule, detail = bad if isinstance(bad, list) and len(bad) == 2 else ("", "")
-        raise BadRow(rule if rule in BAD_RULES else "bad_schema", str(detail))
-    return Origin(
+        raise BadRow(rule if rule in UNREADABLE_ROW_RULES else "bad_schema", str(detail))
+    return RowOrigin(
         path if isinstance(path, str) else "",
         {str(key): str(why) for key, why in unreadable.items()} if isinstance(unreadable, dict) else {},
     )
 
 
-def with_path(row: RawRow, path: str) -> RawRow:
+def add_path(row: RawRow, path: str) -> RawRow:
     """The row with ``path`` as its origin. A row that already has an origin keeps it: that is the innermost file. A line that is not a JSON
     object stays as it is; a later check drops it."""
     if isinstance(row, dict):
@@ -92,10 +92,10 @@ def with_path(row: RawRow, path: str) -> RawRow:
     return b"{" + json.dumps({PATH: path})[1:-1].encode() + (b"" if rest.startswith(b"}") else b", ") + rest
 
 
-def as_line(row: RawRow) -> bytes:
+def row_to_line(row: RawRow) -> bytes:
     """A row as one line of JSON. Reading the line gives the same row.
 
-    >>> as_line(b'{"text":\\n "a"}'), as_line({"text": "a"}), as_line(BadRow("bad_csv", "4 fields"))
+    >>> row_to_line(b'{"text":\\n "a"}'), row_to_line({"text": "a"}), row_to_line(BadRow("bad_csv", "4 fields"))
     (b'{"text":  "a"}', b'{"text": "a"}', b'{"factory:bad": ["bad_csv", "4 fields"]}')
     """
     if isinstance(row, bytes):  # outside strings a line end is only a blank; inside strings JSON writes it as \n
@@ -116,6 +116,6 @@ def too_long(size: int, limit: int) -> BadRow:
     return BadRow("row_too_long", said)
 
 
-def same_column_name(name: str) -> ShardProblem:
+def duplicate_column(name: str) -> ShardProblem:
     """The error of a table or columnar file in which two columns have the same name."""
     return ShardProblem("reading.same_column_name", "two columns have the name {name!r}", name=name)

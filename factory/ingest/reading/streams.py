@@ -18,17 +18,17 @@ from typing import IO, Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.core.faults import is_of_no_file
-from factory.ingest.reading.rows import LeftOut, OverLimit, RawRow, ShardProblem, too_long
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.ingest.reading.rows import LeftOut, LimitExceeded, RawRow, ShardProblem, too_long
 from factory.ingest.rules.policy import ShardLimits
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
 
 BLOCK = 1 << 20
-FREE_EXPANSION = 64 << 20  # decompressed bytes up to which limits.max_expansion is not checked
+UNCHECKED_BYTES = 64 << 20  # decompressed bytes up to which limits.max_expansion is not checked
 
 
-class Allowance:
+class DecompressionBudget:
     """How many bytes may come out of a compressed file or archive of ``size`` bytes, over all its members."""
 
     def __init__(self, size: int, limits: ShardLimits) -> None:
@@ -38,13 +38,13 @@ class Allowance:
         """Count ``count`` more bytes. Raises: OverLimit."""
         self.given += count
         if self.given > self.limits.max_shard_bytes:
-            raise OverLimit(
+            raise LimitExceeded(
                 "reading.shard_too_large",
                 "the file decompresses to more than {limit} bytes (limits.max_shard_bytes in data.yaml): split the file",
                 limit=self.limits.max_shard_bytes,
             )
-        if self.given > FREE_EXPANSION and self.given > self.limits.max_expansion * self.size:
-            raise OverLimit(
+        if self.given > UNCHECKED_BYTES and self.given > self.limits.max_expansion * self.size:
+            raise LimitExceeded(
                 "reading.expansion",
                 "the file expands more than {limit:g} times (limits.max_expansion in data.yaml): it may be a decompression bomb",
                 limit=self.limits.max_expansion,
@@ -54,7 +54,7 @@ class Allowance:
 class ByteStream(io.RawIOBase):
     """A decompressing stream. It stops at the limits of the data policy, and names what is wrong with a broken file."""
 
-    def __init__(self, inner: Any, name: str, budget: Allowance | None) -> None:
+    def __init__(self, inner: Any, name: str, budget: DecompressionBudget | None) -> None:
         self._inner, self._name, self._budget = inner, name, budget
         self._given = 0
 
@@ -65,7 +65,7 @@ class ByteStream(io.RawIOBase):
         try:
             block: bytes = self._inner.read(BLOCK if size is None or size < 0 else size)
         except BROKEN as error:
-            refuse_unread(self._name, error)
+            raise_machine_fault(self._name, error)
             raise ShardProblem(
                 "reading.decompression",
                 "the file cannot be decompressed after {bytes} bytes: {error}",
@@ -83,7 +83,7 @@ class ByteStream(io.RawIOBase):
 
 
 @dataclass(frozen=True)
-class Readable:
+class ReadableFile:
     """A file, or a member of an archive, as readers see it. ``open`` gives its decompressed bytes from the beginning, once. ``path`` is set for
     a file that is not compressed, so that a reader can map it. A reader calls ``left_out`` for each part that it does not read."""
 
@@ -98,7 +98,7 @@ class Readable:
 def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
     """``compression``: a value of ``COMPRESSIONS``, or ''. Raises: ShardProblem, InputError."""
     try:
-        budget = Allowance(path.stat().st_size, limits) if compression else None
+        budget = DecompressionBudget(path.stat().st_size, limits) if compression else None
         if compression in ("zstd", "lz4"):
             inner: Any = pa.CompressedInputStream(pa.OSFile(str(path)), compression)
         elif compression:
@@ -107,12 +107,12 @@ def open_file(path: Path, compression: str, limits: ShardLimits) -> ByteStream:
         else:
             inner = open(path, "rb")  # noqa: SIM115 (closed by ByteStream)
     except (OSError, pa.ArrowException) as error:
-        refuse_unread(path.name, error)
+        raise_machine_fault(path.name, error)
         raise ShardProblem("reading.opening", "the file cannot be opened: {error}", error=error) from error
     return ByteStream(inner, path.name, budget)
 
 
-def decompressed(raw: IO[bytes], compression: str) -> Any:
+def decompress(raw: IO[bytes], compression: str) -> Any:
     """The decompressed content of an open file, which the caller closes. ``compression``: a value of ``COMPRESSIONS``, or ''."""
     if compression in ("zstd", "lz4"):
         return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
@@ -121,13 +121,13 @@ def decompressed(raw: IO[bytes], compression: str) -> Any:
     return {"bz2": bz2.BZ2File, "xz": lzma.LZMAFile, "": lambda raw: raw}[compression](raw)  # type: ignore[operator]
 
 
-def refuse_unread(name: str, error: Exception) -> None:
+def raise_machine_fault(name: str, error: Exception) -> None:
     """Raises: InputError for a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
-    if is_of_no_file(error):
+    if is_machine_fault_of_no_file(error):
         raise InputError("reading.machine_fault", "{file} cannot be read: {error}", file=name, error=error) from error
 
 
-def file_unreadable(path: Path | str, error: OSError) -> InputError:
+def unreadable_file_error(path: Path | str, error: OSError) -> InputError:
     """The error of a file that the operating system does not let the factory read."""
     return InputError("reading.unreadable_file", "{path} cannot be read: {error}", path=path, error=error.strerror)
 
@@ -205,7 +205,7 @@ def refuse_other_encodings(head: bytes) -> None:
             )
 
 
-def seekable(source: Readable) -> Any:
+def open_seekable(source: ReadableFile) -> Any:
     """A pyarrow file of all bytes of ``source`` that can be read at any place: a memory map of the file or of an unnamed copy.
 
     Raises: ShardProblem, OSError.

@@ -18,8 +18,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, same_column_name, too_long
-from factory.ingest.reading.streams import ByteStream, Readable, blocks
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, duplicate_column, too_long
+from factory.ingest.reading.streams import ByteStream, ReadableFile, blocks
 from kernels.contract.message import Message
 
 _DELIMITERS = ",;\t|"
@@ -31,15 +31,15 @@ class _TooLong(Exception):
     pass
 
 
-def read_csv(source: Readable) -> Iterator[RawRow]:
+def read_csv(source: ReadableFile) -> Iterator[RawRow]:
     yield from _table(source, "")
 
 
-def read_tsv(source: Readable) -> Iterator[RawRow]:
+def read_tsv(source: ReadableFile) -> Iterator[RawRow]:
     yield from _table(source, "\t")
 
 
-def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
+def _table(source: ReadableFile, delimiter: str) -> Iterator[RawRow]:
     limit = source.limits.max_row_bytes
     csv.field_size_limit(max(limit, csv.field_size_limit()))
     with source.open() as stream:
@@ -53,7 +53,7 @@ def _table(source: Readable, delimiter: str) -> Iterator[RawRow]:
             )
         columns = [name.strip() for name in header]
         if twice := sorted({name for name in columns if columns.count(name) > 1 and name}):
-            raise same_column_name(twice[0])
+            raise duplicate_column(twice[0])
         for record in records:
             if isinstance(record, BadRow):
                 yield record

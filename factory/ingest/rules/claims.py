@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from factory.ingest.rules.licence_names import folded
-from factory.ledger.rows import Reads
+from factory.ledger.rows import ReadsSql
 
 if TYPE_CHECKING:
     from factory.ingest.rules.policy import Licences
 
 SETTLED = "licence_settled"
-CONFLICT = "licence_conflict"  # event of a shard: some of its texts came under another licence before
+CONFLICT_EVENT = "licence_conflict"  # event of a shard: some of its texts came under another licence before
 # Rules that drop a row because it matches a document; 'removed': a person took that document out, and may put it back.
-COPIES = ("exact_duplicate", "near_duplicate", "licence", "removed")
+COPY_RULES = ("exact_duplicate", "near_duplicate", "licence", "removed")
 
 
 @dataclass(frozen=True)
@@ -58,10 +58,10 @@ class LicenceConflict:
 
     def counts_as(self, policy: Licences) -> str:
         """The licence by which the document is judged: the strictest standing licence; its own if that is as strict."""
-        return strictest(self.standing, policy)
+        return strictest_licence(self.standing, policy)
 
 
-def strictest(licences: Collection[str], policy: Licences) -> str:
+def strictest_licence(licences: Collection[str], policy: Licences) -> str:
     """The strictest licence. If several are equally strict: the first of ``licences`` if it is among them, else the first by name, so that the
     order of arrival does not matter."""
     allows = {name: (policy.of(name).train, policy.of(name).release) for name in licences}
@@ -70,9 +70,9 @@ def strictest(licences: Collection[str], policy: Licences) -> str:
     return first if allows[first] == least else min(name for name in licences if allows[name] == least)
 
 
-def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
+def conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
     """Every document with differing claims, or only the document with that key."""
-    rules = ", ".join(f"'{rule}'" for rule in COPIES)
+    rules = ", ".join(f"'{rule}'" for rule in COPY_RULES)
     named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
     columns = ", ".join([*named, "c.key AS copy", "c.license AS other", "c.shard AS from_shard"])
     other = "AND COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
@@ -98,7 +98,7 @@ def conflicts(db: Reads, key: str | None = None) -> list[LicenceConflict]:
     ]
 
 
-def set_aside(db: Reads) -> set[str]:
+def set_aside(db: ReadsSql) -> set[str]:
     """Keys of the rows whose claims a person set aside. A person's newest word about each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
@@ -106,6 +106,6 @@ def set_aside(db: Reads) -> set[str]:
     return {key for keys in newest.values() for key in keys}
 
 
-def counted(db: Reads, policy: Licences) -> Mapping[str, LicenceConflict]:
+def counted(db: ReadsSql, policy: Licences) -> Mapping[str, LicenceConflict]:
     """By key, the conflicts of documents that are judged by another licence than their own row names."""
     return {one.key: one for one in conflicts(db) if one.counts_as(policy) != one.claims[0].license}

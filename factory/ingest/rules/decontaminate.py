@@ -23,17 +23,17 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from factory.ingest.rules.words import Hashes, runs, word_spans
+from factory.ingest.rules.words import Hashes, find_word_spans, runs
 
-SHORTEST = 8  # words of the shortest n-gram; GPT-3's lower bound
-PIECES = 10  # a document that would be cut into more pieces is dropped, as for GPT-3
+SHORTEST_NGRAM = 8  # words of the shortest n-gram; GPT-3's lower bound
+MOST_PIECES = 10  # a document that would be cut into more pieces is dropped, as for GPT-3
 
 Positions = npt.NDArray[np.int64]
 
 
 def ngrams(words: Hashes, n: int) -> Hashes:
     """The n-gram hashes of a document in order; a single hash for a document of 8 to n - 1 words."""
-    if SHORTEST <= len(words) < n:
+    if SHORTEST_NGRAM <= len(words) < n:
         return runs(words, len(words))
     return runs(words, n)
 
@@ -73,7 +73,7 @@ class HeldOutNgrams:
         return self.keys[int(self.owners[place])]
 
 
-def away_from(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
+def mask_without_overlap(positions: Positions, count: int, n: int) -> npt.NDArray[np.bool_]:
     """Which of ``count`` n-grams share no word with the n-grams at ``positions``; shape [count]."""
     steps = np.zeros(count + 1, np.int64)
     np.add.at(steps, np.maximum(positions - n + 1, 0), 1)
@@ -92,12 +92,12 @@ def spans(positions: Positions, n: int) -> list[tuple[int, int]]:
     return merged
 
 
-def trim(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed: float) -> str | None:
+def cut_spans(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed: float) -> str | None:
     """The text without the colliding spans of words. Each span is extended by the margin, and then to whole lines if the lines are short.
 
     None if more than ``max_trimmed`` of the text would be removed, or the text would be cut into too many pieces.
     """
-    words = word_spans(text)
+    words = find_word_spans(text)
     cuts: list[tuple[int, int]] = []
     for first, stop in collisions:
         last = min(stop, len(words)) - 1
@@ -108,7 +108,7 @@ def trim(text: str, collisions: list[tuple[int, int]], margin: int, max_trimmed:
         else:
             cuts.append((start, end))
     removed = sum(end - start for start, end in cuts)
-    if removed > max_trimmed * len(text) or len(cuts) >= PIECES:
+    if removed > max_trimmed * len(text) or len(cuts) >= MOST_PIECES:
         return None
     pieces, at = [], 0
     for start, end in [*cuts, (len(text), len(text))]:

@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Generic, TypeVar
 
 A = TypeVar("A")
-DEEPEST = 20  # the deepest nesting of parentheses that is read
+DEEPEST_NESTING = 20  # the deepest nesting of parentheses that is read
 _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
@@ -26,7 +26,7 @@ def folded(name: str | None) -> str:
     >>> folded("  CC-BY-4.0 "), folded("Apache 2.0"), folded("Public-Domain"), folded("My  Own"), folded(None)
     ('cc-by-4.0', 'apache-2.0', 'public domain', 'my own', '')
     """
-    return spdx_id(name or "") or " ".join((name or "").split()).casefold()
+    return find_spdx_id(name or "") or " ".join((name or "").split()).casefold()
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class LicenceReader(Generic[A]):
     def read(self, name: str) -> A:
         if (whole := folded(name)) in self.known:
             return self.known[whole]
-        if spdx_id(name):  # 'GPL v3 or later' is one name, not an expression
+        if find_spdx_id(name):  # 'GPL v3 or later' is one name, not an expression
             return self.unknown
         tokens = _TOKEN.findall(name)
         try:
@@ -73,7 +73,7 @@ class LicenceReader(Generic[A]):
 
     def _simple(self, tokens: list[str], depth: int) -> A:
         if _took(tokens, "("):
-            if depth == DEEPEST:
+            if depth == DEEPEST_NESTING:
                 raise ValueError
             found = self._either(tokens, depth + 1)
             if not _took(tokens, ")"):
@@ -156,14 +156,14 @@ _GNU_WORDS = (
 _NO_NAME = {"the", "license", "licence", "licenses", "licensed", "under", "version"}
 
 
-def spdx_id(name: str) -> str | None:
+def find_spdx_id(name: str) -> str | None:
     """The SPDX id that a name stands for, in lower case; 'public domain' for the public domain; None: the name is not known, or is ambiguous.
 
-    >>> [spdx_id(name) for name in ("CC0", "cc-by-4.0 ", "MIT License", "Apache 2.0", "Apache License, Version 2.0", "public-domain")]
+    >>> [find_spdx_id(name) for name in ("CC0", "cc-by-4.0 ", "MIT License", "Apache 2.0", "Apache License, Version 2.0", "public-domain")]
     ['cc0-1.0', 'cc-by-4.0', 'mit', 'apache-2.0', 'apache-2.0', 'public domain']
-    >>> [spdx_id(name) for name in ("https://creativecommons.org/licenses/by-sa/3.0/", "GPLv3", "GPL-2.0+", "CC BY-NC 4.0 International")]
+    >>> [find_spdx_id(name) for name in ("https://creativecommons.org/licenses/by-sa/3.0/", "GPLv3", "GPL-2.0+", "CC BY-NC 4.0 International")]
     ['cc-by-sa-3.0', 'gpl-3.0-only', 'gpl-2.0-or-later', 'cc-by-nc-4.0']
-    >>> [spdx_id(name) for name in ("BSD", "GPL", "CC-BY", "MIT OR Apache-2.0", "mine", "")]
+    >>> [find_spdx_id(name) for name in ("BSD", "GPL", "CC-BY", "MIT OR Apache-2.0", "mine", "")]
     [None, None, None, None, None, None]
     """
     form = _form(name)

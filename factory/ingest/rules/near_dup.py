@@ -69,7 +69,7 @@ def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
 class NearDuplicates:
     """The kept documents of one shard so far. ``known`` returns the stored documents that share band hashes."""
 
-    def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], Stored]) -> None:
+    def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], StoredDocuments]) -> None:
         self._signed = signed
         self._threshold = threshold
         self._bands = bands(signed)
@@ -100,7 +100,7 @@ class NearDuplicates:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredDocuments:
     """Documents of earlier shards with some band hashes: their keys by hash, and their signatures by key."""
 
     keys: dict[int, list[str]]

@@ -59,7 +59,7 @@ def replace(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
     return text, dict(counts)
 
 
-def luhn(digits: str) -> bool:
+def has_valid_check_digit(digits: str) -> bool:
     """Is the check digit of a card number right (ISO/IEC 7812-1, annex B)?"""
     total = 0
     for place, digit in enumerate(reversed(digits)):
@@ -77,7 +77,7 @@ def _is_public(dotted: str) -> bool:
 
 def _is_card(found: str) -> bool:
     digits = _DIGITS.sub("", found)
-    return 13 <= len(digits) <= 19 and len(set(digits)) > 1 and digits[0] in "3456" and luhn(digits)
+    return 13 <= len(digits) <= 19 and len(set(digits)) > 1 and digits[0] in "3456" and has_valid_check_digit(digits)
 
 
 @dataclass(frozen=True)

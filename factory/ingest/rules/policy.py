@@ -11,7 +11,7 @@ from pydantic import Field, model_validator
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
 from factory.ingest.rules.licence_names import LicenceReader, folded
 from factory.ingest.rules.split import Kind
-from factory.ingest.shapes.mapping import FieldMapping, mapping_of
+from factory.ingest.shapes.mapping import FieldMapping, find_mapping
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]
@@ -175,7 +175,7 @@ class DataPolicy(StrictPolicy):
 
     def mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
         """Of a file of one of these names: its place under ``fields``, and what it says."""
-        return mapping_of(self.fields, *files) if self.fields else None
+        return find_mapping(self.fields, *files) if self.fields else None
 
     @classmethod
     def load(cls, path: Path) -> DataPolicy:

@@ -21,8 +21,8 @@ from kernels.contract.message import Message
 
 Kind = Literal["document", "source", "path", "url-host", "conversation", "none"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
-BY_DOCUMENT = ("document", "none")
-PAIR = 16  # a domain's first two groups may be held out up to so many documents, even if that is more than half of the domain
+DOCUMENT_KINDS = ("document", "none")
+MOST_OF_FIRST_PAIR = 16  # a domain's first two groups may be held out up to so many documents, even if that is more than half of the domain
 HALVES = (True, False)  # sealed, dev
 
 
@@ -54,17 +54,17 @@ def _host(value: object) -> str:
         return ""
 
 
-def group_of(kind: Kind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
+def name_group(kind: Kind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
     """The name of a document's group; None: the document is a group of its own, also if it lacks the key that ``kind`` needs. The names of
     conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
 
     >>> facts = {"url-host": "example.org", "path": "a.py"}
-    >>> [group_of(kind, "repo", facts, "00112233") for kind in KINDS]
+    >>> [name_group(kind, "repo", facts, "00112233") for kind in KINDS]
     [None, 'repo', 'path:repo/a.py', 'url-host:example.org', None, None]
-    >>> group_of("path", None, {}, "00112233")
+    >>> name_group("path", None, {}, "00112233")
     'path:00112233'
     """
-    if kind in BY_DOCUMENT:
+    if kind in DOCUMENT_KINDS:
         return None
     if kind == "source":
         return source or None
@@ -74,7 +74,7 @@ def group_of(kind: Kind, source: str | None, facts: Mapping[str, str], shard: st
     return f"{kind}:{source}/{named}" if source and kind != "url-host" else f"{kind}:{named}"
 
 
-def unit_of(group: str | None, content_sha256: str) -> str:
+def name_unit(group: str | None, content_sha256: str) -> str:
     """The name by which a group is drawn. A document that is its own group is drawn by its content, so that its shard does not matter."""
     return f"content:{content_sha256}" if group is None else f"group:{group}"
 
@@ -89,13 +89,13 @@ def drawn(unit: str, share: float) -> bool:
     return draw(unit) < share * 2**64
 
 
-def is_sealed(unit: str) -> bool:
+def breaks_tie_to_sealed(unit: str) -> bool:
     """Does the unit go to the sealed half when both halves have equally many groups?"""
     return draw(unit) % 2 == 0
 
 
 @dataclass(frozen=True)
-class Arrived:
+class CandidateDocument:
     """A document of a shard that may be held out."""
 
     number: int  # in the shard
@@ -107,7 +107,7 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class HeldBefore:
+class EarlierHeldOut:
     """What is held out of a domain already. ``documents``: their number. By half: ``groups`` that are held out whole, and ``parts``, the number of
     single documents of other groups."""
 
@@ -139,7 +139,7 @@ class _Unit:
 
     name: str
     unit: str
-    able: Mapping[str, Sequence[Arrived]]  # by domain
+    able: Mapping[str, Sequence[CandidateDocument]]  # by domain
 
     def count(self, domain: str) -> int:
         return len(self.able.get(domain, ()))
@@ -148,7 +148,7 @@ class _Unit:
 class _Domain:
     """The state of one domain during the selection: what is held out so far."""
 
-    def __init__(self, wanted: Wanted, before: HeldBefore, here: int, trained: Callable[[], int]) -> None:
+    def __init__(self, wanted: Wanted, before: EarlierHeldOut, here: int, trained: Callable[[], int]) -> None:
         self.wanted = wanted
         self.held = before.documents
         self.groups = {half: set(before.groups.get(half, ())) for half in HALVES}
@@ -192,7 +192,7 @@ class _Selection:
     def take(self, unit: _Unit, sealed: bool, part: bool = False) -> None:
         for name, ones in unit.able.items():
             domain = self.domains[name]
-            ordered = sorted(ones, key=lambda one: (draw(unit_of(None, one.content_sha256)), one.key))
+            ordered = sorted(ones, key=lambda one: (draw(name_unit(None, one.content_sha256)), one.key))
             ordered = ordered[
                 : max(0, domain.wanted.at_most - domain.held)
             ]  # a group that is held out already may exceed the limit
@@ -206,7 +206,7 @@ class _Selection:
     def half_of(self, unit: _Unit) -> bool:
         """The half that has fewer groups of the unit's domains."""
         more = sum(self.domains[name].more_sealed() for name in unit.able)
-        return is_sealed(unit.unit) if more == 0 else more < 0
+        return breaks_tie_to_sealed(unit.unit) if more == 0 else more < 0
 
     def is_free(self, unit: _Unit) -> bool:
         return not any(one.number in self.held for ones in unit.able.values() for one in ones)
@@ -222,7 +222,7 @@ class _Selection:
         chosen = sorted(free, key=lambda unit: (unit.count(name), draw(unit.unit), unit.name))[: len(missing)]
         while chosen:
             count = sum(unit.count(name) for unit in chosen)
-            few = domain.held + count <= min(PAIR, domain.wanted.at_most)
+            few = domain.held + count <= min(MOST_OF_FIRST_PAIR, domain.wanted.at_most)
             if len(chosen) == len(missing) and (few or domain.has_room(count)):
                 break
             if (few or domain.is_small(count)) and domain.has_room(count):
@@ -248,10 +248,10 @@ class _Selection:
 
 
 def select(
-    arrived: Sequence[Arrived],
+    arrived: Sequence[CandidateDocument],
     recorded: Mapping[str, bool],
     trained: Collection[str],
-    before: Mapping[str, HeldBefore],
+    before: Mapping[str, EarlierHeldOut],
     wanted: Callable[[str], Wanted],
     trained_documents: Callable[[str], int],
 ) -> dict[int, Held]:
@@ -269,13 +269,13 @@ def select(
     """
     here = Counter(one.domain for one in arrived)
     domains = {
-        name: _Domain(wanted(name), before.get(name, HeldBefore()), count, partial(trained_documents, name))
+        name: _Domain(wanted(name), before.get(name, EarlierHeldOut()), count, partial(trained_documents, name))
         for name, count in here.items()
     }
     selection, free = _Selection(domains), []
     for name, ones in _by(arrived, lambda one: one.group or one.key).items():
         able = _by((one for one in ones if one.able), lambda one: one.domain)
-        unit = _Unit(name, unit_of(ones[0].group, ones[0].content_sha256), able)
+        unit = _Unit(name, name_unit(ones[0].group, ones[0].content_sha256), able)
         if name in recorded:
             selection.take(unit, recorded[name])
         elif name not in trained and 0 < len(ones) <= 2 * sum(map(len, able.values())):
@@ -291,7 +291,7 @@ def select(
         if all(domain.groups.values()) or not domain.wanted.least or not domain.has_come(4):
             continue
         rest = (one for one in arrived if one.domain == name and one.able and one.group not in {None, *recorded})
-        own = _in_order(_Unit(one.key, unit_of(None, one.content_sha256), {name: [one]}) for one in rest)
+        own = _in_order(_Unit(one.key, name_unit(None, one.content_sha256), {name: [one]}) for one in rest)
         own = [unit for unit in own if selection.is_free(unit)]
         if domain.missing:
             selection.first_of_each_half(name, own, part=True)
@@ -303,19 +303,21 @@ def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
     return sorted(units, key=lambda unit: (draw(unit.unit), unit.name))
 
 
-def _by(ones: Iterable[Arrived], name: Callable[[Arrived], str]) -> dict[str, list[Arrived]]:
+def _by(
+    ones: Iterable[CandidateDocument], name: Callable[[CandidateDocument], str]
+) -> dict[str, list[CandidateDocument]]:
     """The documents by name, in the order of the names."""
-    found: dict[str, list[Arrived]] = {}
+    found: dict[str, list[CandidateDocument]] = {}
     for one in sorted(ones, key=lambda one: (name(one), one.number)):
         found.setdefault(name(one), []).append(one)
     return found
 
 
-def grouping_lines(domain: str, found: Mapping[str, Any]) -> list[Message]:
+def describe_grouping(domain: str, found: Mapping[str, Any]) -> list[Message]:
     """Lines for a person about the groups of a domain in a shard (``factory.ingest.decide``).
 
     >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
-    >>> for line in grouping_lines("reviews", told): print(line)
+    >>> for line in describe_grouping("reviews", told): print(line)
     reviews: 'group: source' makes 1 group of 800 documents, too few to hold out whole groups in both halves. Instead, 16 single documents are \
 held out, which the release gate treats as independent. Bring documents of more groups, or accept this: 'factory data relabel --domain reviews \
 --group document'

@@ -11,34 +11,34 @@ SUFFIXES = (*PLAIN, *(f"{suffix}.gz" for suffix in PLAIN if suffix != ".parquet"
 BESIDE = (".yaml", ".py", ".pyc", ".md")  # kinds of files in that folder that have no items
 
 
-def suffix_of(path: Path) -> str:
+def data_suffix(path: Path) -> str:
     """The suffix of a data file, with ``.gz``; '': the file is not a data file.
 
-    >>> suffix_of(Path("HumanEval.jsonl.gz")), suffix_of(Path("arc.csv")), suffix_of(Path("MATH.tar"))
+    >>> data_suffix(Path("HumanEval.jsonl.gz")), data_suffix(Path("arc.csv")), data_suffix(Path("MATH.tar"))
     ('.jsonl.gz', '.csv', '')
     """
     return max((suffix for suffix in SUFFIXES if path.name.endswith(suffix)), key=len, default="")
 
 
-def item_files(folder: Path) -> list[Path]:
+def list_item_files(folder: Path) -> list[Path]:
     """The data files of a folder and of the folders below it, in order. A folder of ``0.json``, ``1.json`` … with one record each, as MATH has,
     counts as one data file."""
-    numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered(path)}
-    return sorted(numbered | {path for path in _files(folder) if suffix_of(path) and path.parent not in numbered})
+    numbered = {path for path in {file.parent for file in _files(folder)} - {folder} if is_numbered_folder(path)}
+    return sorted(numbered | {path for path in _files(folder) if data_suffix(path) and path.parent not in numbered})
 
 
-def is_numbered(path: Path) -> bool:
+def is_numbered_folder(path: Path) -> bool:
     """Is the path a folder of numbered JSON files and nothing else?"""
     return path.is_dir() and all(re.fullmatch(r"\d+\.json", one.name) for one in path.iterdir())
 
 
-def not_read(folder: Path) -> list[Path]:
+def list_unread_files(folder: Path) -> list[Path]:
     """The files of a folder and of the folders below it that may have items, but are of kinds that are not read. Ingest does not keep their items
     out of training data."""
     return [
         path
         for path in _files(folder)
-        if not suffix_of(path)
+        if not data_suffix(path)
         and path.suffix not in BESIDE
         and not path.name.startswith(("_", ".", "README", "LICENSE"))
     ]

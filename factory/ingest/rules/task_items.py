@@ -1,7 +1,7 @@
 """Reads the items of evaluation tasks: every string in every data file of ``policies/tasks/``.
 
 Items need no schema, so ingest keeps a task file of any kind out of training data as soon as it is in the folder, even if no task uses it
-yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.not_read`` names the files that cannot be
+yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unread_files`` names the files that cannot be
 read.
 """
 
@@ -22,13 +22,13 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.ingest.rules.decontaminate import ngrams
-from factory.ingest.rules.task_folder import is_numbered, suffix_of
-from factory.ingest.rules.words import Hashes, word_hashes
+from factory.ingest.rules.task_folder import data_suffix, is_numbered_folder
+from factory.ingest.rules.words import Hashes, hash_words
 from kernels.contract.message import CodedError
 from trainer.contract.data.token_shard import file_sha256
 
 LARGEST = 256 << 20  # the largest file, in bytes after unpacking
-HEADLESS = (
+MMLU_COLUMNS = (
     "question",
     "A",
     "B",
@@ -58,7 +58,7 @@ def read_items(path: Path) -> ItemFile:
                 "task_items.too_large", "{path}: the file has more than {limit} MiB", path=path, limit=LARGEST >> 20
             )
         data = _unpacked(path) if path.suffix == ".gz" else path.read_bytes()
-        suffix = suffix_of(path).removesuffix(".gz")
+        suffix = data_suffix(path).removesuffix(".gz")
         records = (
             _parquet(data)
             if suffix == ".parquet"
@@ -69,7 +69,7 @@ def read_items(path: Path) -> ItemFile:
     except _BadItems as error:
         raise InputError("task_items.bad_file", "{path}: {why}", path=path, why=error.message) from None
     except (ValueError, RecursionError) as error:
-        raise _not_of_kind(path, suffix_of(path)[1:], error) from error
+        raise _not_of_kind(path, data_suffix(path)[1:], error) from error
     for number, record in enumerate(records, 1):
         if not isinstance(record, dict) or not all(isinstance(key, str) for key in record):
             raise InputError(
@@ -97,9 +97,11 @@ def _not_of_kind(path: Path, kind: str, error: Exception) -> InputError:
 
 
 def _numbered(folder: Path) -> ItemFile:
-    """The records of a folder of numbered files (``task_folder.is_numbered``), in the order of the numbers."""
-    if not is_numbered(folder) or not any(folder.iterdir()):
-        below = next((path for path in sorted(folder.rglob("*")) if is_numbered(path) and any(path.iterdir())), None)
+    """The records of a folder of numbered files (``task_folder.is_numbered_folder``), in the order of the numbers."""
+    if not is_numbered_folder(folder) or not any(folder.iterdir()):
+        below = next(
+            (path for path in sorted(folder.rglob("*")) if is_numbered_folder(path) and any(path.iterdir())), None
+        )
         if below:
             raise InputError(
                 "task_items.folder_below",
@@ -140,10 +142,10 @@ def items_sha256(path: Path) -> str:
     return hashlib.sha256(json.dumps(named).encode()).hexdigest()
 
 
-def item_ngrams(record: Any, n: int) -> Hashes:
+def hash_item_ngrams(record: Any, n: int) -> Hashes:
     """The n-grams of each string of a record, and of all strings joined, since most copies have question and answer together."""
     texts = list(_strings(record, 0))
-    every = [ngrams(word_hashes(text), n) for text in [*texts, "\n".join(texts)]]
+    every = [ngrams(hash_words(text), n) for text in [*texts, "\n".join(texts)]]
     return np.unique(np.concatenate(every))
 
 
@@ -220,7 +222,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _csv(text: str) -> list[Any]:
     try:
         found = [row for row in csv.reader(io.StringIO(text), strict=True) if row]
-        names = HEADLESS if found and all(_headless(row) for row in found) else None
+        names = MMLU_COLUMNS if found and all(_headless(row) for row in found) else None
         rows = list(csv.DictReader(io.StringIO(text), names, strict=True))
     except csv.Error as error:
         raise _BadItems("task_items.csv", "the file is not CSV: {error}", error=error) from None
@@ -234,7 +236,7 @@ def _csv(text: str) -> list[Any]:
 
 def _headless(row: list[str]) -> bool:
     """Is the row an item of MMLU, and so not a header? The letter of an answer cannot be the name of a column."""
-    return len(row) == len(HEADLESS) and row[-1] in HEADLESS[1:-1]
+    return len(row) == len(MMLU_COLUMNS) and row[-1] in MMLU_COLUMNS[1:-1]
 
 
 def _parquet(data: bytes) -> list[Any]:

@@ -32,13 +32,13 @@ class _WordHashes(dict[str, int]):
 _hashes = _WordHashes()
 
 
-def word_hashes(text: str) -> Hashes:
+def hash_words(text: str) -> Hashes:
     """One hash for each word, shape [words]."""
     return np.fromiter(map(_hashes.__getitem__, _WORD.findall(text)), np.uint64)
 
 
-def word_spans(text: str) -> list[tuple[int, int]]:
-    """The place of each word of ``word_hashes`` in the text, as [start, stop) characters."""
+def find_word_spans(text: str) -> list[tuple[int, int]]:
+    """The place of each word of ``hash_words`` in the text, as [start, stop) characters."""
     return [match.span() for match in _WORD.finditer(text)]
 
 

@@ -27,7 +27,11 @@ from factory.ingest.shapes.bad_row import BadRow
 from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 from kernels.contract.message import Message
 
-REASONING = ("reasoning_content", "reasoning", "thinking")  # of DeepSeek and Qwen; of OpenRouter and vLLM; of gpt-oss
+REASONING_KEYS = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # of DeepSeek and Qwen; of OpenRouter and vLLM; of gpt-oss
 CALLS = ("tool_calls", "function_call")  # OpenAI's key, and its older key
 TOOLS = ("tools", "functions")
 
@@ -42,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Tool:
+class OfferedTool:
     """A tool that a system turn offers. ``written``: its line of JSON."""
 
     name: str
@@ -59,24 +63,24 @@ def spoken(content: str, reasoning: str, calls: Sequence[Call]) -> str:
     return f"<think>\n{reasoning}\n</think>" + (f"\n\n{said}" if said else "")
 
 
-def with_tools(system: str, tools: Sequence[Tool]) -> str:
+def append_tools(system: str, tools: Sequence[OfferedTool]) -> str:
     """A system turn that offers tools after its own text."""
     lines = "".join(f"\n{tool.written}" for tool in tools)
     return "\n\n".join([*([system.strip()] if system.strip() else []), f"{TOOLS_HEAD}{lines}{TOOLS_TAIL}"])
 
 
-def before_tools(system: str) -> str:
+def strip_tools(system: str) -> str:
     """A system turn's own text, without the tools. All chats of an application list the same tools, which does not make the chats similar."""
     return system.partition(TOOLS_HEAD)[0]
 
 
-def lists_itself(system: str, tools: Sequence[Tool]) -> bool:
+def lists_all_tools(system: str, tools: Sequence[OfferedTool]) -> bool:
     """Does a system turn already list all of these tools, as in the rows of Hermes' function calling data?"""
     listed = system.partition("<tools>")[2].rpartition("</tools>")[0]
     return all(f'"{tool.name}"' in listed or f"'{tool.name}'" in listed for tool in tools)
 
 
-def read_tools(name: str, value: Any) -> list[Tool]:
+def read_tools(name: str, value: Any) -> list[OfferedTool]:
     """The tools of a row: a list of OpenAI's objects or of bare functions, or the list as JSON. Raises: BadRow 'bad_schema'."""
     found = _decoded(value, repr(name))
     items = [found] if isinstance(found, Mapping) else found
@@ -131,7 +135,7 @@ def _called(call: Call) -> str:
     return f"<tool_call>\n{written}\n</tool_call>"
 
 
-def _tool(where: str, item: Any) -> Tool:
+def _tool(where: str, item: Any) -> OfferedTool:
     unnamed = Message("shapes.unnamed_tool", "{where} is not a function with a 'name'", where=where)
     function = _function(item, where, unnamed)
     if function is not item and (
@@ -146,7 +150,7 @@ def _tool(where: str, item: Any) -> Tool:
         raise BadRow("bad_schema", beside)
     order = [*TOOL_KEYS, *(key for key in function if key not in (*TOOL_KEYS, "type"))]
     parts = [f"{_json(key)}: {_json(function[key], where)}" for key in order if function.get(key) is not None]
-    return Tool(function["name"], f'{{"type": "function", "function": {{{", ".join(parts)}}}}}')
+    return OfferedTool(function["name"], f'{{"type": "function", "function": {{{", ".join(parts)}}}}}')
 
 
 def _call(where: str, item: Any) -> Call:

@@ -17,15 +17,15 @@ from typing import Any, Literal, get_args
 from factory.ingest.shapes.bad_row import BadRow
 from factory.ingest.shapes.calls import (
     CALLS,
-    REASONING,
+    REASONING_KEYS,
     TOOLS,
     Call,
-    lists_itself,
+    append_tools,
+    lists_all_tools,
     read_calls,
     read_reasoning,
     read_tools,
     spoken,
-    with_tools,
 )
 from kernels.contract.message import Message
 
@@ -90,10 +90,10 @@ def carries_loss(message: Mapping[str, Any]) -> bool:
     return message["role"] == "assistant" and message.get("weight") != 0
 
 
-def turn_of(role: str, content: str, learned: bool) -> Turn:
+def make_turn(role: str, content: str, learned: bool) -> Turn:
     """A turn as its tokens tell it. ``learned``: the end of the turn has loss.
 
-    >>> turn_of("assistant", "a", False), turn_of("user", "a", False)
+    >>> make_turn("assistant", "a", False), make_turn("user", "a", False)
     ({'role': 'assistant', 'content': 'a', 'weight': 0}, {'role': 'user', 'content': 'a'})
     """
     turn: Turn = {"role": role, "content": content}
@@ -112,7 +112,7 @@ def refuse(notes: Notes) -> None:
     """Raises: BadRow where a field has a meaning that the chat template cannot show."""
     if notes.refused:
         named = sorted(notes.refused)
-        if notes.plain and any(name in (*TOOLS, *CALLS, *REASONING, "tool_call_id") for name in named):
+        if notes.plain and any(name in (*TOOLS, *CALLS, *REASONING_KEYS, "tool_call_id") for name in named):
             wrong = Message(
                 "shapes.field_not_shown_here",
                 "the chat template of this older workspace cannot show these fields (a new workspace can): {fields}. To drop the fields and keep "
@@ -129,18 +129,18 @@ def refuse(notes: Notes) -> None:
         raise BadRow("bad_schema", wrong)
 
 
-def look_beside(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: Notes) -> None:
+def check_other_fields(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: Notes) -> None:
     """Add each field of a chat's row that has a meaning to ``notes.refused``; a field that a person ignores, to ``notes.said``."""
     for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
         if _says_something(name, row[name]):
             _refused_or_ignored(name, ignore, notes)
 
 
-def thinking(
+def add_reasoning(
     row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
 ) -> list[Turn]:
     """The chat of a row with one answer, with the row's reasoning before that answer. Raises: BadRow 'bad_schema'."""
-    names = [name for name in REASONING if name in row and name not in read and _says_something(name, row[name])]
+    names = [name for name in REASONING_KEYS if name in row and name not in read and _says_something(name, row[name])]
     names = [name for name in names if name not in ignore and not notes.plain]
     last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
     if not names or answers != [last] or _OF_MANY & read:
@@ -150,7 +150,7 @@ def thinking(
     return [*said[:-1], last | {"content": spoken(last["content"], reasoning, [])}]
 
 
-def offering(
+def add_tools(
     row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
 ) -> list[Turn]:
     """The chat of a row, with the row's tools in the system turn. Raises: BadRow 'bad_schema'."""
@@ -170,7 +170,7 @@ def offering(
         raise BadRow("bad_schema", both)
     tools = read_tools(found[0], row[found[0]])
     system, others = ("", said) if said[0]["role"] != "system" else (said[0]["content"], said[1:])
-    if lists_itself(system, tools):
+    if lists_all_tools(system, tools):
         notes.said.add(
             Message(
                 "shapes.tools_listed_already",
@@ -180,7 +180,7 @@ def offering(
         )
         return said
     notes.said.add(Message("shapes.tools_listed", "tools are listed in the system turn (<tools>)"))
-    return [{"role": "system", "content": with_tools(system, tools)}, *others]
+    return [{"role": "system", "content": append_tools(system, tools)}, *others]
 
 
 def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, awaited: list[Call]) -> Turn:
@@ -208,7 +208,7 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
     if role != "tool":
         awaited.clear()
     where = f"message {place}"
-    names = [name for name in REASONING if name in shown]
+    names = [name for name in REASONING_KEYS if name in shown]
     reasoning = _reasoning(where, message, names, content or "", notes)
     calls = [call for name in CALLS if name in shown for call in read_calls(f"{where}: {name!r}", message[name])]
     if content is None and not (reasoning or calls):
@@ -271,7 +271,7 @@ def _fields(
         if not _says_something(name, value):
             continue
         if name not in ignore and not notes.plain:
-            if role == "assistant" and name in (*CALLS, *REASONING):
+            if role == "assistant" and name in (*CALLS, *REASONING_KEYS):
                 shown.add(name)
                 continue
             if (

@@ -148,24 +148,24 @@ class FieldMapping(StrictPolicy):
                 yield name, value
 
 
-def whole_name(shard: str) -> str:
+def original_file_name(shard: str) -> str:
     """The name of the file that a shard is a part of; the shard's own name if it is a whole file.
 
-    >>> whole_name("a.csv#2.jsonl.zst"), whole_name("a.jsonl")
+    >>> original_file_name("a.csv#2.jsonl.zst"), original_file_name("a.jsonl")
     ('a.csv', 'a.jsonl')
     """
     return _PART.sub("", shard)
 
 
-def mapping_of(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
+def find_mapping(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMapping] | None:
     """(place in ``fields``, mapping) of the first mapping for a file with one of these names; '' is no name. A part of a file has the file's
     mapping.
 
     >>> fields = [FieldMapping(files="*.csv", text="a"), FieldMapping(files="x*", text="b")]
-    >>> [found[0] if (found := mapping_of(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
+    >>> [found[0] if (found := find_mapping(fields, name)) else None for name in ("a.csv", "a.csv#2.jsonl.zst", "x.jsonl", "y.jsonl")]
     [0, 0, 1, None]
     """
-    names = {name for file in files if file for name in (file, whole_name(file))}
+    names = {name for file in files if file for name in (file, original_file_name(file))}
     return next(
         ((at, one) for at, one in enumerate(fields) if any(fnmatchcase(name, one.files) for name in names)), None
     )
@@ -187,10 +187,10 @@ def has_column(row: Mapping[str, Any], path: str) -> bool:
     return any(True for _ in _places(row, path))
 
 
-def columns_of(row: Mapping[str, Any]) -> set[str]:
+def list_columns(row: Mapping[str, Any]) -> set[str]:
     """The columns of a row, and those of the records in it as dotted paths.
 
-    >>> sorted(columns_of({"a": 1, "b": {"c": [{"d": 2}]}}))
+    >>> sorted(list_columns({"a": 1, "b": {"c": [{"d": 2}]}}))
     ['a', 'b', 'b.c']
     """
     inner = (f"{name}.{key}" for name, value in row.items() if isinstance(value, Mapping) for key in value)

@@ -1,7 +1,7 @@
 """Turns a row of any known shape into the form of the document contract: by a mapping if there is one, else by the row's columns.
 
     >>> notes = Notes()
-    >>> as_contract({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
+    >>> to_document_contract({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
     {'messages': [{'role': 'user', 'content': 'Add.\\n\\n1, 2'}, {'role': 'assistant', 'content': '3'}]}
     >>> sorted(notes.said), sorted(notes.unread)
     (['read as Alpaca: instruction, input, output → messages'], ['lang'])
@@ -16,7 +16,16 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from factory.ingest.shapes.bad_row import BadRow, not_an_object
-from factory.ingest.shapes.chats import Notes, Turn, carries_loss, look_beside, offering, refuse, thinking, turns
+from factory.ingest.shapes.chats import (
+    Notes,
+    Turn,
+    add_reasoning,
+    add_tools,
+    carries_loss,
+    check_other_fields,
+    refuse,
+    turns,
+)
 from factory.ingest.shapes.mapping import NAMES, FieldMapping, read
 from kernels.contract.message import Message
 
@@ -29,7 +38,7 @@ _CONTRACT = {*_NAMING, "created"}
 _NAMED = {"conversation": "conversation_id"}  # keys of a mapping that have another name in the contract
 
 
-def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[str, Any]:
+def to_document_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[str, Any]:
     """The row's 'text' or 'messages', and the keys that name the document. Adds to ``notes`` how the row was read.
 
     Raises: BadRow 'bad_schema' | 'no_supervised'.
@@ -40,9 +49,9 @@ def as_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[st
     ignore = frozenset(mapping.ignore if mapping else ())
     kind, value, used = (mapping and _mapped(row, mapping, ignore, notes)) or _recognised(row, ignore, notes)
     if kind == "messages":
-        value = thinking(row, used, value, ignore, notes)
-        look_beside(row, used, ignore, notes)
-        value = offering(row, used, value, ignore, notes)
+        value = add_reasoning(row, used, value, ignore, notes)
+        check_other_fields(row, used, ignore, notes)
+        value = add_tools(row, used, value, ignore, notes)
         named = {path for _, mapped in mapping.values() for path in mapped.columns} if mapping else set()
         if "label" not in used | ignore | named and _is_pair_of_one(used, mapping) and _is_zero(row.get("label")):
             notes.refused.add("label")

@@ -8,7 +8,7 @@ from typing import Any
 
 from factory.core.errors import InputError, nearest
 from factory.ingest.shapes.chats import Notes
-from factory.ingest.shapes.mapping import FieldMapping, columns_of, has_column
+from factory.ingest.shapes.mapping import FieldMapping, has_column, list_columns
 from kernels.contract.message import Message
 
 _SAMPLED = 20  # rows of a chunk whose columns are kept, to suggest one for a missing column
@@ -16,7 +16,7 @@ _MOST_NAMED = 12  # fields that a line names
 
 
 @dataclass
-class Columns:
+class MappedColumns:
     """The rows of one mapping: their number, the mapped columns that were ``found``, and the ``others`` that some rows have."""
 
     rows: int = 0
@@ -31,15 +31,15 @@ class Told:
 
     said: Counter[str] = field(default_factory=Counter)
     unread: Counter[str] = field(default_factory=Counter)
-    mapped: dict[int, Columns] = field(default_factory=dict)
+    mapped: dict[int, MappedColumns] = field(default_factory=dict)
 
     def look(self, row: Any, place: int, mapping: FieldMapping) -> None:
         """Count the columns of a decoded row whose mapping has this place in ``fields``."""
         if not isinstance(row, dict):
             return
-        seen = self.mapped.setdefault(place, Columns())
+        seen = self.mapped.setdefault(place, MappedColumns())
         if seen.rows < _SAMPLED:
-            seen.others |= columns_of(row)
+            seen.others |= list_columns(row)
         seen.rows += 1
         for _, value in mapping.values():
             seen.found.update(path for path in value.columns if path not in seen.found and has_column(row, path))
@@ -54,7 +54,7 @@ class Told:
         self.said += other.said
         self.unread += other.unread
         for place, seen in other.mapped.items():
-            mine = self.mapped.setdefault(place, Columns())
+            mine = self.mapped.setdefault(place, MappedColumns())
             mine.rows += seen.rows
             mine.found |= seen.found
             mine.others |= seen.others
@@ -65,7 +65,7 @@ class Told:
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
-def missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
+def find_missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
     """(place of the mapping, its key, the column) of each mapped column that no row has."""
     return [
         (place, name, path)
@@ -78,7 +78,7 @@ def missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[int, s
 
 def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) -> None:
     """Raises: InputError where a mapping names a column that no row of the file has."""
-    for place, name, path in missing_columns(told, fields):
+    for place, name, path in find_missing_columns(told, fields):
         raise InputError(
             "shapes.no_row_has_column",
             "{file}: no row has the column {column!r}, which fields.{place}.{key} in data.yaml names (for files {pattern!r}){near}; nothing was "
@@ -92,7 +92,7 @@ def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) ->
         )
 
 
-def row_lines(counts: dict[str, Any]) -> list[Message]:
+def describe_rows(counts: dict[str, Any]) -> list[Message]:
     """Lines for a person about the rows of a shard, from the shard's counts."""
     found = [
         Message("shapes.read_as", "{how}: {rows:,|row|rows}", how=how, rows=rows)

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file: their names, their order, and the tensors of the export from which each is made.
 
 Names are those of the package ``gguf``. Two differences to the export exist. The matrices of a layer's experts are stacked in one tensor. In
-some architectures (``INTERLEAVED``) llama.cpp rotates neighbouring rows of a head, while transformers rotates row ``i`` with row
+some architectures (``INTERLEAVED_MODEL_TYPES``) llama.cpp rotates neighbouring rows of a head, while transformers rotates row ``i`` with row
 ``i + head_dim / 2``: there the rows of the query and key projections are reordered.
 """
 
@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "smollm3": "SMOLLM3",
     "glm4_moe": "GLM4_MOE",
 }  # model_type → gguf's
-INTERLEAVED = {"llama", "smollm3"}  # LLAMA_ROPE_TYPE_NORM in llama.cpp's llama_model_rope_type
+INTERLEAVED_MODEL_TYPES = {"llama", "smollm3"}  # LLAMA_ROPE_TYPE_NORM in llama.cpp's llama_model_rope_type
 SMOLLM3_STEP = 4  # llama.cpp's constant n_no_rope_layer_step; a GGUF file cannot change it
 _EXPERT = re.compile(r"(model\.layers\.\d+\.mlp\.experts)\.\d+(\.\w+\.weight)")
 _ROTATED = {"self_attn.q_proj.weight": "heads", "self_attn.k_proj.weight": "kv_heads"}
@@ -53,20 +53,20 @@ class FileTensor:
         if len(self.sources) > 1:
             return np.stack(tensors)
         (found,) = tensors
-        return found if self.rotated_heads is None else interleaved(found, self.rotated_heads)
+        return found if self.rotated_heads is None else interleave_rows(found, self.rotated_heads)
 
 
-def interleaved(rows: Floats, heads: int) -> Floats:
+def interleave_rows(rows: Floats, heads: int) -> Floats:
     """Reorder the rows [heads · head_dim, d] of each head: 0, head_dim / 2, 1, head_dim / 2 + 1 ….
 
-    >>> interleaved(np.arange(8, dtype=np.float32).reshape(8, 1), 2).ravel().tolist()
+    >>> interleave_rows(np.arange(8, dtype=np.float32).reshape(8, 1), 2).ravel().tolist()
     [0.0, 2.0, 1.0, 3.0, 4.0, 6.0, 5.0, 7.0]
     """
     count, width = rows.shape
     return rows.reshape(heads, 2, count // heads // 2, width).swapaxes(1, 2).reshape(count, width)
 
 
-def refuse_unknown(config: ExportConfig, model_type: str) -> None:
+def check_convertible(config: ExportConfig, model_type: str) -> None:
     """Raises: InputError for a model that llama.cpp cannot compute."""
     if model_type not in ARCHITECTURES:
         raise InputError(
@@ -92,7 +92,7 @@ def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
     """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute."""
     import gguf
 
-    refuse_unknown(config, model_type)
+    check_convertible(config, model_type)
     names = gguf.get_tensor_name_map(architecture(model_type), config.layers)
     shapes = config.shapes()
     sources: dict[str, list[str]] = {}
@@ -106,7 +106,9 @@ def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
         key = together.replace("e_score_correction_bias", "e_score_correction.bias")
         theirs = names.get_name(key, try_suffixes=(".weight", ".bias"))
         assert theirs is not None, f"gguf has no name for {together} in {model_type}"
-        found.append(FileTensor(theirs, shape, tuple(members), heads if model_type in INTERLEAVED else None))
+        found.append(
+            FileTensor(theirs, shape, tuple(members), heads if model_type in INTERLEAVED_MODEL_TYPES else None)
+        )
     return found
 
 

@@ -21,14 +21,14 @@ from factory.core.errors import InputError
 from factory.core.progress import Progress
 from factory.evals.export_config import ExportConfig
 from factory.evals.export_folder import check_tensors, read_config, read_json
-from factory.ingest.tokenizer import PATTERN, Tokenizer
+from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
-from factory.release.checks import check_export
+from factory.release.checks import check_export_unchanged
 from factory.release.gguf.kind import Kind
 from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
 from factory.release.serving import MODEL_NAME
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ FP16_MAX = 65504.0
 # The largest weight of each type. For Q8_0 it is 127 times the scale of a block, which is an fp16.
 LARGEST = {"F16": FP16_MAX, "Q8_0": 127 * FP16_MAX}
 FILE_TYPES = {Kind.F32: "ALL_F32", Kind.F16: "MOSTLY_F16", Kind.BF16: "MOSTLY_BF16", Kind.Q8_0: "MOSTLY_Q8_0"}
-OF_EXPORT = {"F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16}  # by safetensors' names
+TYPE_OF_EXPORT = {"F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16}  # by safetensors' names
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class GgufFile:
     bytes: int
 
 
-def write_release(
+def write_release_gguf(
     ledger: Ledger, number: int, out: Path, progress: Progress, kind: Kind | None = None, licence: str | None = None
 ) -> GgufFile:
     """Write the GGUF file of a published release to ``out``. By default (``kind`` None) weights keep the export's type, without rounding.
@@ -75,7 +75,7 @@ def write_release(
         raise InputError(
             "gguf.bad_licence", "{licence!r} is not an SPDX expression, such as Apache-2.0", licence=licence
         )
-    check_export(ledger, release.candidate)
+    check_export_unchanged(ledger, release.candidate)
     about: dict[str, str | int] = {
         "general.type": "model",
         "general.name": f"{MODEL_NAME} release {number}",
@@ -92,7 +92,7 @@ def write_release(
 def write_export(
     export: Path, out: Path, about: dict[str, str | int], progress: Progress, kind: Kind | None = None
 ) -> GgufFile:
-    """Write the GGUF file of an export. ``about``: further metadata for the file. Raises: InputError as ``write_release``."""
+    """Write the GGUF file of an export. ``about``: further metadata for the file. Raises: InputError as ``write_release_gguf``."""
     _require_package()
     out = out.absolute()
     if out.is_symlink() or out.exists():
@@ -116,7 +116,7 @@ def write_export(
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         written = _write(export, aside, config, model_type, plan, about, progress, kind)
-        put_in_place(aside, out)
+        rename_into_place(aside, out)
     finally:
         aside.unlink(missing_ok=True)
     return GgufFile(out, written, architecture_name(model_type), len(plan), out.stat().st_size)
@@ -150,7 +150,7 @@ def _write(
     try:
         with safe_open(path, framework="pt") as file:
             check_tensors(path, file, config)
-            kind = kind or OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
+            kind = kind or TYPE_OF_EXPORT[file.get_slice("model.embed_tokens.weight").get_dtype()]
             writer = gguf.GGUFWriter(aside, architecture_name(model_type))
             _add_metadata(writer, config, about, kind)
             add_vocabulary(writer, export, config.vocab_size)
@@ -257,7 +257,7 @@ def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str
 # -- the tokenizer -----------------------------------------------------------------------------------------------------
 # llama.cpp's code contains the patterns that split text, and the key ``tokenizer.ggml.pre`` names one. llama.cpp's converter finds the name
 # by a hash over the ids of a sample text, and so knows only published vocabularies. The factory's vocabulary is its own; its pattern is Qwen2's.
-MODEL, PRE = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
+MODEL, SPLIT_PATTERN_NAME = "gpt2", "qwen2"  # byte-level BPE, and Qwen2's split pattern
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5  # llama.cpp's kinds of tokens
 
 
@@ -291,7 +291,7 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
             vocabulary=vocab_size,
         )
     writer.add_tokenizer_model(MODEL)
-    writer.add_tokenizer_pre(PRE)
+    writer.add_tokenizer_pre(SPLIT_PATTERN_NAME)
     writer.add_token_list([by_id.get(number, f"[PAD{number}]") for number in range(vocab_size)])
     writer.add_token_types([kinds.get(number, UNUSED) for number in range(vocab_size)])
     # a merge is two tokens with a space between; the most frequent merge comes first
@@ -306,11 +306,11 @@ def add_vocabulary(writer: gguf.GGUFWriter, export: Path, vocab_size: int) -> No
 
 
 def _unlike_qwen2(data: dict[str, Any]) -> str | None:
-    """Return why the tokenizer differs from llama.cpp's for the name ``PRE``; None if it does not."""
+    """Return why the tokenizer differs from llama.cpp's for the name ``SPLIT_PATTERN_NAME``; None if it does not."""
     model, split = data["model"], data["pre_tokenizer"] or {}
     steps = split.get("pretokenizers", [split])
     patterns = [step["pattern"] for step in steps if step.get("type") == "Split"]
-    if patterns != [{"Regex": PATTERN}] or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
+    if patterns != [{"Regex": SPLIT_PATTERN}] or [step["type"] for step in steps] != ["Split", "ByteLevel"]:
         return Message(
             "gguf.other_pattern", "the tokenizer does not split text with Qwen2's pattern into byte-level pieces"
         )

@@ -11,7 +11,7 @@ from factory.evals.export_folder import read_json
 
 IDLE = {"bos_token_id", "pad_token_id", "transformers_version", "_from_model_config", "use_cache"}
 # Keys that can change the generated text, and their values that do not change it.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "repetition_penalty": (1.0, None), "no_repeat_ngram_size": (0, None), "min_p": (0.0, None), "typical_p": (1.0, None),
     "num_beams": (1, None), "num_return_sequences": (1, None), "max_length": (20, None), "min_length": (0, None),
 }  # fmt: skip
@@ -38,13 +38,13 @@ class GenerationDefaults:
         """Read the file of an export. Raises: ExportError for a key that changes the generated text and is not supported."""
         where = export / "generation_config.json"
         data = read_json(where)
-        for key, allowed in NEUTRAL.items():
+        for key, allowed in NEUTRAL_VALUES.items():
             if key in data and data[key] not in allowed:
                 raise ExportError(
                     "serving.default_not_supported", "{file}: the server does not support {key} {value}. Only {allowed} is supported.",
                     file=where, key=key, value=str(data[key])[:40], allowed=allowed[0],
                 )  # fmt: skip
-        known = IDLE | NEUTRAL.keys() | {"do_sample", "temperature", "top_p", "top_k", "eos_token_id"}
+        known = IDLE | NEUTRAL_VALUES.keys() | {"do_sample", "temperature", "top_p", "top_k", "eos_token_id"}
         if strange := sorted(data.keys() - known):
             raise ExportError(
                 "serving.default_unknown", "{file}: the server does not know the key {key}, so it does not serve this export.",

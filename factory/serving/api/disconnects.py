@@ -12,17 +12,17 @@ Made = TypeVar("Made")
 POLL_SECONDS = 1.0
 
 
-class Gone(Exception):
+class ClientGone(Exception):
     """The client closed its connection."""
 
 
-async def unless_gone(request: Request, work: Awaitable[Made]) -> Made:
+async def cancel_if_gone(request: Request, work: Awaitable[Made]) -> Made:
     """The result of ``work``. The body of ``request`` must have been read. Raises: Gone, after it cancelled ``work``."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait([task], timeout=POLL_SECONDS))[0]:
             if await request.is_disconnected():
-                raise Gone
+                raise ClientGone
         return task.result()
     finally:
         if not task.done():

@@ -44,15 +44,15 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (None,), "verbosity": (None,),
 }  # fmt: skip
 
-IN_MESSAGE, IN_PART = ("role", "content"), ("type", "text")
+MESSAGE_KEYS, PART_KEYS = ("role", "content"), ("type", "text")
 # Unsupported keys of OpenAI's messages, which may only be empty.
-UNSAID = frozenset(
+UNSUPPORTED_MESSAGE_KEYS = frozenset(
     ("name", "refusal", "audio", "annotations", "tool_calls", "tool_call_id", "function_call", "reasoning_content", "reasoning")
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class CompletionAsk:
+class CompletionRequest:
     """A checked request."""
 
     chat: bool
@@ -83,7 +83,7 @@ class ServedModel:
     vocab_size: int
 
 
-def load_served(export: Path) -> ServedModel:
+def load_served_model(export: Path) -> ServedModel:
     """Load these parts. Raises: ExportError for an export that cannot be read, or whose chat template is not this factory's."""
     config, tokenizer = read_config(export), Tokenizer.load(export)
     path = export / "chat_template.jinja"
@@ -107,11 +107,11 @@ def parse_body(body: bytes) -> dict[str, Any]:
         ) from None
 
 
-def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> CompletionAsk:
+def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> CompletionRequest:
     """Check the body of a request. Raises: ApiError naming the parameter."""
     check_model(body)
     _check_keys(body, chat)
-    prompts = (tuple(chat_ids(body, served.tokenizer)),) if chat else text_ids(body, served)
+    prompts = (tuple(tokenize_chat(body, served.tokenizer)),) if chat else tokenize_prompts(body, served)
     longest = max(map(len, prompts))
     wanted = _whole(body, "max_completion_tokens", 1, 1 << 24) if chat else None
     wanted = wanted or _whole(body, "max_tokens", 1, 1 << 24)
@@ -138,7 +138,7 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
         raise ApiError(
             400, _unknown(f"stream_options.{strange[0]}", nearest(strange[0], ["include_usage"])), "stream_options"
         )
-    return CompletionAsk(
+    return CompletionRequest(
         chat=chat,
         prompts=prompts,
         n=n,
@@ -166,7 +166,7 @@ def check_model(body: dict[str, Any]) -> None:
         raise ApiError(404, other, "model", "model_not_found")
 
 
-def chat_ids(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
+def tokenize_chat(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """The token ids of a chat up to its next answer. Special tokens in a message count as plain text. Raises: ApiError."""
     return [int(number) for number in tokenizer.prompt(check_messages(body))]
 
@@ -193,7 +193,7 @@ def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
                 ),
                 where,
             )
-        _check_message_keys(message, IN_MESSAGE, where)
+        _check_message_keys(message, MESSAGE_KEYS, where)
         role = message.get("role")
         if role == "developer":  # OpenAI's newer name
             role = "system"
@@ -219,7 +219,7 @@ def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
                     where,
                 )
             for at, part in enumerate(content):
-                _check_message_keys(part, IN_PART, f"{where}.content[{at}]")
+                _check_message_keys(part, PART_KEYS, f"{where}.content[{at}]")
                 if not isinstance(part.get("text"), str):
                     raise ApiError(400, _not_text(f"{where}.content[{at}].text"), where)
             content = "".join(part["text"] for part in content)
@@ -242,18 +242,18 @@ def _unknown(where: str, nearby: str) -> Message:
 def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: str) -> None:
     """An empty unsupported key passes, because clients send an answer back with all its keys, most of them null."""
     for key in sorted(given.keys() - {*known}):
-        if not (key in UNSAID and given[key] in (None, [], {}, "")):
+        if not (key in UNSUPPORTED_MESSAGE_KEYS and given[key] in (None, [], {}, "")):
             place = f"{where}.{key[:80]}"
             unsupported = Message(
                 "serving.message_key",
                 "{where} is not supported: this model reads only role and content. Remove it.",
                 where=place,
             )
-            refusal = unsupported if key in UNSAID else _unknown(place, nearest(key, known))
+            refusal = unsupported if key in UNSUPPORTED_MESSAGE_KEYS else _unknown(place, nearest(key, known))
             raise ApiError(400, refusal, place, "unsupported_parameter")
 
 
-def text_ids(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...], ...]:
+def tokenize_prompts(body: dict[str, Any], served: ServedModel) -> tuple[tuple[int, ...], ...]:
     """The ids of each prompt of a completion. Raises: ApiError."""
     prompt = body.get("prompt")
     if isinstance(prompt, str) or isinstance(prompt, list) and prompt and all(type(part) is int for part in prompt):

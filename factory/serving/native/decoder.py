@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from factory.evals.export_config import ExpertsConfig, ExportConfig
 from factory.evals.export_folder import read_config, read_weights
 
-JOINED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+JOINED_MATRICES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class CachedDecoder:
         return cls(config, read_weights(folder, config), device)
 
     def _join(self) -> dict[str, torch.Tensor]:
-        """Each matrix of ``JOINED`` by the name of its first part. ``weights`` then has views of it, so memory is used once."""
+        """Each matrix of ``JOINED_MATRICES`` by the name of its first part. ``weights`` then has views of it, so memory is used once."""
         joined = {}
-        for first, *others in JOINED:
+        for first, *others in JOINED_MATRICES:
             for name in [name for name in self.weights if name.endswith(f".{first}.weight")]:
                 names = [name, *(name.replace(first, other) for other in others)]
                 joined[name] = torch.cat([self.weights[part] for part in names])

@@ -19,7 +19,7 @@ Listener = Callable[
 ]  # None: the job ended without another token; ``EngineLoop.problem`` has the reason
 MOST_WAITING = 1024
 HUNG_SECONDS, HUNG = 60.0, 50
-NOT_NUMBERS = Message(
+NOT_FINITE = Message(
     "serving.not_finite",
     "The model's log-probabilities are not finite numbers. Its weights, or the memory that holds them, are damaged.",
 )
@@ -128,7 +128,7 @@ class EngineLoop:
     def _tell(self, tokens: list[Token]) -> None:
         for token in tokens:
             if token.end == "failed":
-                self.problem = NOT_NUMBERS
+                self.problem = NOT_FINITE
             with self._wake:
                 listener = self._listeners.pop(token.key, None) if token.end else self._listeners.get(token.key)
             if listener:

@@ -12,7 +12,7 @@ import numpy as np
 
 from factory.evals.token_bytes import TokenBytes
 from factory.release.serving import MODEL_NAME
-from factory.serving.api.request import CompletionAsk
+from factory.serving.api.request import CompletionRequest
 from factory.serving.native.batch import Token
 
 NO_TOKEN = 1 << 62  # a token id without text
@@ -99,10 +99,10 @@ class ChoiceReply:
         return text
 
 
-class Completion:
+class CompletionReply:
     """The answer to one request."""
 
-    def __init__(self, ask: CompletionAsk, token_bytes: TokenBytes, release: str) -> None:
+    def __init__(self, ask: CompletionRequest, token_bytes: TokenBytes, release: str) -> None:
         self.ask, self._bytes = ask, token_bytes
         kind = "chatcmpl" if ask.chat else "cmpl"
         self._head = {

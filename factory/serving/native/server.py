@@ -22,16 +22,23 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from factory.core.errors import FactoryError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.evals.token_bytes import TokenBytes
 from factory.release.serving import MODEL_NAME
-from factory.serving.api.disconnects import Gone, unless_gone
+from factory.serving.api.disconnects import ClientGone, cancel_if_gone
 from factory.serving.api.errors import ApiError
-from factory.serving.api.request import CompletionAsk, chat_ids, load_served, parse_body, read_request, text_ids
+from factory.serving.api.request import (
+    CompletionRequest,
+    load_served_model,
+    parse_body,
+    read_request,
+    tokenize_chat,
+    tokenize_prompts,
+)
 from factory.serving.native.batch import Job, RunningBatch, Token
 from factory.serving.native.decoder import CachedDecoder
-from factory.serving.native.engine_loop import NOT_NUMBERS, EngineLoop
-from factory.serving.native.replies import ChoiceReply, Completion
+from factory.serving.native.engine_loop import NOT_FINITE, EngineLoop
+from factory.serving.native.replies import ChoiceReply, CompletionReply
 from kernels.contract.message import Message
 
 Written = tuple[ChoiceReply, str, Token]  # (choice, text that is final with this token, token)
@@ -43,12 +50,12 @@ class NativeEngine:
     def __init__(self, export: Path, device: torch.device) -> None:
         """Raises: InputError for an export that cannot be served."""
         decoder = CachedDecoder.load(export, device)
-        self._served = load_served(export)
+        self._served = load_served_model(export)
         self._bytes = TokenBytes.load(export)
-        self.release = folder_sha256(export)[:16]
+        self.release = export_folder_sha256(export)[:16]
         self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_a_token))
 
-    def read(self, body: bytes, chat: bool) -> CompletionAsk:
+    def read(self, body: bytes, chat: bool) -> CompletionRequest:
         """A request, from its body. Raises: ApiError."""
         return read_request(parse_body(body), chat, self._served)
 
@@ -56,13 +63,13 @@ class NativeEngine:
         """The token ids of a prompt or of messages, as in vLLM's /tokenize. Raises: ApiError."""
         data = parse_body(body)
         if "messages" in data:
-            return chat_ids(data, self._served.tokenizer)
-        return list(text_ids(data, self._served)[0])
+            return tokenize_chat(data, self._served.tokenizer)
+        return list(tokenize_prompts(data, self._served)[0])
 
-    def reply(self, ask: CompletionAsk) -> Completion:
-        return Completion(ask, self._bytes, self.release)
+    def reply(self, ask: CompletionRequest) -> CompletionReply:
+        return CompletionReply(ask, self._bytes, self.release)
 
-    async def tokens(self, ask: CompletionAsk, reply: Completion) -> AsyncIterator[Written]:
+    async def tokens(self, ask: CompletionRequest, reply: CompletionReply) -> AsyncIterator[Written]:
         """Each token of each choice, as soon as it is computed. Raises: ApiError."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
@@ -92,7 +99,7 @@ class NativeEngine:
                 if token is None:  # another request or the device caused it; another engine may answer this request
                     raise ApiError(503, Message.from_json(self.loop.problem), openai_code="engine_failed")
                 if token.end == "failed":
-                    raise ApiError(500, NOT_NUMBERS, openai_code="not_finite")
+                    raise ApiError(500, NOT_FINITE, openai_code="not_finite")
                 if choice.finish:
                     continue
                 text = choice.add(token)
@@ -118,7 +125,7 @@ def application(engine: NativeEngine) -> Starlette:
                 return await handle(request)
             except ApiError as error:
                 return JSONResponse(error.body(), error.status)
-            except (Gone, ClientDisconnect):
+            except (ClientGone, ClientDisconnect):
                 return Response(status_code=499)
 
         return answer
@@ -128,9 +135,9 @@ def application(engine: NativeEngine) -> Starlette:
             ask = engine.read(await request.body(), chat)
             reply = engine.reply(ask)
             if not ask.stream:
-                return JSONResponse(await unless_gone(request, _finish(engine, ask, reply)))
+                return JSONResponse(await cancel_if_gone(request, _finish(engine, ask, reply)))
             tokens = engine.tokens(ask, reply)
-            first = await unless_gone(request, anext(tokens))  # an earlier failure gives a status, not an event
+            first = await cancel_if_gone(request, anext(tokens))  # an earlier failure gives a status, not an event
             return StreamingResponse(_events(ask, reply, first, tokens), media_type="text/event-stream")
 
         return answering(generate)
@@ -158,14 +165,14 @@ def application(engine: NativeEngine) -> Starlette:
     )
 
 
-async def _finish(engine: NativeEngine, ask: CompletionAsk, reply: Completion) -> dict[str, Any]:
+async def _finish(engine: NativeEngine, ask: CompletionRequest, reply: CompletionReply) -> dict[str, Any]:
     async for _ in engine.tokens(ask, reply):
         pass
     return reply.whole()
 
 
 async def _events(
-    ask: CompletionAsk, reply: Completion, first: Written, tokens: AsyncIterator[Written]
+    ask: CompletionRequest, reply: CompletionReply, first: Written, tokens: AsyncIterator[Written]
 ) -> AsyncIterator[str]:
     """Server-sent events. A token without final text waits for the next token of its choice."""
     waiting: dict[int, list[Token]] = {}

@@ -15,15 +15,15 @@ from factory.core.errors import InputError
 from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, undecided
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow
-from factory.ledger.writing import record_once
-from factory.release.approvals import APPROVAL_TAG, how_to_answer, reject, waits
-from factory.release.checks import newest_verdict
+from factory.ledger.writing import record_event_once
+from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, reject, waits
+from factory.release.checks import get_newest_verdict
 from factory.release.releases import release
 from factory.show.mlflow.outages import TrackingError, shown
 from factory.show.mlflow.registry import MODEL, find_version
-from factory.show.mlflow.releases import PENDING, REASON_TAG, decided, set_tags, show_releases
+from factory.show.mlflow.releases import PENDING, REASON_TAG, decided, set_approval_tags, show_releases
 from factory.show.mlflow.runs import Tracking
-from factory.show.mlflow.store import mlflow_errors
+from factory.show.mlflow.store import convert_mlflow_errors
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ REFUSED_WORD = "refused"
 QUIET = frozenset({"", PENDING, REFUSED_WORD})
 
 
-class ApprovalAnswers:
+class ApprovalResponder:
     """Answers approvals in MLflow. Call ``look`` every few seconds, also while a segment trains; each call costs one search."""
 
     def __init__(self, plant: Plant) -> None:
@@ -57,12 +57,12 @@ class ApprovalAnswers:
         self.look()
         for verdict in () if self._asked else undecided(self.ledger):
             if waits(self.plant, verdict):
-                self.progress.line(f"  {how_to_answer(verdict.number)}")
+                self.progress.line(f"  {describe_waiting_candidate(verdict.number)}")
         self._asked = True
 
     def _answer_all(self) -> list[str]:
         client = self.tracking.client
-        with mlflow_errors("reading approvals"):
+        with convert_mlflow_errors("reading approvals"):
             found = client.search_model_versions(f"name = '{MODEL}'")
         spoken = [one for one in found if _word(one) not in QUIET]
         lines = [self._answer(one) for one in sorted(spoken, key=lambda one: int(one.version))]
@@ -93,8 +93,8 @@ class ApprovalAnswers:
             )
             known = REFUSED_WORD, f"refused: {error}"
             detail = {"word": word, "by": by, "version": str(version.version), "why": str(error)}
-            record_once(self.ledger, REFUSED, Subject("candidate", _number(version)), detail)
-        set_tags(self.tracking, str(version.version), dict(version.tags), *known)
+            record_event_once(self.ledger, REFUSED, Subject("candidate", _number(version)), detail)
+        set_approval_tags(self.tracking, str(version.version), dict(version.tags), *known)
         if line:
             self.progress.line(f"  {line}")
         return line
@@ -110,7 +110,7 @@ class ApprovalAnswers:
                 version=version.version,
                 candidate=number,
             )
-        with mlflow_errors("finding a version"):
+        with convert_mlflow_errors("finding a version"):
             mine = find_version(self.tracking.client, number, row.export_sha256)
         if mine is None or str(mine.version) != str(version.version):
             raise InputError(
@@ -120,7 +120,7 @@ class ApprovalAnswers:
                 its_version=mine and mine.version,
                 version=version.version,
             )
-        verdict = newest_verdict(self.ledger, number)
+        verdict = get_newest_verdict(self.ledger, number)
         if (seen := version.tags.get("verdict_id")) != str(verdict.id):
             raise InputError(
                 "answering.old_verdict",
@@ -153,7 +153,7 @@ class ApprovalAnswers:
         )
 
 
-def follow_proposals(plant: Plant) -> int:
+def settle_proposals(plant: Plant) -> int:
     """Carry out decisions about waiting proposals, by people in MLflow or by the policy. Returns the number of settled proposals."""
     from factory.code_loop.approvals import follow
 

@@ -28,10 +28,10 @@ NAME = "model"  # the folder among the artifacts, and in it the folder of an exp
 TASK, PIPELINE = "text-generation", "TextGenerationPipeline"
 SENT_LIMIT = 1 << 30  # bytes; a larger export is not sent to a server, only its path
 NEW_TOKENS = 128  # default of max_new_tokens
-NEEDS = ("mlflow", "torch", "transformers")
+REQUIRED_PACKAGES = ("mlflow", "torch", "transformers")
 
 
-def log_model(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
+def log_loadable_model(client: MlflowClient, run: str, candidate: CandidateRow) -> str:
     """Write the files with which MLflow loads a candidate into its run's artifacts; returns their address. Safe to repeat."""
     export, place = Path(candidate.export_path), f"{client.get_run(run).info.artifact_uri}/{NAME}"
     address = urlparse(place)
@@ -85,7 +85,9 @@ def _write(folder: Path, candidate: CandidateRow, export: Path, weights: str) ->
         transformers_version=version("transformers"),
     )
     model.save(str(folder / "MLmodel"))
-    (folder / "requirements.txt").write_text("".join(f"{name}=={version(name).split('+')[0]}\n" for name in NEEDS))
+    (folder / "requirements.txt").write_text(
+        "".join(f"{name}=={version(name).split('+')[0]}\n" for name in REQUIRED_PACKAGES)
+    )
     environment = {"python": platform.python_version(), "dependencies": ["-r requirements.txt"]}
     (folder / "python_env.yaml").write_text(json.dumps(environment) + "\n")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from factory.core.left_files import open_file, parse_json
 from factory.core.workspace import Workspace
 from factory.show.mlflow.outages import shown
-from factory.show.mlflow.store import check_writable, mlflow_errors
+from factory.show.mlflow.store import check_writable, convert_mlflow_errors
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -21,7 +21,7 @@ LATEST_SECONDS = 1e12  # tens of thousands of years
 PER_LAYER = ("grad_norm/", "update_ratio/", "activation_max/", "attention_logit_max/", "router_balance/")
 LOSS = "loss/all"
 # The measurements of an evaluation that decide, in the order of a run's table and of a comparison.
-DECIDING = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
+DECIDING_METRICS = ("bpb/", "cloze/share_right", "cloze/by_domain/", "chat/", "dev/bpb/")
 METRICS_PER_BATCH = 1000  # MLflow's own limit
 BYTES_AT_ONCE = 16 << 20  # most bytes that one call of ``poll`` reads
 
@@ -119,7 +119,7 @@ class MetricsFollower:
                 steps += 1
             room = METRICS_PER_BATCH - len(batch)
             if index == len(lines) - 1 or room < 64:
-                with mlflow_errors("logging metrics"):
+                with convert_mlflow_errors("logging metrics"):
                     for start in range(0, len(batch), METRICS_PER_BATCH):
                         self._client().log_batch(str(self._run), metrics=batch[start : start + METRICS_PER_BATCH])
                 self._offset, self._tail, self.last_step = self._offset + consumed, line[-256:], newest
@@ -127,7 +127,7 @@ class MetricsFollower:
         return logged
 
     def _highest_step(self, run: str) -> int:
-        with mlflow_errors("reading a run's metrics"):
+        with convert_mlflow_errors("reading a run's metrics"):
             return max((point.step for point in self._client().get_metric_history(run, LOSS)), default=-1)
 
 
@@ -138,7 +138,7 @@ def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """
     flat: dict[str, float] = {}
     for key, value in tree.items():
-        name = metric_key(f"{prefix}{key}")
+        name = clean_metric_key(f"{prefix}{key}")
         if isinstance(value, Mapping):
             flat.update(numbers(value, f"{name}/"))
         elif isinstance(value, int | float):
@@ -161,17 +161,17 @@ def _of_training(key: str) -> str:
     return f"per_layer/{key}" if key.startswith(PER_LAYER) else key if "/" in key else f"overall/{key}"
 
 
-def of_evaluation(values: Mapping[str, float]) -> dict[str, float]:
+def name_evaluation_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Order an evaluation's metrics: the deciding ones first, the rest under ``details/``.
 
-    >>> of_evaluation({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
+    >>> name_evaluation_metrics({"seconds/bpb": 3.0, "cloze/share_right": 0.3, "bpb/code": 2.0})
     {'bpb/code': 2.0, 'cloze/share_right': 0.3, 'details/seconds/bpb': 3.0}
     """
-    first = {key: value for start in DECIDING for key, value in values.items() if key.startswith(start)}
+    first = {key: value for start in DECIDING_METRICS for key, value in values.items() if key.startswith(start)}
     return first | {f"details/{key}"[:250]: value for key, value in values.items() if key not in first}
 
 
-def metric_key(name: str) -> str:
+def clean_metric_key(name: str) -> str:
     """``name`` as a metric key that MLflow accepts: letters, digits, ``_-. :/``, a clean relative path, at most 250 characters."""
     clean = posixpath.normpath(re.sub(r"[^\w\-. :/]", "_", name))
     return re.sub(r"^[./]+", "_", clean)[:250]

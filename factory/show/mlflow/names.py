@@ -39,11 +39,11 @@ class Name:
         """Raises: InputError."""
         scheme, _, rest = text.strip().lower().rstrip("/").rpartition("://")
         try:
-            parts = urlsplit(f"//{in_brackets(rest)}")
-            host, port = in_brackets(parts.hostname or ""), parts.port
+            parts = urlsplit(f"//{bracket_ipv6(rest)}")
+            host, port = bracket_ipv6(parts.hostname or ""), parts.port
         except ValueError:
             host, port = "", None
-        whole = (host if port is None else f"{host}:{port}") == in_brackets(rest)
+        whole = (host if port is None else f"{host}:{port}") == bracket_ipv6(rest)
         if not whole or port == 0 or scheme not in ("", *PORTS) or not (host.startswith("[") or PLAIN.fullmatch(host)):
             raise InputError(
                 "names.no_host",
@@ -72,7 +72,7 @@ class Name:
         return _origin(scheme, self.host, self.port or port)
 
 
-def in_brackets(host: str) -> str:
+def bracket_ipv6(host: str) -> str:
     """An IPv6 address in brackets, as in a URL; any other host unchanged."""
     try:
         return f"[{host}]" if ipaddress.ip_address(host).version == 6 and "%" not in host else host
@@ -80,13 +80,13 @@ def in_brackets(host: str) -> str:
         return host
 
 
-def reached_as(host: str, given: Sequence[str] = ()) -> list[Name]:
+def server_names(host: str, given: Sequence[str] = ()) -> list[Name]:
     """The names of a server that listens on ``host``: the given ones, or else this machine's own, and none on loopback. Raises: InputError."""
-    own = [] if given or is_loopback(host) else own_names(host)
+    own = [] if given or is_loopback(host) else names_of_this_machine(host)
     return [Name.parse(name) for name in dict.fromkeys(given or own)]
 
 
-def own_names(host: str) -> list[str]:
+def names_of_this_machine(host: str) -> list[str]:
     """``host`` (unless it means all addresses), this machine's name, and this machine's addresses."""
     first = [] if _is_unspecified(host) else [host]
     families = (socket.AF_INET, socket.AF_INET6)
@@ -98,7 +98,7 @@ def own_names(host: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def server_options(names: Sequence[Name], port: int) -> list[str]:
+def mlflow_server_options(names: Sequence[Name], port: int) -> list[str]:
     """Options for ``mlflow server`` that make it answer to these names and on this machine. Without names: no options."""
     if not names:
         return []

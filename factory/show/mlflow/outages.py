@@ -21,7 +21,7 @@ from kernels.contract.message import Message
 
 T = TypeVar("T")
 LEAST, MOST = 5.0, 120.0  # seconds; MLflow itself waits 120 s, seven times
-REST = 10.0  # pause after a failure, as a multiple of the time that the failed request took
+PAUSE_FACTOR = 10.0  # pause after a failure, as a multiple of the time that the failed request took
 LIMITS = ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES")  # MLflow reads them at each request
 NO_ANSWER = ("API request to", "timed out", "Max retries exceeded")  # parts of the text of an MlflowException
 DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
@@ -48,7 +48,7 @@ _asked = ""  # the address that was used last
 _said: set[str] = set()  # addresses whose outage was printed
 
 
-def refuse_resting(uri: str) -> None:
+def refuse_during_pause(uri: str) -> None:
     """Call before each use of MLflow. Raises: TrackingError during the pause after a server did not answer."""
     global _asked
     _asked = uri
@@ -68,10 +68,10 @@ def refuse_resting(uri: str) -> None:
             os.environ[name] = str(value)
 
 
-def note_failure(error: BaseException, seconds: float) -> None:
+def note_server_failure(error: BaseException, seconds: float) -> None:
     """Note an error of MLflow. If the server did not answer, it is not asked for a while."""
     if (server := _servers.get(_asked)) and any(word in str(error) for word in NO_ANSWER):
-        server.rests_until, server.why = time.monotonic() + REST * seconds, f"for {seconds:.0f} s"
+        server.rests_until, server.why = time.monotonic() + PAUSE_FACTOR * seconds, f"for {seconds:.0f} s"
         server.limit = min(MOST, 2 * server.limit)
 
 
@@ -90,7 +90,7 @@ def advice(error: BaseException | None) -> str:
     return ""
 
 
-def of_one_thing(error: Exception) -> str:
+def describe_single_failure(error: Exception) -> str:
     """The text of an error that concerns one thing to show, such as a deleted run or a page that cannot be made.
 
     Raises: ``error``, if it is a fault of the machine, which concerns all things.

@@ -11,20 +11,20 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from factory.core.moments import iso
+from factory.core.moments import format_iso_time
 from factory.core.workspace import PATIENCE, Workspace
 from factory.evals.statistics import interval_of
-from factory.ledger.decisions import override_on
+from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.release.checks import check_export, newest_verdict
+from factory.release.checks import check_export_unchanged, get_newest_verdict
 from factory.release.serving import MODEL_NAME as MODEL
-from factory.show.mlflow.loadable import log_model
-from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, Tracking, averaged_tag
-from factory.show.mlflow.store import mlflow_errors, open_client
-from factory.show.mlflow.version_page import MODE, PICTURES, Place, Places, page
+from factory.show.mlflow.loadable import log_loadable_model
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, Tracking, average_tag
+from factory.show.mlflow.store import convert_mlflow_errors, open_client
+from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, Place, VersionLinks, page
 from factory.show.pages.release_pictures import TITLES, files
 from factory.show.pages.release_report import write_report
 from kernels.contract.message import Message
@@ -46,7 +46,7 @@ REGISTERED = (
     "registered"  # the tag that is written last: a digest of SHOWN, once alias, report and approval are there too
 )
 # Tags that may become wrong, for example when a removal is undone or a release is withdrawn. They are deleted then.
-PASSING = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
+REMOVABLE_TAGS = frozenset({"removed_data", "release", "bundle", "overridden_by", "override_reason"})
 ABOUT = Message(
     "registry.about",
     "Each version is a judged candidate. The alias champion is the release that is served; the alias candidate was judged last. Click a version "
@@ -60,14 +60,14 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
 
     Raises: InputError when the candidate was not judged or its export changed since; TrackingError.
     """
-    verdict = newest_verdict(plant.ledger, candidate_id)
-    candidate = check_export(plant.ledger, candidate_id)
+    verdict = get_newest_verdict(plant.ledger, candidate_id)
+    candidate = check_export_unchanged(plant.ledger, candidate_id)
     run = tracking.candidate_run(candidate_id)
     client = tracking.client
     tags = _tags(plant.ledger, candidate, verdict)
     if verdict.against:  # show the champion's newest numbers too, measured on the same documents
         tracking.candidate_run(Subject.parse(verdict.against).number)
-    with mlflow_errors(f"registering candidate {candidate_id}"), plant.workspace.lock("registry", PATIENCE):
+    with convert_mlflow_errors(f"registering candidate {candidate_id}"), plant.workspace.lock("registry", PATIENCE):
         _ensure_model(client)
         pictures = files(plant.ledger, candidate_id)
         for name, picture in pictures.items():
@@ -82,9 +82,9 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
         )
         version = find_version(client, candidate_id, candidate.export_sha256)
         if version is None:
-            source = log_model(client, run, candidate)
+            source = log_loadable_model(client, run, candidate)
             version = client.create_model_version(MODEL, source, run, tags | {REGISTERED: "not yet"}, description=about)
-        for key in sorted(PASSING & version.tags.keys() - tags.keys()):
+        for key in sorted(REMOVABLE_TAGS & version.tags.keys() - tags.keys()):
             client.delete_model_version_tag(MODEL, version.version, key)
         for key, value in tags.items():
             if version.tags.get(key) != value:
@@ -97,14 +97,14 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
     return str(version.version)
 
 
-def is_whole(version: ModelVersion) -> bool:
+def is_complete(version: ModelVersion) -> bool:
     """Whether a version has everything that its tags name. A version without the tag, from an older factory, counts as whole."""
     return version.tags.get(REGISTERED) in (None, _digest(version))
 
 
-def mark_whole(client: MlflowClient, version: str) -> None:
+def mark_complete(client: MlflowClient, version: str) -> None:
     """Note on a version that it has everything that its tags name. Raises: TrackingError."""
-    with mlflow_errors("marking a version"):
+    with convert_mlflow_errors("marking a version"):
         found = client.get_model_version(MODEL, version)
         if found.tags.get(REGISTERED) != (digest := _digest(found)):
             client.set_model_version_tag(MODEL, version, REGISTERED, digest)
@@ -145,14 +145,16 @@ def _ensure_model(client: MlflowClient) -> None:
 
 def _places(
     tracking: Tracking, segment: SegmentRow, verdict: VerdictRow, tags: dict[str, str], pictures: Mapping[str, str]
-) -> Places:
+) -> VersionLinks:
     place = lambda subject: Place(*found) if (found := tracking.place(subject)) else None
     mine = place(Subject("candidate", verdict.number))
     assert mine is not None, "its run was made"
     against = place(Subject.parse(verdict.against)) if verdict.against else None
     number = int(tags["release"]) if "release" in tags else None
     over = f"{tags['overridden_by']}: {tags['override_reason']}" if "overridden_by" in tags else None
-    return Places(mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures, over)
+    return VersionLinks(
+        mine, place(Subject("segment", segment.id)), against, number, tags.get("bundle"), pictures, over
+    )
 
 
 def bundle(ledger: Ledger, release: int) -> str | None:
@@ -162,7 +164,7 @@ def bundle(ledger: Ledger, release: int) -> str | None:
     return str(rows[0]["detail"]["folder"]) if rows else None
 
 
-def removed_data(ledger: Ledger, release: int) -> str | None:
+def describe_removed_data(ledger: Ledger, release: int) -> str | None:
     """Training data of a release that was removed since, as text for a tag; None: nothing was removed."""
     about = [mark for mark in marks(ledger) if mark["release"] == release and mark["removal"] is not None]
     return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
@@ -184,12 +186,12 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "data_plan": segment.data_plan,
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
-        "judged_at": iso(verdict.created_at),
+        "judged_at": format_iso_time(verdict.created_at),
         "bundle": bundle(ledger, release.number) if release else None,
-        "removed_data": removed_data(ledger, release.number) if release else None,
-        **averaged_tag(segment.result),
+        "removed_data": describe_removed_data(ledger, release.number) if release else None,
+        **average_tag(segment.result),
     }
-    if over := override_on(ledger, verdict):
+    if over := find_override(ledger, verdict):
         tags |= {"overridden_by": over["by"], "override_reason": over["why"]}
     bpb = evaluation.summary.get("bpb", {}) if evaluation else {}
     tags |= {f"bpb.{domain}": f"{value:.4f}" for domain, value in bpb.items() if isinstance(value, int | float)}
@@ -201,17 +203,17 @@ def _gain(evidence: dict[str, Any]) -> dict[str, str]:
     return {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}"} if gain else {}
 
 
-def start_pages(workspace: Workspace, server: str) -> dict[str, str]:
+def list_start_pages(workspace: Workspace, server: str) -> dict[str, str]:
     """The pages to begin with, ``{name: address on the server}``. MLflow's own start page opens in a mode that hides registered models.
 
     Opening the store also updates its paths if the workspace was moved. Raises: TrackingError when the store cannot be opened.
     """
     client = open_client(workspace)
     pages = {"releases": f"models/{MODEL}"}
-    with mlflow_errors("listing experiments"):
+    with convert_mlflow_errors("listing experiments"):
         for name in (CANDIDATES, TRAINING, PROPOSALS):
             if found := client.get_experiment_by_name(name):
                 pages[name] = f"experiments/{found.experiment_id}"
         if not client.search_registered_models(f"name = '{MODEL}'"):
             del pages["releases"]
-    return {name: f"{server}/#/{page}?{MODE}" for name, page in pages.items()}
+    return {name: f"{server}/#/{page}?{TRAINING_MODE}" for name, page in pages.items()}

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
-from factory.ledger.decisions import APPROVED, BY_POLICY, OVERRIDDEN, REJECTED, decision_on, override_on
+from factory.ledger.decisions import APPROVED, APPROVED_BY_POLICY, OVERRIDDEN, REJECTED, find_decision, find_override
 from factory.ledger.ledger import Ledger, record, releases
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
-from factory.release.approvals import APPROVAL_TAG, how_to_answer, waits
-from factory.release.checks import newest_verdict
-from factory.show.mlflow.outages import of_one_thing
+from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, waits
+from factory.release.checks import get_newest_verdict
+from factory.show.mlflow.outages import describe_single_failure
 from factory.show.mlflow.registry import (
     CHAMPION,
     MODEL,
     SHOWN,
     aliases,
     bundle,
+    describe_removed_data,
     find_version,
-    is_whole,
-    mark_whole,
+    is_complete,
+    mark_complete,
     register,
-    removed_data,
 )
 from factory.show.mlflow.runs import Tracking, short
-from factory.show.mlflow.store import mlflow_errors
+from factory.show.mlflow.store import convert_mlflow_errors
 from kernels.contract.message import Message
 
 ANSWER_TAG, REASON_TAG = "approval_answer", "approval_reason"  # the factory's answer to a person; the person's reason
 PENDING = "pending"
-POINTED = "champion_shown"  # event: the version that the champion alias was set to
+ALIAS_SET = "champion_shown"  # event: the version that the champion alias was set to
 
 
 def show_releases(plant: Plant, tracking: Tracking) -> None:
@@ -52,7 +52,7 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
                         "releases.not_shown",
                         "Candidate {candidate} cannot be shown in MLflow: {reason}",
                         candidate=candidate,
-                        reason=of_one_thing(error),
+                        reason=describe_single_failure(error),
                     )
                 )
         _point(plant, tracking)
@@ -61,12 +61,12 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
 
 
 def _unshown(plant: Plant, tracking: Tracking) -> list[int]:
-    with mlflow_errors("listing versions"):
+    with convert_mlflow_errors("listing versions"):
         found = tracking.client.search_model_versions(f"name = '{MODEL}'")
-    shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_whole(v)}
+    shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_complete(v)}
     ledger = plant.ledger
     released = {
-        row.candidate: (str(row.number), removed_data(ledger, row.number), bundle(ledger, row.number))
+        row.candidate: (str(row.number), describe_removed_data(ledger, row.number), bundle(ledger, row.number))
         for row in ReleaseRow.select(ledger)
     }
     unshown = []
@@ -82,9 +82,9 @@ def _point(plant: Plant, tracking: Tracking) -> None:
     """Set MLflow's champion alias to the ledger's champion. If somebody else moved it, record the repair. Raises: TrackingError."""
     row, client, ledger = champion(plant.ledger), tracking.client, plant.ledger
     want = _version(plant, tracking, row) if row else None
-    known = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=POINTED)
+    known = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=ALIAS_SET)
     given = known[0]["detail"]["version"] if known else None
-    with mlflow_errors("setting the alias"):
+    with convert_mlflow_errors("setting the alias"):
         found = aliases(client).get(CHAMPION)
         if found != want:
             if want is None:
@@ -104,12 +104,12 @@ def _point(plant: Plant, tracking: Tracking) -> None:
             what = [moved]
             record(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": what})
         if given != want:
-            record(tx, POINTED, "mlflow", {"version": want})
+            record(tx, ALIAS_SET, "mlflow", {"version": want})
 
 
 def _version(plant: Plant, tracking: Tracking, row: ReleaseRow) -> str:
     """The version of a release's candidate. A deleted version is made again."""
-    with mlflow_errors("finding a version"):
+    with convert_mlflow_errors("finding a version"):
         found = find_version(tracking.client, row.candidate, row.export_sha256)
     return str(found.version) if found else register(plant, tracking, row.candidate)
 
@@ -122,12 +122,12 @@ def register_candidate(plant: Plant, candidate_id: int) -> str:
     Raises: InputError when the candidate was not judged or its export changed; TrackingError.
     """
     tracking = Tracking.open(plant)
-    verdict = newest_verdict(plant.ledger, candidate_id)
-    with mlflow_errors("finding a version"):
+    verdict = get_newest_verdict(plant.ledger, candidate_id)
+    with convert_mlflow_errors("finding a version"):
         before = find_version(tracking.client, candidate_id, verdict.subject_sha256)
     version = register(plant, tracking, candidate_id)
     _ask(plant, tracking, verdict, version, dict(before.tags) if before else {})
-    mark_whole(tracking.client, version)
+    mark_complete(tracking.client, version)
     return version
 
 
@@ -140,20 +140,20 @@ def _ask(plant: Plant, tracking: Tracking, verdict: VerdictRow, version: str, gi
         asked = waits(plant, verdict)
         known = (
             PENDING if asked else "",
-            how_to_answer(verdict.number)
+            describe_waiting_candidate(verdict.number)
             if asked
             else Message("releases.nothing_to_approve", "Verdict {verdict} needs no approval.", verdict=verdict.id),
         )
     if known is not None:
-        set_tags(tracking, version, given, *known)
+        set_approval_tags(tracking, version, given, *known)
 
 
 def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
     """(tag ``approval``, tag ``approval_answer``) of a candidate about which a person decided; None if nobody decided."""
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.number)
     if release:
-        by = release.approved_by or BY_POLICY
-        if over := override_on(ledger, VerdictRow.get(ledger, release.verdict)):
+        by = release.approved_by or APPROVED_BY_POLICY
+        if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
             return OVERRIDDEN, Message(
                 "releases.released_overridden",
                 "released as release {release}, although the gate held it, by {person}: {reason}",
@@ -167,14 +167,14 @@ def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
             release=release.number,
             person=by,
         )
-        return None if by == BY_POLICY else (APPROVED, approved)
-    decision = decision_on(ledger, verdict)
+        return None if by == APPROVED_BY_POLICY else (APPROVED, approved)
+    decision = find_decision(ledger, verdict)
     return (REJECTED, str(decision)) if decision and decision.word == REJECTED else None
 
 
-def set_tags(tracking: Tracking, version: str, before: dict[str, str], word: str, answer: str) -> None:
+def set_approval_tags(tracking: Tracking, version: str, before: dict[str, str], word: str, answer: str) -> None:
     """Set the tags that answer a person's approval or rejection. Raises: TrackingError."""
-    with mlflow_errors("answering an approval"):
+    with convert_mlflow_errors("answering an approval"):
         for key, value in ((ANSWER_TAG, short([answer])), (APPROVAL_TAG, word)):
             if before.get(key) != value:
                 tracking.client.set_model_version_tag(MODEL, version, key, value)

@@ -36,12 +36,12 @@ from factory.runs.running import in_words
 from factory.show.mlflow.metrics_follower import (
     METRICS_PER_BATCH,
     MetricsFollower,
-    metric_key,
+    clean_metric_key,
+    name_evaluation_metrics,
     numbers,
-    of_evaluation,
 )
-from factory.show.mlflow.outages import refuse_resting
-from factory.show.mlflow.store import flush, mlflow_errors, open_client, remove_deleted
+from factory.show.mlflow.outages import refuse_during_pause
+from factory.show.mlflow.store import convert_mlflow_errors, flush, open_client, purge_deleted_runs
 from factory.show.pages.release_facts import flatten
 from kernels.contract.message import Message
 
@@ -84,7 +84,7 @@ ABOUT = {
 SUBJECT = "factory.subject"
 # Events that record what MLflow has: a segment's end, a proposal's state, a diagnosis, and so on (``factory.show.catching_up``).
 CLOSED, SHOWN, DIAGNOSIS_SHOWN = "run_closed", "proposal_shown", "diagnosis_shown"
-PROFILE_SHOWN, DELETED, ARM_SHOWN = "profile_shown", "run_deleted", "arm_shown"
+PROFILE_SHOWN, RUN_DELETED, ARM_SHOWN = "profile_shown", "run_deleted", "arm_shown"
 STATUS = {"done": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}  # MLflow's status, by the state of an arm
 PATCH = "patch_sha256"  # tag of a proposal's run: the patch that the run shows and that a person decides about
 PARAMS_PER_BATCH = 100  # MLflow's own limit
@@ -108,7 +108,7 @@ class Tracking:
         if self._client is None:
             self._client = open_client(self.workspace)
         else:
-            refuse_resting(self.workspace.mlflow_uri)
+            refuse_during_pause(self.workspace.mlflow_uri)
         return self._client
 
     def _experiment(self, name: str) -> str:
@@ -143,7 +143,7 @@ class Tracking:
         # A server may have several workspaces, and a store may outlive its ledger. So a proposal's run must also have the same patch.
         mine = f"tags.`{SUBJECT}` = '{subject}'"
         mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
-        with mlflow_errors(f"the run of {subject}"):
+        with convert_mlflow_errors(f"the run of {subject}"):
             experiment_id = self._experiment(experiment)
             with self.workspace.lock("mlflow", PATIENCE):
                 same = client.search_runs([experiment_id], mine, max_results=1)
@@ -166,7 +166,7 @@ class Tracking:
         from mlflow.exceptions import MlflowException
 
         known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
-        with mlflow_errors(f"the run of {subject}"):
+        with convert_mlflow_errors(f"the run of {subject}"):
             try:
                 return str(self.client.get_run(known["run_id"]).info.run_id) if known else ""
             except MlflowException as error:
@@ -178,7 +178,7 @@ class Tracking:
         """(run, experiment) of a subject; None if the subject has no run. Raises: TrackingError."""
         if not (run := self._known(subject)):
             return None
-        with mlflow_errors(f"the run of {subject}"):
+        with convert_mlflow_errors(f"the run of {subject}"):
             return run, str(self.client.get_run(run).info.experiment_id)
 
     # -- segments ---------------------------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Tracking:
         segment = SegmentRow.get(self.ledger, segment_id)
         if segment.state != "planned":
             run = self.segment_run(segment)
-            with mlflow_errors(f"closing segment {segment_id}'s run"):
+            with convert_mlflow_errors(f"closing segment {segment_id}'s run"):
                 ended = int((segment.finished_at or time.time()) * 1000)
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
             self._note(Subject("segment", segment_id), CLOSED, {})
@@ -234,7 +234,7 @@ class Tracking:
         """Tag a segment's run with a diagnosis, and attach its page. ``event``: the number of the event that records it. Raises: TrackingError."""
         run = self.segment_run(segment)
         self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": short([why])})
-        with mlflow_errors(f"logging {page.name}"):
+        with convert_mlflow_errors(f"logging {page.name}"):
             self.client.log_text(run, page.read_text(encoding="utf-8"), page.name)
         self._note(Subject("diagnosis", event), DIAGNOSIS_SHOWN, {})
 
@@ -261,7 +261,7 @@ class Tracking:
             "data_plan": segment.data_plan,
             "export_sha256": candidate.export_sha256,
             "mlflow.source.git.commit": segment.code_commit,
-            **averaged_tag(segment.result),
+            **average_tag(segment.result),
         }
         subject, name = Subject("candidate", candidate_id), f"candidate-{candidate_id}"
         run = self._run(subject, CANDIDATES, name, candidate.created_at, tags, {"recipe": segment.recipe})
@@ -269,7 +269,7 @@ class Tracking:
             summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
-            self._log_once(run, of_evaluation(numbers(summary)), evaluation.created_at, files)
+            self._log_once(run, name_evaluation_metrics(numbers(summary)), evaluation.created_at, files)
         if verdict := VerdictRow.newest(self.ledger, "release", subject):
             self._judged(run, candidate, verdict)
         return run
@@ -323,16 +323,16 @@ class Tracking:
 
         there = []
         for run in runs:
-            with mlflow_errors(f"removing run {run}"):
+            with convert_mlflow_errors(f"removing run {run}"):
                 try:
                     self.client.delete_run(run)
                     there.append(run)
                 except MlflowException as error:
                     if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                         raise
-        remove_deleted(self.workspace, there)
+        purge_deleted_runs(self.workspace, there)
         for run in runs:
-            self._note(f"run:{run}", DELETED, {})
+            self._note(f"run:{run}", RUN_DELETED, {})
 
     def _note(self, subject: Subject | str, kind: str, detail: dict[str, Any]) -> None:
         """Record in the ledger what MLflow has, unless the newest such event is equal."""
@@ -349,7 +349,7 @@ class Tracking:
         return self._tag_of(run, APPROVAL_TAG).strip().lower()
 
     def _tag_of(self, run: str, tag: str) -> str:
-        with mlflow_errors(f"reading run {run}"):
+        with convert_mlflow_errors(f"reading run {run}"):
             return str(self.client.get_run(run).data.tags.get(tag, ""))
 
     def profile_run(self, number: int) -> str:
@@ -362,7 +362,7 @@ class Tracking:
         tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
         run = self._run(Subject("profile", number), PROFILES, f"profile-{number}", created, tags, {})
         self._log_once(run, numbers(summary), created, {})
-        with mlflow_errors(f"logging profile {number}"):
+        with convert_mlflow_errors(f"logging profile {number}"):
             self.client.log_artifacts(run, str(Path(profile["path"]).parent))
         self._note(Subject("profile", number), PROFILE_SHOWN, {})
         return run
@@ -379,7 +379,7 @@ class Tracking:
         self._tag(run, about)
 
         def close() -> None:
-            with mlflow_errors(f"closing the run of {subject}"):
+            with convert_mlflow_errors(f"closing the run of {subject}"):
                 self.client.set_terminated(run, STATUS[row.state], int((row.finished_at or row.started_at) * 1000))
             self._note(subject, ARM_SHOWN, {"state": row.state, "at": row.started_at})
 
@@ -418,7 +418,7 @@ class Tracking:
 
         experiment, (sent, got) = self._experiment(EXCHANGES), (told["input_tokens"], told["output_tokens"])
         counts = {"input_tokens": sent, "output_tokens": got, "total_tokens": sent + got}
-        with mlflow_errors(f"tracing {told['label']}"):
+        with convert_mlflow_errors(f"tracing {told['label']}"):
             mlflow.set_tracking_uri(self.workspace.mlflow_uri)  # traces ignore the client's own address
             span = client.start_trace(
                 told["label"],
@@ -436,13 +436,13 @@ class Tracking:
 
     def log_report(self, run: str, path: Path) -> None:
         """Attach a report to the run as ``report.html``. Raises: TrackingError."""
-        with mlflow_errors(f"logging {path.name}"):
+        with convert_mlflow_errors(f"logging {path.name}"):
             self.client.log_text(run, path.read_text(encoding="utf-8"), "report.html")
 
     def _tag(self, run: str, tags: dict[str, Any]) -> None:
         from mlflow.entities import RunTag
 
-        with mlflow_errors("tagging a run"):
+        with convert_mlflow_errors("tagging a run"):
             self.client.log_batch(run, tags=[RunTag(key, str(value)) for key, value in tags.items()])
 
     def _log_once(self, run: str, values: dict[str, float], at: float, artifacts: dict[str, Any]) -> None:
@@ -450,7 +450,7 @@ class Tracking:
         from mlflow.entities import Metric
 
         metrics = [Metric(key, value, int(at * 1000), 0) for key, value in values.items()]
-        with mlflow_errors("logging an evaluation"):
+        with convert_mlflow_errors("logging an evaluation"):
             for start in range(0, len(metrics), METRICS_PER_BATCH):
                 self.client.log_batch(run, metrics=metrics[start : start + METRICS_PER_BATCH])
             for name, content in artifacts.items():
@@ -460,7 +460,7 @@ class Tracking:
             self.client.set_terminated(run, "FINISHED", int(at * 1000))
 
 
-def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
+def average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
     """The tag with the sources of an average; empty for a trained segment."""
     from factory.ledger.status import describe_average
 
@@ -470,7 +470,7 @@ def averaged_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
 
 def _params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``tree``, flattened, with names that MLflow accepts."""
-    return {metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten(tree).items()}
+    return {clean_metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten(tree).items()}
 
 
 def short(reasons: list[str], limit: int = 500) -> str:

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE, Workspace
-from factory.show.mlflow.names import reached_as, server_options
+from factory.show.mlflow.names import mlflow_server_options, server_names
 from factory.show.mlflow.outages import TrackingError as TrackingError
-from factory.show.mlflow.outages import advice, note_failure, refuse_resting
+from factory.show.mlflow.outages import advice, note_server_failure, refuse_during_pause
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
@@ -48,7 +48,7 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def mlflow_errors(doing: str) -> Iterator[None]:
+def convert_mlflow_errors(doing: str) -> Iterator[None]:
     """Turn any error of MLflow or its database into a TrackingError. ``doing``: the work in the block, such as 'logging metrics'."""
     from mlflow.exceptions import MlflowException
 
@@ -56,7 +56,7 @@ def mlflow_errors(doing: str) -> Iterator[None]:
     try:
         yield
     except (MlflowException, sa.exc.SQLAlchemyError, sqlite3.Error, OSError) as error:
-        note_failure(error, time.monotonic() - began)
+        note_server_failure(error, time.monotonic() - began)
         why = str(error).splitlines()[0] if str(error) else repr(error)
         raise TrackingError(
             "store.failed", "MLflow: {doing} failed: {reason}{advice}", doing=doing, reason=why, advice=advice(error)
@@ -69,14 +69,14 @@ def open_client(workspace: Workspace) -> MlflowClient:
     Raises: TrackingError when the store cannot be reached or has the schema of another MLflow version.
     """
     os.environ.update({key: value for key, value in ENVIRONMENT.items() if key not in os.environ})
-    refuse_resting(workspace.mlflow_uri)
+    refuse_during_pause(workspace.mlflow_uri)
     from mlflow.tracking import MlflowClient
 
     # MLflow logs a traceback for every refused write and also raises the error. The error is enough.
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = workspace.mlflow_uri
     _read_migrations_once()
-    with mlflow_errors(f"opening {uri}"), workspace.lock("mlflow", PATIENCE):
+    with convert_mlflow_errors(f"opening {uri}"), workspace.lock("mlflow", PATIENCE):
         if path := _sqlite_path(uri):
             _create_store(path, workspace.mlflow_artifacts)
             with closing(_connect(path, 1.0)) as connection:  # MLflow retries a broken file for 100 s
@@ -123,7 +123,7 @@ def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
     """
     path = _sqlite_path(workspace.mlflow_uri)
     if path and path.exists():
-        with mlflow_errors(f"writing to {path}"), closing(_connect(path, patience)) as connection:
+        with convert_mlflow_errors(f"writing to {path}"), closing(_connect(path, patience)) as connection:
             connection.execute("BEGIN IMMEDIATE")
             connection.rollback()
 
@@ -140,17 +140,17 @@ def flush(workspace: Workspace) -> None:
         [path, path.parent],
         path.with_name(f"{path.name}-wal"),
     )  # the log exists only while a connection is open
-    with mlflow_errors(f"flushing {path}"):
+    with convert_mlflow_errors(f"flushing {path}"):
         logged = log.exists()
-        if logged and sync_elsewhere([*files, log]):
+        if logged and flush_in_other_process([*files, log]):
             return
-        if (logged and log.exists()) or not sync_elsewhere(
+        if (logged and log.exists()) or not flush_in_other_process(
             files
         ):  # a log that is gone was first written into the database
             raise OSError(f"{path} could not be written to the disk")
 
 
-def sync_elsewhere(files: Sequence[Path]) -> bool:
+def flush_in_other_process(files: Sequence[Path]) -> bool:
     """Flush files and folders in another process; returns whether that worked.
 
     This process must not open and close the files itself: closing any handle of a file drops all locks of the process on it (fcntl(2), "Advisory
@@ -160,7 +160,7 @@ def sync_elsewhere(files: Sequence[Path]) -> bool:
     return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
 
 
-def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
+def purge_deleted_runs(workspace: Workspace, runs: Sequence[str]) -> None:
     """Remove deleted runs from an SQLite store for good, by MLflow's own command. A server does this by itself. Raises: TrackingError."""
     uri = workspace.mlflow_uri
     if _sqlite_path(uri) is None or not runs:
@@ -180,7 +180,7 @@ def remove_deleted(workspace: Workspace, runs: Sequence[str]) -> None:
         raise TrackingError("store.not_removed", "MLflow could not remove runs: {reason}", reason=last_line)
 
 
-def ui_command(
+def mlflow_ui_command(
     workspace: Workspace,
     port: int = 5000,
     host: str = "127.0.0.1",
@@ -196,7 +196,7 @@ def ui_command(
     command += ["--backend-store-uri", workspace.mlflow_uri]
     command += ["--default-artifact-root", workspace.mlflow_artifacts.as_uri()]
     command += ["--app-name", "basic-auth"] if login else []
-    command += server_options(reached_as(host, names), port)
+    command += mlflow_server_options(server_names(host, names), port)
     return command, ENVIRONMENT | (login or {})
 
 

@@ -15,7 +15,7 @@ from kernels.contract.message import Message
 NOT_MEASURED = "not measured"
 LONGEST = 4900  # characters; MLflow accepts 5,000
 PICTURES = "comparison"  # the folder among the artifacts
-MODE = "workflowType=machine_learning"  # opens MLflow's pages for training; the default pages are for agents
+TRAINING_MODE = "workflowType=machine_learning"  # opens MLflow's pages for training; the default pages are for agents
 
 
 @dataclass(frozen=True)
@@ -26,16 +26,16 @@ class Place:
     experiment: str
 
     def link(self, part: str = "") -> str:
-        return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{MODE}"
+        return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{TRAINING_MODE}"
 
     def model_page(self, other: Place) -> str:
         """The address of the page that compares this run with another."""
         runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
-        return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{MODE}"
+        return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{TRAINING_MODE}"
 
 
 @dataclass(frozen=True)
-class Places:
+class VersionLinks:
     """Runs, files and facts that the page of a version links to or names."""
 
     candidate: Place
@@ -48,7 +48,7 @@ class Places:
 
 
 def page(
-    candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: Places
+    candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: VersionLinks
 ) -> str:
     """The description of a version. Its first line has no markup, because a list of versions shows that line as it is."""
     floors = Message("version_page.floors", "by absolute floors (there is no champion yet)")
@@ -89,7 +89,7 @@ def page(
     return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
 
 
-def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str]:
+def _links(segment: SegmentRow, verdict: VerdictRow, places: VersionLinks) -> list[str]:
     own, training, champion = places.candidate, places.training, places.champion
     made = f"{segment.kind} branch, segment {segment.id}"
     links = [
@@ -106,7 +106,7 @@ def _links(segment: SegmentRow, verdict: VerdictRow, places: Places) -> list[str
     return [link for link in links if link]
 
 
-def _to_do(verdict: VerdictRow, places: Places) -> list[str]:
+def _to_do(verdict: VerdictRow, places: VersionLinks) -> list[str]:
     if verdict.outcome != "promote" or places.release:
         return []
     return [

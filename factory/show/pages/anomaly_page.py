@@ -8,7 +8,7 @@ from typing import Any
 
 from agents.core.pages import render
 from factory.diagnosis.wording import documents_of
-from factory.ledger.anomalies import draft_of, words_about, words_state
+from factory.ledger.anomalies import describe_explanation, draft_proposal_for_rate, find_explanation
 from factory.ledger.plant import Plant
 from factory.show.pages.pictures import curves
 from kernels.contract.files import write_atomically
@@ -22,7 +22,7 @@ def page_of(plant: Plant, detail: Mapping[str, Any]) -> Path:
 
 
 def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
-    """Write the page of a diagnosis, as ``newest_about`` returns it; returns the path. A diagnosis from before December 2026 has no curves in the
+    """Write the page of a diagnosis, as ``newest_details_by_anomaly`` returns it; returns the path. A diagnosis from before December 2026 has no curves in the
     ledger, so its existing page is kept."""
     path, lead = page_of(plant, detail), detail["lead"]
     if "drawn" not in detail and path.is_file():
@@ -35,7 +35,7 @@ def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
         {name: [(x, y) for x, y in line if y is not None] for name, line in lines.items()} for lines in drawn.values()
     )
     words = {True: "there", False: "gone", None: "unclear"}
-    said = words_about(plant.ledger, lead)
+    said = find_explanation(plant.ledger, lead)
     write_atomically(
         path,
         render(
@@ -43,7 +43,7 @@ def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
             loss=curves(loss, marks=marks), norms=curves(norms, marks=marks),
             arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
             documents=documents_of(plant, detail["guilty"] or detail["triggers"]),
-            state=words_state(detail, said), claims=said["claims"] if said else [], draft=draft_of(detail),
+            state=describe_explanation(detail, said), claims=said["claims"] if said else [], draft=draft_proposal_for_rate(detail),
         ),
     )  # fmt: skip
     return path

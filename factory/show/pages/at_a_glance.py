@@ -6,19 +6,19 @@ from typing import Any
 
 from agents.core.pages import number
 from factory.gates.release.licences import NONE
-from factory.gates.release.reasons import is_to_do
+from factory.gates.release.reasons import is_to_do_line
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, VerdictRow
 from factory.show.pages.provenance import made_of
 from factory.show.pages.release_facts import BETTER, TARGET, WORSE, interval
-from factory.show.pages.release_pictures import AgainstChampion, mapping
+from factory.show.pages.release_pictures import ChampionComparison, mapping
 from kernels.contract.message import Message
 
 MOST = 6  # at most this many shares are named
 
 
 def at_a_glance(
-    ledger: Ledger, found: AgainstChampion, verdict: VerdictRow | None, release: ReleaseRow | None
+    ledger: Ledger, found: ChampionComparison, verdict: VerdictRow | None, release: ReleaseRow | None
 ) -> dict[str, str]:
     """The summary, as ``{question: answer}``."""
     return _compared(found) | {
@@ -27,7 +27,7 @@ def at_a_glance(
     }
 
 
-def _compared(found: AgainstChampion) -> dict[str, str]:
+def _compared(found: ChampionComparison) -> dict[str, str]:
     gains = {name: interval(stored) for name, stored in sorted(mapping(found.evidence.get("guards")).items())}
     named = lambda wanted: "; ".join(
         _change(found, name) for name, gain in gains.items() if gain and wanted(gain["shows"])
@@ -48,7 +48,7 @@ def _compared(found: AgainstChampion) -> dict[str, str]:
     }
 
 
-def _change(found: AgainstChampion, name: str) -> str:
+def _change(found: ChampionComparison, name: str) -> str:
     if name == "cloze":
         before, after = found.evidence.get("champion_cloze"), found.evidence.get("cloze")
         return f"cloze {_share(before)} → {_share(after)} right"
@@ -126,5 +126,5 @@ def _to_do(candidate: int, verdict: VerdictRow | None, release: ReleaseRow | Non
             "Or in MLflow, set the tag approval on the candidate's version of factory-lm.",
             candidate=candidate,
         )
-    todo = [reason for reason in verdict.reasons if is_to_do(reason)]
+    todo = [reason for reason in verdict.reasons if is_to_do_line(reason)]
     return "Nothing is released. " + (" ".join(todo) or "The reasons are below.")

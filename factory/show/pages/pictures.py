@@ -73,7 +73,7 @@ def bars(
     return _drawing(y - 8, *out, legend=_legend(present, left))
 
 
-def intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
+def draw_intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
     """A point with its interval in each row, ``{name: (value, low, high)}``, and a zero line. Values right of zero are better."""
     rows = {name: row for name, row in rows.items() if all(_finite(v) for v in row)}
     if not rows:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.pages import render
-from agents.core.proposal import gain_words
-from factory.gates.case import reasons_of
+from agents.core.proposal import gain_with_unit
+from factory.gates.case import read_reasons
 from factory.git import repository
 from factory.ledger.ledger import proposals
 from factory.ledger.plant import Plant
@@ -47,10 +47,10 @@ def page(facts: Mapping[str, Any]) -> str:
         head={
             "Agent": facts["agent"],
             "Target": facts["target"],
-            "Predicted": gain_words(facts["target"], predicted) if predicted else "not given",
+            "Predicted": gain_with_unit(facts["target"], predicted) if predicted else "not given",
             "Measured": _gain(evidence),
         },
-        stages={name: stage | {"reasons": reasons_of(stage)} for name, stage in evidence["stages"].items()},
+        stages={name: stage | {"reasons": read_reasons(stage)} for name, stage in evidence["stages"].items()},
         measurements={name: _measurements(stage) for name, stage in evidence["stages"].items()},
         others={name: value for name, value in evidence.items() if name != "stages"},
         lines=[(_kind(line), line) for line in facts["patch"].splitlines()],

@@ -7,14 +7,14 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.data.exposure import Exposure, SeenStep, UnknownExposureError, trained_in
-from factory.data.selecting import keys_of
-from factory.data.synthetic import written_in, written_of
-from factory.gates.release.licences import tokens_by_licence
-from factory.ingest.document import maker_of
+from factory.data.exposure import Exposure, ExposureStep, UnknownExposureError, list_contributing_segments
+from factory.data.selecting import find_keys
+from factory.data.synthetic import count_synthetic, count_written_by_release
+from factory.gates.release.licences import count_tokens_by_licence
+from factory.ingest.document import read_maker
 from factory.ingest.rules.claims import conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
-from factory.ledger.removals import FATE, mark_in_words, marks, number_in, removals
+from factory.ledger.removals import REMOVED_FATE, describe_mark, marks, removal_number_of_rule, removals
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.training.planning import plan_of
 
@@ -26,10 +26,12 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
     Raises: InputError with near ids when no document has this id or key.
     """
-    keys = keys_of(ledger, name)
+    keys = find_keys(ledger, name)
     found = ledger.rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
     lines = SegmentRow.select(ledger)
-    behind = {release.number: trained_in(ledger, release.segment) for release in ReleaseRow.select(ledger)}
+    behind = {
+        release.number: list_contributing_segments(ledger, release.segment) for release in ReleaseRow.select(ledger)
+    }
     held = {line.id: {shard["id"] for shard in plan_of(ledger, line)["token_shards"]} for line in lines}
     taken = {removal.number: removal for removal in removals(ledger)}
     for row in found:
@@ -37,8 +39,8 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
             sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
         )
         row["shard_name"] = shard and shard["name"]
-        row["removal"] = vars(taken[number_in(row["rule"])]) if row["fate"] == FATE else None
-        row["synthetic_by"] = maker_of(row["detail"])
+        row["removal"] = vars(taken[removal_number_of_rule(row["rule"])]) if row["fate"] == REMOVED_FATE else None
+        row["synthetic_by"] = read_maker(row["detail"])
         row["licence_claims"] = [vars(claim) for one in conflicts(ledger, row["key"]) for claim in one.claims]
         if row["matched"]:
             other = ledger.one(
@@ -60,7 +62,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
 
 def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind: dict[int, list[SegmentRow]]) -> None:
     exposure, key = Exposure(ledger, {row["key"]: row["token_shard"]}), row["key"]
-    seen: dict[int, list[SeenStep]] = {}
+    seen: dict[int, list[ExposureStep]] = {}
     unknown: set[int] = set()
     for line in lines:
         try:
@@ -76,7 +78,7 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
             row["releases"].append({"release": number, "steps": steps, "times": len({one.epoch for one in mine})})
 
 
-def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
+def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict; segments with run, recipe, code and data plan; token shards with documents and supervised tokens by
     licence; shards; document counts by domain; supervised tokens by licence ('' without a licence); synthetic tokens by maker.
     ``licence_conflicts``: documents that also came with other licences and that no person settled. ``wrote``: the number of training documents
@@ -94,7 +96,7 @@ def of_release(ledger: Ledger, number: int) -> dict[str, Any]:
         "verdict": verdict.only("outcome reasons against policy_sha256"),
         "run": run[0]["run_id"] if run else None,
         "wrote": _wrote(ledger, release),
-        "marks": [mark_in_words(mark) for mark in marks(ledger) if mark["release"] == number],
+        "marks": [describe_mark(mark) for mark in marks(ledger) if mark["release"] == number],
     } | made_of(ledger, release.segment)
 
 
@@ -125,46 +127,50 @@ def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
     return {
         "segments": steps,
         "shards": listed,
-        "licences": tokens_by_licence(ledger, segment),
+        "licences": count_tokens_by_licence(ledger, segment),
         "licence_conflicts": {
             "documents": len(unsettled),
             "supervised_tokens": sum(one.supervised_tokens for one in unsettled),
         },
-        "synthetic": [one.to_json() for one in written_in(ledger, used)],
+        "synthetic": [one.to_json() for one in count_synthetic(ledger, used)],
     }
 
 
 def _wrote(ledger: Ledger, release: ReleaseRow) -> dict[str, Any]:
-    held = written_of(ledger, release)
+    held = count_written_by_release(ledger, release)
     read_by = []
     for other in ReleaseRow.select(ledger) if held else ():
         planned = {
-            shard["id"] for row in trained_in(ledger, other.segment) for shard in plan_of(ledger, row)["token_shards"]
+            shard["id"]
+            for row in list_contributing_segments(ledger, other.segment)
+            for shard in plan_of(ledger, row)["token_shards"]
         }
         read_by += [other.number] if planned & held.keys() else []
     return {"documents": sum(held.values()), "releases": read_by}
 
 
-def documents_of_release(ledger: Ledger, number: int) -> Iterator[dict[str, Any]]:
+def list_release_documents(ledger: Ledger, number: int) -> Iterator[dict[str, Any]]:
     """Every document of the token shards of a release's plans: key, id, source, licence, fate, token shard, ``synthetic_by``.
 
-    Raises: InputError as ``of_release``.
+    Raises: InputError as ``trace_release``.
     """
     release = ReleaseRow.get(ledger, number)
     used = {
-        shard["id"] for row in trained_in(ledger, release.segment) for shard in plan_of(ledger, row)["token_shards"]
+        shard["id"]
+        for row in list_contributing_segments(ledger, release.segment)
+        for shard in plan_of(ledger, row)["token_shards"]
     }
     names = ("key", "id", "domain", "source", "license", "fate", "detail", "supervised_tokens", "token_shard")
     for shard in sorted(used):
         chosen = sa.select(*(documents.c[name] for name in names)).where(documents.c.token_shard == shard)
         for row in ledger.rows(chosen.order_by(documents.c.shard, documents.c.row)):
-            yield row | {"synthetic_by": maker_of(row.pop("detail"))}
+            yield row | {"synthetic_by": read_maker(row.pop("detail"))}
 
 
 def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:
     """By token shard, a row for each licence: documents, supervised tokens, removed documents."""
     sql = f"""SELECT token_shard, license, COUNT(*) AS documents, SUM(supervised_tokens) AS supervised_tokens,
-        SUM(CASE WHEN fate = '{FATE}' THEN 1 ELSE 0 END) AS removed
+        SUM(CASE WHEN fate = '{REMOVED_FATE}' THEN 1 ELSE 0 END) AS removed
         FROM documents WHERE token_shard IS NOT NULL GROUP BY token_shard, license ORDER BY token_shard, supervised_tokens DESC"""
     found: dict[str, list[dict[str, Any]]] = {}
     for row in ledger.read(sql):

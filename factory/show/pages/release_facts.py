@@ -9,7 +9,7 @@ from typing import Any
 from factory.core.errors import InputError
 from factory.evals.statistics import compare, interval_of
 from factory.git import repository
-from factory.ledger.decisions import decision_on, override_on, undecided
+from factory.ledger.decisions import find_decision, find_override, undecided
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
@@ -61,14 +61,14 @@ def _listed(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None,
         "against": verdict and verdict.against,
         "gain": interval(evidence.get(TARGET)),
         "approved_by": release and release.approved_by,
-        "override": override_on(ledger, verdict) if verdict else None,
+        "override": find_override(ledger, verdict) if verdict else None,
     }
 
 
 def _state(ledger: Ledger, verdict: VerdictRow | None, waits: bool) -> str:
     if verdict is None:
         return "not judged yet"
-    decision = decision_on(ledger, verdict)
+    decision = find_decision(ledger, verdict)
     if decision:
         return decision.word
     if verdict.outcome != "promote":
@@ -86,7 +86,7 @@ def shown(plant: Plant, name: str) -> Facts:
     evidence = verdict.evidence(plant.ledger) if verdict else {}
     best = champion(plant.ledger)
     waiting = {row.number for row in undecided(plant.ledger)}
-    decision = decision_on(plant.ledger, verdict) if verdict else None
+    decision = find_decision(plant.ledger, verdict) if verdict else None
     report = plant.workspace.reports / f"candidate-{candidate.id}.html"
     is_champion = best is not None and best.candidate == candidate.id
     return (

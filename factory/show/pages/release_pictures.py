@@ -15,7 +15,7 @@ from factory.evals.statistics import compare, interval_of
 from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
-from factory.show.pages.pictures import bars, curves, intervals
+from factory.show.pages.pictures import bars, curves, draw_intervals
 from kernels.contract.message import Message
 
 CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"
@@ -33,7 +33,7 @@ TITLES = {
 
 
 @dataclass(frozen=True)
-class AgainstChampion:
+class ChampionComparison:
     """A candidate's evaluation, and the champion's evaluation on the same documents, if there was a champion."""
 
     candidate: CandidateRow
@@ -43,7 +43,7 @@ class AgainstChampion:
     champion: EvaluationRow | None
 
     @classmethod
-    def of(cls, ledger: Ledger, candidate_id: int) -> AgainstChampion:
+    def of(cls, ledger: Ledger, candidate_id: int) -> ChampionComparison:
         verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
         evidence = verdict.evidence(ledger) if verdict else {}
         against = Subject.parse(verdict.against).number if verdict and verdict.against else None
@@ -65,12 +65,12 @@ class AgainstChampion:
 
 def files(ledger: Ledger, candidate_id: int) -> dict[str, str]:
     """The pictures for which something was measured, as SVG by file name."""
-    found = AgainstChampion.of(ledger, candidate_id)
-    drawn = {GAIN: gains(found), LEVELS: bits_per_byte(ledger, found), LOSS: loss_beside(ledger, found)}
+    found = ChampionComparison.of(ledger, candidate_id)
+    drawn = {GAIN: gains(found), LEVELS: bits_per_byte(ledger, found), LOSS: draw_loss_comparison(ledger, found)}
     return {name: picture(svg) for name, svg in drawn.items() if svg}
 
 
-def bits_per_byte(ledger: Ledger, found: AgainstChampion) -> str:
+def bits_per_byte(ledger: Ledger, found: ChampionComparison) -> str:
     """Bits per byte by domain. Each bar has its own interval; the interval of the paired difference is narrower."""
     groups: dict[str, dict[str, float | None]] = {}
     theirs = mapping(found.champion_summary.get("bpb"))
@@ -95,19 +95,19 @@ def _levels(ledger: Ledger, row: EvaluationRow) -> dict[str, tuple[float, float]
     return {name: (-found[2], -found[1]) for name, found in ends.items() if found}
 
 
-def gains(found: AgainstChampion) -> str:
+def gains(found: ChampionComparison) -> str:
     stored = {"target": found.evidence.get("target"), **mapping(found.evidence.get("guards"))}
-    return intervals({name: gain for name, one in stored.items() if (gain := interval_of(one))})
+    return draw_intervals({name: gain for name, one in stored.items() if (gain := interval_of(one))})
 
 
-def loss_by_domain(lineage: list[SegmentRow]) -> str:
+def draw_loss_by_domain(lineage: list[SegmentRow]) -> str:
     lines = _losses(lineage)
     if len(lines) == 2:  # a single domain is the whole
         lines.pop("all")
     return curves(lines, marks=[(row.first_step, row.kind) for row in lineage[1:]])
 
 
-def loss_beside(ledger: Ledger, found: AgainstChampion) -> str:
+def draw_loss_comparison(ledger: Ledger, found: ChampionComparison) -> str:
     """The training loss of champion and candidate over all their segments. Where the lines coincide, the candidate's is on top."""
     mine = SegmentRow.lineage(ledger, found.candidate.segment)
     lines = {}

@@ -9,13 +9,13 @@ from typing import Any
 import sqlalchemy as sa
 
 from agents.core.pages import number, render
-from factory.ledger.decisions import override_on
+from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger, releases, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import mark_in_words, marks
+from factory.ledger.removals import describe_mark, marks
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.show.pages.at_a_glance import at_a_glance
-from factory.show.pages.release_pictures import AgainstChampion, bits_per_byte, gains, loss_by_domain, mapping
+from factory.show.pages.release_pictures import ChampionComparison, bits_per_byte, draw_loss_by_domain, gains, mapping
 from kernels.contract.files import write_atomically
 
 Row = dict[str, Any]
@@ -43,13 +43,13 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
     candidate = CandidateRow.get(ledger, candidate_id)
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
     release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=candidate_id)
-    compared = AgainstChampion.of(ledger, candidate_id)
+    compared = ChampionComparison.of(ledger, candidate_id)
     evaluation, summary, champion = compared.evaluation, compared.summary, compared.champion_summary
     lineage = SegmentRow.lineage(ledger, candidate.segment)
     trained, quarantined = _data(ledger, lineage[-1])
     against = verdict.against if verdict else None
     found, cloze = summary.get("samples"), mapping(summary.get("cloze"))
-    over = override_on(ledger, verdict) if verdict else None
+    over = find_override(ledger, verdict) if verdict else None
     return render(
         TEMPLATE,
         name=f"Release {release.number}" if release else f"Candidate {candidate_id}",
@@ -71,11 +71,11 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
             for name, check in mapping(summary.get("parity")).items()
         },
         samples=found[:SAMPLES_SHOWN] if isinstance(found, list) else [],
-        loss=loss_by_domain(lineage),
+        loss=draw_loss_by_domain(lineage),
         glance=at_a_glance(ledger, compared, verdict, release),
         trained=trained,
         quarantined=quarantined,
-        removed=[mark_in_words(mark) for mark in marks(ledger) if release and mark["release"] == release.number],
+        removed=[describe_mark(mark) for mark in marks(ledger) if release and mark["release"] == release.number],
         lineage=[vars(row) | {"tokens": mapping(row.result).get("tokens")} for row in lineage],
         measured=_how(verdict, evaluation) if evaluation else {},
         held_out=_held_out(summary),

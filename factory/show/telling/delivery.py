@@ -13,8 +13,8 @@ from factory.core.errors import ConfigError
 from factory.core.moments import span
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import Backoff
-from factory.show.telling.messages import message_of
+from factory.retrying.backoff import FailureWaits
+from factory.show.telling.messages import notification_of_event
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
 from factory.status.notified import FILE, read_positions
 from kernels.contract.files import write_atomically
@@ -28,7 +28,7 @@ class Notifier:
 
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
-        self._backoff: Backoff | None = None
+        self._backoff: FailureWaits | None = None
         self._looked_at: dict[str, int] = {}  # by receiver, the newest event that it need not be told
 
     def look(self) -> None:
@@ -42,7 +42,7 @@ class Notifier:
         if not wanted and not positions:
             return
         if self._backoff is None:
-            self._backoff = Backoff(policy.first_wait_seconds, policy.longest_wait_seconds)
+            self._backoff = FailureWaits(policy.first_wait_seconds, policy.longest_wait_seconds)
         kept = {name: positions[name] for name in wanted if name in positions}
         self._looked_at = {name: event for name, event in self._looked_at.items() if name in kept}
         newest = self._newest() if wanted.keys() - kept.keys() else {}
@@ -59,7 +59,7 @@ class Notifier:
         sql = "SELECT id, at, kind, subject, detail FROM events WHERE id > :since ORDER BY id LIMIT :most"
         while events := self.ledger.read(sql, since=since, most=EVENTS_AT_ONCE):
             for event in events:
-                message = message_of(Plant(self.workspace, self.ledger), event)
+                message = notification_of_event(Plant(self.workspace, self.ledger), event)
                 if message is None or not set(message.kinds) & set(policy.kinds):
                     since = self._looked_at[name] = event["id"]
                     continue

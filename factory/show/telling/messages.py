@@ -6,17 +6,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.core.moments import iso
+from factory.core.moments import format_iso_time
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.ledger.anomalies import ASKED, DEV_ALONE, DIAGNOSED, REWOUND, AnomalyRow
+from factory.ledger.anomalies import ASKED, DIAGNOSED, GAIN_ON_DEV_ONLY, SEGMENT_REWOUND, AnomalyRow
 from factory.ledger.decisions import OVERRIDDEN, REFUSED, REJECTED, undecided
-from factory.ledger.files import DISK_LOW, DISK_WELL
+from factory.ledger.files import DISK_LOW, DISK_NORMAL
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
-from factory.release.approvals import how_to_answer, waits
-from factory.retrying.tries import FAILED, STUMBLED, ways_on, why_parked
+from factory.release.approvals import describe_waiting_candidate, waits
+from factory.retrying.tries import FAILED, SEGMENT_STUMBLED, parked_commands, parked_message
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from kernels.contract.message import Message
 
@@ -41,7 +41,7 @@ class Notification:
         return {"workspace": workspace.root.name} | asdict(self)
 
 
-def message_of(plant: Plant, event: dict[str, Any]) -> Notification | None:
+def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification | None:
     """The notification of an event, a row of the ledger's table; None: the event is not told. Raises: ConfigError."""
     detail = event["detail"] if isinstance(event["detail"], dict) else {}
     said: Said | None
@@ -58,7 +58,7 @@ def message_of(plant: Plant, event: dict[str, Any]) -> Notification | None:
     kinds, title, text = said
     return Notification(
         event["id"],
-        iso(event["at"]),
+        format_iso_time(event["at"]),
         event["kind"],
         event["subject"],
         kinds,
@@ -75,7 +75,7 @@ def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> Said
         return _verdict(plant, name, detail)
     if kind == "segment_done":
         return _anomalies(plant.ledger, name, subject)
-    if kind in (FAILED, STUMBLED):
+    if kind in (FAILED, SEGMENT_STUMBLED):
         return _stopped_training(plant.ledger, name, kind, detail, Subject.parse(subject).number)
     return _of_release(name, kind, detail) or _of_anomaly(name, kind, detail) or _of_failure(name, kind, detail)
 
@@ -88,7 +88,9 @@ def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, An
     row = SegmentRow.get(ledger, segment)
     if kind == FAILED and row.state == "failed":
         title = Message("telling.parked", "{segment} is parked", segment=name)
-        text = Message("telling.ways_on", "{reason}. {ways}", reason=why_parked(ledger, row), ways=ways_on(row))
+        text = Message(
+            "telling.ways_on", "{reason}. {ways}", reason=parked_message(ledger, row), ways=parked_commands(row)
+        )
         return ("failure",), title, text
     title = Message(
         "telling.trainer_ended", "{segment}: its trainer {end}", segment=name, end=detail.get("said") or "died"
@@ -140,13 +142,13 @@ def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
         causes = " or ".join(map(str, detail.get("causes") or []))
         title = Message("telling.diagnosed", "{anomaly}: the cause is {causes}", anomaly=name, causes=causes)
         return ("anomaly",), title, reason
-    if kind == DEV_ALONE:
+    if kind == GAIN_ON_DEV_ONLY:
         title = Message("telling.dev_alone", "{anomaly}: better on the dev half only", anomaly=name)
         return ("anomaly",), title, reason
     if kind == ASKED:
         title = Message("telling.decide", "{anomaly} waits for your decision", anomaly=name)
         return ("anomaly",), title, "factory anomalies list"
-    if kind == REWOUND:
+    if kind == SEGMENT_REWOUND:
         return ("anomaly",), Message("telling.rewound", "{segment} is rewound", segment=name), reason
     return None
 
@@ -161,7 +163,7 @@ def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
         return ("failure",), Message("telling.action_works", "{action} works again", action=what), ""
     if kind == DISK_LOW:
         return ("failure",), Message("telling.disk_low", "the disk is below its floor, so training waits"), ""
-    if kind == DISK_WELL:
+    if kind == DISK_NORMAL:
         return ("failure",), Message("telling.disk_well", "the disk is above its floor again"), ""
     if kind == "serving_failed":
         return ("failure",), Message("telling.serving_failed", "serving {release} failed", release=name), reason
@@ -181,7 +183,7 @@ def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> Said | None:
     waiting = Message("telling.waits", "{subject}: {outcome}, waits for your approval", **facts)
     open_now = [row.id for row in undecided(plant.ledger)]
     if verdict.gate == "release" and verdict.id in open_now and waits(plant, verdict):
-        text = "\n".join([how_to_answer(verdict.number), *verdict.reasons])
+        text = "\n".join([describe_waiting_candidate(verdict.number), *verdict.reasons])
         return ("verdict", "approval"), waiting, text
     if verdict.gate != "release" and verdict.outcome == "promote" and name.startswith("proposal "):
         approval = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval

@@ -81,13 +81,13 @@ def agree(one: Any, other: Any) -> bool:
     if isinstance(one, MatrixBase) and isinstance(other, MatrixBase):
         return one.shape == other.shape and all(agree(a, b) for a, b in zip(one, other))
     if isinstance(one, Relational) and isinstance(other, Relational):
-        return same_relation(one, other)
+        return is_same_relation(one, other)
     if isinstance(one, Expr) and isinstance(other, Expr):
         return bool(factor(one, other) == 1)
     return type(one) is type(other) and bool(one == other)
 
 
-def same_relation(one: Any, other: Any) -> bool:
+def is_same_relation(one: Any, other: Any) -> bool:
     from sympy import Eq, Ne
 
     if any(not (relation.lhs - relation.rhs).free_symbols for relation in (one, other)):

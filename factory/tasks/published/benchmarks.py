@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from factory.tasks.published.choices import CHOICES
-from factory.tasks.published.form import SHOWN, TESTED, Benchmark, Form
+from factory.tasks.published.form import SHOWN, TESTED, Benchmark, RecordForm
 from factory.tasks.published.programs import PROGRAMS
 from kernels.contract.message import CodedError, Message
 
 
 # GSM8K and MATH: questions with a worked answer.
-class Gsm8k(Form):
+class Gsm8k(RecordForm):
     """``test.jsonl`` of OpenAI's repository, and the Parquet files of ``openai/gsm8k``. The answer's number is after ``####``."""
 
     question: str
@@ -31,7 +31,7 @@ class Gsm8k(Form):
         return {"id": number, "question": self.question, "answer": self.answer}
 
 
-class HendrycksMath(Form):
+class HendrycksMath(RecordForm):
     """The JSON files of Hendrycks et al. (2021), and tables of the same fields. The answer is in the solution's last ``\\boxed``."""
 
     problem: str
@@ -77,7 +77,7 @@ class PublishedItems:
     shown: list[tuple[int, dict[str, Any]]]
 
 
-def recognised(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
+def recognise_benchmark(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
     """The benchmark whose form the first record has. None: no known benchmark."""
     for benchmark in BENCHMARKS.values() if records else ():
         try:
@@ -91,7 +91,7 @@ def recognised(records: Sequence[Mapping[str, Any]]) -> Benchmark | None:
 def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> PublishedItems:
     """The records as items of the factory. Raises: PublishedError naming the first record that does not have the benchmark's form."""
     found = PublishedItems([], [])
-    about, _ = split_of(stem)
+    about, _ = subject_and_split(stem)
     for number, record in enumerate(records, 1):
         try:
             read = _read(benchmark, record)
@@ -107,10 +107,10 @@ def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: s
     return found
 
 
-def split_of(stem: str) -> tuple[str, str]:
+def subject_and_split(stem: str) -> tuple[str, str]:
     """(subject, split) from a file's name without its suffix. Each is empty if the name does not have it.
 
-    >>> split_of("anatomy_test"), split_of("ARC-Easy-Dev"), split_of("test-00000-of-00001"), split_of("HumanEval")
+    >>> subject_and_split("anatomy_test"), subject_and_split("ARC-Easy-Dev"), subject_and_split("test-00000-of-00001"), subject_and_split("HumanEval")
     (('anatomy', 'test'), ('ARC-Easy', 'dev'), ('', 'test'), ('HumanEval', ''))
     """
     stem = _PIECE.sub("", stem)
@@ -118,7 +118,7 @@ def split_of(stem: str) -> tuple[str, str]:
     return (stem[: found.start()], found[1].lower()) if found else (stem, "")
 
 
-def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> Form:
+def _read(benchmark: Benchmark, record: Mapping[str, Any]) -> RecordForm:
     """The record in the first form that it fits. Raises: PublishedError naming the first invalid or missing key."""
     wrong: Message | None = None
     for form in benchmark.forms:

@@ -8,12 +8,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from factory.tasks.published.form import Benchmark, Form
+from factory.tasks.published.form import Benchmark, RecordForm
 
 LETTERS = "ABCD"
 
 
-class MmluLines(Form):
+class MmluLines(RecordForm):
     """A file of the CSV archive (``anatomy_test.csv``), which has no header. The file's name has the subject."""
 
     question: str
@@ -29,7 +29,7 @@ class MmluLines(Form):
         return _mmlu(number, self.question, [self.A, self.B, self.C, self.D], LETTERS.index(self.answer), about)
 
 
-class MmluTable(Form):
+class MmluTable(RecordForm):
     """The Parquet files of ``cais/mmlu``, and JSON lines with the same fields."""
 
     question: str
@@ -65,7 +65,7 @@ class _Columns(_Open):
     label: list[str]
 
 
-class ArcLines(Form):
+class ArcLines(RecordForm):
     """The JSON lines of AI2's archive (``ARC-Easy-Test.jsonl``)."""
 
     id: str
@@ -79,7 +79,7 @@ class ArcLines(Form):
         )
 
 
-class ArcTable(Form):
+class ArcTable(RecordForm):
     """The Parquet files of ``allenai/ai2_arc``, and JSON lines with the same fields."""
 
     id: str
@@ -98,7 +98,7 @@ def _arc(key: str, question: str, texts: list[str], labels: Sequence[str], answe
     return {"id": key, "question": question, "choices": texts, "answer": labels.index(answer)}
 
 
-class HellaSwagLines(Form):
+class HellaSwagLines(RecordForm):
     """``hellaswag_val.jsonl``, and the Parquet files of ``Rowan/hellaswag``. The published test split has no answers."""
 
     activity_label: str

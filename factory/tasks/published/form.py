@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 TESTED, SHOWN, LEFT_OUT = "tested", "shown", "left out"  # the uses of a record
 
 
-class Form(BaseModel):
+class RecordForm(BaseModel):
     """The fields of a published record that are read. Records may have more fields, because versions of a benchmark differ in them."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
@@ -49,7 +49,7 @@ class Benchmark:
     """The value of key ``published`` in a task file."""
     kind: str
     """The kind of its items: multiple_choice, maths or code."""
-    forms: tuple[type[Form], ...]
+    forms: tuple[type[RecordForm], ...]
     keys: Mapping[str, Any] = field(default_factory=dict)
     """Keys of the task file that differ from the defaults."""
     shown: int = 0

@@ -6,7 +6,7 @@ import ast
 import sys
 from typing import Any
 
-from factory.tasks.published.form import LEFT_OUT, SHOWN, TESTED, Benchmark, Form
+from factory.tasks.published.form import LEFT_OUT, SHOWN, TESTED, Benchmark, RecordForm
 
 # BigCodeBench's tests are a TestCase that no code runs. This code runs it and reports the first failure in one line.
 RUN_TEST_CASES = """
@@ -24,7 +24,7 @@ _run_test_cases()
 """
 
 
-class HumanEval(Form):
+class HumanEval(RecordForm):
     """``HumanEval.jsonl`` of OpenAI's repository, and the Parquet file of ``openai/openai_humaneval`` (Chen et al. 2021)."""
 
     task_id: str
@@ -42,7 +42,7 @@ class HumanEval(Form):
         }
 
 
-class _Mbpp(Form):
+class _Mbpp(RecordForm):
     """A task of MBPP (Austin et al. 2021). Tasks 11–510 are tested, tasks 2, 3 and 4 are examples."""
 
     task_id: int
@@ -92,7 +92,7 @@ class SanitizedMbpp(_Mbpp):
         return self.asked(self.prompt, self.test_imports)
 
 
-class BigCodeBench(Form):
+class BigCodeBench(RecordForm):
     """The JSON lines and Parquet files of BigCodeBench (Zhuo et al. 2024), in its form Complete: the model continues the docstring."""
 
     task_id: str

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.audit import drawing
-from factory.audit.drawing import AuditWindow, agreed, draw, merged_patches, note, under_audit, windows_of
+from factory.audit.drawing import AuditWindow, agreed, choose_patches, draw, find_merged_patches, list_windows, note
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import approvals
 from factory.code_loop.reverting import AUDITED
@@ -29,10 +29,10 @@ def plant(tmp_path: Path) -> PatchPlant:
 
 
 def test_windows_lie_between_checkpoints() -> None:
-    assert windows_of(ROW) == [(20, 25), (25, 30), (30, 33)]
-    assert windows_of(replace(ROW, first_step=18, last_step=20)) == [(18, 20)]
-    assert windows_of(replace(ROW, first_step=0, last_step=20, parent=None)) == [(5, 10), (10, 15), (15, 20)]
-    assert windows_of(replace(ROW, first_step=0, last_step=4, parent=None)) == []
+    assert list_windows(ROW) == [(20, 25), (25, 30), (30, 33)]
+    assert list_windows(replace(ROW, first_step=18, last_step=20)) == [(18, 20)]
+    assert list_windows(replace(ROW, first_step=0, last_step=20, parent=None)) == [(5, 10), (10, 15), (15, 20)]
+    assert list_windows(replace(ROW, first_step=0, last_step=4, parent=None)) == []
 
 
 def test_every_window_is_drawn(plant: PatchPlant) -> None:
@@ -44,7 +44,7 @@ def test_every_window_is_drawn(plant: PatchPlant) -> None:
         window = draw(plant, replace(ROW, id=number, code_commit=commit))
         assert window is not None and window.patches == (1,)
         counts[window.first, window.last] += 1
-    assert counts.keys() == set(windows_of(ROW)) and min(counts.values()) > 4  # of 20 expected: 4 standard deviations
+    assert counts.keys() == set(list_windows(ROW)) and min(counts.values()) > 4  # of 20 expected: 4 standard deviations
 
 
 def test_a_draw_is_made_once_and_only_for_code_that_agents_patched(plant: PatchPlant) -> None:
@@ -68,13 +68,13 @@ def test_patches_are_in_the_order_of_their_merging(plant: PatchPlant) -> None:
     plant.approve(1)
     plant.judged(3, edits={"policies/recipes/tiny.yaml": "name: tiny\n"})  # learns otherwise, openly: the recipe gate's
     plant.approve(3)
-    assert [row.number for row in merged_patches(plant, plant.head())] == [2, 1]
+    assert [row.number for row in find_merged_patches(plant, plant.head())] == [2, 1]
 
 
 def test_an_audited_patch_is_audited_less_often(plant: PatchPlant) -> None:
     policy = AuditPolicy(windows=2, share=0.9, later_share=0.2)
-    assert under_audit([1, 2, 3], Counter({1: 2, 2: 1, 3: 2}), policy) == ([2, 3], 0.9)
-    assert under_audit([1, 2], Counter({1: 2, 2: 5}), policy) == ([1, 2], 0.2)
+    assert choose_patches([1, 2, 3], Counter({1: 2, 2: 1, 3: 2}), policy) == ([2, 3], 0.9)
+    assert choose_patches([1, 2], Counter({1: 2, 2: 5}), policy) == ([1, 2], 0.2)
     with plant.ledger.begin() as tx:
         for outcome in ("promote", "hold", "promote", "reject"):
             record(tx, AUDITED, Subject("segment", 2), {"outcome": outcome, "patches": [1, 4], "suspects": []})
@@ -88,7 +88,7 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
         tx.exec_driver_sql("INSERT INTO data_plans (id, plan) VALUES ('plan', '{}')")
         for number in (2, 3, 4):
             tx.execute(segments.insert().values(values | {"id": number, "state": "done" if number < 4 else "planned"}))
-    assert drawing.waiting(plant.ledger, policy) == [] == drawing.every_audit(plant.ledger)
+    assert drawing.waiting(plant.ledger, policy) == [] == drawing.list_audits(plant.ledger)
     note(plant.ledger, 3, AuditWindow(20, 25, (1,)))
     note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
     note(plant.ledger, 4, AuditWindow(25, 30, (1,)))
@@ -111,5 +111,5 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
     judged("promote")
     assert drawing.waiting(plant.ledger, policy.model_copy(update={"tries": 9})) == []
     assert [
-        (row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in drawing.every_audit(plant.ledger)
+        (row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in drawing.list_audits(plant.ledger)
     ] == [(2, "promote"), (4, None)]

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from factory.audit.auditing import anomalies_differ, lines_differ, read_whole
+from factory.audit.auditing import find_anomaly_difference, find_metrics_difference, read_whole_trace
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
-from factory.runs.distance import same_bits, unlike
+from factory.runs.distance import find_unlike_tensor, same_bits
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
@@ -85,7 +85,7 @@ def trace(
     (folder / "anomalies.jsonl").write_text("".join(json.dumps(line) + "\n" for line in anomalies))
     state = {"step": 8, "recipe": {"parallel": {}}, "skipped": ["x"]}
     save(folder / "checkpoints", Checkpoint({"w": torch.full((3,), weights)}, {"exp_avg.w": torch.ones(3)}, state))
-    return read_whole(Trace(folder, 5, 8, ends=False))
+    return read_whole_trace(Trace(folder, 5, 8, ends=False))
 
 
 def rounded(lines: list[dict[str, Any]]) -> None:
@@ -116,7 +116,7 @@ def rounded(lines: list[dict[str, Any]]) -> None:
 )
 def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any], tmp_path: Path) -> None:
     base, live = trace(tmp_path / "base"), trace(tmp_path / "live", change)
-    found = lines_differ(live, base, POLICY.lines)
+    found = find_metrics_difference(live, base, POLICY.lines)
     if not code:
         assert found is None
         return
@@ -127,16 +127,16 @@ def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
     base = trace(tmp_path / "base").left
     assert same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).left, base)
     assert not same_bits(trace(tmp_path / "weights", weights=1.0000001).left, base)
-    assert not unlike(base, base)
+    assert not find_unlike_tensor(base, base)
 
 
 def test_anomalies_must_agree_but_for_slowness(tmp_path: Path) -> None:
     base = trace(tmp_path / "base")
-    assert not anomalies_differ(trace(tmp_path / "quick", anomalies=ANOMALIES[:1]), base)
-    fewer = anomalies_differ(trace(tmp_path / "fewer", anomalies=[]), base)
+    assert not find_anomaly_difference(trace(tmp_path / "quick", anomalies=ANOMALIES[:1]), base)
+    fewer = find_anomaly_difference(trace(tmp_path / "fewer", anomalies=[]), base)
     assert fewer and (fewer.code, fewer.data) == ("audit.anomaly_missing", {"kind": "loss_spike", "step": 6})
     more = [*ANOMALIES, {"step": 7, "kind": "loss_spike"}]
-    added = anomalies_differ(trace(tmp_path / "more", anomalies=more), base)
+    added = find_anomaly_difference(trace(tmp_path / "more", anomalies=more), base)
     assert added and (added.code, added.data) == ("audit.anomaly_added", {"kind": "loss_spike", "step": 7})
 
 
@@ -145,7 +145,7 @@ def test_unreadable_lines_are_an_error(harm: str, tmp_path: Path) -> None:
     trace(tmp_path / "live")
     (tmp_path / "live" / "metrics.jsonl").write_text(harm)
     with pytest.raises(UntrustedFileError, match="metrics.jsonl has a line"):
-        read_whole(Trace(tmp_path / "live", 5, 8, ends=False))
+        read_whole_trace(Trace(tmp_path / "live", 5, 8, ends=False))
 
 
 def test_infinite_weights_and_links_are_refused(tmp_path: Path) -> None:
@@ -155,4 +155,4 @@ def test_infinite_weights_and_links_are_refused(tmp_path: Path) -> None:
     (tmp_path / "live" / "metrics.jsonl").unlink()
     (tmp_path / "live" / "metrics.jsonl").symlink_to("/etc/passwd")
     with refused("runs.missing", UntrustedFileError, file="metrics.jsonl"):
-        read_whole(Trace(tmp_path / "live", 5, 8, ends=False))
+        read_whole_trace(Trace(tmp_path / "live", 5, 8, ends=False))

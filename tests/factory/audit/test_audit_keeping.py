@@ -16,7 +16,7 @@ import torch
 
 from factory.audit import keeping
 from factory.audit.drawing import AuditWindow, note
-from factory.audit.keeping import copy_checkpoint, keep, keep_rungs, kept, rungs
+from factory.audit.keeping import copy_checkpoint, keep, kept, rungs, update_ladder
 from factory.core.removal import remove
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
@@ -146,7 +146,7 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
     steps = range(5, 45, 5)
     for step in steps:
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
-    keep_rungs(source, target, every=5)
+    update_ladder(source, target, every=5)
     held = steps_in(target)
     for _, checkpoint in steps_in(source):
         remove(checkpoint)
@@ -161,9 +161,9 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(keeping, "remove", killed)
     with pytest.raises(Killed):
-        keep_rungs(source, target, every=5)
+        update_ladder(source, target, every=5)
     monkeypatch.undo()
     assert not [fault for _, path in steps_in(target) if (fault := find_fault(path))]
-    keep_rungs(source, target, every=5)
+    update_ladder(source, target, every=5)
     assert [step for step, _ in steps_in(target)] == wanted
     assert not list(target.glob(".*"))

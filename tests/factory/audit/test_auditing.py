@@ -156,7 +156,7 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     assert verdict.reasons[0].data == {"steps": 5}
     assert agreed(ledger) == {1: 1} and not list(folder_of(workspace, segment).iterdir())
     assert waiting(ledger, AuditPolicy()) == []
-    assert repository.live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
+    assert repository.get_live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
     assert open_reverts(Plant(workspace, ledger)) == []
 
 

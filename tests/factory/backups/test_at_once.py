@@ -31,7 +31,7 @@ def test_an_upgrade_removes_the_files_of_a_killed_upgrade(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A second upgrade in the same second would use the same name: SQLite would then read the old copy's journal."""
-    folder = upgrade.backup_folder(workspace)
+    folder = upgrade.make_backup_folder(workspace)
     monkeypatch.setattr(upgrade, "stamp", lambda: "now")
     for ending in ("", "-journal", "-wal"):
         (folder / f".ledger-2-now.db.part{ending}").write_bytes(b"of a killed upgrade")

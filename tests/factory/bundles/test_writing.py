@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.bundles.checking import licence_problems
+from factory.bundles.checking import check_licences
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
@@ -20,13 +20,13 @@ from factory.bundles.signing import fingerprint
 from factory.bundles.verifying import CHECKS
 from factory.bundles.writing import BundleOptions, Written, copy_traces, write_bundle
 from factory.core.errors import InputError
-from factory.gates.release.licences import tokens_by_licence
+from factory.gates.release.licences import count_tokens_by_licence
 from factory.ingest.document import written_by
 from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow
-from factory.show.pages.provenance import documents_of_release, of_release
+from factory.show.pages.provenance import list_release_documents, trace_release
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.exports import SHARD, FilledPlant
 from tests.support.messages import codes, says
@@ -165,8 +165,8 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
             tx.execute(documents.insert().values(**values, **dropped, license=licence))
     rules = Licences(known=dict.fromkeys(("PSF-2.0", "MIT"), Licence(train=True, release=True)))
     try:
-        whole = sum(tokens_by_licence(ledger, 2).values())
-        tokens = tokens_by_licence(ledger, 2, rules)
+        whole = sum(count_tokens_by_licence(ledger, 2).values())
+        tokens = count_tokens_by_licence(ledger, 2, rules)
         rows = {row["license"]: row for row in shard_rows(ledger, 2, rules, with_documents=True)}
         found = [*releasable_documents(released.workspace.root, ledger, released.tokenizer, 2, rules)]
         said = command_here("provenance", "--release", "2", home=released.workspace).stdout
@@ -179,7 +179,7 @@ def test_a_text_that_came_under_another_licence_too_is_handed_on_under_the_stric
     assert rows["proprietary"]["documents"] == 1 and not rows["proprietary"]["included"]
     assert rows["PSF-2.0"]["documents"] == len(found) and first not in {row["id"] for row in found}
     assert next(row for row in found if row["id"] == second)["license"] == "PSF-2.0"
-    assert tokens_by_licence(ledger, 2, rules) == {"PSF-2.0": whole}
+    assert count_tokens_by_licence(ledger, 2, rules) == {"PSF-2.0": whole}
 
 
 def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: FilledPlant) -> None:
@@ -187,7 +187,7 @@ def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Fi
     rules = Licences(known={"PSF-2.0": Licence(train=True, release=True)})
     with changed(released, documents, documents.c.key == first, fate="removed"):
         (row,) = shard_rows(released.ledger, 2, rules, with_documents=True)
-        assert row["supervised_tokens"] == sum(tokens_by_licence(released.ledger, 2).values())
+        assert row["supervised_tokens"] == sum(count_tokens_by_licence(released.ledger, 2).values())
         found = [*releasable_documents(released.workspace.root, released.ledger, released.tokenizer, 2, rules)]
         assert len(found) == row["documents"] - row["quarantined"] == row["documents"] - 1
 
@@ -205,10 +205,10 @@ def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path:
             Plant(released.workspace, released.ledger), 2, BundleOptions(tmp_path / "out", data=True)
         ).folder
         card = (folder / layout.CARD).read_text()
-        found = of_release(released.ledger, 2)
+        found = trace_release(released.ledger, 2)
         said = command_here("provenance", "--release", "2", home=released.workspace).stdout
-        listed = [*documents_of_release(released.ledger, 2)]
-        wrote = of_release(released.ledger, 1)["wrote"]
+        listed = [*list_release_documents(released.ledger, 2)]
+        wrote = trace_release(released.ledger, 1)["wrote"]
     total = len([d for d in released.documents if not d.held])  # a token each
     share = f"{1 / total:.1%}"
     assert f"Models wrote {2 / total:.1%} of" in card
@@ -236,10 +236,10 @@ def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path:
     licences = json.loads((folder / layout.LICENCES).read_text())
     licences["synthetic"].pop(ours)
     (folder / layout.LICENCES).write_text(json.dumps(licences))
-    assert licence_problems(BundleFolder.open(folder)) == ["synthetic is 1, expected 2"]
+    assert check_licences(BundleFolder.open(folder)) == ["synthetic is 1, expected 2"]
     licences["synthetic"] = {"x": -1}
     (folder / layout.LICENCES).write_text(json.dumps(licences))
-    assert codes(licence_problems(BundleFolder.open(folder))) == ["checking.no_synthetic_counts"]
+    assert codes(check_licences(BundleFolder.open(folder))) == ["checking.no_synthetic_counts"]
 
 
 def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_path: Path) -> None:

@@ -21,12 +21,12 @@ from rich.console import Console
 from agents.core.proposal import Edit, Proposal
 from agents.kernel_engineer.draft import AGENT
 from factory.code_loop import proposing, submitting
-from factory.code_loop.agent_runs import IMPROVE, AgentOptions, AgentRun, AgentRuns, ModelError, checkpoints_at
+from factory.code_loop.agent_runs import IMPROVE, AgentOptions, AgentRun, AgentRuns, ModelError, checkpoint_place
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
-from factory.core.devices import side_by_side
+from factory.core.devices import run_in_parallel
 from factory.core.errors import FactoryError, InputError
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.workspace import Config, Workspace, checkout_root
 from factory.gates.training_start import find_start
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
@@ -64,7 +64,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
 
 def policy(made: Made, **llm: Any) -> None:
     """The workspace's own agents.yaml, with another ``llm``."""
-    raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
+    raw = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
     quick = {"model": "replay", "attempts": 1, "silence_seconds": 60, "reply_tokens": 4000}
     raw["llm"] = raw.get("llm", {}) | quick | llm
     (made.workspace.root / "policies" / "agents.yaml").write_text(yaml.safe_dump(raw))
@@ -248,7 +248,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
 def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> None:
     edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
     drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
-    numbers = side_by_side(
+    numbers = run_in_parallel(
         [partial(submitting.submit, Plant(made.workspace, made.ledger), d, made.base) for d in drafts]
     )
     rows = {n: made.ledger.one(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
@@ -308,13 +308,13 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
 
 def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Workspace.create(tmp_path / "here")
-    assert checkpoints_at(here) == here.root / "agents.db"
+    assert checkpoint_place(here) == here.root / "agents.db"
     there = Workspace.create(tmp_path / "there", Config(ledger_url="postgresql+psycopg://me:secret@host/db"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    assert checkpoints_at(there) == "postgresql://me:secret@host/db"
+    assert checkpoint_place(there) == "postgresql://me:secret@host/db"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with refused("code_loop.no_driver", InputError) as caught:
-        checkpoints_at(there)
+        checkpoint_place(there)
     assert "secret" not in str(caught.value)
 
 

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from agents.llm.client import Client
+from agents.llm.client import LlmClient
 from agents.llm.exchange import BudgetError, LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
 from factory.code_loop.agent_runs import DAY, ExchangeBooks
 from factory.core.errors import ConfigError
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.machine_check import _ledger
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from factory.show.mlflow.runs import EXCHANGES, Tracking
 from tests.support.messages import refused
 from tests.support.replay_server import RecordedSession, ReplayServer
@@ -86,17 +86,17 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
     kept = books(workspace, ledger)
     messages = [{"role": "user", "content": "?"}]
     with ReplayServer(RecordedSession.model_validate(recorded)) as server:
-        client = Client(HttpEndpoint(server.url, "sk-secret", POLICY), POLICY, kept)
+        client = LlmClient(HttpEndpoint(server.url, "sk-secret", POLICY), POLICY, kept)
         store = workspace.root / "mlflow.db"
         store.write_text("no database")
         with refused("llm.no_reply", LlmError) as caught:
             client.ask("turn-0", messages)
         assert (caught.value.data["problem"].code, caught.value.data["problem"].data["status"]) == ("llm.refused", 400)
-        catch_up(Plant(workspace, ledger))
+        show_missing(Plant(workspace, ledger))
         store.unlink()
         assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
-    catch_up(Plant(workspace, ledger))
+    show_missing(Plant(workspace, ledger))
     rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))
     assert [(row["state"], row["tokens"]) for row in rows] == [("failed", 0), ("done", 9)] and rows[1]["usd"] == 0.007
     tracking = Tracking.open(Plant(workspace, ledger))
@@ -111,7 +111,7 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
 
 
 def test_the_shipped_policy_names_no_endpoint_and_a_misspelt_key_is_named(tmp_path: Path) -> None:
-    shipped = code_root() / "policies" / "agents.yaml"
+    shipped = checkout_root() / "policies" / "agents.yaml"
     assert AgentsPolicy.load(shipped).llm.endpoint == ""
     (tmp_path / "agents.yaml").write_text(shipped.read_text().replace("  model", "  modle"))
     with refused("strict.unknown_key", ConfigError, key="llm.modle"):

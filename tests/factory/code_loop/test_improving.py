@@ -22,16 +22,25 @@ from agents.core.improve_policy import ImproveBudget, ImprovePolicy
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop import improving, submitting
 from factory.code_loop.agent_runs import AgentOptions
-from factory.code_loop.improvements import BEGAN, ENDED, Used, as_written, facts, lines, stages, used
+from factory.code_loop.improvements import (
+    BEGAN,
+    ENDED,
+    BudgetUse,
+    facts,
+    improve_policy_as_written,
+    lines,
+    stages,
+    used,
+)
 from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage, next_stages
 from factory.code_loop.proposing import AGENTS
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import ConfigError
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert
-from factory.show.telling.messages import message_of
+from factory.show.telling.messages import notification_of_event
 from kernels.contract.message import Message
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git
@@ -59,12 +68,12 @@ READY = LoopState(IDLE, 720, ("search", "kernel-engineer"), profile=7)
         (replace(READY, killed={"propose by search": 2}), LoopStage(PROPOSE, "search")),
         (replace(READY, killed={"propose by search": 3}), LoopStage(PROPOSE, "kernel-engineer")),
         (replace(READY, profile=None, killed={"profile": 3}), "code_loop.all_tried"),
-        (replace(READY, used=Used(14_399.0)), LoopStage(PROPOSE, "search")),
-        (replace(READY, used=Used(14_400.0)), ("device-seconds", 14_400.0, 14_400)),
-        (replace(READY, used=Used(14_400.0), begun=True), LoopStage(PROPOSE, "search")),
-        (replace(READY, used=Used(0.0, 2_000_000)), ("tokens", 2_000_000, 2_000_000)),
-        (replace(READY, used=Used(0.0, 0, 5.0)), ("USD", 5.0, 5)),
-        (replace(READY, used=Used(14_400.0), written=(4, "search")), LoopStage(JUDGE, "search", 4)),
+        (replace(READY, used=BudgetUse(14_399.0)), LoopStage(PROPOSE, "search")),
+        (replace(READY, used=BudgetUse(14_400.0)), ("device-seconds", 14_400.0, 14_400)),
+        (replace(READY, used=BudgetUse(14_400.0), begun=True), LoopStage(PROPOSE, "search")),
+        (replace(READY, used=BudgetUse(0.0, 2_000_000)), ("tokens", 2_000_000, 2_000_000)),
+        (replace(READY, used=BudgetUse(0.0, 0, 5.0)), ("USD", 5.0, 5)),
+        (replace(READY, used=BudgetUse(14_400.0), written=(4, "search")), LoopStage(JUDGE, "search", 4)),
         (
             replace(READY, policy=IDLE.model_copy(update={"per_day": ImproveBudget(usd=0.0)})),
             LoopStage(PROPOSE, "search"),
@@ -120,7 +129,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
     made = PatchPlant(tmp_path)
     with_store(made.workspace)
     segment = add_segment(made.workspace, made.ledger, "trunk")
-    recipe = Recipe.load(code_root() / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
+    recipe = Recipe.load(checkout_root() / "policies" / "recipes" / "tiny.yaml").model_dump(mode="json")
     with made.ledger.begin() as tx:
         tx.execute(segments.update().values(recipe_json=recipe))
         values = {"id": "c", "segment": segment.id, "step": 100, "path": "c", "created_at": 0.0}
@@ -157,7 +166,7 @@ def drafts(
 
 
 def allow(workspace: Workspace, **improve: Any) -> None:
-    raw = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
+    raw = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
     path = workspace.root / "policies" / "agents.yaml"
     path.parent.mkdir(exist_ok=True)
     path.write_text(yaml.safe_dump(raw | {"improve": raw["improve"] | improve}))
@@ -285,7 +294,7 @@ def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: Patch
         ):
             insert(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
     found = used(plant.ledger, stages(plant.ledger, now), now)
-    assert found == Used(0.0, 100, 0.5)
+    assert found == BudgetUse(0.0, 100, 0.5)
 
 
 def test_a_judgement_that_fails_closes_its_target_and_one_that_a_full_disk_ends_is_done_again(
@@ -402,7 +411,9 @@ def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPl
 
 
 def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:
-    told = lambda running=True: lines(facts(plant.ledger, as_written(plant.workspace), time.time()), running)
+    told = lambda running=True: lines(
+        facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()), running
+    )
     assert told() == ["improve   when-idle"]
     rounds(plant, most=1)
     ended(plant, seconds=0.0)
@@ -414,7 +425,7 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
     assert "now judge proposal 1, since" in told()[0] and told(running=False)[0] == "improve   when-idle"
     rounds(plant)
     assert "propose by search: nothing found; " in told()[1]
-    json.dumps(facts(plant.ledger, as_written(plant.workspace), time.time()))
+    json.dumps(facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()))
     allow(plant.workspace)
     assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
 
@@ -436,8 +447,10 @@ def test_receivers_are_notified_of_its_verdicts_and_merges(
     gate.write_text(f"approval: {approval}\n")
     row = plant.judged(outcome=outcome)
     event = {"id": 1, "at": 0.0, "subject": "proposal:1"}
-    told = message_of(plant, event | {"kind": "judged", "detail": {"outcome": outcome, "verdict": row["verdict"]}})
+    told = notification_of_event(
+        plant, event | {"kind": "judged", "detail": {"outcome": outcome, "verdict": row["verdict"]}}
+    )
     assert told is not None and (told.kinds, told.title) == (kinds, title) and "so it measured" in told.text
     assert ("factory proposals approve 1" in told.text) is ("approval" in kinds)
-    merged = message_of(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
+    merged = notification_of_event(plant, event | {"kind": "proposal_approved", "detail": {"by": "policy"}})
     assert merged is not None and (merged.title, merged.text) == ("proposal 1 is merged", "approved by policy")

@@ -11,13 +11,13 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.approvals import due, judge_held_again
+from factory.code_loop.approvals import due, judge_due_patches_again
 from factory.code_loop.submitting import submit
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.gates.case import missing
-from factory.gates.patch.matrix.changed import Unexecuted
+from factory.gates.patch.matrix.changed import UnexecutedPart
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import matrix
 from factory.gates.patience import out_of_time, ran_out
@@ -47,7 +47,7 @@ def busy_in(made: Made, stage: str) -> None:
     """Give a stage's approved code no time."""
     gates = made.workspace.root / "policies" / "gates"
     if stage == "runs":
-        policy = yaml.safe_load((code_root() / "policies" / "gates" / "recipe.yaml").read_text())
+        policy = yaml.safe_load((checkout_root() / "policies" / "gates" / "recipe.yaml").read_text())
         runs = {"seeds": 3, "steps": 12, "tail_steps": 5, "held_out_documents": 2, **BUSY}
         (gates / "recipe.yaml").write_text(yaml.safe_dump(policy | {"runs": runs}))
         return
@@ -65,7 +65,7 @@ LONG = pytest.mark.long("the stages before it run whole")
 )
 def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, made: Made) -> None:
     busy_in(made, stage)
-    text = repository.file_text(made.target, made.base, path := PATHS.get(stage, KERNELS))
+    text = repository.read_file_text(made.target, made.base, path := PATHS.get(stage, KERNELS))
     edits = {
         TINY: text.replace("lr: 3e-3", "lr: 4e-3"),
         CODE: text.replace("The learning rate", "The rate of learning"),
@@ -117,7 +117,7 @@ def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
     own = plant.workspace.root / "policies" / "gates" / "patch.yaml"
     own.parent.mkdir(parents=True)
     own.write_text("judge_again_after_seconds: 1e6\n")
-    again = lambda: judge_held_again(plant)
+    again = lambda: judge_due_patches_again(plant)
     assert again() == []
     own.write_text("judge_again_after_seconds: 1e-6\njudge_again: 2\n")
     judged = given_verdict(monkeypatch, "hold")
@@ -135,10 +135,10 @@ def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.kind()]
-    parts = [Unexecuted("kernels/swiglu/triton.py", 3, "x"), Unexecuted("kernels/rows_in_triton.py", 9, "y")]
+    parts = [UnexecutedPart("kernels/swiglu/triton.py", 3, "x"), UnexecutedPart("kernels/rows_in_triton.py", 9, "y")]
     found = matrix._unexecuted(parts)
     assert found.get("waits_for") == ("cuda" if elsewhere == "cuda" else None)
-    mixed = [*parts, Unexecuted("kernels/swiglu/cpp.py", 3, "x")]
+    mixed = [*parts, UnexecutedPart("kernels/swiglu/cpp.py", 3, "x")]
     assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
     plant, policy = PatchPlant(tmp_path), PatchPolicy()
     held(plant, {"stages": {"matrix": missing(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
@@ -146,7 +146,7 @@ def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
     monkeypatch.setattr(devices, "kind", lambda: elsewhere)  # the workspace is opened on another machine
     assert [row.number for row in due(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
-    assert judge_held_again(plant) == [2]
+    assert judge_due_patches_again(plant) == [2]
 
 
 def test_patches_decided_by_a_person_or_another_reason_are_not_judged_again(tmp_path: Path) -> None:

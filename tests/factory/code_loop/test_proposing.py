@@ -15,14 +15,14 @@ from factory.code_loop import proposing, submitting
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError, IsolationError
 from factory.core.progress import SILENT
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.workspace import Config, Workspace, checkout_root
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.runs.live_code import isolation
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 from tests.support.messages import codes, refused, the
@@ -79,7 +79,7 @@ def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     before = branches(made)
     number = submitting.submit(Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base)
-    catch_up(Plant(made.workspace, made.ledger))
+    show_missing(Plant(made.workspace, made.ledger))
     row = row_of(made, number)
     verdict = made.verdict_on(number)
     assert row["commit"] is None and branches(made) == before
@@ -128,8 +128,8 @@ def test_remains_of_a_killed_process_are_removed(made: Made) -> None:
     worktree = repository.checkout_folder(made.workspace.worktrees, commit)
     git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), commit)
     (worktree.with_name(worktree.name + "-gate") / "baseline").mkdir(parents=True)
-    submitting.clear_stale(Plant(made.workspace, made.ledger))
-    submitting.clear_stale(Plant(made.workspace, made.ledger))
+    submitting.fail_stale_proposals(Plant(made.workspace, made.ledger))
+    submitting.fail_stale_proposals(Plant(made.workspace, made.ledger))
     assert row_of(made, number)["state"] == "failed" and branches(made) == before and made.left_behind() == []
 
 
@@ -163,7 +163,7 @@ def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Ma
     text = policy.read_text()
     policy.write_text(text.replace("pairs: 2, max_noise", "pairs: 2, wall_seconds: 1, max_noise"))  # any verdict
     agents = made.workspace.root / "policies" / "agents.yaml"
-    measures = (code_root() / "policies" / "agents.yaml").read_text()
+    measures = (checkout_root() / "policies" / "agents.yaml").read_text()
     agents.write_text(f"{measures}\nmeasure_seconds: 10.0\n")  # one or two ops
     try:
         numbers = proposing.propose(Plant(made.workspace, made.ledger))
@@ -175,4 +175,4 @@ def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Ma
     files = {path.name for path in Path(found["path"]).parent.iterdir()}
     assert files == {"profile.json", "profile.html", "trace.json"}
     assert len(numbers) <= 1 and all(row_of(made, number)["verdict"] is not None for number in numbers)
-    assert made.left_behind() == [] and repository.live_commit(made.target) == made.base
+    assert made.left_behind() == [] and repository.get_live_commit(made.target) == made.base

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from factory.code_loop import approvals, revalidating
 from factory.core.console import Terminal
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.gates.training_start import Start
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
@@ -62,7 +62,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
         os.devnull,
         str(suite),
     ]
-    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(code_root())}
+    environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(checkout_root())}
     bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
     daemon = lambda: revalidating.follow(plant)
     suite.write_text("def test_stays(): pass\n")
@@ -110,7 +110,7 @@ def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
     assert again() == [2] and judged[0][:2] == (2, live)
     undo = plant.row(2)
     assert undo["target"] == "undo:1" and "recipe changed since" in undo["hypothesis"]
-    assert repository.file_text(plant.target, undo["commit"], "kernels/ops.py") == FILES["kernels/ops.py"]
+    assert repository.read_file_text(plant.target, undo["commit"], "kernels/ops.py") == FILES["kernels/ops.py"]
     assert again() == [] and plant.row()["state"] == "approved" and plant.head() == live
     with plant.ledger.begin() as tx:
         release = {"gate": "release", "subject": "candidate:7", "outcome": "reject", "against": "", "policy_sha256": ""}

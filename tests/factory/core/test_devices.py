@@ -29,7 +29,7 @@ def test_parallel_jobs_hold_the_device_one_at_a_time() -> None:
             inside[0] -= 1
         return threading.current_thread().name
 
-    assert len(set(devices.side_by_side([job] * 4))) == 4
+    assert len(set(devices.run_in_parallel([job] * 4))) == 4
     assert most[0] == 1
 
 
@@ -44,7 +44,7 @@ def test_all_jobs_end_before_the_first_error_is_raised() -> None:
         ended.append(True)
 
     with pytest.raises(ValueError, match="one"):
-        devices.side_by_side([fails, lasts])
+        devices.run_in_parallel([fails, lasts])
     assert ended == [True]
 
 

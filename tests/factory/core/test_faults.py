@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from factory.backups.backups import database_damage
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, SegmentError, WorkspaceError
-from factory.core.faults import Fault, fault_of, is_of_no_file, is_of_the_machine
+from factory.core.faults import Fault, fault_of, is_machine_fault, is_machine_fault_of_no_file
 from factory.core.left_files import open_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.duties import back_off
@@ -46,7 +46,10 @@ def test_too_few_file_handles(tmp_path: Path) -> None:
     with few_handles(), pytest.raises(OSError) as raised, open(tmp_path / "file"):
         pass
     found = fault_of(raised.value)
-    assert found == faults.HANDLES and found.says.data == {"what": faults.HANDLES.what, "path": str(tmp_path / "file")}
+    assert found == faults.NO_FILE_HANDLES and found.says.data == {
+        "what": faults.NO_FILE_HANDLES.what,
+        "path": str(tmp_path / "file"),
+    }
 
 
 def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -> None:
@@ -59,7 +62,7 @@ def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -
     path = workspace.root / "ledger.db"
     with pytest.raises(sqlite3.OperationalError) as refused:
         sqlite3.connect(f"file:{path}?mode=ro", uri=True).execute("INSERT INTO meta VALUES ('a', 'b')")
-    assert fault_of(refused.value) == faults.READ_ONLY
+    assert fault_of(refused.value) == faults.NO_WRITE_PERMISSION
 
 
 def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Workspace, ledger: Ledger) -> None:
@@ -73,11 +76,15 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
     for one in opened:
         with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles():
             one()
-        assert fault_of(raised.value) == faults.UNOPENED
+        assert fault_of(raised.value) == faults.LEDGER_NOT_OPENED
     importlib.import_module("factory.repairs.examining")  # the import needs a handle, too
     with few_handles():
         rows = {row["check"]: row for row in examine(workspace)}
-    assert rows["ledger"] == {"check": "ledger", "ok": False, "detail": f"{faults.UNOPENED.says}: {faults.UNOPENED.do}"}
+    assert rows["ledger"] == {
+        "check": "ledger",
+        "ok": False,
+        "detail": f"{faults.LEDGER_NOT_OPENED.says}: {faults.LEDGER_NOT_OPENED.do}",
+    }
     assert not [row for row in rows.values() if "restore" in row["detail"] or "damaged" in row["detail"]]
     assert not database_damage(file)
 
@@ -120,7 +127,7 @@ def raised_through(how: str) -> BaseException:
 def test_the_cause_of_an_error_counts(how: str, known: bool) -> None:
     found = fault_of(raised_through(how))
     assert (found and found.where) == ("/data/x" if known else None)
-    assert found == (faults.READ_ONLY if known else None)
+    assert found == (faults.NO_WRITE_PERMISSION if known else None)
 
 
 @pytest.mark.parametrize(
@@ -147,8 +154,8 @@ def test_only_the_machines_own_errors_are_its_faults(error: Exception, fault: Fa
 )
 def test_errors_that_a_folders_contents_can_cause_are_not_blamed_on_the_machine(number: int, of_no_file: bool) -> None:
     error = OSError(number, os.strerror(number), "checkpoints")
-    assert is_of_the_machine(error) and is_of_no_file(error) == of_no_file
-    assert not is_of_no_file(FileNotFoundError(errno.ENOENT, "no such file"))
+    assert is_machine_fault(error) and is_machine_fault_of_no_file(error) == of_no_file
+    assert not is_machine_fault_of_no_file(FileNotFoundError(errno.ENOENT, "no such file"))
 
 
 def test_a_lease_on_a_file_is_not_a_lack_of_memory(tmp_path: Path) -> None:
@@ -268,7 +275,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
             raise left.pop() from OSError(errno.EIO, "Input/output error")
         return "began"
 
-    assert back_off.with_retries(start, said.append) == "began"
+    assert back_off.retry_faults(start, said.append) == "began"
     assert said == ["  the ledger at host a cannot be read", f"  {words_of(faults.BROKEN)}"]
 
     def unread() -> object:
@@ -276,7 +283,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
             return load_yaml(tmp_path / "factory.yaml")
 
     (tmp_path / "factory.yaml").write_text("recipe: tiny\n")
-    assert back_off.with_retries(unread, said.append) == {"recipe": "tiny"}
+    assert back_off.retry_faults(unread, said.append) == {"recipe": "tiny"}
     assert said[2].endswith(f"{tmp_path / 'factory.yaml'}'") and "The factory waits" in said[3] and not said[4:]
 
     def mistaken() -> None:
@@ -285,4 +292,4 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
         )
 
     with pytest.raises(ConfigError):
-        back_off.with_retries(mistaken, said.append)
+        back_off.retry_faults(mistaken, said.append)

@@ -18,12 +18,12 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.launching import launcher, ranks
 from factory.core.workspace import Workspace
-from factory.git.repository import checkout_live
+from factory.git.repository import checkout_live_code
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.tries import abandon
-from factory.training.certifying import certificate_of
+from factory.training.certifying import newest_code_verdict
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
@@ -77,7 +77,7 @@ def test_two_ranks_train_what_one_rank_would_and_the_same_bits_in_the_sandbox_an
     assert sum("00001" in name for name in trained[0]) >= 1, f"a share of each rank: {sorted(trained[0])}"
     folder = Path(row.folder)
     (tmp_path / "segment.json").write_text((folder / "segment.json").read_text())
-    code = checkout_live(workspace, str(row.code_commit))
+    code = checkout_live_code(workspace, str(row.code_commit))
     subprocess.run([sys.executable, "-m", "trainer", str(tmp_path)], cwd=code, check=True, capture_output=True)
     assert losses(folder) == pytest.approx(losses(tmp_path), rel=2e-5)
 
@@ -185,7 +185,7 @@ def test_changed_code_is_certified_with_several_ranks(plant: Opened) -> None:
     )
     number = plan_trunk(Plant(workspace, ledger), 6)
     run_segment(Plant(workspace, ledger), number)
-    found = certificate_of(ledger, number)
+    found = newest_code_verdict(ledger, number)
     assert found is not None and found.outcome == "promote", found
     assert SegmentRow.get(ledger, number).state == "done"
 

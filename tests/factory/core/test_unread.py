@@ -11,16 +11,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from factory.core.exports import folder_sha256
-from factory.core.faults import HANDLES, fault_of
+from factory.core.exports import export_folder_sha256
+from factory.core.faults import NO_FILE_HANDLES, fault_of
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_json
-from factory.evals.export_parity import export_digests
+from factory.evals.export_parity import hash_export_tensors
 from factory.ingest import vocabulary
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
-from factory.repairs.checkpoints import checkpoint_fault, export_fault
-from factory.repairs.token_shards import token_shard_fault
+from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
+from factory.repairs.token_shards import find_token_shard_damage
 from factory.replicas import replicating
 from factory.runs.arm import Arm
 from factory.runs.live import prepare
@@ -53,13 +53,13 @@ def export(root: Path) -> Path:
 def of_a_checkpoint(root: Path, deep: bool) -> Callable[[], object]:
     path = checkpoint(root)
     row = {"path": str(path), "id": manifest_sha256(path)}
-    return lambda: checkpoint_fault(row, deep)
+    return lambda: find_checkpoint_damage(row, deep)
 
 
 def of_an_export(root: Path) -> Callable[[], object]:
     path = export(root)
-    row = cast(Any, Export(str(path), folder_sha256(path)))
-    return lambda: export_fault(row, deep=True)
+    row = cast(Any, Export(str(path), export_folder_sha256(path)))
+    return lambda: find_export_damage(row, deep=True)
 
 
 def of_a_replica(root: Path) -> Callable[[], object]:
@@ -95,7 +95,7 @@ def of_a_sample(root: Path) -> Callable[[], object]:
 
 def of_a_token_shard(root: Path) -> Callable[[], object]:
     shard = write_token_shard(root, make_documents(1, {"docs": 3}), vocab_size=512, tokenizer_sha256="t" * 64)
-    return lambda: token_shard_fault(shard.path, deep=True)
+    return lambda: find_token_shard_damage(shard.path, deep=True)
 
 
 def of_json(root: Path) -> Callable[[], object]:
@@ -106,7 +106,7 @@ def of_json(root: Path) -> Callable[[], object]:
 
 def of_tensors(root: Path) -> Callable[[], object]:
     path = export(root)
-    return lambda: export_digests(path)
+    return lambda: hash_export_tensors(path)
 
 
 READS: dict[str, Callable[[Path], Callable[[], object]]] = {
@@ -132,7 +132,7 @@ def test_a_read_without_file_handles_is_a_fault_of_the_machine(tmp_path: Path, n
     kept = sorted(tmp_path.rglob("*"))
     with few_handles(), pytest.raises(Exception) as raised:
         read()
-    assert fault_of(raised.value) == HANDLES, raised.value
+    assert fault_of(raised.value) == NO_FILE_HANDLES, raised.value
     assert not isinstance(raised.value, ExportError | ShardProblem), "such an error blames the candidate or the shard"
     assert said(read) == before and sorted(tmp_path.rglob("*")) == kept
 

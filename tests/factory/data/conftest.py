@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from factory.backups.backups import make_ledger
-from factory.git.repository import live_commit
-from factory.ingest.inbox import ingest_arrived
+from factory.backups.backups import make_or_open_ledger
+from factory.git.repository import get_live_commit
+from factory.ingest.inbox import ingest_and_file
 from factory.ledger.plant import Plant
 from tests.support.plants.kept import kept
 from tests.support.plants.released import release_of
@@ -22,19 +22,19 @@ def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Pa
 
     def make(folder: Path) -> None:
         workspace = lenient_workspace(folder, code_repository, checkpoint_every=5, keep_checkpoints=9)
-        ledger = make_ledger(workspace)
+        ledger = make_or_open_ledger(workspace)
         write_shards(workspace.inbox)
         for path in sorted(workspace.inbox.iterdir()):
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             path.write_text("".join(json.dumps(row | licence(row)) + "\n" for row in rows))
-            ingest_arrived(Plant(workspace, ledger), path)
+            ingest_and_file(Plant(workspace, ledger), path)
         train_trunk(workspace, ledger, 10)
         train_trunk(workspace, ledger, 10)
         release_of(ledger, train_anneal(workspace, ledger))
         close(workspace, ledger)
 
     folder = tmp_path_factory.mktemp("saved") / "plant"
-    kept(("licensed", live_commit(code_repository)), folder, make, {"code": code_repository})
+    kept(("licensed", get_live_commit(code_repository)), folder, make, {"code": code_repository})
     return folder
 
 

@@ -20,10 +20,10 @@ from factory.bundles.shards import releasable_documents
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.removing import look, remove, undo
-from factory.data.selecting import by_name, fates_of
+from factory.data.selecting import by_name, removable_fates
 from factory.erasing import erasing
-from factory.erasing.erasing import finish_removals, rewrite_without
-from factory.ingest.inbox import ingest_arrived, update_inbox
+from factory.erasing.erasing import finish_pending_removals, rewrite_without_rows
+from factory.ingest.inbox import ingest_and_file, update_inbox
 from factory.ingest.readers import read_rows
 from factory.ingest.rules.policy import Licence, Licences, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
@@ -32,7 +32,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, removals
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import CHECKS
-from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
 from factory.show.pages.provenance import of_document
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
@@ -52,7 +52,7 @@ def chosen(ledger: Ledger) -> list[str]:
 
 
 def erase(ledger: Ledger, keys: list[str]) -> None:
-    remove(ledger, look(ledger, by_name(ledger, keys, fates_of(True)), True), "ann", "law", erase=True)
+    remove(ledger, look(ledger, by_name(ledger, keys, removable_fates(True)), True), "ann", "law", erase=True)
 
 
 def text_of(row: dict[str, Any]) -> str:
@@ -99,7 +99,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert all(text_of(row) in readable(workspace, ledger).replace('\\"', '"') for row in gone)
     exact = of_document(ledger, keys[0])[0]["seen"]
     erase(ledger, keys)
-    (said,) = finish_removals(Plant(workspace, ledger))
+    (said,) = finish_pending_removals(Plant(workspace, ledger))
     assert the([said], "erasing.done").data == {"removal": 1, "rows": 3} and removals(ledger)[0].state == "erased"
 
     left = readable(workspace, ledger)
@@ -122,12 +122,12 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
 
     copy = workspace.inbox / "copy.jsonl"
     copy.write_text("".join(json.dumps(row) + "\n" for row in gone))
-    ingest_arrived(Plant(workspace, ledger), copy)
+    ingest_and_file(Plant(workspace, ledger), copy)
     found = ledger.read("SELECT rule FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'copy.jsonl'")
     assert [row["rule"] for row in found] == ["removed"] * 3
     whole = workspace.inbox / "whole.jsonl"
     whole.write_bytes(b"\n".join(before[name]) + b"\n")
-    ingest_arrived(Plant(workspace, ledger), whole)
+    ingest_and_file(Plant(workspace, ledger), whole)
     assert not whole.exists() and raw_lines(workspace)[name] == after[name], "the old file does not bring the text back"
 
 
@@ -144,7 +144,7 @@ def test_the_remaining_data_can_be_put_into_a_bundle(copied: Copy) -> None:
     }
     before = handed_on()
     erase(ledger, keys := chosen(ledger))
-    finish_removals(Plant(workspace, ledger))
+    finish_pending_removals(Plant(workspace, ledger))
     gone = {ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys}
     assert handed_on() == {name: row for name, row in before.items() if name not in gone} and gone & before.keys()
 
@@ -153,17 +153,17 @@ def test_a_token_shard_with_erased_documents_is_made_again(copied: Copy) -> None
     workspace, ledger = copied()
     keys = chosen(ledger)
     erase(ledger, keys)
-    finish_removals(Plant(workspace, ledger))
+    finish_pending_removals(Plant(workspace, ledger))
     erase(ledger, chosen(ledger))  # of the same shard, a second time
-    finish_removals(Plant(workspace, ledger))
+    finish_pending_removals(Plant(workspace, ledger))
     (detail,) = erased_shards(ledger).values()
     assert len(detail["rows"]) == 6
     ((number, about),) = detail["token_shards"].items()
     place = workspace.shards / about["content"]
     shutil.rmtree(place)
-    assert codes([token_shard_fault(place, True)]) == ["token_shards.missing"]
+    assert codes([find_token_shard_damage(place, True)]) == ["token_shards.missing"]
     assert rebuild_token_shard(Plant(workspace, ledger), number) == ""
-    assert token_shard_fault(place, True) == ""
+    assert find_token_shard_damage(place, True) == ""
 
 
 class Killed(BaseException):
@@ -190,16 +190,16 @@ def test_after_a_kill_anywhere_the_next_pass_gives_the_same_result(
 
     monkeypatch.setattr(erasing, name, killed)
     with pytest.raises(Killed):
-        finish_removals(Plant(workspace, ledger))
+        finish_pending_removals(Plant(workspace, ledger))
     monkeypatch.setattr(erasing, name, real)
     update_inbox(Plant(workspace, ledger), settle=0)  # the daemon's pass looks at filed shards too
     assert list(workspace.inbox.iterdir()) == []
-    finish_removals(Plant(workspace, ledger))
+    finish_pending_removals(Plant(workspace, ledger))
     ended = state(workspace, ledger)
     shutil.rmtree(workspace.root)
     workspace, ledger = copied()
     erase(ledger, keys)
-    finish_removals(Plant(workspace, ledger))
+    finish_pending_removals(Plant(workspace, ledger))
     assert ended == state(workspace, ledger)
 
 
@@ -215,11 +215,11 @@ def test_killed_at_the_second_time_nothing_of_the_first_is_left(copied: Copy, mo
                 real = getattr(erasing, name)
                 monkeypatch.setattr(erasing, name, _die)
                 with pytest.raises(Killed):
-                    finish_removals(Plant(workspace, ledger))
+                    finish_pending_removals(Plant(workspace, ledger))
                 monkeypatch.setattr(erasing, name, real)
                 update_inbox(Plant(workspace, ledger), settle=0)
                 assert list(workspace.inbox.iterdir()) == []
-        said = finish_removals(Plant(workspace, ledger))[-1:]
+        said = finish_pending_removals(Plant(workspace, ledger))[-1:]
         assert the(said, "erasing.done").data["rows"] == 1
     named = {Path(row["path"]).name for row in ledger.read("SELECT path FROM token_shards")}
     assert {path.parent.name for path in workspace.shards.glob("*/tokens.bin")} == named
@@ -242,7 +242,7 @@ def test_an_erasure_waits_for_a_planned_segment_that_reads_the_text(copied: Copy
     assert f"segment {number} still reads the text" in done.stdout
     assert raw_lines(workspace) == before and "still to be erased" in run("status").stdout
     run_segment(Plant(workspace, ledger), number)
-    assert the(finish_removals(Plant(workspace, ledger)), "erasing.done").data == {"removal": 1, "rows": 1}
+    assert the(finish_pending_removals(Plant(workspace, ledger)), "erasing.done").data == {"removal": 1, "rows": 1}
 
 
 ROWS = [{"id": str(n), "text": f"the text number {n}"} for n in range(7)]
@@ -267,7 +267,7 @@ def test_every_kind_of_shard_loses_its_rows_and_no_other(tmp_path: Path, name: s
     else:
         path.write_bytes(LINES)
     rows = {0} if name.endswith(".md") else {1, 5}
-    rewrite_without(path, name, rows, target)
+    rewrite_without_rows(path, name, rows, target)
     if name.endswith(".md"):
         assert target.read_bytes() == b""
         return
@@ -275,5 +275,5 @@ def test_every_kind_of_shard_loses_its_rows_and_no_other(tmp_path: Path, name: s
     assert {n for n, (a, b) in enumerate(zip(before, after, strict=True)) if a != b} == rows
     assert all(after[n] in (b'{"erased": true}', {"id": None, "text": None}) for n in rows)
     again = tmp_path / f"twice-{name}"
-    rewrite_without(target, name, rows, again)
+    rewrite_without_rows(target, name, rows, again)
     assert again.read_bytes() == target.read_bytes()

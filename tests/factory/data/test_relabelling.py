@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.backups.backups import make_ledger
+from factory.backups.backups import make_or_open_ledger
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -21,7 +21,7 @@ from factory.data.relabelling import Filter, NewLabels, look, relabel
 from factory.data.settling import settle
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.gates.release.licences import not_releasable, tokens_by_licence
+from factory.gates.release.licences import count_tokens_by_licence, not_releasable
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy
@@ -44,7 +44,7 @@ POLICY = "held_out: {share: 1.0e-9}\ntokenizer: {vocab_size: 400}\n"
 @pytest.fixture
 def plant(workspace: Workspace) -> tuple[Workspace, Ledger]:
     use_policy(workspace, POLICY)
-    return workspace, make_ledger(workspace)
+    return workspace, make_or_open_ledger(workspace)
 
 
 def ingest(plant: tuple[Workspace, Ledger], rows: list[dict[str, Any]], name: str) -> ShardReport:
@@ -255,7 +255,7 @@ def test_no_licence_is_one_however_it_is_written(plant: tuple[Workspace, Ledger]
 def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
     workspace, ledger = copied()
     rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    held_back = lambda: not_releasable(rules, tokens_by_licence(ledger, 3, rules))
+    held_back = lambda: not_releasable(rules, count_tokens_by_licence(ledger, 3, rules))
     assert set(held_back()) == {"no licence"}
     do((workspace, ledger), Filter(license=["none"], domain=["code"]), NewLabels(license="MIT"))
     assert held_back() == {}

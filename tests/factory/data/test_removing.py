@@ -11,25 +11,25 @@ from typing import Any
 from factory.bundles.shards import shard_rows
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.data.cost import cost_of
+from factory.data.cost import estimate_retraining_cost
 from factory.data.exposure import Exposure
-from factory.data.removing import Outlook, look, mark_new_releases, remove, undo
-from factory.data.selecting import by_name, by_value, fates_of
+from factory.data.removing import PlannedRemoval, look, mark_new_releases, remove, undo
+from factory.data.selecting import by_name, removable_fates, select_by_value
 from factory.diagnosis.acting import quarantine, rewind
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.gates.release.licences import tokens_by_licence
+from factory.gates.release.licences import count_tokens_by_licence
 from factory.ingest.chain import ingest_shard
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.anomalies import MARKED
+from factory.ledger.anomalies import RELEASE_MARKED
 from factory.ledger.ledger import Ledger, documents, record, releases
 from factory.ledger.plant import Plant
-from factory.ledger.removals import REMOVED, mark_in_words, marks, removals
+from factory.ledger.removals import REMOVED, describe_mark, marks, removals
 from factory.ledger.rows import SegmentRow, Subject
 from factory.releasable.gathering import look as releasable
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.show.pages.provenance import of_document, of_release
+from factory.show.pages.provenance import of_document, trace_release
 from factory.show.pages.release_report import release_report
 from factory.training.planning import plan_anneal, plan_of, plan_trunk
 from factory.training.training import run_segment
@@ -42,8 +42,8 @@ from tests.support.plants.released import release_of
 Copy = Callable[[], tuple[Workspace, Ledger]]
 
 
-def outlook(ledger: Ledger, name: str) -> Outlook:
-    return look(ledger, by_name(ledger, [name], fates_of(False)))
+def outlook(ledger: Ledger, name: str) -> PlannedRemoval:
+    return look(ledger, by_name(ledger, [name], removable_fates(False)))
 
 
 def one(ledger: Ledger, where: str) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     assert Path(cost.checkpoint).name == f"step-{start:08d}"
     removal = remove(ledger, found, "ann", "asked for")
     assert marks(ledger) == [{"release": 1, "documents": 1, "removal": 1, "exact": True}]
-    assert of_release(ledger, 1)["marks"] == [mark_in_words(marks(ledger)[0])]
+    assert trace_release(ledger, 1)["marks"] == [describe_mark(marks(ledger)[0])]
     (shown,) = of_document(ledger, key)
     assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
     number = plan_trunk(Plant(workspace, ledger), 5)
@@ -116,20 +116,20 @@ def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
     before = fates(ledger)
     for erase in (True, False):
         with refused("data.ambiguous_id", InputError, documents=2, id="3") as said:
-            by_name(ledger, ["3"], fates_of(erase))
+            by_name(ledger, ["3"], removable_fates(erase))
         assert all(f"{key} (source " in str(said.value) for key in (first, second))
     home = ["-w", str(workspace.root)]
     done = factory("data", "remove", "--document", "3", "--erase", "--yes", *home)
     assert done.returncode == 2 and "2 documents have the id '3'" in done.stderr and first in done.stderr
     assert fates(ledger) == before
-    assert by_name(ledger, [first, "4"], fates_of(True)).names == (first, copy, other)
-    assert by_name(ledger, ["4"], fates_of(False)).names == (other,)
+    assert by_name(ledger, [first, "4"], removable_fates(True)).names == (first, copy, other)
+    assert by_name(ledger, ["4"], removable_fates(False)).names == (other,)
 
 
 def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
     workspace, ledger = copied()
     before = fates(ledger)
-    licences = tokens_by_licence(ledger, 3)
+    licences = count_tokens_by_licence(ledger, 3)
     with ledger.begin() as tx:
         quarantined = "UPDATE documents SET fate = 'quarantined', rule = '{}', detail = '{}' WHERE key = '{}'"
         for (key, *_), rule, detail in zip(
@@ -137,11 +137,11 @@ def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
         ):
             tx.exec_driver_sql(quarantined.format(rule, detail, key))
     before = fates(ledger)
-    found = look(ledger, by_value(ledger, "license", ["MIT", "none"]))
+    found = look(ledger, select_by_value(ledger, "license", ["MIT", "none"]))
     assert set(found.fates) == {"train", "held_out", "quarantined"} and found.releases[1][1] is True
     removal = remove(ledger, found, "ann")
     assert removal.documents == sum(found.fates.values()) == sum(row[1] == "removed" for row in fates(ledger))
-    assert tokens_by_licence(ledger, 3) == licences, "what a release was trained on does not change"
+    assert count_tokens_by_licence(ledger, 3) == licences, "what a release was trained on does not change"
     undo(ledger, removal.number, "ann")
     assert fates(ledger) == before
 
@@ -177,7 +177,7 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     named = one(ledger, "fate = 'train' AND domain = 'docs'")
     source = one(ledger, "fate = 'train' AND domain = 'chat'")["source"]
     remove(ledger, outlook(ledger, named["key"]), "ann", "private")
-    remove(ledger, look(ledger, by_value(ledger, "source", [source])), "ann", "no contract")
+    remove(ledger, look(ledger, select_by_value(ledger, "source", [source])), "ann", "no contract")
     copy = {"text": rows[named["id"]]["text"], "domain": "docs", "source": "elsewhere", "license": "MIT"}
     near = copy | {"text": copy["text"].replace(".", "!", 1).lower().capitalize() + " Thanks."}
     fresh = {
@@ -204,7 +204,7 @@ def test_a_new_shard_whose_documents_are_all_removed_joins_no_plan(copied: Copy)
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
     (shard,) = ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=report.sha256)
-    remove(ledger, look(ledger, by_value(ledger, "source", ["new"])), "ann")
+    remove(ledger, look(ledger, select_by_value(ledger, "source", ["new"])), "ann")
     plan = lambda: {
         one["id"]
         for one in plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))["token_shards"]
@@ -271,7 +271,7 @@ def test_the_commands(copied: Copy) -> None:
     assert {json.loads(line)["fate"] for line in listed} == {"train", "removed"}
     data = run("data", "list").stdout
     assert "licence  none" in data and "1 removed" in data and "removal  1 by" in data
-    assert cost_of(ledger, Exposure(ledger, {})).first_step is None
+    assert estimate_retraining_cost(ledger, Exposure(ledger, {})).first_step is None
     assert "1 document is back" in run("data", "undo", "1").stdout
 
 
@@ -300,13 +300,13 @@ def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, le
         record(tx, REMOVED, Subject("removal", 1), detail)
         record(
             tx,
-            MARKED,
+            RELEASE_MARKED,
             Subject("release", 1),
             {"anomaly": None, "removal": 1, "documents": ["k"], "count": 1, "exact": True},
         )
     reconcile(Plant(workspace, ledger))
     assert tags()["removed_data"] == "removal 1: 1 documents"
-    assert str(mark_in_words(marks(ledger)[0])) in release_report(ledger, candidate)
+    assert str(describe_mark(marks(ledger)[0])) in release_report(ledger, candidate)
     undo(ledger, 1, "ann")
     reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()
@@ -319,10 +319,10 @@ def test_documents_removed_before_the_first_step_do_not_hold_a_release_back(copi
     with ledger.begin() as tx:
         tx.execute(documents.update().values(license="MIT"))
         tx.execute(documents.update().where(documents.c.key.in_([row["key"] for row in rows])).values(license="Bad"))
-    tokens = tokens_by_licence(ledger, 2)
+    tokens = count_tokens_by_licence(ledger, 2)
     assert tokens["Bad"] == sum(row["supervised_tokens"] for row in rows) > 0
     assert command_here("data", "remove", "--license", "Bad", "--yes", home=workspace).exit_code == 0
-    assert tokens_by_licence(ledger, 2) == tokens, "the trunk was trained on them"
+    assert count_tokens_by_licence(ledger, 2) == tokens, "the trunk was trained on them"
     (workspace.root / "policies" / "gates" / "release.yaml").write_text("not_releasable_max: 0.0\n")
     said = lambda: next(line for line in releasable(Plant(workspace, ledger)) if line.name == "licences")
     assert said().ok is False and "'factory rewind 1'" in said().todo
@@ -330,7 +330,7 @@ def test_documents_removed_before_the_first_step_do_not_hold_a_release_back(copi
     number = plan_trunk(Plant(workspace, ledger), 5)
     assert said().ok
     assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [row["key"] for row in rows]
-    assert tokens_by_licence(ledger, number) == {"MIT": tokens["MIT"]}
+    assert count_tokens_by_licence(ledger, number) == {"MIT": tokens["MIT"]}
     policy = DataPolicy.load(workspace.policy("data.yaml")).licences
     listed = shard_rows(ledger, number, policy, with_documents=False)
     assert {row["license"] for row in listed} == {"MIT"}

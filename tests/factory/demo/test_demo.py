@@ -29,7 +29,7 @@ EMULATED = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     """The demo makes two candidates, a release that beats the byte trigram, and one judged proposal. A second run finds all done."""
     words = [sys.executable, "-m", "factory", "demo", "--minutes", "2", "--workspace", str(tmp_path / "demo")]
-    suites_own = {"OMP_NUM_THREADS", *devices.COMPILER}
+    suites_own = {"OMP_NUM_THREADS", *devices.COMPILER_SETTINGS}
     environment = {name: value for name, value in os.environ.items() if name not in suites_own} | EMULATED
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=2 * PATIENCE_S)
     print(done.stdout)

@@ -8,19 +8,19 @@ import pytest
 import yaml
 
 from factory.core.errors import FactoryError
-from factory.core.workspace import Config, Workspace, code_root
-from factory.demo.demo import plain_kernels
-from factory.git.repository import changed_files, fork, live_commit
+from factory.core.workspace import Config, Workspace, checkout_root
+from factory.demo.demo import use_plain_kernels
+from factory.git.repository import changed_files, fork, get_live_commit
 
 PATH = "policies/kernels.yaml"
 
 
 def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) -> None:
     workspace = Workspace.create(tmp_path / "w", Config(repository="code"))
-    before = live_commit(code_root())
-    fork(code_root(), workspace.repository, {PATH: plain_kernels}, "plain")
+    before = get_live_commit(checkout_root())
+    fork(checkout_root(), workspace.repository, {PATH: use_plain_kernels}, "plain")
     assert workspace.repository == workspace.root / "code"
-    assert live_commit(workspace.repository) != before == live_commit(code_root())
+    assert get_live_commit(workspace.repository) != before == get_live_commit(checkout_root())
     assert changed_files(workspace.repository) == []
     held = yaml.safe_load((workspace.repository / PATH).read_text())
     chosen = {op: implementation for choice in held.values() for op, implementation in choice.items()}
@@ -33,13 +33,13 @@ def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) 
 def test_a_folder_without_a_repository_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(FactoryError, match="not a git checkout"):
-        fork(tmp_path / "source", tmp_path / "target", {PATH: plain_kernels}, "plain")
+        fork(tmp_path / "source", tmp_path / "target", {PATH: use_plain_kernels}, "plain")
     assert not (tmp_path / "target").exists()
 
 
 def test_plain_kernels_touches_nothing_but_the_choice() -> None:
     text = "# about\ncpu:\n  rms_norm: compiled  \n  attention: reference\ncuda:\n  rms_norm: triton\n"
-    assert yaml.safe_load(plain_kernels(text)) == {
+    assert yaml.safe_load(use_plain_kernels(text)) == {
         "cpu": {"rms_norm": "reference", "attention": "reference"},
         "cuda": {"rms_norm": "reference"},
     }

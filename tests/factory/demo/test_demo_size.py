@@ -14,12 +14,12 @@ from factory.demo.demo_size import (
     LADDER,
     LEAST,
     OVERHEAD,
-    STEP_S,
+    STEP_SECONDS,
     DemoShape,
     Seen,
     checked,
-    first_guess,
-    next_guess,
+    guess_first_shape,
+    guess_next_shape,
     plan,
 )
 from tests.support.messages import refused
@@ -54,12 +54,12 @@ def test_ladder_climbs_in_work() -> None:
 def test_a_faster_machine_gets_a_larger_model() -> None:
     work = {s: Recipe.parse(s.recipe(RAW)).model.flops_per_token() * s.sequences * 256 for s in LADDER}
     chosen = [
-        first_guess(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 2.5e11, 5e11, 1e12, 1e15)
+        guess_first_shape(6, {s: flops / rate for s, flops in work.items()}) for rate in (1e9, 2.5e11, 5e11, 1e12, 1e15)
     ]
     places = [LADDER.index(shape) for shape in chosen]
     assert places == sorted(places) and places[0] == 0 and places[-1] == len(LADDER) - 1
     for shape, rate in zip(chosen[1:], (2.5e11, 5e11, 1e12, 1e15)):
-        assert work[shape] / rate * OVERHEAD <= STEP_S
+        assert work[shape] / rate * OVERHEAD <= STEP_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_faster_machine_gets_a_larger_model() -> None:
     ],
 )
 def test_a_measured_step_corrects_the_guess(place: int, step: float, then: int) -> None:
-    assert LADDER.index(next_guess(6, LADDER[place], step)) == then
+    assert LADDER.index(guess_next_shape(6, LADDER[place], step)) == then
 
 
 def test_two_cores_of_avx2_fit_into_six_minutes() -> None:

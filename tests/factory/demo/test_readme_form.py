@@ -7,7 +7,7 @@ import re
 from factory.evals.statistics import Gain
 from factory.gates.release.judge import TARGET
 from factory.gates.release.messages import sentence
-from factory.releasable.gathering import ReleasableLine, describe, verdict
+from factory.releasable.gathering import ReportLine, describe, verdict
 from tests.support.paths import ROOT
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -42,5 +42,5 @@ def test_the_demos_excerpt_has_the_demos_form() -> None:
 
 def test_the_report_has_the_reports_form() -> None:
     lines = block("releases would be held")
-    line = ReleasableLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
+    line = ReportLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
     assert [verdict([line]), *(one.strip() for one in describe([line]))] == lines

@@ -13,7 +13,7 @@ from factory.core.workspace import Workspace
 from factory.diagnosis.acting import (
     accept,
     act,
-    blamed_patches,
+    find_blamed_patches,
     free,
     quarantine,
     quarantine_and_rewind,
@@ -21,8 +21,15 @@ from factory.diagnosis.acting import (
     rewind,
 )
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.git.repository import live_commit
-from factory.ledger.anomalies import DIAGNOSED, DIAGNOSIS, MARKED, WORDED, newest_about, open_anomalies
+from factory.git.repository import get_live_commit
+from factory.ledger.anomalies import (
+    DIAGNOSED,
+    DIAGNOSIS,
+    EXPLAINED,
+    RELEASE_MARKED,
+    newest_details_by_anomaly,
+    open_anomalies,
+)
 from factory.ledger.ledger import (
     Ledger,
     candidates,
@@ -43,8 +50,8 @@ from factory.release.releases import release
 from factory.training.planning import (
     RecipeOverride,
     _left_out,
+    forecast_trunk,
     load_recipe,
-    next_trunk,
     override_of,
     plan_anneal,
     plan_of,
@@ -75,7 +82,7 @@ def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
     fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
     assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
-    assert next_trunk(Plant(workspace, ledger)).steps == 20
+    assert forecast_trunk(Plant(workspace, ledger)).steps == 20
     again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
     assert again.parent is None and plan_of(ledger, again)["masked"] == [key]
     assert shard in {one["id"] for one in plan_of(ledger, again)["token_shards"]}
@@ -235,13 +242,13 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
     restored: tuple[Workspace, Ledger], rejected: bool
 ) -> None:
     workspace, ledger = restored
-    before = live_commit(workspace.repository)
+    before = get_live_commit(workspace.repository)
     text = (workspace.repository / "trainer/run.py").read_text()
     after = merge_patch(workspace, ledger, 1, {"trainer/run.py": text + "\n# a remark\n"})
-    assert blamed_patches(Plant(workspace, ledger), ["code change"], after, before) == [1]
-    assert blamed_patches(Plant(workspace, ledger), ["code change"], after, after) == []  # it was there before
-    assert blamed_patches(Plant(workspace, ledger), ["faulty kernel"], after, before) == []  # it changed no kernel
-    assert blamed_patches(Plant(workspace, ledger), ["rate"], after, before) == []
+    assert find_blamed_patches(Plant(workspace, ledger), ["code change"], after, before) == [1]
+    assert find_blamed_patches(Plant(workspace, ledger), ["code change"], after, after) == []  # it was there before
+    assert find_blamed_patches(Plant(workspace, ledger), ["faulty kernel"], after, before) == []  # it changed no kernel
+    assert find_blamed_patches(Plant(workspace, ledger), ["rate"], after, before) == []
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["code change"], [], undo=[1])
     with ledger.begin() as tx:
@@ -250,9 +257,12 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
             reasons=["it is gone without it"], evidence={"anomaly": number},
         )  # fmt: skip
         claim = {"says": "It stays with older weights.", "rests_on": "older weights", "shows": "there"}
-        event = newest_about(ledger, DIAGNOSED)[number]["event"]
+        event = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"]
         record(
-            tx, WORDED, Subject("anomaly", number), {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []}
+            tx,
+            EXPLAINED,
+            Subject("anomaly", number),
+            {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []},
         )
     assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
     if rejected:
@@ -342,7 +352,7 @@ def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
     assert said.data["releases"].code == "diagnosis.releases_may_have_seen"
     assert said.data["releases"].data == {"releases": [1]}
     assert sorted(_left_out(past, {"t"})) == ["s:0", "s:1"]
-    (mark,) = past.rows(sa.select(events).where(events.c.kind == MARKED))
+    (mark,) = past.rows(sa.select(events).where(events.c.kind == RELEASE_MARKED))
     assert mark["subject"] == "release:1" and mark["detail"]["documents"] == ["s:0", "s:1"]
     freed = free(past, ["d0"], "ann")
     assert (freed.code, freed.data) == ("diagnosis.freed", {"documents": 1})

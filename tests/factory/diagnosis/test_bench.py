@@ -16,11 +16,11 @@ from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
 from agents.loss_doctor.curves import points
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import shards_kind, suspects
-from factory.audit.keeping import NEWEST, keep_rungs, rungs
-from factory.diagnosis.bench import Episode, WindowBench, graft, moments_are_lost
+from factory.audit.keeping import NEWEST, rungs, update_ladder
+from factory.diagnosis.bench import Episode, WindowBench, graft_checkpoint, has_lost_moments
 from factory.runs.arm import Arm
 from factory.runs.live import prepare
-from factory.runs.sandboxed import Ended
+from factory.runs.sandboxed import ArmEnd
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
@@ -71,14 +71,14 @@ class Live:
     def bench(self, name: str, budget: int = 500) -> WindowBench:
         return WindowBench(self.episode(), self.root / name, self.replay, budget)
 
-    def replay(self, arm: Arm) -> Ended:
+    def replay(self, arm: Arm) -> ArmEnd:
         self.runs += 1
         home = self.root / "runs"
         home.mkdir(exist_ok=True)
         folder = home / f"{self.runs:05d}"
         prepare(home, folder, arm)
         code, said = train_here(folder)
-        return Ended(folder, failed=said if code else "")
+        return ArmEnd(folder, failed=said if code else "")
 
 
 def _json(plan: DataPlan) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> No
     episode = live.episode()
     older = episode.older()
     assert older is not None and older[0] < episode.newest[0]
-    grafted = graft(older[1], episode.newest[1], tmp_path)
+    grafted = graft_checkpoint(older[1], episode.newest[1], tmp_path)
     a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest[1]))
     assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
     outcome = live.bench("older").run(ReplayArm(OLDER, start="older weights"))
@@ -164,17 +164,17 @@ def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> No
 
 
 def test_a_replay_that_fails_says_why(live: Live) -> None:
-    bench = replace(live.bench("fails"), run_trainer=lambda arm: Ended(live.root / "none", 1.0, "over its wall limit"))
+    bench = replace(live.bench("fails"), run_trainer=lambda arm: ArmEnd(live.root / "none", 1.0, "over its wall limit"))
     outcome = bench.run(AGAIN[0])
     assert outcome.failed == "over its wall limit" and outcome.fires is None
 
 
 def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
     path = live.episode().newest[1]
-    assert not moments_are_lost(path)
+    assert not has_lost_moments(path)
     held = checkpoints.load(path)
     zeroed = {key: tensor * 0 if key.startswith("exp_avg") else tensor for key, tensor in held.optimizer.items()}
-    assert moments_are_lost(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
+    assert has_lost_moments(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
 
 
 def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -> None:
@@ -185,14 +185,14 @@ def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -
         for _, old in checkpoints.steps_in(source)[:-1]:
             old.unlink()
         (source / checkpoints.name_of(step)).symlink_to(path)  # refused: a rung is no link
-        keep_rungs(source, target, every=5)
+        update_ladder(source, target, every=5)
     assert not checkpoints.steps_in(target)
     for number, (_, path) in enumerate(every):
         for _, old in checkpoints.steps_in(source):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
         held = checkpoints.load(path)
         checkpoints.save(source, held)
-        keep_rungs(source, target, every=5)
+        update_ladder(source, target, every=5)
         steps = [step for step, _ in every[: number + 1]]
         assert [step for step, _ in checkpoints.steps_in(target)] == rungs(steps, 5)
     assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.steps_in(target))

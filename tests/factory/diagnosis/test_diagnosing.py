@@ -27,11 +27,11 @@ from factory.git.repository import CheckoutError
 from factory.ledger.anomalies import (
     ASKED,
     DIAGNOSED,
-    REPLICAS_APART,
+    REPLICAS_DIFFER,
     every_anomaly,
+    next_undiagnosed_anomaly,
     open_anomalies,
-    open_in,
-    undiagnosed,
+    open_anomalies_of_lineage,
 )
 from factory.ledger.ledger import Ledger, checkpoints, segments
 from factory.ledger.plant import Plant
@@ -40,7 +40,7 @@ from factory.ledger.status import screen, snapshot
 from factory.runs.arm import Arm
 from factory.runs.running import Runs
 from factory.training.planning import plan_of, plan_trunk
-from factory.training.segment_folder import record_done
+from factory.training.segment_folder import record_segment_done
 from tests.support.factory.errands import next_due
 from tests.support.failing.limits import few_handles
 from tests.support.git import git
@@ -87,7 +87,9 @@ def test_untrusted_code_carries_no_state_from_one_arm_to_the_next(
 def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     early, slow = note(ledger, 1, 3), note(ledger, 1, 15, "throughput_drop")
-    assert undiagnosed(ledger, KINDS) == early and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
+    assert (
+        next_undiagnosed_anomaly(ledger, KINDS) == early and next_due(Plant(workspace, ledger)) == f"diagnose {early}"
+    )
     with refused("diagnosis.no_budget", ConfigError, budget=0):
         diagnose_and_act(Plant(workspace, ledger), early, steps=0)
     with pytest.raises(InputError, match="no anomaly 99"):
@@ -96,7 +98,9 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
         diagnose_and_act(Plant(workspace, ledger), slow)
     found = diagnose_and_act(Plant(workspace, ledger), early)
     assert found["causes"] == ["unknown"] and " step 15" in found["why"], found
-    assert undiagnosed(ledger, KINDS) is None and [row.id for row in open_in(ledger, 1, KINDS)] == [early]
+    assert next_undiagnosed_anomaly(ledger, KINDS) is None and [
+        row.id for row in open_anomalies_of_lineage(ledger, 1, KINDS)
+    ] == [early]
     assert any("factory anomalies show" in line for line in screen(snapshot(workspace)))
     late = note(ledger, 1, 18)
     with ledger.begin() as tx:
@@ -128,9 +132,9 @@ def test_a_fault_of_the_machine_is_no_diagnosis(
     with pytest.raises(OSError, match="Too many open files"):
         diagnose_and_act(Plant(workspace, ledger), number)
     monkeypatch.setattr(diagnosing, "_episode", lambda *_: os.listdir(workspace.root / "factory.yaml"))
-    assert undiagnosed(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
+    assert next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
     assert "Not a directory" in diagnose_and_act(Plant(workspace, ledger), number)["why"]
-    assert undiagnosed(ledger, KINDS) is None
+    assert next_undiagnosed_anomaly(ledger, KINDS) is None
 
 
 def test_code_that_cannot_be_checked_out_now_is_no_diagnosis(restored: tuple[Workspace, Ledger]) -> None:
@@ -142,7 +146,7 @@ def test_code_that_cannot_be_checked_out_now_is_no_diagnosis(restored: tuple[Wor
     with pytest.raises(CheckoutError, match=r"has lost trainer/__init__\.py"):
         diagnose_and_act(Plant(workspace, ledger), number)
     (workspace.root / "lost").rename(lost)
-    assert undiagnosed(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
+    assert next_undiagnosed_anomaly(ledger, KINDS) == number and not events(ledger, DIAGNOSED)
 
 
 def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: tuple[Workspace, Ledger]) -> None:
@@ -151,13 +155,13 @@ def test_ranks_that_drifted_apart_hold_releases_and_wait_for_a_person(restored: 
     with ledger.begin() as tx:
         tx.execute(checkpoints.delete())
     hostile = "\x1b[2Jembedding"
-    record_done(ledger, row, Path(row.folder), dict(row.result or {}) | {"replicas_apart": [hostile, 3]})
-    (found,) = [a for a in open_in(ledger, 1, KINDS) if a.kind == REPLICAS_APART]
-    assert undiagnosed(ledger, KINDS) == found.id
+    record_segment_done(ledger, row, Path(row.folder), dict(row.result or {}) | {"replicas_apart": [hostile, 3]})
+    (found,) = [a for a in open_anomalies_of_lineage(ledger, 1, KINDS) if a.kind == REPLICAS_DIFFER]
+    assert next_undiagnosed_anomaly(ledger, KINDS) == found.id
     told = diagnose_and_act(Plant(workspace, ledger), found.id)
     assert told["causes"] == ["hardware", "layout"] and "embedding, 3" in told["why"] and "\x1b" not in told["why"]
-    assert told["done"].code == "diagnosis.person_decides" and undiagnosed(ledger, KINDS) is None
-    assert [a.id for a in open_in(ledger, 1, KINDS)] == [found.id]
+    assert told["done"].code == "diagnosis.person_decides" and next_undiagnosed_anomaly(ledger, KINDS) is None
+    assert [a.id for a in open_anomalies_of_lineage(ledger, 1, KINDS)] == [found.id]
 
 
 @pytest.mark.parametrize("line", HOSTILE.values(), ids=HOSTILE)
@@ -169,7 +173,7 @@ def test_hostile_metrics_end_in_a_diagnosis_and_do_not_stop_the_daemon(
         file.write(line + "\n")
     number = note(ledger, 1, 4)
     found = diagnose_and_act(Plant(workspace, ledger), number)
-    assert found["causes"] == ["unknown"] and undiagnosed(ledger, KINDS) is None
+    assert found["causes"] == ["unknown"] and next_undiagnosed_anomaly(ledger, KINDS) is None
     assert ("without a step" in found["why"]) == (line == HOSTILE["no step"]), found["why"]
 
 
@@ -188,9 +192,9 @@ def test_an_anomaly_that_no_trainer_notes_is_refused(restored: tuple[Workspace, 
     ):
         path.write_text(json.dumps({"step": step, "kind": kind}) + "\n")
         with refused(code, SegmentError, file=path):
-            record_done(ledger, row, Path(row.folder), dict(row.result or {}))
+            record_segment_done(ledger, row, Path(row.folder), dict(row.result or {}))
     path.write_text(json.dumps({"step": 19, "kind": "loss_spike"}) + "\n")
-    record_done(ledger, row, Path(row.folder), dict(row.result or {}))
+    record_segment_done(ledger, row, Path(row.folder), dict(row.result or {}))
     assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
 
 
@@ -245,16 +249,16 @@ def test_after_a_kill_the_next_pass_acts_on_the_recorded_diagnosis(
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
-    assert undiagnosed(ledger, KINDS) == number
+    assert next_undiagnosed_anomaly(ledger, KINDS) == number
     found = diagnose_and_act(Plant(workspace, ledger), number)  # nothing is replayed again
     assert found["why"] == "so it was" and found["done"].code == "diagnosis.quarantined"
     assert (found["done"].data["documents"], found["done"].data["segment"]) == (1, 1)
-    assert undiagnosed(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
+    assert next_undiagnosed_anomaly(ledger, KINDS) is None and len(events(ledger, DIAGNOSED)) == 1
 
     other = note(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger))).id, 12)
     diagnosed(ledger, other, 1, ["unknown"], [])
     assert diagnose_and_act(Plant(workspace, ledger), other)["done"].code == "diagnosis.person_decides"
-    assert undiagnosed(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
+    assert next_undiagnosed_anomaly(ledger, KINDS) is None and len(events(ledger, ASKED)) == 1
 
 
 def events(ledger: Ledger, kind: str) -> list[dict[str, Any]]:

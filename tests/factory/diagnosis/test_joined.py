@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from factory.diagnosis.diagnosing import Noted, previous_weights, spans, was_otherwise
-from factory.diagnosis.joined import joined_in
+from factory.diagnosis.joined import compare_new_documents
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard
@@ -49,7 +49,7 @@ def test_labels_and_masks(
     before = stored(tmp_path, documents("chat", "chat", 10) + documents("docs", "docs", 300))
     plan = plan_of(before, stored(tmp_path, new), generations=[0, 1], weights={"*": 1.0})
     order = DataOrder(plan, context=RECIPE.model.context, batch=RECIPE.batch, vocab_size=RECIPE.model.vocab_size)
-    (found,) = joined_in(order, {"chat/1": ("new-3",), "chat/0": ("chat-1",)})
+    (found,) = compare_new_documents(order, {"chat/1": ("new-3",), "chat/0": ("chat-1",)})
     assert (found.domain, found.documents, found.reads_like) == ("chat", ("new-3",), reads_like)
     assert (found.supervised, found.supervised_before, found.begins_alike) == (share, 0.5, alike)
 
@@ -59,7 +59,7 @@ def test_a_single_generation_has_nothing_to_compare(tmp_path: Path) -> None:
         plan_of(stored(tmp_path, documents("chat", "chat", 10)), weights={"*": 1.0}),
         context=RECIPE.model.context, batch=RECIPE.batch, vocab_size=RECIPE.model.vocab_size,
     )  # fmt: skip
-    assert joined_in(order, {"chat/0": ("chat-1",)}) == []
+    assert compare_new_documents(order, {"chat/0": ("chat-1",)}) == []
 
 
 def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: Path) -> None:

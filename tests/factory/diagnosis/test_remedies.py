@@ -14,8 +14,8 @@ from factory.code_loop.reverting import open_reverts
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.duties.runner import work
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.git.repository import live_commit
-from factory.ledger.anomalies import every_anomaly, open_anomalies, undiagnosed
+from factory.git.repository import get_live_commit
+from factory.ledger.anomalies import every_anomaly, next_undiagnosed_anomaly, open_anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
 from factory.training.training import run_segment
@@ -85,7 +85,7 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
     merge_patch(workspace, ledger, 1, edited(workspace.repository, "trainer/run.py", old, new))
     number = plan_certified(workspace, ledger, 12)
     run_segment(Plant(workspace, ledger), number)
-    anomaly = undiagnosed(ledger, KINDS)
+    anomaly = next_undiagnosed_anomaly(ledger, KINDS)
     assert anomaly is not None
     found = diagnose_and_act(Plant(workspace, ledger), anomaly)
     assert found["causes"] == ["code change"] and found["undo"] == [1], found
@@ -94,5 +94,5 @@ def test_a_merged_patch_that_spoils_later_steps_is_named_and_undone(tmp_path: Pa
 
     (opened,) = open_reverts(Plant(workspace, ledger))
     assert ProposalRow.get(ledger, opened).target == "undo:1"
-    assert approve(Plant(workspace, ledger), opened, "ada") == live_commit(workspace.repository)
+    assert approve(Plant(workspace, ledger), opened, "ada") == get_live_commit(workspace.repository)
     assert old in (workspace.repository / "trainer/run.py").read_text()

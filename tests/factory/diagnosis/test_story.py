@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.ledger.anomalies import MARKED, QUARANTINED, REWOUND, every_anomaly, open_in
+from factory.ledger.anomalies import (
+    DOCUMENTS_QUARANTINED,
+    RELEASE_MARKED,
+    SEGMENT_REWOUND,
+    every_anomaly,
+    open_anomalies_of_lineage,
+)
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, SegmentRow
 from factory.training.planning import plan_of
@@ -98,12 +104,14 @@ def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_p
     assert named and all(row["causes"] == ["bad data"] for row in named), every_anomaly(ledger)
     assert not plan_of(ledger, spoiled).get("masked")
     assert plan_of(ledger, again)["masked"] == sorted(row["key"] for row in quarantined)
-    assert not open_in(ledger, again.id, AnomalyPolicy().kinds)
+    assert not open_anomalies_of_lineage(ledger, again.id, AnomalyPolicy().kinds)
     page = next(workspace.reports.glob("anomaly-*.html")).read_text()
     assert "bad data" in page and "bad/" in page and "<svg" in page
 
     assert [row.candidate for row in ReleaseRow.select(ledger, "ORDER BY number")] == [1, 3], said
     events = [row["kind"] for row in read("SELECT kind FROM events ORDER BY id")]
-    assert QUARANTINED in events and REWOUND in events and MARKED not in events  # release 1 never saw them
+    assert (
+        DOCUMENTS_QUARANTINED in events and SEGMENT_REWOUND in events and RELEASE_MARKED not in events
+    )  # release 1 never saw them
     by = {row["detail"]["by"] for row in read("SELECT detail FROM events WHERE kind = 'anomaly_closed'")}
     assert by == {"policy"}  # nobody lent a hand

@@ -21,13 +21,19 @@ from factory.cli.app import app
 from factory.core.workspace import Workspace
 from factory.diagnosis.acting import act
 from factory.diagnosis.diagnosing import diagnose_and_act
-from factory.diagnosis.wording import facts_of, word_waiting
+from factory.diagnosis.wording import describe_waiting_diagnoses, facts_of
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.ledger.anomalies import DIAGNOSED, WORDED, newest_about, unworded, words_about
+from factory.ledger.anomalies import (
+    DIAGNOSED,
+    EXPLAINED,
+    find_explanation,
+    newest_details_by_anomaly,
+    next_unexplained_episode,
+)
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from factory.show.mlflow.runs import CLOSED, DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
@@ -53,7 +59,7 @@ def made(plant: tuple[Workspace, Ledger], monkeypatch: pytest.MonkeyPatch) -> It
     configure(plant[0])
     yield plant
     configure(plant[0])
-    word_waiting(Plant(*plant))
+    describe_waiting_diagnoses(Plant(*plant))
 
 
 def configure(workspace: Workspace, url: str = "", **llm: Any) -> None:
@@ -96,12 +102,12 @@ def ledger_but_words(ledger: Ledger) -> dict[str, Any]:
     """All rows that a description must not change."""
     tables = ("documents", "segments", "anomalies", "verdicts", "proposals", "releases", "candidates")
     found: dict[str, Any] = {table: ledger.read(f"SELECT * FROM {table}") for table in tables}
-    kinds = (WORDED, DIAGNOSIS_SHOWN, CLOSED, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
+    kinds = (EXPLAINED, DIAGNOSIS_SHOWN, CLOSED, "agent_began", "agent_worded", "agent_nothing", "agent_abandoned")
     return found | {"events": [r for r in ledger.read("SELECT * FROM events ORDER BY id") if r["kind"] not in kinds]}
 
 
 def page_of(workspace: Workspace, ledger: Ledger, number: int) -> str:
-    catch_up(Plant(workspace, ledger))
+    show_missing(Plant(workspace, ledger))
     return (workspace.reports / f"anomaly-{number}.html").read_text()
 
 
@@ -116,7 +122,7 @@ def test_without_an_endpoint_no_model_is_asked_and_the_page_says_so(made: tuple[
             anomalies.insert().values(segment=1, step=3, kind="loss_spike", detail={}).returning(anomalies.c.id)
         ).scalar_one()
     diagnose_and_act(Plant(workspace, ledger), number)
-    assert unworded(ledger) is None and words_about(ledger, number) is None
+    assert next_unexplained_episode(ledger) is None and find_explanation(ledger, number) is None
     assert "No language model was asked." in page_of(workspace, ledger, number)
     assert "No language model was asked." in show(workspace, number)
     assert not ledger.rows(sa.select(exchanges))
@@ -133,15 +139,17 @@ def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
         configure(workspace, server.url)
         assert next_due(Plant(workspace, ledger)) == f"word {number}"
         do(Plant(workspace, ledger), f"word {number}")
-        word_waiting(Plant(workspace, ledger))
-        assert len(server.requests) == 1 and unworded(ledger) is None
-    said = words_about(ledger, number)
+        describe_waiting_diagnoses(Plant(workspace, ledger))
+        assert len(server.requests) == 1 and next_unexplained_episode(ledger) is None
+    said = find_explanation(ledger, number)
     assert said is not None and not said["failed"] and len(said["dropped"]) == 7
     assert [(c["rests_on"], c["shows"]) for c in said["claims"]] == [
         ("rate × 0.1", "gone"), ("loss", "3.25 before, 9.5 at its farthest"),
     ]  # fmt: skip
     # It named other causes, documents and another remedy: nothing of the record is another.
-    assert ledger_but_words(ledger) == before and newest_about(ledger, DIAGNOSED)[number]["causes"] == ["rate"]
+    assert ledger_but_words(ledger) == before and newest_details_by_anomaly(ledger, DIAGNOSED)[number]["causes"] == [
+        "rate"
+    ]
     for shown in (page_of(workspace, ledger, number), show(workspace, number)):
         assert said["claims"][0]["says"] in shown and said["claims"][0]["says"].startswith("With a tenth of the rate")
         assert "--agent recipe-scout --target optimizer.lr" in shown and "optimizer.lr 0.001" in shown
@@ -157,15 +165,15 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
     workspace, ledger = made
     for count in (0, 2):
         number = diagnosed(workspace, ledger)
-        keys = newest_about(ledger, DIAGNOSED)[number]["triggers"]
+        keys = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["triggers"]
         names = [ledger.read("SELECT id FROM documents WHERE key = :key", key=key)[0]["id"] for key in keys]
         with ReplayServer(recorded("doctor")) as server:
             configure(workspace, server.url, diagnosis_documents=count)
-            word_waiting(Plant(workspace, ledger))
+            describe_waiting_diagnoses(Plant(workspace, ledger))
         asked = server.requests[0]["messages"][1]["content"]
         assert asked.count("the beginning of a document") == count and len(asked) < 8000
         assert sum(name in asked for name in names) == count
-    detail = newest_about(ledger, DIAGNOSED)[number]
+    detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
     facts = facts_of(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
     assert (
         facts.documents and facts.about(facts.documents[0][0]) is None
@@ -195,9 +203,9 @@ def test_an_endpoint_that_fails_changes_nothing_and_is_not_asked_for_ever(
     before = ledger_but_words(ledger)
     with ReplayServer(RecordedSession(turns=session)) as server:
         configure(workspace, server.url, **llm)
-        word_waiting(Plant(workspace, ledger))
-        assert unworded(ledger) is None and len(server.requests) == ("unasked" not in str(session))
-    said = words_about(ledger, number)
+        describe_waiting_diagnoses(Plant(workspace, ledger))
+        assert next_unexplained_episode(ledger) is None and len(server.requests) == ("unasked" not in str(session))
+    said = find_explanation(ledger, number)
     assert said is not None and why in said["failed"] and not said["claims"], said
     assert ledger_but_words(ledger) == before
     page = page_of(workspace, ledger, number)
@@ -232,10 +240,10 @@ def test_after_a_kill_the_model_is_asked_once_more(made: tuple[Workspace, Ledger
             time.sleep(0.05)
         killed.kill()
         killed.wait()
-        assert unworded(ledger) == number
-        word_waiting(Plant(workspace, ledger))
-        assert unworded(ledger) is None and len(server.requests) == 2
-    said = words_about(ledger, number)
+        assert next_unexplained_episode(ledger) == number
+        describe_waiting_diagnoses(Plant(workspace, ledger))
+        assert next_unexplained_episode(ledger) is None and len(server.requests) == 2
+    said = find_explanation(ledger, number)
     assert said is not None and len(said["claims"]) == 2 and not said["failed"]
     (run,) = ledger.rows(sa.select(agent_runs).where(agent_runs.c.asked == f"diagnosis:{said['diagnosis']}"))
     assert run["state"] == "worded"
@@ -249,7 +257,7 @@ def test_after_a_kill_the_model_is_asked_once_more(made: tuple[Workspace, Ledger
 def test_after_two_kills_the_model_is_never_asked_again(made: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = made
     number = diagnosed(workspace, ledger)
-    event, commit = newest_about(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
+    event, commit = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"], SegmentRow.get(ledger, 1).code_commit
     left = {"agent": "loss-doctor", "asked": f"diagnosis:{event}", "base_commit": commit, "profile": 0}
     with ledger.begin() as tx:  # as two killed processes leave it
         agent_runs.create(tx, checkfirst=True)
@@ -260,9 +268,9 @@ def test_after_two_kills_the_model_is_never_asked_again(made: tuple[Workspace, L
             tx.execute(exchanges.insert().values(**entry, tokens=1, usd=0.0))
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
-        word_waiting(Plant(workspace, ledger))
-        assert not server.requests and unworded(ledger) is None
-    assert "killed each time" in words_about(ledger, number)["failed"]  # type: ignore[index]
+        describe_waiting_diagnoses(Plant(workspace, ledger))
+        assert not server.requests and next_unexplained_episode(ledger) is None
+    assert "killed each time" in find_explanation(ledger, number)["failed"]  # type: ignore[index]
 
 
 def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[Workspace, Ledger]) -> None:
@@ -270,13 +278,13 @@ def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[W
     number = diagnosed(workspace, ledger)
     with ReplayServer(recorded("doctor")) as server:
         configure(workspace, server.url)
-        word_waiting(Plant(workspace, ledger))
-        detail = newest_about(ledger, DIAGNOSED)[number]
+        describe_waiting_diagnoses(Plant(workspace, ledger))
+        detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
         with ledger.begin() as tx:
             record(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
-        assert words_about(ledger, number) is None and unworded(ledger) == number
-        word_waiting(Plant(workspace, ledger))
-        assert len(server.requests) == 2 and words_about(ledger, number) is not None
+        assert find_explanation(ledger, number) is None and next_unexplained_episode(ledger) == number
+        describe_waiting_diagnoses(Plant(workspace, ledger))
+        assert len(server.requests) == 2 and find_explanation(ledger, number) is not None
 
 
 def test_the_limits_hold_whatever_else_the_policy_allows() -> None:

@@ -17,17 +17,17 @@ from factory.duties.duty import Duty, Errand
 from factory.duties.runner import work
 from factory.duties.table import DUTIES
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.anomalies import CLOSED, newest_about, open_anomalies
+from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
 from factory.ledger.ledger import Ledger, candidates, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release
 from factory.retrying.asking import RewoundError, answer, ask, asked
-from factory.retrying.tries import REFUSED, Ending, record_death
+from factory.retrying.tries import REFUSED, TrainerEnding, record_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import record_done
+from factory.training.segment_folder import record_segment_done
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.errands import next_due
@@ -71,7 +71,7 @@ def test_an_anomaly_is_accepted_another_rejected_and_a_segment_rewound(restored:
     assert not open_anomalies(ledger, KINDS) and SegmentRow.get(ledger, 1).state == "rewound"
     with refused("diagnosis.closed", InputError, anomaly=first, how="accepted"):
         raise command_here("anomalies", "accept", str(first), home=workspace).exception or AssertionError
-    assert newest_about(ledger, CLOSED)[first]["how"] == "accepted"
+    assert newest_details_by_anomaly(ledger, CLOSED)[first]["how"] == "accepted"
 
 
 # -- what the daemon was doing at that moment is given up -----------------------------------------------------------------
@@ -89,9 +89,9 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     planned = SegmentRow.get(ledger, number)
     rewind_here(workspace, number)
     with refused("retrying.rewound", RewoundError, segment=number):
-        record_done(ledger, planned, Path(row.folder), dict(row.result or {}))
+        record_segment_done(ledger, planned, Path(row.folder), dict(row.result or {}))
     with pytest.raises(RewoundError):
-        record_death(ledger, planned, Ending(REFUSED, "ended"), 1, 1, final=True)
+        record_death(ledger, planned, TrainerEnding(REFUSED, "ended"), 1, 1, final=True)
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 
@@ -114,7 +114,9 @@ def test_a_candidate_that_is_rewound_at_the_last_moment_is_not_released(
     candidate_of(ledger, 1)
     with ledger.begin() as tx:
         tx.execute(verdicts.update().values(outcome="promote"))
-    monkeypatch.setattr(releases, "check_judged", lambda *_: rewind_here(workspace, 1))  # the last before it is decided
+    monkeypatch.setattr(
+        releases, "check_judged_export", lambda *_: rewind_here(workspace, 1)
+    )  # the last before it is decided
     with pytest.raises(InputError, match="segment 1 was rewound"):
         release(Plant(workspace, ledger), 1, approved_by="ann")
     assert ledger.read("SELECT * FROM releases") == []

@@ -16,14 +16,14 @@ import pytest
 
 from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
-from factory.duties.back_off import BackOff
-from factory.duties.duty import Duty, always
+from factory.duties.back_off import RetryingAttempts
+from factory.duties.duty import Duty, always_due
 from factory.duties.runner import run, work
 from factory.ingest.inbox import arrived, take
 from factory.ledger.files import SMALL_VOCABULARY, held
 from factory.ledger.ledger import Ledger, record, segments
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import Backoff
+from factory.retrying.backoff import FailureWaits
 from factory.retrying.tries import retry
 from factory.status.waiting import failing
 from tests.support.failing.deaths import plan_row
@@ -84,7 +84,7 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     drop(workspace, "shard.txt")
     path = workspace.inbox / "shard.txt"
     with monkeypatch.context() as patch, pytest.raises(type(error)):
-        patch.setattr("factory.ingest.inbox.file_away", fails)
+        patch.setattr("factory.ingest.inbox.file_shard", fails)
         take(Plant(workspace, ledger), path)
     assert not held(ledger) and list(arrived(Plant(workspace, ledger), 0)) == [path]
     take(Plant(workspace, ledger), path)
@@ -96,8 +96,8 @@ def test_an_errand_with_a_lasting_fault_does_not_block_others(
 ) -> None:
     """In every pass the trainer reports a full disk. The errand is the first of each pass, and ends the pass."""
     now = [0.0]
-    back_off, turns = BackOff(Plant(workspace, ledger)), []
-    back_off.backoff = Backoff(1.0, 600.0, lambda: now[0])
+    back_off, turns = RetryingAttempts(Plant(workspace, ledger)), []
+    back_off.backoff = FailureWaits(1.0, 600.0, lambda: now[0])
 
     def train() -> None:
         raise DiskFullError("segment 1: the disk is full")
@@ -120,7 +120,7 @@ def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Wor
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
     assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
-    back_off = BackOff(Plant(workspace, ledger, second := Listener()))
+    back_off = RetryingAttempts(Plant(workspace, ledger, second := Listener()))
     assert back_off.attempt(f"export {number}", lambda: None) and not failing(ledger)
     assert second.lines[-1].strip().startswith(f"export {number} works again")
 
@@ -167,15 +167,15 @@ def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspac
         return Duty(name, "", lambda look: [passes[0]] if f"{name} {passes[0]}" not in turns else [], do)
 
     table = (
-        Duty("tidy", "", always, raises, each="pass"),
+        Duty("tidy", "", always_due, raises, each="pass"),
         Duty("sort", "", raises, raises),
         once_a_pass("cook"),
         Duty("wash", "", lambda look: [1, 2], raises),
         once_a_pass("serve"),
     )
     now = [0.0]
-    back_off = BackOff(Plant(workspace, ledger, listener := Listener()))
-    back_off.backoff = Backoff(10.0, 600.0, lambda: now[0])
+    back_off = RetryingAttempts(Plant(workspace, ledger, listener := Listener()))
+    back_off.backoff = FailureWaits(10.0, 600.0, lambda: now[0])
     for _ in range(12):
         now[0] += 5.0
         passes[0] += 1
@@ -286,5 +286,5 @@ def test_a_recurring_subject_does_not_count_as_no_effect(
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
-    work(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=BackOff(Plant(workspace, ledger)))
+    work(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingAttempts(Plant(workspace, ledger)))
     assert len(taken) == times

@@ -22,7 +22,7 @@ import sympy  # noqa: F401
 
 from factory.core.workspace import Workspace
 from factory.data.removing import look, remove
-from factory.data.selecting import by_name, fates_of
+from factory.data.selecting import by_name, removable_fates
 from factory.duties.runner import work
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import take
@@ -60,7 +60,7 @@ def changed(plant: Plant) -> None:
 
 def taken_out(plant: Plant) -> None:
     keys = plant.ledger.read("SELECT key FROM documents WHERE fate = 'train' AND domain = 'docs' ORDER BY key LIMIT 2")
-    chosen = look(plant.ledger, by_name(plant.ledger, [row["key"] for row in keys], fates_of(True)), True)
+    chosen = look(plant.ledger, by_name(plant.ledger, [row["key"] for row in keys], removable_fates(True)), True)
     remove(plant.ledger, chosen, "ann", "law", erase=True)
 
 

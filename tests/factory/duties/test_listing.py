@@ -6,13 +6,13 @@ import json
 import time
 
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, Errand, always
+from factory.duties.duty import Duty, Errand, always_due
 from factory.duties.listing import NAME, facts, note, read
 from factory.duties.table import DUTIES
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retrying.asking import TRAINING, pause
-from factory.retrying.backoff import Backoff
+from factory.retrying.backoff import FailureWaits
 from tests.support.factory.command import command_here
 from tests.support.failing.deaths import plan_row
 
@@ -21,7 +21,7 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
     first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
     number = plan_row(ledger).id
     pause(ledger, TRAINING, "ada", "lunch")
-    backoff = Backoff(60.0, 600.0)
+    backoff = FailureWaits(60.0, 600.0)
     backoff.failed(f"export {first}", "its checkpoint is gone")
     note(workspace, backoff.known(), Errand(next(duty for duty in DUTIES if duty.name == "judge"), 3))
     policies = workspace.root / "policies"
@@ -45,7 +45,7 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
 
 
 def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
-    backoff = Backoff(60.0, 600.0)
+    backoff = FailureWaits(60.0, 600.0)
     backoff.failed("judge 3", "no")
     note(workspace, backoff.known())
     written = (workspace.logs / NAME).stat()
@@ -56,7 +56,7 @@ def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -
     note(workspace, backoff.known())
     assert read(workspace)["rests"]["judge 3"]["failures"] == 2
     backoff.succeeded("judge 3")
-    note(workspace, backoff.known(), Errand(Duty("judge", "", always, always), 3))
+    note(workspace, backoff.known(), Errand(Duty("judge", "", always_due, always_due), 3))
     assert read(workspace)["rests"] == {} and read(workspace)["done"]["judge"]["errand"] == "judge 3"
     (workspace.logs / NAME).write_text("[")
     assert read(workspace) == {"done": {}, "rests": {}}

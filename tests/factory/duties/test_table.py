@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from factory.core.workspace import Workspace
 from factory.duties.asked import ASKED
-from factory.duties.duty import Duty, Errand, Look
+from factory.duties.duty import Duty, DutyState, Errand
 from factory.duties.patches import OVERDUE_AUDIT
 from factory.duties.runner import next_errands
 from factory.duties.table import DUTIES
@@ -47,13 +47,13 @@ def chosen(due: dict[str, object], **state: object) -> str:
     """The first errand when each duty in ``due`` has one subject and the factory has this ``state``."""
     seen = FREE | state
     table = tuple(replace(duty, due=made_due(duty, due)) for duty in DUTIES if not duty.each)
-    look = Look(None, None, table, low_on_disk=bool(seen["low"]), resting=frozenset(seen["resting"]))  # type: ignore[arg-type, call-overload]
+    look = DutyState(None, None, table, low_on_disk=bool(seen["low"]), resting=frozenset(seen["resting"]))  # type: ignore[arg-type, call-overload]
     pause = Pause(str(seen["pause"]), "ada", 0.0, "") if seen["pause"] else None
     vars(look).update(pause=pause, open_segment=seen["open"], stuck_segment=seen["stuck"])
     return str(next(iter(next_errands(look)), ""))
 
 
-def made_due(duty: Duty, due: dict[str, object]) -> Callable[[Look], Iterable[object]]:
+def made_due(duty: Duty, due: dict[str, object]) -> Callable[[DutyState], Iterable[object]]:
     name = "overdue_audit" if duty is OVERDUE_AUDIT else duty.name
     if duty is TRAIN or name not in due:
         return duty.due if duty is TRAIN else lambda look: ()

@@ -9,7 +9,7 @@ import pytest
 
 from factory.core.workspace import Workspace
 from factory.evals import contamination
-from factory.evals.contamination import contamination_checks, hashed_runs, shared_tokens
+from factory.evals.contamination import check_contamination, check_shared_ngrams, hash_ngrams
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import Check
 from factory.ingest.tokenizer import train
@@ -43,10 +43,10 @@ def naive(tokens: np.ndarray, size: int) -> set[tuple[int, ...]]:
 def test_runs_hash_alike_when_they_are_alike(size: int) -> None:
     tokens = DRAWN.integers(0, 3, 4000)
     runs = [tuple(tokens[i : i + size].tolist()) for i in range(len(tokens) - size + 1)]
-    hashes = hashed_runs(tokens, size).tolist()
+    hashes = hash_ngrams(tokens, size).tolist()
     assert len(hashes) == len(runs) and len(set(hashes)) == len(naive(tokens, size))
     assert len(set(zip(runs, hashes, strict=True))) == len(set(runs))
-    assert hashed_runs(tokens[:-7].astype(np.uint16), size).tolist() == hashes[: len(hashes) - 7]
+    assert hash_ngrams(tokens[:-7].astype(np.uint16), size).tolist() == hashes[: len(hashes) - 7]
 
 
 @pytest.mark.parametrize("length", [3, 5, SIZE - 1, SIZE, SIZE + 1, 10 * SIZE])
@@ -56,10 +56,10 @@ def test_a_copy_of_any_length_is_found(length: int, place: str, tmp_path: Path) 
     others = [text(150) for _ in range(4)]
     at = {"first": 0, "middle": 2, "last": 4}[place]
     shard = shard_of(tmp_path, *others[:at], held["h:2"], *others[at:])
-    check = shared_tokens(held, [shard_of(tmp_path, *others), shard], SIZE, LIMIT)
+    check = check_shared_ngrams(held, [shard_of(tmp_path, *others), shard], SIZE, LIMIT)
     assert check.ok is False
     assert says(check.detail, ("contamination.copies", {"count": 1, "first": "h:2", "copy": f"s:{at}"}))
-    assert shared_tokens(held, [shard_of(tmp_path, *others)], SIZE, LIMIT).ok
+    assert check_shared_ngrams(held, [shard_of(tmp_path, *others)], SIZE, LIMIT).ok
 
 
 def test_a_long_part_of_one_is_found_across_blocks_and_a_short_one_is_not(
@@ -71,7 +71,7 @@ def test_a_long_part_of_one_is_found_across_blocks_and_a_short_one_is_not(
     for part, ok in ((whole[20:290], False), (whole[100:220], True)):
         framed = np.concatenate([text(70)[:-1], part, text(40)[1:]])
         shared = len(naive(whole, SIZE) & naive(framed, SIZE)) / runs
-        check = shared_tokens({"h:1": whole}, [shard_of(tmp_path, text(333), framed)], SIZE, LIMIT)
+        check = check_shared_ngrams({"h:1": whole}, [shard_of(tmp_path, text(333), framed)], SIZE, LIMIT)
         found = the(tree(check.detail), "contamination.largest_share").data
         assert check.ok is ok and found["share"] == pytest.approx(shared, abs=0.005)
         assert says(check.detail, ("contamination.over", {"count": 1, "first": "h:1"})) is not ok
@@ -102,7 +102,7 @@ def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[
             ],
         )  # fmt: skip
     encoded = [tokenizer.encode_text(what)[0] for what in trained]
-    return contamination_checks(ledger, tokenizer, [shard_of(workspace.shards, *encoded)], EvalPolicy())
+    return check_contamination(ledger, tokenizer, [shard_of(workspace.shards, *encoded)], EvalPolicy())
 
 
 def test_every_held_out_document_is_looked_at_of_either_half_and_beyond_those_that_are_scored(

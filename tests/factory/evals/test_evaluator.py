@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from factory.core.faults import HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, fault_of
 from factory.evals import evaluator
 from factory.evals.evaluator import evaluate
 from factory.ledger.ledger import evaluations
@@ -28,5 +28,5 @@ def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
     monkeypatch.setattr(evaluator, part, with_no_handle)
     with pytest.raises(TokenShardError, match="Too many open files") as raised:
         evaluate(plant, candidate)
-    assert fault_of(raised.value) == HANDLES
+    assert fault_of(raised.value) == NO_FILE_HANDLES
     assert not plant.ledger.rows(sa.select(evaluations).where(evaluations.c.candidate == candidate))

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from factory.evals.evaluator import current_suite
-from factory.evals.export_parity import OF_CHECKPOINT, OF_FILES, checkpoint_checks, file_checks
+from factory.evals.evaluator import load_current_suite
+from factory.evals.export_parity import OF_CHECKPOINT, OF_FILES, check_against_checkpoint, check_export_files
 from factory.evals.parity import CHECKS, ParityCase, parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import OF_ENGINE
@@ -22,7 +22,7 @@ from factory.evals.probes.server import Served
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_WITHOUT_BOS
+from factory.ingest.chat_template import OLDER_TEMPLATES, TEMPLATE_WITHOUT_CALLS_AND_BOS
 from factory.ledger.ledger import record
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import (
@@ -38,7 +38,7 @@ from trainer.contract.data.token_shard import TokenizedDocument, write_token_sha
 
 
 def case_of(plant: FilledPlant, candidate: CandidateRow, export: Path) -> ParityCase:
-    suite = current_suite(plant)
+    suite = load_current_suite(plant)
     token_bytes = TokenBytes.load(plant.workspace.tokenizer)
     texts = encode_documents(suite.documents, plant.tokenizer, token_bytes, 2048)
     return ParityCase(
@@ -105,7 +105,7 @@ def test_a_break_in_files_is_named_before_a_program_comes_up(
     case = replace(case_of(plant, sound, Path(sound.export_path)), candidate=replace(sound, export_path=str(broken)))
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
     files = module._files(case, stop, Served({}, None, "not asked"))
-    checks = [*checkpoint_checks(plant.ledger, case.candidate, case.tokenizer.vocab_size), *files]
+    checks = [*check_against_checkpoint(plant.ledger, case.candidate, case.tokenizer.vocab_size), *files]
     assert {check.name for check in checks if check.ok is False} == {own} | others & set(IN_FILES), checks
 
 
@@ -114,7 +114,7 @@ def test_an_export_is_held_to_what_was_recorded_and_without_it_nothing_is_claime
 ) -> None:
     checks = lambda row: {
         check.name: (check.ok, check.detail)
-        for check in checkpoint_checks(plant.ledger, row, plant.tokenizer.vocab_size)
+        for check in check_against_checkpoint(plant.ledger, row, plant.tokenizer.vocab_size)
     }
     broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     in_weights(rounded)(broken)
@@ -139,7 +139,7 @@ def test_files_that_are_missing_or_odd_are_failed_checks(
     (export / name).unlink()
     if content is not None:
         (export / name).write_bytes(content)
-    found = {check.name: check.ok for check in file_checks(export, None, [0, 2, 0], [0, 2], 0)}
+    found = {check.name: check.ok for check in check_export_files(export, None, [0, 2, 0], [0, 2], 0)}
     own = {
         "generation_config.json": "generation_config",
         "tokenizer_config.json": "bos_eos",
@@ -231,7 +231,7 @@ def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: 
     tokenizer = type(plant.tokenizer).load(older)
     tokenizer.copy_to(tmp_path / "new")
     tokenizer.copy_to(tmp_path / "again", as_it_was=True)
-    for name, template in {"new": PLAIN_WITHOUT_BOS, "again": OLDER_TEMPLATES[0]}.items():
+    for name, template in {"new": TEMPLATE_WITHOUT_CALLS_AND_BOS, "again": OLDER_TEMPLATES[0]}.items():
         assert (tmp_path / name / "chat_template.jinja").read_text() == template
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
     ids, _ = tokenizer.encode_text("one")

@@ -10,7 +10,16 @@ import pytest
 from scipy.special import stdtrit
 from scipy.stats import nct
 
-from factory.evals.power import POWER, TAILS, TOGETHER, Needed, ScoredGuard, smallest_gain, stepped, times_needed
+from factory.evals.power import (
+    POWER,
+    TAILS,
+    TOGETHER,
+    RequiredBound,
+    ScoredGuard,
+    assign_holm_levels,
+    smallest_gain,
+    times_needed,
+)
 from factory.evals.statistics import Gain
 
 MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
@@ -19,9 +28,9 @@ MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
 def test_of_many_documents_it_is_the_normal_one() -> None:
     normal = NormalDist()
     expected = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER)) * 0.01
-    assert smallest_gain([Needed(MANY, 0.025)]) == pytest.approx(expected, rel=0.015)
+    assert smallest_gain([RequiredBound(MANY, 0.025)]) == pytest.approx(expected, rel=0.015)
     of_three = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER ** (1 / 3))) * 0.01
-    assert smallest_gain([Needed(MANY, 0.025)] * 3) == pytest.approx(of_three, rel=0.015)
+    assert smallest_gain([RequiredBound(MANY, 0.025)] * 3) == pytest.approx(of_three, rel=0.015)
 
 
 def test_a_known_error_gives_the_noncentral_t() -> None:
@@ -29,7 +38,7 @@ def test_a_known_error_gives_the_noncentral_t() -> None:
     freedom, level, shift = 9.0, 0.025, 3.0
     few = Gain(0.0, 1.0, 10, freedom + 1)
     known = float(nct.sf(nct.isf(level, freedom, 0), freedom, shift))
-    told = Needed(few, level).chance(shift)
+    told = RequiredBound(few, level).chance(shift)
     assert told < known < told + 0.1, "an error that is estimated makes the chance smaller, not much"
 
 
@@ -40,7 +49,7 @@ def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> 
     draws = 0.03 * rng.standard_t(5, (rounds, 2, sources))
     errors = draws.std(axis=2, ddof=1) / math.sqrt(sources)
     for (_, other), (told, tested) in zip(draws.mean(axis=2), errors, strict=True):
-        gain = smallest_gain([Needed(Gain(0.0, float(told), sources, float(sources)), 0.025, tails=TAILS)])
+        gain = smallest_gain([RequiredBound(Gain(0.0, float(told), sources, float(sources)), 0.025, tails=TAILS)])
         assert gain is not None
         bound = Gain(gain + float(other), float(tested), sources, float(sources)).bound(0.025)
         seen += bound is not None and bound > 0
@@ -49,23 +58,31 @@ def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> 
 
 def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
     cloze = Gain(0.0, 0.1, 40, 40.0)
-    assert smallest_gain([Needed(MANY, 0.025), Needed(cloze, 0.0125, -0.15, moves=False)]) is None
-    assert smallest_gain([Needed(MANY, 0.025), Needed(Gain(), 0.05)]) is None, "what was not measured"
-    sure = smallest_gain([Needed(MANY, 0.025), Needed(Gain(0.0, 0.01, 40, 40.0), 0.0125, -0.15, moves=False)])
-    assert sure == pytest.approx(smallest_gain([Needed(MANY, 0.025)]), rel=0.02)
+    assert smallest_gain([RequiredBound(MANY, 0.025), RequiredBound(cloze, 0.0125, -0.15, moves=False)]) is None
+    assert smallest_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(), 0.05)]) is None, "what was not measured"
+    sure = smallest_gain(
+        [RequiredBound(MANY, 0.025), RequiredBound(Gain(0.0, 0.01, 40, 40.0), 0.0125, -0.15, moves=False)]
+    )
+    assert sure == pytest.approx(smallest_gain([RequiredBound(MANY, 0.025)]), rel=0.02)
 
 
 def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None:
     """Holm's steps: a guard that it does not move is then tested last, at the whole level, not at a part of it."""
     code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.055, 40, 40.0)
-    guards = {"code": Needed(code, 0.06, -0.02), "cloze": Needed(cloze, 0.06, -0.15, moves=False)}
-    assert [(name, one.level) for name, one in stepped(guards, 0.0).items()] == [("cloze", 0.03), ("code", 0.06)]
-    assert [(name, one.level) for name, one in stepped(guards, 0.1).items()] == [("code", 0.03), ("cloze", 0.06)]
-    target = Needed(MANY, 0.025)
+    guards = {"code": RequiredBound(code, 0.06, -0.02), "cloze": RequiredBound(cloze, 0.06, -0.15, moves=False)}
+    assert [(name, one.level) for name, one in assign_holm_levels(guards, 0.0).items()] == [
+        ("cloze", 0.03),
+        ("code", 0.06),
+    ]
+    assert [(name, one.level) for name, one in assign_holm_levels(guards, 0.1).items()] == [
+        ("code", 0.03),
+        ("cloze", 0.06),
+    ]
+    target = RequiredBound(MANY, 0.025)
     gain = smallest_gain([target], 0.0, guards)
     assert gain is not None and gain > 0.02, "enough for code to be surer than cloze"
-    passed = [one.chance(gain) for one in (target, *stepped(guards, gain).values())]
-    assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in stepped(guards, 0.0).values())
+    passed = [one.chance(gain) for one in (target, *assign_holm_levels(guards, gain).values())]
+    assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in assign_holm_levels(guards, 0.0).values())
 
 
 @pytest.mark.parametrize(("items", "right"), [(24, 0.3), (36, 0.5), (60, 0.5), (120, 0.6), (400, 0.1)])
@@ -94,17 +111,20 @@ def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
 
 def test_as_many_groups_as_are_said_show_the_gain() -> None:
     few = Gain(0.005, 0.01, 20, 20.0)
-    times = times_needed(0.005, [Needed(few, 0.025)])
+    times = times_needed(0.005, [RequiredBound(few, 0.025)])
     assert times is not None and times > 1
     more = Gain(0.0, 0.01 / math.sqrt(times), 20, 20.0 * times)
-    assert smallest_gain([Needed(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
-    assert times_needed(0.0, [Needed(few, 0.025)]) is None and (times_needed(0.1, [Needed(few, 0.025)]) or 9) <= 1
+    assert smallest_gain([RequiredBound(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
+    assert (
+        times_needed(0.0, [RequiredBound(few, 0.025)]) is None
+        and (times_needed(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
+    )
 
 
 def test_a_guard_that_is_set_aside_keeps_its_step() -> None:
     code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.1, 40, 40.0)
-    guards = {"code": Needed(code, 0.06, -0.005), "cloze": Needed(cloze, 0.06, -0.15, moves=False)}
-    target = [Needed(MANY, 0.025)]
+    guards = {"code": RequiredBound(code, 0.06, -0.005), "cloze": RequiredBound(cloze, 0.06, -0.15, moves=False)}
+    target = [RequiredBound(MANY, 0.025)]
     assert smallest_gain(target, 0.0, guards) is None
     aside, alone = (
         smallest_gain(target, 0.0, guards, apart="cloze"),
@@ -114,5 +134,8 @@ def test_a_guard_that_is_set_aside_keeps_its_step() -> None:
 
 
 def test_a_tighter_floor_asks_for_more() -> None:
-    told = [smallest_gain([Needed(MANY, 0.025), Needed(Gain(0.0, 0.02, 20, 20.0), 0.05, -d)]) for d in (0.1, 0.03, 0.0)]
+    told = [
+        smallest_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(0.0, 0.02, 20, 20.0), 0.05, -d)])
+        for d in (0.1, 0.03, 0.0)
+    ]
     assert None not in told and told == sorted(told) and told[0] < told[2]  # type: ignore[type-var, operator]

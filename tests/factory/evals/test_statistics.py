@@ -9,7 +9,7 @@ from statistics import NormalDist
 import numpy as np
 import pytest
 
-from factory.evals.statistics import CLOZE, Gain, compare, difference, holm
+from factory.evals.statistics import CLOZE, Gain, compare, difference, holm_step_down
 from factory.evals.tasks import EvalItem
 
 
@@ -116,4 +116,4 @@ def test_holm_equals_its_textbook_form_on_p_values() -> None:
             if 1 - NormalDist().cdf(estimate) >= 0.05 / (5 - rank):
                 break
             expected[name] = True
-        assert holm(list(estimates), shown) == expected
+        assert holm_step_down(list(estimates), shown) == expected

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.data.removing import look, remove
-from factory.data.selecting import by_name, by_value, fates_of
+from factory.data.selecting import by_name, removable_fates, select_by_value
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, held_out_documents, within
-from factory.ingest.rules.split import is_sealed
+from factory.ingest.rules.split import breaks_tie_to_sealed
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 
-SEALED = [name for name in (f"s{n}" for n in range(60)) if is_sealed(name)]
+SEALED = [name for name in (f"s{n}" for n in range(60)) if breaks_tie_to_sealed(name)]
 CAP = SourceCap(0.25, 2048)
 
 
@@ -33,7 +33,7 @@ def hold_out(ledger: Ledger, sizes: dict[str, Sequence[int]], domain: str = "doc
                 content = {"text": "é" * (size // 2) + "x" * (size % 2)}
                 tx.execute(
                     held_out.insert().values(
-                        key=key, domain=domain, group_key=source, sealed=is_sealed(source), content=content
+                        key=key, domain=domain, group_key=source, sealed=breaks_tie_to_sealed(source), content=content
                     )
                 )
 
@@ -98,7 +98,11 @@ def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_taken_ou
     suite = build_suite(ledger, EvalPolicy(), "t")
     assert suite.domains == ["docs", "law"] and len(suite.of("law")) == 3
     names = [one.key for one in suite.of("law")]
-    chosen = by_name(ledger, names, fates_of(False)) if by == "document" else by_value(ledger, "source", SEALED[20:23])
+    chosen = (
+        by_name(ledger, names, removable_fates(False))
+        if by == "document"
+        else select_by_value(ledger, "source", SEALED[20:23])
+    )
     assert remove(ledger, look(ledger, chosen), "ann").documents == 3
     after = build_suite(ledger, EvalPolicy(), "t")
     assert after.domains == ["docs"] and after.of("docs") == suite.of("docs")

@@ -15,7 +15,7 @@ from factory.evals.baselines import ByteNgrams, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument
-from factory.evals.tasks import ScoredText, bits_per_byte, code_in, parses_as_code, windows
+from factory.evals.tasks import ScoredText, bits_per_byte, extract_code, has_valid_python, windows
 from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_model
 
 
@@ -53,16 +53,20 @@ def test_bits_per_byte_of_windows_is_that_of_each_token_in_its_window(tmp_path: 
 
 
 def test_code_of_an_answer() -> None:
-    assert code_in("no code") is None and code_in("define x") is None and code_in("from here on, x") is None
-    for whole in ("def f(a, *, b=1): ...", "async def f(): ...", "class A(B):\n    x = 1", "from os import path"):
-        assert code_in(whole) == whole and parses_as_code(whole)
-    assert not parses_as_code("def f(a, *, b=1: ...")
-    assert code_in("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "x = 1\n"
-    assert parses_as_code("```python\nx = 1\n```") and parses_as_code("```python\nx = 1")
     assert (
-        not parses_as_code("x = 1") and not parses_as_code("```python\nx =\n```") and not parses_as_code("```\n\n```")
+        extract_code("no code") is None and extract_code("define x") is None and extract_code("from here on, x") is None
     )
-    assert not parses_as_code("```\n" + "(" * 5000 + "\n```") and not parses_as_code("```\nx\0\n```")
+    for whole in ("def f(a, *, b=1): ...", "async def f(): ...", "class A(B):\n    x = 1", "from os import path"):
+        assert extract_code(whole) == whole and has_valid_python(whole)
+    assert not has_valid_python("def f(a, *, b=1: ...")
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```\ny\n```") == "x = 1\n"
+    assert has_valid_python("```python\nx = 1\n```") and has_valid_python("```python\nx = 1")
+    assert (
+        not has_valid_python("x = 1")
+        and not has_valid_python("```python\nx =\n```")
+        and not has_valid_python("```\n\n```")
+    )
+    assert not has_valid_python("```\n" + "(" * 5000 + "\n```") and not has_valid_python("```\nx\0\n```")
 
 
 def naive(text: bytes, history: bytes, byte: int) -> float:

@@ -22,21 +22,21 @@ from factory.gates.case import (
     StageResult,
     failed,
     missing,
-    not_needed,
+    not_needed_evidence,
     passed,
-    reasons_of,
+    read_reasons,
 )  # fmt: skip
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import scope
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.recipe import static as recipe_static
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import flat, learnt, recipe_changes, unused_recipes, used_recipe
+from factory.gates.recipe_changes import find_unused_recipes, flat, learnt, recipe_changes, used_recipe_path
 from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate, gate_folder, stored
 from factory.gates.training_start import Start, find_start
 from factory.git import repository
-from factory.git.repository import Applied
+from factory.git.repository import AppliedPatch
 from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import Ledger, checkpoints, events, segments, verdicts
 from factory.ledger.plant import Plant
@@ -54,7 +54,7 @@ RECIPE = (ROOT / TINY).read_text()
 
 # -- a gate's stages -----------------------------------------------------------------------------------------------------
 @pytest.fixture
-def applied() -> Iterator[tuple[Made, Applied]]:
+def applied() -> Iterator[tuple[Made, AppliedPatch]]:
     """A patch on a branch of its own, that no gate judged."""
     made = make()
     agents = AgentsPolicy.load(made.workspace.policy("agents.yaml"))
@@ -115,11 +115,11 @@ def gate_of(of: list[Stage], judged: list[Any]) -> StagedGate[PatchPolicy]:
     return StagedGate("patch", PatchPolicy(judge_again=5), of, judge, gain)  # type: ignore[arg-type]
 
 
-def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> None:
+def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) -> None:
     made, patch = applied
     lines, judged = Lines(), list[Any]()
     of = stages(
-        StageResult(passed(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(not_needed(say("c"))),
+        StageResult(passed(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(not_needed_evidence(say("c"))),
         StageResult(missing(say("d"), y=float("nan")), 7), StageResult(passed(say("never"))),
     )  # fmt: skip
     (gate_folder(patch.worktree) / "left").mkdir(parents=True)  # by a process that was killed
@@ -163,7 +163,7 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, Applied]) -> No
 
 
 @pytest.mark.parametrize("error", [FactoryError("the machine"), OverflowError("nobody thought of it")])
-def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, Applied], error: Exception) -> None:
+def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, AppliedPatch], error: Exception) -> None:
     made, patch = applied
     of = stages(StageResult(passed(say("a"))), error, StageResult(passed(say("never"))))
     gate, plant = gate_of(of, []), Plant(made.workspace, made.ledger)
@@ -181,9 +181,9 @@ def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, Applied], erro
     )
 
 
-def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, Applied]) -> None:
+def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, AppliedPatch]) -> None:
     made, patch = applied
-    other = Applied(patch.branch, patch.commit, patch.base, "0" * 64, patch.worktree)
+    other = AppliedPatch(patch.branch, patch.commit, patch.base, "0" * 64, patch.worktree)
     gate = gate_of(stages(StageResult(passed(say("a")))), [])
     plant = Plant(made.workspace, made.ledger)
     found = [gate.gather(plant, Subject("proposal", 813), of, 1)["stages"].get("scope") for of in (patch, other)]
@@ -200,8 +200,8 @@ def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, A
 def test_evidence_has_a_state_and_reasons() -> None:
     for make_evidence, state in ((passed, "passed"), (failed, "failed"), (missing, "missing")):
         assert make_evidence(say("a"), say("b"), x=1) == {"state": state, "reasons": ["a", "b"], "x": 1}
-    assert not_needed(say("a")) == {"state": "not needed", "reasons": ["a"]}
-    assert codes(reasons_of(stored(passed(say("a"))))) == ["gates.test"] and reasons_of({}) == []
+    assert not_needed_evidence(say("a")) == {"state": "not needed", "reasons": ["a"]}
+    assert codes(read_reasons(stored(passed(say("a"))))) == ["gates.test"] and read_reasons({}) == []
     assert NO_START["state"] == NOTHING_HELD_OUT["state"] == "missing"
 
 
@@ -301,8 +301,8 @@ def test_which_recipes_no_run_here_can_judge(tmp_path: Path, paths: list[str], o
     if own:
         at.touch()
     workspace: Any = SimpleNamespace(config=SimpleNamespace(recipe="tiny"), own_recipe=lambda: at)
-    told = unused_recipes(workspace, paths)
-    assert used_recipe(workspace) == TINY and codes(told) == expected
+    told = find_unused_recipes(workspace, paths)
+    assert used_recipe_path(workspace) == TINY and codes(told) == expected
     assert all(one.data["used"] == TINY and one.data.get("path", DEMO) == DEMO for one in told)
 
 
@@ -329,7 +329,9 @@ def test_the_recipe_gate_judges_what_is_learnt_and_nothing_beside_it() -> None:
         ([(TINY, learns)], True), ([(TINY, computes)], False), ([(TINY, learns), (SCHEDULE, code)], False),
         ([(new, text)], True), ([(TINY, computes), (new, text)], True), ([(TINY, "name: [")], False),
     ):  # fmt: skip
-        assert tried(made, *edits, also=lambda patch: recipe_gate.concerns(made.workspace, patch)) == concerned, edits
+        assert (
+            tried(made, *edits, also=lambda patch: recipe_gate.is_recipe_patch(made.workspace, patch)) == concerned
+        ), edits
 
 
 def test_tries_on_a_key_are_counted_whatever_else_they_changed() -> None:
@@ -337,7 +339,7 @@ def test_tries_on_a_key_are_counted_whatever_else_they_changed() -> None:
     text = (made.target / TINY).read_text()
     edits = [(TINY, text.replace(LR, "lr: 1e-3").replace("seed: 1", "seed: 2"))]
     count = lambda: tried(
-        made, *edits, also=lambda patch: recipe_gate.tried_before(Plant(made.workspace, made.ledger), patch)
+        made, *edits, also=lambda patch: recipe_gate.count_tries(Plant(made.workspace, made.ledger), patch)
     )
     before = count()
     keys = lambda *names: {"static": {"changes": dict.fromkeys(names, [1, 2])}}
@@ -432,7 +434,7 @@ def test_what_reading_a_recipe_finds(
         subject,
         policy,
         subject,
-        Applied("", "", "", "", tmp_path / "patch"),
+        AppliedPatch("", "", "", "", tmp_path / "patch"),
         [change],
         tmp_path / "base",
         tmp_path,

@@ -18,7 +18,7 @@ from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.guards import bounds, groups_needed, set_aside
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, Target
-from factory.gates.release.reasons import is_to_do, may_be_overridden
+from factory.gates.release.reasons import are_overridable, is_to_do_line
 from factory.tasks.comparing import TaskEvidence
 from tests.support.gates.reasons import Expected, expect, has, tells
 from tests.support.gates.release_evidence import DOMAINS, FIRST, POLICY, changed, evidence, gain
@@ -228,11 +228,11 @@ def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
 def test_a_hold_begins_with_what_to_do(given_: ReleaseEvidence) -> None:
     verdict = judge(POLICY, replace(given_, candidate=7))
     held_by = verdict.found.missing
-    todo = [reason for reason in verdict.reasons if is_to_do(reason)]
+    todo = [reason for reason in verdict.reasons if is_to_do_line(reason)]
     assert todo and list(verdict.reasons[: len(todo)]) == todo and todo[0].code == "release.to_do"
     assert "'factory " in " ".join(todo) or "gates/release.yaml" in " ".join(todo)
-    assert ("release.override" in codes(todo)) == may_be_overridden(held_by)
-    if may_be_overridden(held_by):
+    assert ("release.override" in codes(todo)) == are_overridable(held_by)
+    if are_overridable(held_by):
         assert todo[-1].data["candidate"] == 7 and "releases override 7 --reason" in todo[-1]
         remedies = codes(one.data["remedy"] for one in todo[:-1])
         assert "release.remedy_evaluate" not in remedies, "the same items say the same"
@@ -262,9 +262,9 @@ NOT_BY_A_PERSON = {
 @pytest.mark.parametrize("code", NOT_BY_A_PERSON)
 def test_reasons_that_no_person_overrides(code: str) -> None:
     found = judge(POLICY, NOT_BY_A_PERSON[code]).found.missing
-    assert f"release.{code}" in [reason.code for reason in found] and not may_be_overridden(found)
+    assert f"release.{code}" in [reason.code for reason in found] and not are_overridable(found)
     beside = judge(POLICY, replace(NOT_BY_A_PERSON[code], target=gain(0.005))).found.missing
-    assert not may_be_overridden(beside), "nor where something else holds it too"
+    assert not are_overridable(beside), "nor where something else holds it too"
 
 
 def test_more_groups_are_asked_for_by_number() -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from factory.gates.patch import driver as patch_driver
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.executed import EXECUTED
+from factory.gates.patch.executed import RECORDER_FILE
 from factory.gates.patch.op_answers import compare
 from factory.gates.patch.policy import ExploitsPolicy
 from factory.gates.patch.stages import exploits
@@ -82,7 +82,9 @@ def test_the_program_notes_what_it_executes_and_counts_launches(tmp_path: Path) 
     for verb, folders in (("make", (given,)), ("answer", (given / "inputs", answers))):
         request = tmp_path / "request.json"
         request.write_text(
-            json.dumps({"device": "cpu", "jobs": [job, job], "recorder": str(EXECUTED), "instructions": instructions})
+            json.dumps(
+                {"device": "cpu", "jobs": [job, job], "recorder": str(RECORDER_FILE), "instructions": instructions}
+            )
         )
         command = [sys.executable, patch_driver.__file__, verb, str(request), *map(str, folders)]
         done = subprocess.run(
@@ -370,7 +372,7 @@ def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
 @pytest.mark.parametrize("name", ["tiny", "demo", "llama-100m"])
 def test_a_call_at_the_recipes_sizes_is_affordable_and_keeps_its_widths_if_it_can(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml").model_dump()
-    shape = exploits.reduced(ExploitsPolicy(), recipe, exploits.FEWER_ROWS)
+    shape = exploits.reduce_recipe_sizes(ExploitsPolicy(), recipe, exploits.FEWER_ROWS)
     assert exploits._multiplications(shape) <= 1e9
     assert all(shape[key] == recipe["model"][key] for key in ("heads", "kv_heads", "head_dim"))
     if name != "llama-100m":
@@ -380,7 +382,7 @@ def test_a_call_at_the_recipes_sizes_is_affordable_and_keeps_its_widths_if_it_ca
 @pytest.mark.parametrize("name", ["tiny", "demo"])
 def test_some_calls_have_the_recipes_number_of_tokens(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml").model_dump()
-    shape = exploits.reduced(ExploitsPolicy(), recipe, exploits.NARROWER, heads=1, kv_heads=1)
+    shape = exploits.reduce_recipe_sizes(ExploitsPolicy(), recipe, exploits.NARROWER, heads=1, kv_heads=1)
     assert exploits._multiplications(shape) <= 1e9
     rows = recipe["batch"].get("micro_sequences") or recipe["batch"]["sequences"]
     assert (shape["batch"], shape["context"]) == (rows, recipe["model"]["context"])
@@ -393,7 +395,7 @@ SIZES = {
 
 def test_small_sizes_are_drawn_between_their_ends() -> None:
     draw = random.Random(5)
-    drawn = [exploits.small_shape(draw) for _ in range(5000)]
+    drawn = [exploits.draw_small_shape(draw) for _ in range(5000)]
     for name, (least, most) in SIZES.items():
         found = {shape[name] for shape in drawn}
         assert (min(found), max(found)) == (least, most) and found >= set(range(least, most, 2)), name
@@ -428,10 +430,13 @@ def test_a_call_costs_what_its_most_expensive_op_multiplies(sizes: dict[str, int
 
 def test_sizes_are_halved_in_order_until_a_call_is_affordable() -> None:
     order, of = (("batch", 1), ("vocab_size", 64)), RECIPE | {"batch": {"sequences": 12, "micro_sequences": 8}}
-    given = exploits.reduced(ExploitsPolicy(multiplications=1e30), of, order, d_ff=7)
+    given = exploits.reduce_recipe_sizes(ExploitsPolicy(multiplications=1e30), of, order, d_ff=7)
     assert given["batch"] == 8 and given["d_ff"] == 7 and given["vocab_size"] == RECIPE["model"]["vocab_size"]
     cost = exploits._multiplications(given)
-    halved = [exploits.reduced(ExploitsPolicy(multiplications=most), of, order, d_ff=7) for most in (cost, cost - 1, 1)]
+    halved = [
+        exploits.reduce_recipe_sizes(ExploitsPolicy(multiplications=most), of, order, d_ff=7)
+        for most in (cost, cost - 1, 1)
+    ]
     assert [shape["batch"] for shape in halved] == [8, 4, 1]
     assert 64 <= halved[2]["vocab_size"] < 128 and halved[1]["vocab_size"] == given["vocab_size"]
 
@@ -442,8 +447,8 @@ def test_no_size_is_halved_below_its_least() -> None:
     of = {"model": sizes, "batch": {"sequences": 64, "micro_sequences": None}}
     policy, whole = ExploitsPolicy(multiplications=1e-9), sizes | {"batch": 64}
     for order in (exploits.FEWER_ROWS, exploits.NARROWER):
-        assert exploits.reduced(policy, of, order) == whole | dict(order)
-    assert exploits.reduced(policy, of, exploits.NARROWER, heads=1)["heads"] == 1
+        assert exploits.reduce_recipe_sizes(policy, of, order) == whole | dict(order)
+    assert exploits.reduce_recipe_sizes(policy, of, exploits.NARROWER, heads=1)["heads"] == 1
 
 
 def test_calls_of_one_storage_meet_the_same_tensors() -> None:

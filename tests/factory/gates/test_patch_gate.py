@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
 from factory.code_loop.submitting import submit
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.gates.patch import source_rules
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.judge import STAGES
@@ -25,7 +25,7 @@ from factory.git.scope import Change
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
 from tests.support.gates.reasons import Expected, expect, tells
@@ -41,7 +41,7 @@ def test_stages_run_under_their_files_names_in_the_judges_order(gate: Any, judge
 # -- reading -----------------------------------------------------------------------------------------------------------
 def test_every_file_of_this_checkout_reads_clean_against_itself() -> None:
     for folder in ("kernels", "trainer"):
-        for path in sorted((code_root() / folder).rglob("*.py")):
+        for path in sorted((checkout_root() / folder).rglob("*.py")):
             content = path.read_bytes()
             assert source_rules.problems(Change(f"{folder}/{path.name}", content), content) == []
 
@@ -130,7 +130,7 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     assert row["subject_sha256"] == row["patch_sha256"]
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert f"Verdict: {row['outcome']}" in message and "Because." in message and "Oracle: passed" in message
-    catch_up(Plant(made.workspace, made.ledger))
+    show_missing(Plant(made.workspace, made.ledger))
     report = json.loads((made.workspace.reports / f"proposal-{row['number']}.json").read_text())
     assert report["outcome"] == row["outcome"] and "chunked" in report["patch"]
 

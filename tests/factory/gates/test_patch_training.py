@@ -16,8 +16,8 @@ from safetensors.torch import save_file
 
 from factory.gates.patch.held_out import reference_model
 from factory.gates.patch.likeness import differs, squares
-from factory.runs.arm import for_one_rank
-from factory.runs.folders import reveal
+from factory.runs.arm import recipe_for_one_rank
+from factory.runs.folders import reveal_spec
 from factory.runs.trace import read_alive
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.registry import bind
@@ -58,10 +58,10 @@ def test_a_recipe_of_many_ranks_runs_alone_in_the_sandbox() -> None:
     parsed = Recipe.parse(many)
     with pytest.raises(RecipeError, match="parallel.tensor"):
         parsed.parallel.data_ranks(1, parsed.model)
-    found = Recipe.parse(for_one_rank(many))
+    found = Recipe.parse(recipe_for_one_rank(many))
     assert found.parallel.data_ranks(1, found.model) == 1 and found.parallel.recompute == "block"
     assert found.model_copy(update={"parallel": parsed.parallel}) == parsed
-    assert Recipe.parse(for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
+    assert Recipe.parse(recipe_for_one_rank({k: v for k, v in many.items() if k != "parallel"})).parallel.tensor == 1
 
 
 # -- the rest of a checkpoint ----------------------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_a_run_is_revealed_whole(tmp_path: Path) -> None:
     """A trainer that waits reads the file as soon as it has its name."""
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        reveal(folder, {"seed": 7})
+        reveal_spec(folder, {"seed": 7})
     finally:
         os.close(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["segment.json"]

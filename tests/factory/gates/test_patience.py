@@ -14,19 +14,19 @@ import torch
 
 from factory.core import devices
 from factory.core.progress import SILENT
-from factory.gates.case import failed, missing, not_needed
+from factory.gates.case import failed, missing, not_needed_evidence
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun
 from factory.gates.patch.stages import training as patch_training
-from factory.gates.patch.stages.training import Side, compare_training
-from factory.gates.patience import Patience, missing_alone, out_of_time, patiently, ran_out, stopped
+from factory.gates.patch.stages.training import TrainingSide, compare_training
+from factory.gates.patience import TimeLimits, find_only_missing_stage, out_of_time, ran_out, run_with_limits, stopped
 from factory.gates.training_start import Start
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
-from factory.runs.running import Runs, every_run
+from factory.runs.running import Runs, list_runs
 from factory.sandbox.clock import CpuSeconds
 from factory.sandbox.sandbox import Limits
 from kernels.contract.message import Message
@@ -44,7 +44,7 @@ from trainer.contract.checkpoint.format import Checkpoint
     ],
 )
 def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[float, ...]) -> None:
-    patience = Patience(times=5, least_seconds=300, again=3, again_seconds=3600)
+    patience = TimeLimits(times=5, least_seconds=300, again=3, again_seconds=3600)
     assert patience.limits(baseline) == limits
     assert patience.model_copy(update={"again": 1.0}).limits(baseline) == limits[:1]
     said = stopped("checks", limits, baseline, "oracle.patience")
@@ -62,7 +62,7 @@ def test_only_a_stopped_attempt_is_repeated() -> None:
 
         return attempt
 
-    assert [patiently((1.0, 3.0), needs(seconds), bool) for seconds in (0.5, 2.0, 9.0)] == [False, False, True]
+    assert [run_with_limits((1.0, 3.0), needs(seconds), bool) for seconds in (0.5, 2.0, 9.0)] == [False, False, True]
     assert tried == [(0, 1.0), (0, 1.0), (1, 3.0), (0, 1.0), (1, 3.0)]
 
 
@@ -77,7 +77,7 @@ GOOD, LATE, LOST = {"state": "passed"}, out_of_time(say("late"), x=1), missing(s
     ("stages", "alone", "late"),
     [
         ([GOOD, LATE], LATE, True),
-        ([not_needed(say("a")), LATE], LATE, True),
+        ([not_needed_evidence(say("a")), LATE], LATE, True),
         ([GOOD, LOST], LOST, False),
         ([LOST, LATE], {}, False),  # another stage has a say
         ([failed(say("a")), LATE], {}, False),
@@ -88,10 +88,10 @@ GOOD, LATE, LOST = {"state": "passed"}, out_of_time(say("late"), x=1), missing(s
 )
 def test_a_patch_is_judged_again_only_where_time_alone_held_it(stages: list[Any], alone: Any, late: bool) -> None:
     evidence = {"stages": {str(number): stage for number, stage in enumerate(stages)}}
-    assert missing_alone(evidence) == alone and ran_out(evidence) == late
-    assert missing_alone({}) == missing_alone({"stages": None}) == {} and not ran_out({})
+    assert find_only_missing_stage(evidence) == alone and ran_out(evidence) == late
+    assert find_only_missing_stage({}) == find_only_missing_stage({"stages": None}) == {} and not ran_out({})
     assert LATE == {"state": "missing", "reasons": ["late"], "out_of_time": True, "x": 1}
-    assert Patience().limits(1e6) == (5e6,) and Patience().limits(0.0) == (300.0, 900.0)
+    assert TimeLimits().limits(1e6) == (5e6,) and TimeLimits().limits(0.0) == (300.0, 900.0)
 
 
 def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
@@ -165,7 +165,7 @@ class Sessions:
 @pytest.fixture
 def plant(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Sessions:
     made = Sessions(ledger)
-    monkeypatch.setattr(patch_training, "timed_session", made.session)
+    monkeypatch.setattr(patch_training, "train_timed_session", made.session)
     read = lambda path, part: {"w": torch.zeros(2)} if (path.name, part) == ("checkpoint", "model") else {}
     monkeypatch.setattr(patch_training.checkpoint_files, "read_tensors", read)
     return made
@@ -175,7 +175,7 @@ def compared(
     plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True, progress: Any = SILENT
 ) -> Any:
     start = Start(folder / "checkpoint", 6, {}, {"token_shards": []}, {"attention": "native"})
-    sides = [Side(folder / name, name[0] * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
+    sides = [TrainingSide(folder / name, name[0] * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
     for side in sides:
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
         (side.code / "policies" / "kernels.yaml").write_text("cpu: {attention: auto}\n")
@@ -297,7 +297,7 @@ def test_a_candidate_that_was_stopped_is_tried_once_more(
     assert plant.limits["candidate"] == expected
     assert plant.caches[number + 1] == [], "it has seen this data: nothing that it kept is there"
     rows = [
-        (run["arm"]["name"], run["state"]) for run in every_run(plant.ledger)
+        (run["arm"]["name"], run["state"]) for run in list_runs(plant.ledger)
     ]  # of each session, what it was tried with
     assert len(rows) == 4 and {state for _, state in rows} == {"done"}, rows
     assert {name.partition(",")[0] for name, _ in rows} == {"baseline", "candidate"}
@@ -437,7 +437,7 @@ def test_a_run_that_breaks_is_told_with_its_side(
     found, pair = compared(plant, POLICY, tmp_path, workspace)
     assert found == {"state": state, "reasons": found["reasons"]} and pair is None
     assert tells(found["reasons"], expect("patch.training_failed", side=side, problem="run 2: no"))
-    (row,) = [run for run in every_run(plant.ledger) if run["state"] != "done"]
+    (row,) = [run for run in list_runs(plant.ledger) if run["state"] != "done"]
     assert row["arm"]["name"].startswith(f"{side}, ") and row["arm"]["code"] == side[0] * 40
 
 
@@ -490,7 +490,7 @@ def test_the_arms_of_each_session(plant: Sessions, tmp_path: Path, workspace: An
             spec = arm.spec()
             assert (spec["first_step"], spec["kind"], spec["code_commit"]) == (6, "trunk", arm.code)
             assert spec["restart_data"] and spec["initial_checkpoint"] == str(tmp_path / "checkpoint")
-    rows = [run["arm"] for run in every_run(plant.ledger)]
+    rows = [run["arm"] for run in list_runs(plant.ledger)]
     assert sorted(row["last"] for row in rows) == [56] * 5 + [106] + [406] * 2
     assert {row["name"].partition(", the")[0] for row in rows} == {
         "baseline, 4 runs", "candidate, 4 runs", "baseline, 5 runs", "candidate, 5 runs"

@@ -15,17 +15,17 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop import approvals, proposing, revalidating, submitting
-from factory.code_loop.agent_runs import AgentOptions, wants_model
+from factory.code_loop.agent_runs import AgentOptions, needs_model
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.gates.recipe.policy import RunsPolicy
-from factory.gates.recipe.runs import RecipeSide, lengthened, lengths, run_recipe
+from factory.gates.recipe.runs import RecipeSide, lengthen_policy, lengths, make_run_recipe
 from factory.gates.training_start import find_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals
 from factory.ledger.plant import Plant
-from factory.runs.running import every_run
+from factory.runs.running import list_runs
 from factory.show.pages import proposal_report
 from factory.training import planning
 from factory.training.certificate_runs import changed_files
@@ -59,7 +59,7 @@ class Judged:
 @pytest.fixture(scope="module")
 def made() -> Iterator[Made]:
     made = make()
-    policy = yaml.safe_load((code_root() / "policies" / "gates" / "recipe.yaml").read_text())
+    policy = yaml.safe_load((checkout_root() / "policies" / "gates" / "recipe.yaml").read_text())
     own = made.workspace.root / "policies" / "gates" / "recipe.yaml"
     own.write_text(yaml.safe_dump(policy | {"runs": RUNS}))
     head = made.base
@@ -197,7 +197,7 @@ def test_an_unknown_key_is_one_clear_error(made: Made, monkeypatch: pytest.Monke
     with pytest.raises(InputError, match="no endpoint"):
         proposing._scout(bench, AgentOptions(model="m"), 1, submitting.submit)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
-    assert wants_model(made.workspace, AgentOptions()) and not wants_model(made.workspace, AgentOptions("none"))
+    assert needs_model(made.workspace, AgentOptions()) and not needs_model(made.workspace, AgentOptions("none"))
     with pytest.raises(InputError, match="--endpoint none cannot be used"):
         proposing._scout(bench, AgentOptions("none", model="m"), 1, submitting.submit)
     assert server.requests == [] and made.left_behind() == []
@@ -205,7 +205,7 @@ def test_an_unknown_key_is_one_clear_error(made: Made, monkeypatch: pytest.Monke
 
 # -- what is run -----------------------------------------------------------------------------------------------------
 def recipe(**parts: dict[str, Any]) -> Recipe:
-    raw = Recipe.load(code_root() / TINY).model_dump()
+    raw = Recipe.load(checkout_root() / TINY).model_dump()
     return Recipe.parse({key: value | parts.get(key, {}) if key in parts else value for key, value in raw.items()})
 
 
@@ -233,7 +233,7 @@ def test_changes_that_short_runs_favour_run_longer() -> None:
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = lengths(lengthened(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = lengths(lengthen_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
@@ -244,7 +244,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
         schedule={"final_lr_share": 0.5}, mixture={"weights": {"code": 1.0}, "anneal_weights": {"docs": 1.0}}
     )
     size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
-    raw = run_recipe(other, own_floor=False, precision="fp32")
+    raw = make_run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
     side = RecipeSide("candidate", other, raw, size, held, "c" * 40, "")
     trunk, tail = (arm.spec() for arm in side.arms(start, 7, Path("/run")).values())
@@ -253,7 +253,7 @@ def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) ->
     assert tail["initial_checkpoint"] == "/run/trunk/checkpoints/step-00000018"
     assert trunk["data_plan"]["weights"] == {"code": 1.0} and tail["data_plan"]["weights"] == {"docs": 1.0}
     assert trunk["data_plan"]["seed"] == tail["data_plan"]["seed"] == 7
-    floors = [run_recipe(other, own_floor, "fp32")["schedule"]["final_lr_share"] for own_floor in (False, True)]
+    floors = [make_run_recipe(other, own_floor, "fp32")["schedule"]["final_lr_share"] for own_floor in (False, True)]
     assert floors == [0.0, 0.5]  # the recipe's own only where that is what is proposed
     last = lr_share(Recipe.parse(raw), "anneal", 22, 18, 23)
     assert 0 < last < lr_share(Recipe.parse(raw), "anneal", 18, 18, 23) < 1
@@ -272,7 +272,7 @@ def test_a_null_change_is_no_gain_and_pairs_share_their_data(made: Made) -> None
     assert runs["steps"] == {"baseline": [12, 5], "candidate": [12, 5]} and runs["same_cost"] is True
     assert found.verdict["gate"] == "recipe" and found.row["patch_sha256"] == found.verdict["subject_sha256"]
     assert made.left_behind() == []
-    rows = [run for run in every_run(made.ledger) if run["subject"] == f"proposal:{found.number}"]
+    rows = [run for run in list_runs(made.ledger) if run["subject"] == f"proposal:{found.number}"]
     assert [(run["purpose"], run["state"], run["there"]) for run in rows] == [("recipe gate", "done", False)] * 12
     assert {run["arm"]["last"] - run["arm"]["first"] for run in rows} == {12, 5}
 
@@ -302,7 +302,7 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("factory.gates.recipe.runs.weights_bits", broken)
+    monkeypatch.setattr("factory.gates.recipe.runs.bits_per_byte_by_domain", broken)
     verdict = submitted(made, (RATE, "lr: 4e-3")).verdict
     assert verdict["outcome"] == "hold" and made.left_behind() == []
     expected = expect("gates.stage_error", stage="runs", kind="OSError", error="no space left on device")

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import code_root
-from factory.gates.recipe.judge import STAGES, Bounded, RecipeComparison, _decide, compare, judge_recipe
+from factory.core.workspace import checkout_root
+from factory.gates.recipe.judge import STAGES, BoundedMean, RecipeComparison, _decide, compare, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from tests.support.gates.reasons import Expected, expect, tells
 
-POLICY = RecipePolicy.load(code_root() / "policies" / "gates" / "recipe.yaml")
+POLICY = RecipePolicy.load(checkout_root() / "policies" / "gates" / "recipe.yaml")
 SEEDS = [2.000, 2.004, 1.997, 2.001]  # the baseline's score under four seeds: their mean moves by 0.002
 NOISE = float(np.std(SEEDS, ddof=1)) * math.sqrt(2 / 4)
 
@@ -112,7 +112,7 @@ FINE: dict[str, Any] = {
 )
 def test_values_on_a_threshold(shown: dict[str, Any], outcome: str) -> None:
     of = FINE | shown
-    wide = lambda mean, lower: Bounded(mean, lower, 9.0)
+    wide = lambda mean, lower: BoundedMean(mean, lower, 9.0)
     domains = {"code": wide(1.0, 1.0), "docs": wide(of["docs"], of["least"])}
     found = RecipeComparison(
         wide(of["gain"], of["lower"]), of["noise"], domains, wide(of["slower"], of["surely"]), of["memory"]

@@ -14,29 +14,39 @@ from typing import Any
 import pytest
 import torch
 
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.gates.case import NO_START, NOTHING_HELD_OUT
 from factory.gates.recipe import runs as stage
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
-from factory.gates.recipe.runs import Lengths, MeasuredRuns, RecipeSide, domains_of, lengthened, lengths, paired_runs
+from factory.gates.recipe.runs import (
+    MeasuredRuns,
+    RecipeSide,
+    RunLengths,
+    domains_of,
+    lengthen_policy,
+    lengths,
+    train_pairs,
+)
 from factory.gates.training_start import Start
-from factory.runs.sandboxed import Ended
+from factory.runs.sandboxed import ArmEnd
 from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import codes, refused
 from tests.support.trainer.segments import make_documents
 from trainer.contract.data.token_shard import write_token_shard
 from trainer.contract.errors import RecipeError, TrainerError
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe, with_changed_keys
 
 TINY = "policies/recipes/tiny.yaml"
-RAW = Recipe.load(code_root() / TINY).model_dump()  # eight sequences, a rate of 3e-3, a warm-up of 4, an anneal of 6
+RAW = Recipe.load(
+    checkout_root() / TINY
+).model_dump()  # eight sequences, a rate of 3e-3, a warm-up of 4, an anneal of 6
 POLICY = RunsPolicy(
     seeds=3, steps=12, tail_steps=6, calmer_longer=3, wall_seconds=70.0, held_out_documents=5, held_out_bytes=99
 )
 
 
 def recipe(**keys: Any) -> Recipe:
-    return Recipe.parse(with_keys(RAW, {name.replace("__", "."): value for name, value in keys.items()}))
+    return Recipe.parse(with_changed_keys(RAW, {name.replace("__", "."): value for name, value in keys.items()}))
 
 
 COSINE = {"schedule__kind": "cosine", "schedule__cosine_steps": 40, "schedule__final_lr_share": 0.2}
@@ -61,7 +71,7 @@ COSINE = {"schedule__kind": "cosine", "schedule__cosine_steps": 40, "schedule__f
     ],
 )
 def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], step: int, times: int) -> None:
-    found = lengthened(POLICY, step, recipe(**old), recipe(**new))
+    found = lengthen_policy(POLICY, step, recipe(**old), recipe(**new))
     assert found == POLICY.model_copy(update={"steps": 12 * times, "tail_steps": 6 * times})
 
 
@@ -79,8 +89,8 @@ def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], ste
 )
 def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], trunk: int, tail: int) -> None:
     assert lengths(POLICY, 6, recipe(), recipe(**keys)) == {
-        "baseline": Lengths(12, 6),
-        "candidate": Lengths(trunk, tail),
+        "baseline": RunLengths(12, 6),
+        "candidate": RunLengths(trunk, tail),
     }
 
 
@@ -98,14 +108,14 @@ def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict
 
 def test_a_run_leaves_its_last_step_only() -> None:
     of = recipe(stability__noise_scale_every=3, checkpoint_every=2, keep_checkpoints=4, schedule__final_lr_share=0.3)
-    raw = stage.run_recipe(of, own_floor=False, precision="bf16")
+    raw = stage.make_run_recipe(of, own_floor=False, precision="bf16")
     changes = {
         "checkpoint_every": stage.NEVER,
         "keep_checkpoints": 1,
         "precision": "bf16",
         "stability.noise_scale_every": 0,
     }
-    assert raw == with_keys(
+    assert raw == with_changed_keys(
         of.model_dump(), changes | {"schedule.final_lr_share": 0.0, "parallel.tensor": 1, "parallel.replicas": 1}
     )
     assert stage.NEVER > 10**9
@@ -126,7 +136,7 @@ def start_of(folder: Path, **shard: Any) -> Start:
 def test_a_run_is_two_arms_of_one_plan(tmp_path: Path) -> None:
     start = start_of(tmp_path, content="x", moved={"docs": "0"})
     assert domains_of(start) == {"code", "docs"}
-    side = RecipeSide("candidate", recipe(), dict(RAW), Lengths(4, 3), {"code", "docs"}, "d" * 40, "cpu: {}\n")
+    side = RecipeSide("candidate", recipe(), dict(RAW), RunLengths(4, 3), {"code", "docs"}, "d" * 40, "cpu: {}\n")
     arms = side.arms(start, 7, tmp_path / "00042")
     assert [path.relative_to(tmp_path) for path in arms] == [Path("00042/trunk"), Path("00042/tail")]
     for arm, kind in zip(arms.values(), ("trunk", "anneal")):
@@ -157,7 +167,7 @@ class Trainer:
         self.closed = False
         self.there: list[int] = []  # runs on disk whenever one is asked for
 
-    def sandboxed(self, output: Path, code: Path, arms: dict[Path, str], wall_seconds: float) -> Iterator[Ended]:
+    def sandboxed(self, output: Path, code: Path, arms: dict[Path, str], wall_seconds: float) -> Iterator[ArmEnd]:
         self.asked += [output, code, list(arms.items()), wall_seconds]
         with contextlib.ExitStack() as opened:
             opened.callback(setattr, self, "closed", True)
@@ -173,7 +183,7 @@ class Trainer:
                 (folder / "metrics.jsonl").write_text("".join(words))
                 held = os.open(folder, os.O_RDONLY)
                 opened.callback(os.close, held)
-                yield Ended(folder, 1.0, opened=held, **end)
+                yield ArmEnd(folder, 1.0, opened=held, **end)
 
 
 @pytest.fixture
@@ -193,16 +203,16 @@ def pairs(trainer: Trainer, score: Any) -> tuple[MeasuredRuns, list[str], list[A
     said: list[str] = []
     drawn: list[Any] = []
 
-    def side(name: str, size: Lengths) -> Any:
+    def side(name: str, size: RunLengths) -> Any:
         def arms(start: Start, seed: int, folder: Path) -> dict[Path, str]:
             drawn.append((name, start.step, seed, folder))
             return {folder / part: f"{name} {part}" for part in ("trunk", "tail")}
 
         return SimpleNamespace(name=name, size=size, arms=arms)
 
-    sides = {name: side(name, size) for name, size in (("baseline", Lengths(4, 3)), ("candidate", Lengths(2, 1)))}
+    sides = {name: side(name, size) for name, size in (("baseline", RunLengths(4, 3)), ("candidate", RunLengths(2, 1)))}
     start = Start(Path("/checkpoint"), 6, {}, {})
-    found = paired_runs(trainer, POLICY, start, sides, Path("/code"), {"w": torch.zeros(1)}, score, said.append)  # type: ignore[arg-type]
+    found = train_pairs(trainer, POLICY, start, sides, Path("/code"), {"w": torch.zeros(1)}, score, said.append)  # type: ignore[arg-type]
     return found, said, drawn
 
 
@@ -329,8 +339,8 @@ def staged(
         return found
 
     monkeypatch.setattr(stage, "held_out_texts", texts_of)
-    monkeypatch.setattr(stage, "paired_runs", paired)
-    monkeypatch.setattr(stage, "weights_bits", lambda *given: given)
+    monkeypatch.setattr(stage, "train_pairs", paired)
+    monkeypatch.setattr(stage, "bits_per_byte_by_domain", lambda *given: given)
     monkeypatch.setattr(stage, "copy_cache", lambda *given: asked.append(given))
     monkeypatch.setattr(stage.checkpoint_files, "read_tensors", lambda *given: given)
     case = case_of(
@@ -353,7 +363,7 @@ def test_the_stage_plans_both_sides_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert score == ("weights", recipe().model_dump(), list("abc"), "evals")
     for name, lr in (("baseline", 3e-3), ("candidate", 1e-3)):
         side = sides[name]
-        assert (side.name, side.commit, side.held, side.size) == (name, "b" * 40, {"code", "docs"}, Lengths(36, 18))
+        assert (side.name, side.commit, side.held, side.size) == (name, "b" * 40, {"code", "docs"}, RunLengths(36, 18))
         assert (
             side.recipe.optimizer.lr == side.raw["optimizer"]["lr"] == lr
             and side.kernels == "cpu:\n  swiglu: reference\n"
@@ -430,7 +440,7 @@ def test_a_change_must_show_in_the_runs(
 def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
     other = [
-        Start(start.checkpoint, 6, with_keys(RAW, keys), start.plan)
+        Start(start.checkpoint, 6, with_changed_keys(RAW, keys), start.plan)
         for keys in ({"model.d_ff": 128}, {"optimizer.name": "muon"})
     ]
     for number, (begun, texts, expected) in enumerate(

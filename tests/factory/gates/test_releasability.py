@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.judge import calibration
 from factory.evals.statistics import CLOZE
-from factory.gates.release.guards import detectable, set_aside
+from factory.gates.release.guards import detectable_gain, set_aside
 from factory.gates.release.policy import ReleasePolicy, Target
 from factory.gates.release.releasability import DomainSize, GuardSize, Sizes, TaskSize, releasability, spreads
 from factory.ledger.ledger import Ledger
@@ -90,7 +90,7 @@ def test_it_is_the_judges_own_answer() -> None:
     for _ in range(12):
         pair = calibration.with_cloze(calibration.draw(kind, rng, none), rng, 96, 0.2)
         found = calibration.evidence_of(pair, 1, none | {CLOZE: 0.0})
-        drawn.append(detectable(POLICY, found) or 9.0)
+        drawn.append(detectable_gain(POLICY, found) or 9.0)
         assert (CLOZE in set_aside(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
     assert told.gain == pytest.approx(float(np.median(drawn)), rel=0.15)
 

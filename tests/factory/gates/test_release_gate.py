@@ -14,13 +14,13 @@ import sqlalchemy as sa
 import torch
 
 from factory.core.errors import DamagedExportError, InputError
-from factory.evals.evaluator import current_suite, evaluate
+from factory.evals.evaluator import evaluate, load_current_suite
 from factory.evals.parity import CHECKS
 from factory.evals.policy import EvalPolicy
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.gate import decide
-from factory.ingest.rules.split import is_sealed
+from factory.ingest.rules.split import breaks_tie_to_sealed
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
 from kernels.contract.message import Message
@@ -97,7 +97,7 @@ def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -
     assert {item["task"] for item in items} == {"bpb", "dev", "cloze", "chat"} and len(summary["samples"]) == 12
     bits = sum(i["value"] for i in items if i["task"] == "bpb" and i["domain"] == "code") / 0.6931471805599453
     assert summary["bpb"]["code"] == pytest.approx(bits / summary["bytes"]["code"])
-    held = [d for d in plant.documents if d.held and d.domain == "docs" and is_sealed(d.source)]
+    held = [d for d in plant.documents if d.held and d.domain == "docs" and breaks_tie_to_sealed(d.source)]
     whole = sum(len(d.content["text"].encode()) for d in held)
     assert summary["bytes"]["docs"] == whole  # the first token too, from BOS
 
@@ -133,7 +133,7 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(
     plant: FilledPlant, weak: int, better: int, tmp_path: Path
 ) -> None:
     """The candidate is better than all others on the sealed half, but not on documents that it did not see."""
-    exam = [d for d in plant.documents if d.held and is_sealed(d.source)]
+    exam = [d for d in plant.documents if d.held and breaks_tie_to_sealed(d.source)]
     encode = lambda d: (
         plant.tokenizer.encode_text(d.content["text"])
         if "text" in d.content
@@ -204,7 +204,7 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Filled
 
 def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
     """An export of finite weights that has no finite loss on one held-out document, and that document's key."""
-    suite = current_suite(plant)
+    suite = load_current_suite(plant)
     policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
     every = [*suite.documents, *suite.dev]
     texts = encode_documents(every, plant.tokenizer, TokenBytes.load(plant.workspace.tokenizer), policy.document_bytes)
@@ -387,7 +387,11 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
         tx.execute(documents.insert().values(**row, supervised_tokens=1, content_sha256="0" * 64))
         tx.execute(
             held_out.insert().values(
-                key=row["key"], domain="code", group_key="copy", sealed=is_sealed("copy"), content=leaked.content
+                key=row["key"],
+                domain="code",
+                group_key="copy",
+                sealed=breaks_tie_to_sealed("copy"),
+                content=leaked.content,
             )
         )
     number = evaluate(plant, candidate)

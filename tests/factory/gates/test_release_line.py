@@ -11,15 +11,15 @@ import pytest
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.diagnosis.acting import accept
-from factory.evals.evaluator import current_suite
+from factory.evals.evaluator import load_current_suite
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import decide
-from factory.gates.release.line import look_at, lost_since_best
-from factory.gates.release.overfitting import dev_alone
+from factory.gates.release.line import look_at, losses_since_best
+from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reward_hacking import Point, rise_since, watched
-from factory.ledger.anomalies import DEV_ALONE, every_anomaly
+from factory.gates.release.reward_hacking import JudgedCandidate, rise_since, watched
+from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, every_anomaly
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
@@ -68,21 +68,23 @@ def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger:
     for number, (candidate, gained) in enumerate(zip(line, gains), 1):
         against = line[number - 2] if number > 1 else None
         released(ledger, number, candidate, judged(ledger, candidate, "a", against, gained))
-    lost = lost_since_best(ledger, line[-1], ["code", "docs", "new"])
+    lost = losses_since_best(ledger, line[-1], ["code", "docs", "new"])
     assert lost == pytest.approx({"code": 0.03, "docs": 0.0, "new": 0.0})
-    assert lost_since_best(ledger, line[2], ["docs"]) == pytest.approx({"docs": 0.02})  # made champion again
+    assert losses_since_best(ledger, line[2], ["docs"]) == pytest.approx({"docs": 0.02})  # made champion again
 
 
 def test_a_rolled_back_release_does_not_count(workspace: Workspace, ledger: Ledger) -> None:
     first, second, third, fourth = (add_candidate(workspace, ledger) for _ in range(4))
     released(ledger, 1, first, judged(ledger, first, "a", None))
     released(ledger, 2, second, judged(ledger, second, "a", first, {"code": -0.018, "docs": 0.1}))
-    assert lost_since_best(ledger, second, ["code", "docs"]) == pytest.approx({"code": 0.018, "docs": 0.0})
-    assert lost_since_best(ledger, first, ["code", "docs"]) == {"code": 0.0, "docs": 0.0}  # a rollback to 1
+    assert losses_since_best(ledger, second, ["code", "docs"]) == pytest.approx({"code": 0.018, "docs": 0.0})
+    assert losses_since_best(ledger, first, ["code", "docs"]) == {"code": 0.0, "docs": 0.0}  # a rollback to 1
     released(ledger, 3, third, judged(ledger, third, "a", first, {"code": 0.001, "docs": -0.01}))
-    assert lost_since_best(ledger, third, ["code", "docs"]) == pytest.approx({"code": 0.0, "docs": 0.01})
+    assert losses_since_best(ledger, third, ["code", "docs"]) == pytest.approx({"code": 0.0, "docs": 0.01})
     released(ledger, 4, fourth, judged(ledger, fourth, "a", second, {"code": 0.02}))
-    assert lost_since_best(ledger, second, ["code"]) == pytest.approx({"code": 0.018})  # 4 regained it: a rollback to 2
+    assert losses_since_best(ledger, second, ["code"]) == pytest.approx(
+        {"code": 0.018}
+    )  # 4 regained it: a rollback to 2
 
 
 def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspace, ledger: Ledger) -> None:
@@ -96,7 +98,7 @@ def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspac
         gap = Gain(-0.01 * number, 0.003, 80, 80.0)
         before = ReleaseEvidence(on_dev=dev, on_sealed=sealed, halves_gap=gap)
         seen = watched(ledger, candidate, line[0], before)
-        found.append((seen.watched, seen.rise_since, bool(dev_alone(policy, replace(seen, halves_gap=None)))))
+        found.append((seen.watched, seen.rise_since, bool(dev_alone_message(policy, replace(seen, halves_gap=None)))))
         verdict = judged(ledger, candidate, "a", line[0])
         evidence = {"on_dev": vars(dev), "on_sealed": vars(sealed), "halves_gap": vars(gap)}
         with ledger.begin() as tx:
@@ -108,7 +110,7 @@ def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspac
 
 def test_rises_along_the_line_add_up() -> None:
     """Their gains and the squares of their errors; degrees of freedom by Welch and Satterthwaite."""
-    at = lambda number, against, *of: Point(number, against, {"on_dev": Gain(*of)})
+    at = lambda number, against, *of: JudgedCandidate(number, against, {"on_dev": Gain(*of)})
     line = [
         at(2, 1, 0.01, 0.003, 20, 20.0),
         at(3, 1, 0.0, 0.004, 10, 10.0),
@@ -127,7 +129,7 @@ def test_rises_along_the_line_add_up() -> None:
 
 def test_fitting_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
     plant = released_plant(tmp_path)
-    suite = current_suite(Plant(plant.workspace, plant.ledger))
+    suite = load_current_suite(Plant(plant.workspace, plant.ledger))
     export = save_export(tiny_model(3), plant.workspace.exports / "fitted", plant.tokenizer)
     candidate = plant.add_candidate(export)
     evaluated(plant, candidate, 2.6)
@@ -140,12 +142,12 @@ def test_fitting_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
     number = decide(Plant(plant.workspace, plant.ledger), candidate)
     verdict = VerdictRow.get(plant.ledger, number)
     assert verdict.outcome == "hold" and "release.dev_alone" in codes(verdict.reasons), verdict.reasons
-    rows = [row for row in every_anomaly(plant.ledger) if row["kind"] == DEV_ALONE]
+    rows = [row for row in every_anomaly(plant.ledger) if row["kind"] == GAIN_ON_DEV_ONLY]
     assert [row["state"] for row in rows] == ["open"]
     assert decide(Plant(plant.workspace, plant.ledger), candidate) == number
     assert len(every_anomaly(plant.ledger)) == 1
     lines = _anomaly_lines({"anomalies": every_anomaly(plant.ledger), "marked_releases": []})
-    assert any(f"anomaly {rows[0]['id']} {DEV_ALONE}" in line for line in lines), lines
+    assert any(f"anomaly {rows[0]['id']} {GAIN_ON_DEV_ONLY}" in line for line in lines), lines
     assert accept(plant.ledger, rows[0]["id"], "ada").code == "diagnosis.noted"
     assert [(row["state"], row["how"]) for row in every_anomaly(plant.ledger)] == [("closed", "accepted")]
     with pytest.raises(InputError, match="is closed: accepted by ada"):

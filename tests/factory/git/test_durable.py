@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.removal import remove
-from factory.git.git_store import MARK, RepositoryError, alone, lock_files
+from factory.git.git_store import MARK, RepositoryError, alone, list_lock_files
 from factory.git.git_store import git as factory_git
 from tests.support.git import git
 
@@ -47,9 +47,9 @@ def killed(target: Path, *names: str) -> None:
 
 def test_the_next_command_removes_the_lock_files_of_a_killed_one(target: Path) -> None:
     killed(target, *LEFT)
-    assert lock_files(target / ".git") == set(LEFT)
+    assert list_lock_files(target / ".git") == set(LEFT)
     move(target)
-    assert not lock_files(target / ".git") and not (target / ".git" / MARK).exists()
+    assert not list_lock_files(target / ".git") and not (target / ".git" / MARK).exists()
 
 
 def test_an_older_lock_file_is_a_persons_and_stays(target: Path) -> None:
@@ -57,7 +57,7 @@ def test_an_older_lock_file_is_a_persons_and_stays(target: Path) -> None:
     killed(target, "refs/heads/main.lock")
     with pytest.raises(RepositoryError, match=r"index\.lock"):
         move(target)
-    assert lock_files(target / ".git") == {"index.lock"}
+    assert list_lock_files(target / ".git") == {"index.lock"}
 
 
 def test_no_lock_file_is_removed_while_a_persons_git_runs(target: Path) -> None:
@@ -71,7 +71,7 @@ def test_no_lock_file_is_removed_while_a_persons_git_runs(target: Path) -> None:
         waiting.stdin.close()
         waiting.wait()
     move(target)
-    assert not lock_files(target / ".git")
+    assert not list_lock_files(target / ".git")
 
 
 def test_commands_of_several_threads_take_turns(target: Path) -> None:

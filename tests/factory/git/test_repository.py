@@ -8,17 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.computing.tuned_kernels import live_kernels
+from factory.computing.tuned_kernels import live_kernels_file
 from factory.core.faults import BROKEN, fault_of
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.workspace import Config, Workspace, checkout_root
 from factory.git import repository
 from factory.git.git_store import ENVIRONMENT
-from factory.git.repository import Applied, RepositoryError, ScopeError
+from factory.git.repository import AppliedPatch, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy, Change, problems
 from tests.support.git import git
 from tests.support.messages import refused
 
-POLICY = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+POLICY = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
 FILES = {
     "kernels/ops.py": "def op(x):\n    return x\n",
     "trainer/__init__.py": "",
@@ -45,8 +45,10 @@ def live(tmp_path: Path, target: Path) -> Workspace:
     return Workspace.create(tmp_path / "workspace", Config(repository=str(target)))
 
 
-def apply(target: Path, edits: list[tuple[str, str]], worktrees: Path, branch: str = "factory/search/1-try") -> Applied:
-    base = repository.live_commit(target)
+def apply(
+    target: Path, edits: list[tuple[str, str]], worktrees: Path, branch: str = "factory/search/1-try"
+) -> AppliedPatch:
+    base = repository.get_live_commit(target)
     return repository.apply_proposal(
         target, base, edits, policy=POLICY, branch=branch, message="Try it\n\nWhy not.", worktrees=worktrees
     )
@@ -58,15 +60,15 @@ def left_behind(target: Path) -> tuple[str, int]:
 
 # -- the live code ---------------------------------------------------------------------------------------------------
 def test_live_code_is_checked_out_once_and_repaired(live: Workspace, target: Path) -> None:
-    folder = repository.checkout_live(live)
+    folder = repository.checkout_live_code(live)
     assert folder.name == f"live-{git(target, 'rev-parse', 'HEAD')[:12]}"
     assert {p: (folder / p).read_text() for p in FILES} == FILES
     assert git(folder, "status", "--porcelain") == ""
     before = (folder / "kernels/ops.py").stat().st_mtime_ns
-    assert repository.checkout_live(live) == folder and (folder / "kernels/ops.py").stat().st_mtime_ns == before
+    assert repository.checkout_live_code(live) == folder and (folder / "kernels/ops.py").stat().st_mtime_ns == before
 
     (folder / "kernels/ops.py").write_text("tampered")
-    repository.checkout_live(live)
+    repository.checkout_live_code(live)
     assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
 
 
@@ -76,7 +78,7 @@ def test_live_code_is_checked_out_once_and_repaired(live: Workspace, target: Pat
 def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -> None:
     import shutil
 
-    folder = repository.checkout_live(live)
+    folder = repository.checkout_live_code(live)
     if damage == "half written":
         (folder / "kernels/ops.py").unlink()
     else:
@@ -88,7 +90,7 @@ def test_live_code_survives_damage(live: Workspace, target: Path, damage: str) -
             git(target, "worktree", "prune")
         if damage == "a file in its place":
             folder.write_text("what")
-    assert repository.checkout_live(live) == folder
+    assert repository.checkout_live_code(live) == folder
     assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
     assert git(folder, "rev-parse", "HEAD") == git(target, "rev-parse", "HEAD")
     assert left_behind(target)[1] == 2
@@ -99,7 +101,7 @@ def test_a_detached_head_is_allowed_and_uncommitted_files_are_named(live: Worksp
     (target / "kernels/ops.py").write_text("not committed\n")
     (target / "README.md").write_text("not code\n")
     assert repository.changed_files(target) == ["kernels/ops.py"]
-    folder = repository.checkout_live(live)
+    folder = repository.checkout_live_code(live)
     assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
 
 
@@ -112,7 +114,7 @@ def test_a_folder_that_is_not_a_repository_is_a_clear_error(tmp_path: Path, targ
         git(folder, "init", "-q")
     code = {"no folder": "git.no_folder", "no commit": "git.no_commit"}.get(what, "git.no_checkout")
     with refused(code, RepositoryError, repository=folder):
-        repository.live_commit(folder)
+        repository.get_live_commit(folder)
 
 
 # -- proposals -------------------------------------------------------------------------------------------------------
@@ -132,10 +134,10 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
     ]
     assert "+  rms_norm: fast" in repository.patch(target, base, applied.commit)
 
-    new = repository.reword(target, applied, "Judged\n")
+    new = repository.reword_commit(target, applied, "Judged\n")
     assert git(target, "log", "-1", "--format=%s", "factory/search/1-try") == "Judged"
     assert repository.patch_sha256(target, base, new) == applied.patch_sha256
-    assert repository.branch_numbers(target) == {1}
+    assert repository.list_branch_numbers(target) == {1}
 
     repository.remove_worktree(target, applied.worktree)
     repository.remove_branch(target, applied.branch)
@@ -148,7 +150,7 @@ def test_no_variable_of_our_environment_reaches_git(
     (hook := tmp_path / "hooks" / "reference-transaction").parent.mkdir()
     hook.write_text(f"#!/bin/sh\ntouch {tmp_path}/ran\n")
     hook.chmod(0o755)
-    base = repository.live_commit(target)
+    base = repository.get_live_commit(target)
     hostile = {
         "GIT_DIR": "nowhere",
         "GIT_INDEX_FILE": "nowhere",
@@ -239,10 +241,10 @@ def test_a_fault_of_the_machine_during_a_git_command_is_raised(
     fails.chmod(0o755)
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{tmp_path}:{ENVIRONMENT['PATH']}")
     asked = (
-        lambda: repository.branch_commit(tmp_path, "factory/search/1-x"),
+        lambda: repository.get_branch_commit(tmp_path, "factory/search/1-x"),
         lambda: repository.contains(tmp_path, "a", "b"),
-        lambda: repository.live_commit(tmp_path),
-        lambda: live_kernels(workspace).__enter__(),
+        lambda: repository.get_live_commit(tmp_path),
+        lambda: live_kernels_file(workspace).__enter__(),
     )
     for ask in asked:
         with pytest.raises(RepositoryError, match="Input/output error") as raised:

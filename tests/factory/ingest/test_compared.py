@@ -20,11 +20,11 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Config, Workspace
 from factory.data.removing import look, remove
 from factory.data.selecting import by_name
-from factory.erasing.erasing import finish_removals
+from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.chain import ingest_shard
 from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
-from factory.ingest.held_tasks import hold_task_items
-from factory.ingest.inbox import ingest_arrived
+from factory.ingest.held_tasks import record_task_ngrams
+from factory.ingest.inbox import ingest_and_file
 from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
@@ -158,7 +158,7 @@ class TestUpgrade:
             tx.execute(sa.text(f"DELETE FROM ngrams WHERE {lost}"))
         upgrade(workspace, has_backup=True)
         upgraded = Ledger.open(workspace.ledger_url, workspace.root)
-        assert hold_task_items(Plant(workspace, upgraded), 13) == 1
+        assert record_task_ngrams(Plant(workspace, upgraded), 13) == 1
         assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
 
 
@@ -215,13 +215,13 @@ class TestMadeAgain:
         ingest(texts(0, 30), "one.jsonl")
         file = workspace.inbox / "doc.txt"
         file.write_text(prose(4000))
-        ingest_arrived(plant, file, workers=0)
+        ingest_and_file(plant, file, workers=0)
         key = ledger.read(
             "SELECT d.\"key\" FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'doc.txt'"
         )
         look_at = look(ledger, by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True)
         remove(ledger, look_at, "me", "", True)
-        finish_removals(plant)
+        finish_pending_removals(plant)
         subject, _ = self.lose(workspace, ledger, 1)
         shutil.rmtree(workspace.root / "backups")
         assert rebuild_hashes(plant, subject) == "" and len(read_hashes(workspace.root, subject)) == 0

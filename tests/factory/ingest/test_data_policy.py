@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.ingest.rules.policy import DataPolicy
 
 
@@ -16,7 +16,7 @@ def load(tmp_path: Path, text: str) -> DataPolicy:
 
 
 def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
-    policy = DataPolicy.load(code_root() / "policies" / "data.yaml")
+    policy = DataPolicy.load(checkout_root() / "policies" / "data.yaml")
     assert policy.tokenizer.vocab_size == 4096
     assert policy.rules("code").must_parse and not policy.rules("poems").must_parse
     assert policy.rules("poems") == policy.domains["default"]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DomainRules
-from factory.ingest.rules.words import runs, winnow, word_hashes, word_spans
+from factory.ingest.rules.words import find_word_spans, hash_words, runs, winnow
 from tests.support.factory.made_up_text import prose
 
 RULES = DomainRules(
@@ -118,17 +118,17 @@ def test_replacing_twice_changes_nothing_more(text: str) -> None:
 
 
 def test_luhn_knows_the_published_numbers() -> None:
-    assert all(map(pii.luhn, ("4111111111111111", "378282246310005", "79927398713")))
-    assert not pii.luhn("79927398710")
+    assert all(map(pii.has_valid_check_digit, ("4111111111111111", "378282246310005", "79927398713")))
+    assert not pii.has_valid_check_digit("79927398710")
 
 
 def test_the_split_takes_its_share_by_content_or_by_group() -> None:
-    units = [split.unit_of(None, f"{i:064x}") for i in range(4000)]
+    units = [split.name_unit(None, f"{i:064x}") for i in range(4000)]
     taken = [split.drawn(unit, 0.05) for unit in units]
-    assert 150 < sum(taken) < 250 and 1800 < sum(map(split.is_sealed, units)) < 2200
+    assert 150 < sum(taken) < 250 and 1800 < sum(map(split.breaks_tie_to_sealed, units)) < 2200
     for group in ("Lib/a.py", "Lib/b.py", "Lib/c.py"):
-        assert len({split.drawn(split.unit_of(group, f"{i:064x}"), 0.5) for i in range(20)}) == 1
-    assert len({split.drawn(split.unit_of(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)}) == 2
+        assert len({split.drawn(split.name_unit(group, f"{i:064x}"), 0.5) for i in range(20)}) == 1
+    assert len({split.drawn(split.name_unit(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)}) == 2
 
 
 def edited(text: str, share: float, seed: int) -> str:
@@ -138,7 +138,7 @@ def edited(text: str, share: float, seed: int) -> str:
 
 
 def jaccard(a: str, b: str) -> float:
-    one, two = (set(runs(word_hashes(text), near_dup.SHINGLE).tolist()) for text in (a, b))
+    one, two = (set(runs(hash_words(text), near_dup.SHINGLE).tolist()) for text in (a, b))
     return len(one & two) / len(one | two)
 
 
@@ -146,8 +146,8 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
     """Recall at true similarity >= 0.9 and precision at <= 0.7, on pairs over the whole range of edits."""
     pairs = [(prose(i, 300), edited(prose(i, 300), i % 20 / 200, i)) for i in range(200)]
     texts = [text for pair in pairs for text in pair]
-    signed = near_dup.signatures([near_dup.shingles(word_hashes(text), b"\0" * 32) for text in texts])
-    near = near_dup.NearDuplicates(signed, 0.8, lambda _: near_dup.Stored({}, {}))
+    signed = near_dup.signatures([near_dup.shingles(hash_words(text), b"\0" * 32) for text in texts])
+    near = near_dup.NearDuplicates(signed, 0.8, lambda _: near_dup.StoredDocuments({}, {}))
     found: list[tuple[float, bool]] = []
     for number, (one, two) in enumerate(pairs):
         assert near.match(2 * number) is None
@@ -163,7 +163,7 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
 def test_stored_hashes_are_the_same_in_every_version() -> None:
     """Hashes of an older workspace must stay comparable: a change of this test needs a new index."""
     texts = ("One two three four five six seven.", "one TWO", "", prose(1, 90))
-    sets = [near_dup.shingles(word_hashes(text), bytes(range(32))) for text in texts]
+    sets = [near_dup.shingles(hash_words(text), bytes(range(32))) for text in texts]
     assert [len(one) for one in sets] == [3, 1, 1, 86]
     signed = near_dup.signatures(sets)
     assert signed.dtype == np.uint32 and signed.shape == (4, 120)
@@ -180,12 +180,12 @@ def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() ->
     signed = near_dup.signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
     nearest = near_dup.similarity(signed[0], signed[1])
     for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
-        near = near_dup.NearDuplicates(signed[:3], threshold, lambda _: near_dup.Stored({}, {}))
+        near = near_dup.NearDuplicates(signed[:3], threshold, lambda _: near_dup.StoredDocuments({}, {}))
         near.keep(1)
         near.keep(2)
         assert near.match(0) == found
     bands = near_dup.bands(signed)
-    known = near_dup.Stored({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
+    known = near_dup.StoredDocuments({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
     asked: list[list[int]] = []
     near = near_dup.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
     near.keep(1)
@@ -200,7 +200,7 @@ def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
         1  # the last of them has the first band of all, and is the most like the one that is asked about
     )
     signed[count] = signed[count - 1]
-    near = near_dup.NearDuplicates(signed, 0.05, lambda _: near_dup.Stored({}, {}))
+    near = near_dup.NearDuplicates(signed, 0.05, lambda _: near_dup.StoredDocuments({}, {}))
     for number in range(count - 1):
         near.keep(number)
     assert near.match(count) == (0, 0.05)
@@ -208,7 +208,7 @@ def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
     assert near.match(count) == (count - 1, 1.0)  # by its other bands
     first, *_ = near_dup.bands(signed)[0].tolist()
     assert len(near._here[first]) == near_dup.CANDIDATES
-    alone = near_dup.NearDuplicates(signed[:1], 0.5, lambda _: near_dup.Stored({}, {}))
+    alone = near_dup.NearDuplicates(signed[:1], 0.5, lambda _: near_dup.StoredDocuments({}, {}))
     alone.keep(0)
     assert alone._here == {}
 
@@ -217,13 +217,13 @@ def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
 def test_a_shared_run_of_44_words_shares_a_sampled_ngram(seed: int, before: int, after: int, shared: int) -> None:
     passage = prose(seed, shared)
     document = f"{prose(seed + 1, before)} {passage} {prose(seed + 2, after)}"
-    sampled = winnow(decontaminate.ngrams(word_hashes(document), 13), 32)
-    assert np.isin(decontaminate.ngrams(word_hashes(passage), 13), sampled).any()
+    sampled = winnow(decontaminate.ngrams(hash_words(document), 13), 32)
+    assert np.isin(decontaminate.ngrams(hash_words(passage), 13), sampled).any()
 
 
 def index_of(*documents: tuple[str, str]) -> decontaminate.HeldOutNgrams:
     return decontaminate.HeldOutNgrams.of(
-        (key, np.unique(decontaminate.ngrams(word_hashes(text), 13))) for key, text in documents
+        (key, np.unique(decontaminate.ngrams(hash_words(text), 13))) for key, text in documents
     )
 
 
@@ -231,17 +231,17 @@ def test_an_overlap_is_cut_out_with_its_margin_and_a_large_one_drops_the_documen
     leaked, own = prose(1, 30), prose(2, 400)
     text = f"{own}\n{leaked}\n{prose(3, 400)}"
     index = index_of(("h:0", prose(4, 40)), ("h:1", leaked), ("h:2", leaked))
-    grams = decontaminate.ngrams(word_hashes(text), 13)
+    grams = decontaminate.ngrams(hash_words(text), 13)
     places = index.find(grams)
     assert len(places) == 30 - 13 + 1 and index.owner(grams[places[0]]) == "h:1"
     (first, stop), *others = decontaminate.spans(places, 13)
-    assert not others and [text[slice(*span)].lower() for span in word_spans(text)[first:stop]] == [
-        leaked[slice(*span)].lower() for span in word_spans(leaked)
+    assert not others and [text[slice(*span)].lower() for span in find_word_spans(text)[first:stop]] == [
+        leaked[slice(*span)].lower() for span in find_word_spans(leaked)
     ]
-    rest = decontaminate.trim(text, [(first, stop)], 100, 0.3)
-    assert rest and not len(index.find(decontaminate.ngrams(word_hashes(rest), 13)))
+    rest = decontaminate.cut_spans(text, [(first, stop)], 100, 0.3)
+    assert rest and not len(index.find(decontaminate.ngrams(hash_words(rest), 13)))
     assert rest.startswith(own[:100]) and rest.endswith(prose(3, 400)[-100:])
-    assert not len(index.find(decontaminate.ngrams(word_hashes(own), 13)))
+    assert not len(index.find(decontaminate.ngrams(hash_words(own), 13)))
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6))
@@ -258,7 +258,7 @@ def test_the_index_finds_what_it_holds_and_nothing_else(held: list[int], asked: 
 def test_spans_and_what_lies_away_from_them_part_the_words(places: set[int], n: int) -> None:
     """An n-gram after a common phrase counts if its first word comes after the phrase."""
     at, count = np.array(sorted(places), np.int64), 41
-    away = decontaminate.away_from(at, count, n)
+    away = decontaminate.mask_without_overlap(at, count, n)
     assert away.tolist() == [all(abs(i - place) >= n for place in places) for i in range(count)]
     found = decontaminate.spans(at, n)
     words = {word for place in places for word in range(place, place + n)}
@@ -273,7 +273,7 @@ def test_overlaps_near_each_other_are_cut_once(at: list[tuple[int, int]], margin
     for first, count in at:
         start, end = first * 4 - margin, min(first + count, 30) * 4 - 1 + margin
         cut[0 if start <= margin else start : len(text) if end + margin >= len(text) else end] = True
-    found = decontaminate.trim(text, sorted((first, first + count) for first, count in at), margin, part / 40)
+    found = decontaminate.cut_spans(text, sorted((first, first + count) for first, count in at), margin, part / 40)
     kept = [
         piece
         for piece in "".join("\0" if gone else letter for letter, gone in zip(text, cut)).split("\0")
@@ -284,7 +284,7 @@ def test_overlaps_near_each_other_are_cut_once(at: list[tuple[int, int]], margin
 
 def test_a_cut_goes_to_the_ends_of_lines_that_are_near() -> None:
     text = "one two three\nfour five six\nseven eight nine"
-    cut = lambda first, stop, margin: decontaminate.trim(text, [(first, stop)], margin, 1)
+    cut = lambda first, stop, margin: decontaminate.cut_spans(text, [(first, stop)], margin, 1)
     assert cut(4, 5, 0) == "one two three\nfour \n\n six\nseven eight nine"
     assert cut(4, 5, 2) == "one two three\nfou\n\nix\nseven eight nine"
     assert cut(4, 5, 3) == "one two three\n\nseven eight nine"  # 'fo' and 'x' are within three characters
@@ -292,8 +292,8 @@ def test_a_cut_goes_to_the_ends_of_lines_that_are_near() -> None:
     assert cut(0, 9, 0) is None
     words = " ".join("abcdefghijklmnopqrst")
     apart = [(2 * i, 2 * i + 1) for i in range(10)]
-    assert decontaminate.trim(words, apart[:9], 0, 0.9) and decontaminate.trim(words, apart, 0, 0.9) is None
+    assert decontaminate.cut_spans(words, apart[:9], 0, 0.9) and decontaminate.cut_spans(words, apart, 0, 0.9) is None
 
 
 def test_short_documents_are_one_ngram_and_tiny_ones_none() -> None:
-    assert [len(decontaminate.ngrams(word_hashes(prose(1, n)), 13)) for n in (7, 8, 12, 13, 14)] == [0, 1, 1, 1, 2]
+    assert [len(decontaminate.ngrams(hash_words(prose(1, n)), 13)) for n in (7, 8, 12, 13, 14)] == [0, 1, 1, 1, 2]

@@ -8,9 +8,9 @@ from functools import partial
 import pytest
 import sqlalchemy as sa
 
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.ingest import filing
-from factory.ingest.filing import filed_name
+from factory.ingest.filing import name_filed_file
 from factory.ledger.ledger import Ledger, events, shards
 from tests.support.factory.at_work import at_work
 from tests.support.factory.command import command_here, factory
@@ -67,7 +67,7 @@ def test_a_filed_shard_is_watched_whatever_the_clock_does(workspace: Workspace, 
 def test_only_so_many_filed_shards_are_watched(
     workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filing, "WATCHED", 1)
+    monkeypatch.setattr(filing, "MOST_WATCHED_FILES", 1)
     for name in ("a.jsonl", "b.jsonl"):
         put(workspace, rows(ord(name[0]), 20), name)
         one_pass(workspace, ledger)
@@ -117,7 +117,7 @@ def test_a_quarantined_file_that_its_user_put_back_under_another_name(workspace:
 
 def test_a_quarantined_copy_of_an_unrecorded_file_is_not_tried_too(workspace: Workspace, ledger: Ledger) -> None:
     path = put(workspace, b"nothing\n" * 30)  # killed between the copy and the transaction that names it
-    copy = workspace.quarantine / filed_name(file_sha256(path), path)
+    copy = workspace.quarantine / name_filed_file(file_sha256(path), path)
     copy.write_bytes(path.read_bytes())
     one_pass(workspace, ledger)
     assert tries(ledger) == 1 and list(workspace.quarantine.iterdir()) == [copy] and not list(workspace.inbox.iterdir())
@@ -136,7 +136,7 @@ def test_a_quarantined_file_is_tried_again_by_another_policy(workspace: Workspac
     put(workspace, b"nothing\n" * 30 + rows(0, 17))
     one_pass(workspace, ledger)
     assert tries(ledger) == 1
-    shipped = (code_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
+    shipped = (checkout_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", "vocab_size: 400")
     use_policy(workspace, shipped + "\nlimits:\n  max_bad_rows: 0.9\n")
     one_pass(workspace, ledger)
     assert trained_on(ledger) == exactly(17) and quarantined(ledger) == []

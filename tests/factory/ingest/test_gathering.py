@@ -12,10 +12,10 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.ingest.gathering import gather
 from factory.ingest.tokenizer import Tokenizer
-from factory.ingest.vocabulary import LittleTextError
+from factory.ingest.vocabulary import TooLittleTextError
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger, shards, tokenizers
 from factory.ledger.plant import Plant
@@ -200,7 +200,9 @@ def test_the_exit_code_says_that_nothing_was_taken(
 def wants(workspace: Workspace, vocabulary: int) -> None:
     use_policy(
         workspace,
-        (code_root() / "policies" / "data.yaml").read_text().replace("vocab_size: 4096", f"vocab_size: {vocabulary}"),
+        (checkout_root() / "policies" / "data.yaml")
+        .read_text()
+        .replace("vocab_size: 4096", f"vocab_size: {vocabulary}"),
     )
 
 
@@ -238,7 +240,7 @@ def test_files_named_together_are_counted_together(workspace: Workspace, ledger:
     for number, path in enumerate(paths):
         path.write_text("\n".join(prose(number * 10 + n) for n in range(12)))
     alone = command_here("ingest", str(paths[-1]), home=workspace)
-    assert alone.exit_code != 0 and isinstance(alone.exception, LittleTextError)
+    assert alone.exit_code != 0 and isinstance(alone.exception, TooLittleTextError)
     done = command_here("ingest", *map(str, paths), home=workspace)
     assert done.exit_code == 0 and len(names(ledger)) == 8, done.output
     assert "8 shards" in done.output

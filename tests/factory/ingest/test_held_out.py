@@ -12,10 +12,10 @@ from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.ingest.chain import ShardReport
-from factory.ingest.document import maker_of
+from factory.ingest.document import read_maker
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules import split
-from factory.ingest.rules.split import grouping_lines
+from factory.ingest.rules.split import describe_grouping
 from factory.ledger.ledger import Ledger, documents, held_out
 from tests.support.factory.made_up_text import prose, texts, use_policy
 from tests.support.messages import the
@@ -47,7 +47,7 @@ def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
     names = ["judge\n  fate      train\x1b[31m; quarantined", " \n ", "y" * 999, "judge 1"]
     ingest([row | {"synthetic_by": name} for row, name in zip(texts(0, 4), names, strict=True)], "made.jsonl")
     rows = ledger.rows(sa.select(documents.c.detail).order_by(documents.c.row))
-    one, two, three, four = [maker_of(row["detail"]) for row in rows]
+    one, two, three, four = [read_maker(row["detail"]) for row in rows]
     assert one == "judge fate train\ufffd[31m, quarantined" and two is None and four == "judge 1"
     assert three is not None and 200 < len(three) <= 300
 
@@ -150,7 +150,7 @@ def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
         assert {row["group_key"] for row in found[:10]} == {f"path:{found[0]['key'].partition(':')[0]}"}
     else:
         assert {row["group_key"] for row in found[:10]} == {None} and counts["groups"]["web"]["lacking"] == 10
-        (said,) = grouping_lines("web", counts["groups"]["web"])
+        (said,) = describe_grouping("web", counts["groups"]["web"])
         assert said.code == "split.lacking" and (said.data["lacking"], said.data["documents"]) == (10, 100)
     for name in named:
         assert len({row["fate"] for row in found if row["group_key"] == name}) == 1, "whole groups"
@@ -186,7 +186,7 @@ def test_documents_that_a_model_wrote_do_not_count_for_the_held_out_share(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     use_policy(workspace, "held_out: {share: 1.0e-9}\n")
-    sealed = next(n for n in range(40) if split.is_sealed(f"s{n}"))
+    sealed = next(n for n in range(40) if split.breaks_tie_to_sealed(f"s{n}"))
     ingest([row | {"synthetic_by": "a judge"} for row in texts(100, 20)], "made.jsonl")
     assert ingest(texts(sealed, 1), "own.jsonl").counts["held_out"] == 0
 

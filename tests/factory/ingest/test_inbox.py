@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from factory.core.faults import HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, fault_of
 from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import take
@@ -113,7 +113,7 @@ def test_too_few_file_handles_are_not_the_files_fault(
     monkeypatch.setattr(chain, "file_sha256", with_none_left)
     with pytest.raises(chain.InputError, match="Too many open files") as raised:
         one_pass(workspace, ledger)
-    assert fault_of(raised.value) == HANDLES and path.exists() and not held(ledger)
+    assert fault_of(raised.value) == NO_FILE_HANDLES and path.exists() and not held(ledger)
     monkeypatch.undo()
     one_pass(workspace, ledger)
     assert len(trained_on(ledger)) == 10

@@ -18,10 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError, DamagedTokenizerError, FactoryError, InputError
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.ingest import chain
 from factory.ingest.chain import ShardReport, ingest_shard
-from factory.ingest.rules.words import word_hashes
+from factory.ingest.rules.words import hash_words
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, metadata, shards, token_shards
 from factory.ledger.plant import Plant
@@ -120,11 +120,11 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
     tokenizer = Tokenizer.load(workspace.tokenizer)
     from factory.ingest.rules.decontaminate import ngrams as of
 
-    secrets = {int(gram) for _, text in held_out_texts(ledger) for gram in of(word_hashes(text), 13)}
+    secrets = {int(gram) for _, text in held_out_texts(ledger) for gram in of(hash_words(text), 13)}
     for path in {row["path"] for row in ledger.rows(sa.text("SELECT path FROM token_shards"))}:
         shard = TokenShard(path)
         for start, length in zip(shard.documents["start"].to_pylist(), shard.documents["length"].to_pylist()):
-            kept = of(word_hashes(tokenizer.decode(shard.tokens[start : start + length])), 13)
+            kept = of(hash_words(tokenizer.decode(shard.tokens[start : start + length])), 13)
             assert not secrets & {int(gram) for gram in kept}
 
 
@@ -270,7 +270,7 @@ ingest_shard(Plant(workspace, Ledger.open(workspace.ledger_url)), workspace.inbo
 def start(workspace: Workspace) -> subprocess.Popen[bytes]:
     """A real ingest with two worker processes, its standard input closed."""
     command = f"exec {sys.executable} -c '{_RUN}' {workspace.root} <&-"
-    environment = {**os.environ, "PYTHONPATH": str(code_root())}
+    environment = {**os.environ, "PYTHONPATH": str(checkout_root())}
     return subprocess.Popen(["sh", "-c", command], env=environment, cwd=workspace.root)
 
 

@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.data.selecting import by_value
+from factory.data.selecting import select_by_value
 from factory.data.settling import grouped, settle
 from factory.ingest.chain import ShardReport
 from factory.ingest.inbox import describe_shard
-from factory.ingest.rules.claims import conflicts, strictest
+from factory.ingest.rules.claims import conflicts, strictest_licence
 from factory.ingest.rules.policy import DataPolicy, Licence, Licences
 from factory.ledger.ledger import Ledger, documents
 from tests.support.factory.command import command_here
@@ -105,7 +105,7 @@ def test_the_first_of_equally_strict_claims_counts(ledger: Ledger, ingest: Inges
     shard(ingest, "MIT", "c")
     (one,) = conflicts(ledger)
     assert one.counts_as(rules) == "MIT" and len(one.claims) == 2
-    assert strictest(["MIT", "Y", "X"], rules) == "X"  # neither order nor number of claims counts
+    assert strictest_licence(["MIT", "Y", "X"], rules) == "X"  # neither order nor number of claims counts
     # the answer is the policy's as it is now
     now = Licences(known=rules.known | {"Apache-2.0": Licence(train=True, release=False)})
     assert one.counts_as(now) == "Apache-2.0"
@@ -184,10 +184,10 @@ def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
 ) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
-    (part,) = by_value(ledger, "license", [NC]).parts()
+    (part,) = select_by_value(ledger, "license", [NC]).parts()
     taken = ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))
     assert [row["id"] for row in taken] == ["a"]
-    (part,) = by_value(ledger, "license", ["MIT"]).parts()
+    (part,) = select_by_value(ledger, "license", ["MIT"]).parts()
     assert len(ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
     done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
     assert "1 document: 1 to train on" in done.stdout, done.stdout

@@ -20,8 +20,8 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.removing import look, remove
-from factory.data.selecting import Selection
-from factory.erasing.erasing import finish_removals, warnings
+from factory.data.selecting import DocumentSelection
+from factory.erasing.erasing import finish_pending_removals, warnings
 from factory.ingest.chain import ShardReport
 from factory.ingest.document import parse_json
 from factory.ingest.inbox import ingest_path
@@ -32,7 +32,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.files import packed
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
-from factory.repairs.lost_ledger import ingest_file
+from factory.repairs.lost_ledger import ingest_raw_shard
 from factory.repairs.token_shards import rebuild_token_shard
 from tests.support.factory.inbox import exactly, one_pass, put, rows, trained_on
 from tests.support.factory.made_up_text import prose, texts, use_policy, use_small_vocabulary
@@ -233,7 +233,7 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     limits = DataPolicy.load(workspace.policy("data.yaml")).limits
     found = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
     assert [take_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
-    assert ingest_file(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
+    assert ingest_raw_shard(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
     assert len(names(ledger)) == 3
 
 
@@ -299,8 +299,8 @@ def test_an_erasure_deletes_the_file_that_the_shard_was_made_from(workspace: Wor
     one_pass(workspace, ledger)
     (token_shard,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
     (one,) = ledger.rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
-    remove(ledger, look(ledger, Selection("key", (one["key"],)), True), "ann", "law", erase=True)
-    said = finish_removals(Plant(workspace, ledger))
+    remove(ledger, look(ledger, DocumentSelection("key", (one["key"],)), True), "ann", "law", erase=True)
+    said = finish_pending_removals(Plant(workspace, ledger))
     assert the(said, "ingest.original_deleted").data["file"] == "a.zip"
     assert not list((workspace.root / "shards" / "originals").iterdir())
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
@@ -319,5 +319,5 @@ def test_a_persons_own_original_is_named_before_an_erasure(
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))
     ingest_path(Plant(workspace, ledger), tmp_path / "a.csv", workers=0)
     keys = tuple(row["key"] for row in ledger.rows(sa.select(documents.c.key)))
-    said = warnings(Plant(workspace, ledger), Selection("key", keys))
+    said = warnings(Plant(workspace, ledger), DocumentSelection("key", keys))
     assert the(said, "erasing.outside").data["path"] == str(tmp_path / "a.csv")

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest import remote
-from factory.ingest.remote import fetched
+from factory.ingest.remote import fetch_files
 from factory.ledger.ledger import Ledger, shards
 from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here, factory
@@ -134,18 +134,18 @@ def test_an_interrupted_fetch_continues_by_range(
 
     monkeypatch.setattr(bucket[0], "cat_file", cut)
     with refused("ingest.fetch_stopped", InputError, kind="ConnectionError", error="reset by peer", at=150_000):
-        fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
-    _, found, _ = fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+        fetch_files(Plant(workspace, ledger), f"{root}/a.jsonl")
+    _, found, _ = fetch_files(Plant(workspace, ledger), f"{root}/a.jsonl")
     ((path, address),) = found.items()
     assert path.read_bytes() == data and asked == [0, 50_000, 100_000, 150_000, 150_000, 200_000, 250_000]
     assert path.name == "a.jsonl" and address == f"{root}/a.jsonl"
     asked[:] = [0, 0, 0]
     path.unlink()
     with pytest.raises(InputError):
-        fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+        fetch_files(Plant(workspace, ledger), f"{root}/a.jsonl")
     other = os.urandom(300_000)  # of the same size, with another etag: from the beginning
     put_there(bucket, {"a.jsonl": other})
-    _, found, _ = fetched(Plant(workspace, ledger), f"{root}/a.jsonl")
+    _, found, _ = fetch_files(Plant(workspace, ledger), f"{root}/a.jsonl")
     assert next(iter(found)).read_bytes() == other
 
 
@@ -160,7 +160,7 @@ def test_the_error_of_an_empty_address_is_one_line(
     workspace: Workspace, ledger: Ledger, bucket: Any, address: str, known: set[str]
 ) -> None:
     with pytest.raises(InputError) as caught:
-        fetched(Plant(workspace, ledger), f"s3://{bucket[1]}{address}")
+        fetch_files(Plant(workspace, ledger), f"s3://{bucket[1]}{address}")
     assert caught.value.code in known and "\n" not in str(caught.value)
 
 
@@ -177,7 +177,7 @@ def test_a_missing_library_is_reported_with_its_extra(
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
     with refused("ingest.remote_not_installed", InputError, scheme="s3"):
-        fetched(Plant(workspace, ledger), "s3://bucket/a.jsonl")
+        fetch_files(Plant(workspace, ledger), "s3://bucket/a.jsonl")
     with refused("ingest.address", InputError, address="nothing://x"):
-        fetched(Plant(workspace, ledger), "nothing://x")
+        fetch_files(Plant(workspace, ledger), "nothing://x")
     assert factory("ingest", "nothing://x", "-w", str(workspace.root)).returncode == 2

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from factory.ingest.rules import split
-from factory.ingest.rules.split import HALVES, Arrived, Held, HeldBefore, Wanted, select
+from factory.ingest.rules.split import HALVES, CandidateDocument, EarlierHeldOut, Held, Wanted, select
 
 Row = tuple[str, int | None, bool]  # domain, number of the group, able
 
@@ -22,20 +22,20 @@ class Past:
     """The state that the ledger would have."""
 
     wanted: Wanted
-    held: dict[str, tuple[Arrived, Held]] = field(default_factory=dict)  # by key
-    trained: list[Arrived] = field(default_factory=list)
+    held: dict[str, tuple[CandidateDocument, Held]] = field(default_factory=dict)  # by key
+    trained: list[CandidateDocument] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)  # by domain, documents that were not of a group from before
 
     def recorded(self) -> dict[str, bool]:
         return {one.group: one.sealed for _, one in self.held.values()}
 
-    def before(self) -> dict[str, HeldBefore]:
-        of: dict[str, list[tuple[Arrived, Held]]] = defaultdict(list)
+    def before(self) -> dict[str, EarlierHeldOut]:
+        of: dict[str, list[tuple[CandidateDocument, Held]]] = defaultdict(list)
         for arrived, held in self.held.values():
             of[arrived.domain].append((arrived, held))
         whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
         return {
-            domain: HeldBefore(
+            domain: EarlierHeldOut(
                 len(ones),
                 {half: frozenset(h.group for a, h in ones if h.sealed == half and whole(a, h)) for half in HALVES},
                 {half: sum(h.sealed == half and not whole(a, h) for a, h in ones) for half in HALVES},
@@ -43,7 +43,7 @@ class Past:
             for domain, ones in of.items()
         }
 
-    def take(self, arrived: Sequence[Arrived]) -> dict[int, Held]:
+    def take(self, arrived: Sequence[CandidateDocument]) -> dict[int, Held]:
         recorded, trained = self.recorded(), {one.group for one in self.trained if one.group}
         count = Counter(one.domain for one in self.trained)
         call = (recorded, trained, self.before(), lambda _: self.wanted, lambda domain: count[domain])
@@ -59,9 +59,9 @@ class Past:
         return held
 
 
-def shard_of(rows: Sequence[Row], number: int) -> list[Arrived]:
+def shard_of(rows: Sequence[Row], number: int) -> list[CandidateDocument]:
     return [
-        Arrived(
+        CandidateDocument(
             at, f"{number}:{at}", domain, None if group is None else f"g{group}",
             hashlib.sha256(f"{number}:{at}".encode()).hexdigest(), able,
         )
@@ -144,7 +144,7 @@ def test_the_selection_is_the_same_in_every_version() -> None:
 
 def test_a_group_without_a_source_is_named_by_its_fact_alone() -> None:
     facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
-    named = {kind: split.group_of(kind, None, facts, "0011") for kind in split.KINDS}
+    named = {kind: split.name_group(kind, None, facts, "0011") for kind in split.KINDS}
     assert named == {
         "document": None, "source": None, "path": "path:a.py", "url-host": "url-host:example.org",
         "conversation": "conversation:7", "none": None,

@@ -15,7 +15,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.compared import FOLDER, HashIndex
-from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.held_tasks import record_task_ngrams
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.ledger.plant import Plant
 from factory.repairs.token_shards import rebuild_token_shard
@@ -113,14 +113,14 @@ def test_items_are_recorded_once_and_again_where_they_were_lost(
     workspace: Workspace, ledger: Ledger, exam: Path
 ) -> None:
     count = lambda: sum(len(grams) for _, grams in HashIndex(ledger).held_out())
-    assert hold_task_items(Plant(workspace, ledger), 13) == 1
+    assert record_task_ngrams(Plant(workspace, ledger), 13) == 1
     first = count()
-    assert first > 20 and hold_task_items(Plant(workspace, ledger), 13) == 0 and count() == first
+    assert first > 20 and record_task_ngrams(Plant(workspace, ledger), 13) == 0 and count() == first
     shutil.rmtree(workspace.shards / FOLDER)  # as on a new disk, with the ledger of a backup
     HashIndex(ledger).remove()
-    assert hold_task_items(Plant(workspace, ledger), 13) == 1 and count() == first
+    assert record_task_ngrams(Plant(workspace, ledger), 13) == 1 and count() == first
     exam.write_text(exam.read_text() * 2)  # another file, the same items
-    assert hold_task_items(Plant(workspace, ledger), 13) == 1
+    assert record_task_ngrams(Plant(workspace, ledger), 13) == 1
 
 
 def test_nothing_is_ingested_while_an_exam_cannot_be_read(

@@ -15,7 +15,7 @@ from factory.core.errors import WorkspaceError
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger, events, meta, record
 from factory.ledger.reader import Reader
-from factory.ledger.version import GONE, NO_TABLES
+from factory.ledger.version import GONE, SERVER_ADVICE
 from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
 from tests.support.plants import kept_ledger
@@ -74,9 +74,9 @@ def test_a_missing_ledger_is_an_error_with_the_remedy(workspace: Workspace) -> N
     code = "engine.no_ledger" if here else "ledger.unreadable"
     with refused(code, WorkspaceError) as raised:
         Ledger.open(workspace.ledger_url)
-    assert raised.value.data["advice"].code == ("engine.run_init" if here else NO_TABLES.code)
+    assert raised.value.data["advice"].code == ("engine.run_init" if here else SERVER_ADVICE.code)
     (workspace.segments / "00001-trunk").mkdir()
-    with refused(code, WorkspaceError, advice=GONE if here else NO_TABLES):
+    with refused(code, WorkspaceError, advice=GONE if here else SERVER_ADVICE):
         Ledger.open(workspace.ledger_url)
     assert not (workspace.root / "ledger.db").exists()
     with refused("reader.no_file" if here else "ledger.unreadable", WorkspaceError):

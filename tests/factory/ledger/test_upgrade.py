@@ -17,11 +17,11 @@ from alembic.script import ScriptDirectory
 from factory.backups.upgrade import MIGRATIONS, upgrade
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Config, Workspace
-from factory.ledger.journal import backups_of
+from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger
 from factory.ledger.reader import Reader
 from factory.ledger.rows import SegmentRow
-from factory.ledger.version import SCHEMA
+from factory.ledger.version import SCHEMA_VERSION
 from factory.training.segment_folder import is_owner, read_owner
 from tests.support.factory.command import factory
 from tests.support.messages import refused
@@ -66,7 +66,7 @@ def backups(workspace: Workspace) -> list[Path]:
 def test_an_older_ledger_is_refused_and_not_changed(old: Workspace) -> None:
     before = columns(old.root / "ledger.db")
     for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old)):
-        with refused("version.older", WorkspaceError, version="1", known=SCHEMA):
+        with refused("version.older", WorkspaceError, version="1", known=SCHEMA_VERSION):
             opened()
     assert columns(old.root / "ledger.db") == before
 
@@ -146,14 +146,14 @@ def test_paths_become_relative_and_folders_get_their_owner(tmp_path: Path) -> No
     )
     assert is_owner(read_owner(workspace.segments / "00001-trunk"), ledger, row)
     assert not (workspace.root / "root").exists() and len(ledger.identity) == 32
-    assert len(backups_of(workspace.root)) == 1, "the first, for the journal"
+    assert len(list_backups(workspace.root)) == 1, "the first, for the journal"
 
 
 def test_an_upgraded_ledger_has_the_columns_of_a_new_one(old: Workspace, tmp_path: Path) -> None:
     upgrade(old)
     Ledger.create(f"sqlite:///{tmp_path / 'new.db'}")
     assert columns(old.root / "ledger.db") == columns(tmp_path / "new.db")
-    assert ScriptDirectory(str(MIGRATIONS), version_locations=[str(MIGRATIONS)]).get_current_head() == SCHEMA
+    assert ScriptDirectory(str(MIGRATIONS), version_locations=[str(MIGRATIONS)]).get_current_head() == SCHEMA_VERSION
 
 
 @pytest.mark.parametrize("statement", ["ALTER TABLE", "UPDATE meta"])
@@ -195,7 +195,7 @@ def test_a_postgresql_ledger_is_upgraded_only_if_a_person_has_a_backup(
         tx.exec_driver_sql("DROP TABLE runs")
         tx.exec_driver_sql("DELETE FROM meta WHERE key = 'identity'")
         tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
-    with refused("upgrade.no_backup", WorkspaceError, schema="1", known=SCHEMA):
+    with refused("upgrade.no_backup", WorkspaceError, schema="1", known=SCHEMA_VERSION):
         upgrade(workspace)
     assert len(upgrade(workspace, has_backup=True)) == 1 and upgrade(workspace) == []
     assert SegmentRow.select(Ledger.open(workspace.ledger_url)) == []

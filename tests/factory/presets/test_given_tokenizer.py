@@ -14,10 +14,10 @@ import tokenizers as library
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ingest.tokenizer import PATTERN, Tokenizer, train
+from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer, train
 from factory.ledger.ledger import Ledger, tokenizers
 from factory.ledger.plant import Plant
-from factory.presets.making import install, opened
+from factory.presets.making import install_tokenizer, opened
 from tests.support.factory.made_up_text import prose
 
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -92,7 +92,7 @@ def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, t
     three = r"\p{N}{1,3}"
     split = {
         "type": "Split",
-        "pattern": {"Regex": PATTERN.replace(r"|\p{N}|", f"|{three}|")},
+        "pattern": {"Regex": SPLIT_PATTERN.replace(r"|\p{N}|", f"|{three}|")},
         "behavior": "Isolated",
         "invert": False,
     }
@@ -111,8 +111,8 @@ def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
     path = changed(ours, tmp_path, (lambda raw: None) if bos else setting(post_processor=None))
     ledger = Ledger.open(plant.ledger_url)
     with opened(path) as given:
-        install(Plant(plant, ledger), given)
-        install(Plant(plant, ledger), given)  # again: the same
+        install_tokenizer(Plant(plant, ledger), given)
+        install_tokenizer(Plant(plant, ledger), given)  # again: the same
         sha256 = given.sha256
     (row,) = ledger.rows(sa.select(tokenizers))
     assert (row["sha256"], row["vocab_size"]) == (sha256, 600)

@@ -102,7 +102,7 @@ def test_recipe_vocabulary_and_policy_are_set_together(tmp_path: Path, words: li
 
 def test_shipped_comments_and_rules_stay_in_the_copy(tmp_path: Path) -> None:
     init("--preset", "laptop", "-w", str(tmp_path / "w"))
-    shipped = DataPolicy.load(making.code_root() / "policies" / "data.yaml")
+    shipped = DataPolicy.load(making.checkout_root() / "policies" / "data.yaml")
     own = DataPolicy.load(tmp_path / "w" / "policies" / "data.yaml")
     assert own.model_copy(update={"tokenizer": shipped.tokenizer}) == shipped
     assert "# must be the recipe's" in (tmp_path / "w" / "policies" / "data.yaml").read_text()

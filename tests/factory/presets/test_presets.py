@@ -12,7 +12,7 @@ from kernels.contract.message import Message
 from kernels.contract.registry import bind
 from tests.support.paths import ROOT
 from trainer.contract.plan.gpus import GPUS
-from trainer.contract.plan.run_plan import Ask, plan_run
+from trainer.contract.plan.run_plan import PlanRequest, plan_run
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 
@@ -39,7 +39,7 @@ def test_a_presets_recipe_is_a_model_of_its_size_that_can_be_exported(name: str)
 )
 def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: int, gpu: str, tokens: float) -> None:
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
-    found = plan_run(Ask(recipe.model, tokens, gpus, GPUS[gpu], recipe.batch, logit_rows=None))
+    found = plan_run(PlanRequest(recipe.model, tokens, gpus, GPUS[gpu], recipe.batch, logit_rows=None))
     assert found.layout.recompute == "none" and found.sequences == recipe.batch.sequences
     assert found.layout.micro_sequences >= (recipe.batch.micro_sequences or 0)
     assert memory_needed(recipe, gpus, GPUS[gpu].memory, 2) <= GPUS[gpu].memory

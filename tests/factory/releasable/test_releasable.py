@@ -17,8 +17,8 @@ from factory.duties.runner import work
 from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.releasable.gathering import ReleasableLine, look, verdict
-from factory.releasable.recorded import newest, refresh
+from factory.releasable.gathering import ReportLine, look, verdict
+from factory.releasable.recorded import newest, update_report
 from factory.tasks.policy import TasksPolicy
 from kernels.contract.message import Message
 from tests.support.factory.command import command_here
@@ -30,7 +30,7 @@ from tests.support.said import Said
 Ingest = Callable[..., ShardReport]
 
 
-def by_name(lines: list[ReleasableLine]) -> dict[str, ReleasableLine]:
+def by_name(lines: list[ReportLine]) -> dict[str, ReportLine]:
     return {line.name: line for line in lines}
 
 
@@ -166,8 +166,8 @@ def test_it_is_recorded_once_and_again_when_something_changed(
 ) -> None:
     ingest(texts(0, 60))
     said = Said()
-    refresh(Plant(workspace, ledger, said))
-    refresh(Plant(workspace, ledger, said))
+    update_report(Plant(workspace, ledger, said))
+    update_report(Plant(workspace, ledger, said))
     count = lambda: ledger.read("SELECT COUNT(*) AS n FROM events WHERE kind = 'releasable'")[0]["n"]
     assert count() == 1 and any("recipe" in line for line in said.lines)
     kept = newest(workspace, ledger)
@@ -181,7 +181,7 @@ def test_it_is_recorded_once_and_again_when_something_changed(
     use_policy(workspace, "tokenizer: {vocab_size: 401}\n")
     assert "since this report" in command_here("status", home=workspace).stdout
     ingest(texts(100, 60), "more.jsonl")
-    refresh(Plant(workspace, ledger, said))
+    update_report(Plant(workspace, ledger, said))
     assert count() == 2
 
 

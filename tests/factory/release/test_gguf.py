@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
 from factory.core.errors import InputError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.gguf.kind import Kind
-from factory.release.gguf.writing import GgufFile, write_export, write_release
+from factory.release.gguf.writing import GgufFile, write_export, write_release_gguf
 from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate
 from tests.support.serving.served import add_release, make_export, tokenizer
@@ -30,7 +30,7 @@ from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.export import converted, generation_config, hf_config
+from trainer.contract.checkpoint.export import convert_tensors, generation_config, hf_config
 
 gguf = pytest.importorskip("gguf", reason="the extra gguf is not installed")
 
@@ -72,7 +72,7 @@ def exported(folder: Path, changes: dict[str, Any], dtype: str = "fp32") -> Path
         if "norm" in name or name.endswith("router_bias"):
             tensors[name] = tensor + 0.3 * torch.randn_like(tensor)
     folder.mkdir()
-    made = checkpoints.safetensors_bytes(dict(converted(tensors, recipe)), {"format": "pt"})
+    made = checkpoints.safetensors_bytes(dict(convert_tensors(tensors, recipe)), {"format": "pt"})
     (folder / "model.safetensors").write_bytes(b"".join(made))
     config = hf_config(recipe.model, {"fp32": "float32", "bf16": "bfloat16"}[dtype])
     (folder / "config.json").write_text(json.dumps(config))
@@ -126,9 +126,9 @@ def expected(export: Path) -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("family", FIT)
 def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: str) -> None:
     export = exported(tmp_path / "export", FIT[family][1])
-    before = folder_sha256(export)
+    before = export_folder_sha256(export)
     made = write(export)
-    assert made.kind == Kind.F32 and folder_sha256(export) == before
+    assert made.kind == Kind.F32 and export_folder_sha256(export) == before
     found, wanted = stored(made.file), expected(export)
     assert found.keys() == wanted.keys() and made.tensors == len(found)
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
@@ -255,7 +255,7 @@ def test_the_command_writes_a_release_and_overwrites_nothing(
     assert found == {
         "release": 1, "file": str(out), "type": "f16", "architecture": "qwen3", "tensors": 24, "bytes": out.stat().st_size,
     }  # fmt: skip
-    assert folder_sha256(Path(row.export_path)) == row.export_sha256 and not left.exists()
+    assert export_folder_sha256(Path(row.export_path)) == row.export_sha256 and not left.exists()
     assert field(out, "factory.export_sha256") == row.export_sha256 and field(out, "factory.release") == 1
     assert field(out, "general.version") == "1" and field(out, "general.name") == "factory-lm release 1"
     assert field(out, "general.license") == "Apache-2.0"
@@ -271,11 +271,11 @@ def test_the_command_writes_a_release_and_overwrites_nothing(
             CliRunner().invoke(app, [*words, *change], catch_exceptions=False)
     with monkeypatch.context() as patch, refused("gguf.no_package", InputError):
         patch.setitem(sys.modules, "gguf", None)
-        write_release(ledger, 1, tmp_path / "other", SILENT)
+        write_release_gguf(ledger, 1, tmp_path / "other", SILENT)
     (Path(row.export_path) / "config.json").write_text("{}")
     with refused("checks.changed_export", InputError):
-        write_release(ledger, 1, tmp_path / "other", SILENT)
+        write_release_gguf(ledger, 1, tmp_path / "other", SILENT)
     assert out.read_bytes() == before and list(tmp_path.glob("other*")) == []
     assert add_candidate(workspace, ledger) == 2
     with refused("rows.unknown_key", InputError, noun="release", key=2, known=["1"]):
-        write_release(ledger, 2, tmp_path / "other", SILENT)
+        write_release_gguf(ledger, 2, tmp_path / "other", SILENT)

@@ -24,9 +24,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, VerdictRow, champion
 from factory.release import releases
 from factory.release.approvals import reject
-from factory.release.checks import OutOfDate
-from factory.show.catching_up import catch_up
-from factory.show.mlflow.answering import ApprovalAnswers
+from factory.release.checks import OutOfDateError
+from factory.show.catching_up import show_missing
+from factory.show.mlflow.answering import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
@@ -207,7 +207,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     verdict = add_judged(scene, 2, evidence(), against=1)
     licence(scene, "CC-BY-NC-4.0")
     for by in ("ada", None):
-        with refused("checks.held_now", OutOfDate, subject="candidate:2", candidate=2) as error:
+        with refused("checks.held_now", OutOfDateError, subject="candidate:2", candidate=2) as error:
             release(Plant(workspace, scene), verdict, approved_by=by)
         assert "100.0%" in error.value.data["why"] and "CC-BY-NC-4.0" in error.value.data["why"]
         approval(workspace, "automatic")
@@ -215,7 +215,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     version = register_candidate(Plant(workspace, scene), 2)
     client = open_client(workspace)
     client.set_model_version_tag(MODEL, version, "approval", "approved")
-    [line] = ApprovalAnswers(Plant(workspace, scene)).look()
+    [line] = ApprovalResponder(Plant(workspace, scene)).look()
     assert "was refused" in line and "CC-BY-NC-4.0" in line
     decided = scene.rows(sa.select(events).where(events.c.kind == "approved"))
     assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
@@ -239,9 +239,9 @@ def test_an_interrupted_release_is_checked_again_before_it_continues(
     row = ReleaseRow.first(scene, "WHERE candidate = 2")
     assert row is not None and row.state == "decided"
     if seen:  # MLflow already shows the decided release
-        catch_up(Plant(workspace, scene))
+        show_missing(Plant(workspace, scene))
     licence(scene, "CC-BY-NC-4.0")
-    with refused("checks.held_now", OutOfDate, subject="candidate:2") as error:
+    with refused("checks.held_now", OutOfDateError, subject="candidate:2") as error:
         override(Plant(workspace, scene), 2, "ada", WHY)
     assert "CC-BY-NC-4.0" in error.value.data["why"]
     done = the(reconcile(Plant(workspace, scene))[:1], "releases.not_finished")
@@ -252,7 +252,7 @@ def test_an_interrupted_release_is_checked_again_before_it_continues(
     [tags] = [dict(one.tags) for one in client.search_model_versions(f"name = '{MODEL}'") if str(one.version) == "2"]
     assert not {"release", "overridden_by", "override_reason"} & tags.keys() and tags.get("approval", "") == ""
     assert str(client.get_model_version_by_alias(MODEL, "champion").version) == "1"
-    assert ApprovalAnswers(Plant(workspace, scene)).look() == []
+    assert ApprovalResponder(Plant(workspace, scene)).look() == []
     assert listed(scene)[1]["state"] == "held" and listed(scene)[1]["override"] is None
     licence(scene, "MIT")
     with pytest.raises(InputError, match="is 'hold', not 'promote'"):

@@ -19,8 +19,8 @@ from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
 from factory.ledger.reader import Reader
 from factory.ledger.rows import ReleaseRow, champion
-from factory.release.approvals import ApprovalNeeded, approve, reject
-from factory.show.mlflow.answering import ApprovalAnswers
+from factory.release.approvals import ApprovalNeededError, approve, reject
+from factory.show.mlflow.answering import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
@@ -44,7 +44,7 @@ class Person:
 
     def __init__(self, workspace: Workspace, ledger: Ledger) -> None:
         self.client: MlflowClient = open_client(workspace)
-        self.answers = ApprovalAnswers(Plant(workspace, ledger, Said()))
+        self.answers = ApprovalResponder(Plant(workspace, ledger, Said()))
 
     def says(self, version: str, **tags: str) -> list[str]:
         for key, value in tags.items():
@@ -90,7 +90,7 @@ def test_an_approval_by_command_counts_only_for_the_judged_export(
     workspace: Workspace, ledger: Ledger, person: Person
 ) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
-    with refused("approvals.waits", ApprovalNeeded, candidate=1):
+    with refused("approvals.waits", ApprovalNeededError, candidate=1):
         release(Plant(workspace, ledger), verdict)
     assert champion(ledger) is None
     register_candidate(Plant(workspace, ledger), 1)
@@ -157,7 +157,7 @@ def test_an_approval_after_a_rejection_of_the_same_verdict_is_refused(
     assert due_of(Plant(workspace, ledger), "release") == []
     again = add_verdict(ledger, 1)
     assert due_of(Plant(workspace, ledger), "release") == []
-    with pytest.raises(ApprovalNeeded):
+    with pytest.raises(ApprovalNeededError):
         release(Plant(workspace, ledger), again)
     register_candidate(Plant(workspace, ledger), 1)
     assert person.reads(version, "approval") == "pending"
@@ -224,7 +224,7 @@ def test_a_decision_is_answered_while_the_main_thread_works(
     add_verdict(ledger, add_candidate(workspace, ledger))
     version = register_candidate(Plant(workspace, ledger), 1)
     said = Said()
-    answers = ApprovalAnswers(Plant(workspace, Ledger.open(workspace.ledger_url), said))
+    answers = ApprovalResponder(Plant(workspace, Ledger.open(workspace.ledger_url), said))
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)

@@ -9,7 +9,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
@@ -17,8 +17,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, champion
 from factory.release import releases, serving
 from factory.show.mlflow import registry, runs, store
-from factory.show.mlflow.registry import MODEL, start_pages
-from factory.show.mlflow.releases import POINTED, register_candidate
+from factory.show.mlflow.registry import MODEL, list_start_pages
+from factory.show.mlflow.releases import ALIAS_SET, register_candidate
 from factory.show.mlflow.runs import CLOSED
 from factory.show.mlflow.store import open_client
 from tests.support.factory.shown import reconcile, release, rollback
@@ -43,7 +43,7 @@ def in_mlflow(workspace: Workspace) -> tuple[list[tuple[str, str]], dict[str, st
 def kinds(ledger: Ledger) -> list[str]:
     """The kinds of all events, without those about MLflow's display."""
     rows = ledger.rows(sa.select(events.c.kind).order_by(events.c.id))
-    return [row["kind"] for row in rows if row["kind"] not in (POINTED, CLOSED)]
+    return [row["kind"] for row in rows if row["kind"] not in (ALIAS_SET, CLOSED)]
 
 
 def best(ledger: Ledger) -> ReleaseRow:
@@ -125,7 +125,7 @@ def test_an_export_that_differs_from_the_judged_one_is_not_released(workspace: W
     (export / "extra.json").unlink()
     with ledger.begin() as tx:  # the candidate's row changed after the verdict
         (export / "config.json").write_text("{}")
-        tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
+        tx.execute(candidates.update().values(export_sha256=export_folder_sha256(export)))
     with refused("checks.other_export", InputError, verdict=verdict):
         release(Plant(workspace, ledger), verdict)
     assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
@@ -138,7 +138,7 @@ def test_an_interrupted_release_whose_export_changed_is_reported_and_not_shown(
     release(Plant(workspace, ledger), add_verdict(ledger, first))
     second = add_candidate(workspace, ledger)
     with monkeypatch.context() as broken, pytest.raises(RuntimeError):
-        broken.setattr(serving, "publish", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
+        broken.setattr(serving, "publish_export", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
         release(Plant(workspace, ledger), add_verdict(ledger, second, against=first))
     assert in_mlflow(workspace)[1]["champion"] == "1", "a release that is not public is not shown as champion"
     (workspace.exports / "candidate-2" / "config.json").write_text("changed")
@@ -257,7 +257,7 @@ def test_mlflow_shows_a_version_with_its_numbers_and_reasons(workspace: Workspac
     found = client.search_model_versions(f"name = '{MODEL}' and tags.verdict = 'hold'")
     assert [one.version for one in found] == [version.version]
     training = client.get_experiment_by_name("training")
-    pages = start_pages(workspace, "http://127.0.0.1:5000")
+    pages = list_start_pages(workspace, "http://127.0.0.1:5000")
     assert pages == {
         "releases": f"http://127.0.0.1:5000/#/models/factory-lm?{mode}",
         "candidates": f"http://127.0.0.1:5000/#/experiments/{run.info.experiment_id}?{mode}",

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from factory.backups.backups import make_ledger
-from factory.git.repository import live_commit
-from factory.ingest.inbox import ingest_arrived
+from factory.backups.backups import make_or_open_ledger
+from factory.git.repository import get_live_commit
+from factory.ingest.inbox import ingest_and_file
 from factory.ledger.plant import Plant
 from factory.training.exporting import export_candidate
 from tests.support.plants.kept import kept
@@ -25,14 +25,14 @@ from tests.support.plants.trained_plant import (
 def saved(tmp_path_factory: pytest.TempPathFactory, code_repository: Path) -> Path:
     def make(folder: Path) -> None:
         workspace = lenient_workspace(folder, code_repository)
-        ledger = make_ledger(workspace)
+        ledger = make_or_open_ledger(workspace)
         write_shards(workspace.inbox)
         for path in sorted(workspace.inbox.iterdir()):
-            ingest_arrived(Plant(workspace, ledger), path)
+            ingest_and_file(Plant(workspace, ledger), path)
         train_trunk(workspace, ledger)
         export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
         close(workspace, ledger)
 
     folder = tmp_path_factory.mktemp("saved") / "plant"
-    kept(("exported", live_commit(code_repository)), folder, make, {"code": code_repository})
+    kept(("exported", get_live_commit(code_repository)), folder, make, {"code": code_repository})
     return folder

@@ -14,19 +14,28 @@ from typing import Any
 import pytest
 
 from factory.backups import backups
-from factory.backups.backups import KEPT, back_up_daily, make_backup, make_ledger
+from factory.backups.backups import KEPT, back_up_daily, make_backup, make_or_open_ledger
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import ingest_arrived
-from factory.ledger.journal import ABOUT, BACKUPS, NAME, about, backups_of, damage_of, folders_of, next_name
+from factory.ingest.inbox import ingest_and_file
+from factory.ledger.journal import (
+    ABOUT,
+    BACKUPS_FOLDER,
+    NAME,
+    about,
+    describe_damage,
+    folders_of,
+    list_backups,
+    next_backup_name,
+)
 from factory.ledger.ledger import Ledger, metadata, record
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import GONE
 from factory.machine_check import _backups as looked_at_backups
 from factory.repairs.lost_ledger import restore
-from kernels.contract.files import put_in_place
+from kernels.contract.files import rename_into_place
 from tests.support.factory.command import factory
 from tests.support.failing.nights import small_disk
 from tests.support.messages import codes, refused, the
@@ -63,7 +72,7 @@ def test_a_lost_ledger_is_restored_unchanged(copied: Copy, lost: str) -> None:
     workspace, ledger = copied()
     make_backup(Plant(workspace, ledger))
     (workspace.inbox / "late.jsonl").write_text(json.dumps({"text": "A late document. " * 30, "domain": "docs"}) + "\n")
-    ingest_arrived(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
+    ingest_and_file(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     with ledger.begin() as tx:
         record(tx, "promoted", "release:1", {"candidate": 1})
         tx.exec_driver_sql("DELETE FROM tracked_runs")
@@ -128,9 +137,9 @@ def test_a_killed_restore_loses_no_commit(
         if not left:
             raise Killed
         left -= 1
-        put_in_place(made, place)
+        rename_into_place(made, place)
 
-    monkeypatch.setattr("factory.repairs.lost_ledger.put_in_place", dies)
+    monkeypatch.setattr("factory.repairs.lost_ledger.rename_into_place", dies)
     with pytest.raises(Killed):
         restore(root, "", SILENT)
     monkeypatch.undo()
@@ -175,12 +184,12 @@ def test_a_new_ledger_does_not_use_an_old_segments_folder(copied: Copy) -> None:
     for path in workspace.root.glob("ledger.db*"):
         path.unlink()
     with refused("backups.lost_ledger", WorkspaceError, state="missing", advice=GONE) as raised:
-        make_ledger(workspace)
+        make_or_open_ledger(workspace)
     assert "segments" in raised.value.data["found"]
     # as if a person had made a ledger all the same
     ledger = Ledger.create(workspace.ledger_url)
     for path in sorted((workspace.shards / "raw").iterdir()):
-        ingest_arrived(Plant(workspace, ledger), path)
+        ingest_and_file(Plant(workspace, ledger), path)
     old = (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes()
     train_trunk(workspace, ledger)
     assert (workspace.segments / "00001-trunk" / "metrics.jsonl").read_bytes() != old
@@ -203,7 +212,7 @@ def test_a_lost_configuration_is_restored_too(copied: Copy) -> None:
 
 def test_a_torn_line_of_the_journal_loses_nothing(copied: Copy) -> None:
     workspace, ledger = copied()
-    journal = backups_of(workspace.root)[-1] / NAME
+    journal = list_backups(workspace.root)[-1] / NAME
     with ledger.begin() as tx:
         record(tx, "before", "daemon")
     whole = journal.read_bytes()
@@ -222,9 +231,9 @@ def test_a_torn_line_of_the_journal_loses_nothing(copied: Copy) -> None:
 
 def test_the_newest_backups_stay_and_a_damaged_one_is_skipped(copied: Copy, tmp_path: Path) -> None:
     workspace, ledger = copied()
-    first = backups_of(workspace.root)[0]
+    first = list_backups(workspace.root)[0]
     made = [make_backup(Plant(workspace, ledger))[0] for _ in range(KEPT)]
-    assert backups_of(workspace.root) == made and not first.exists()
+    assert list_backups(workspace.root) == made and not first.exists()
     other, _ = make_backup(Plant(workspace, ledger), tmp_path / "disk")
     with refused("backups.not_empty", InputError, folder=tmp_path / "disk"):
         make_backup(Plant(workspace, ledger), tmp_path / "disk")
@@ -244,11 +253,11 @@ def test_a_backup_with_a_damaged_description_is_skipped_but_its_journal_is_read(
     make_backup(Plant(workspace, ledger))
     with ledger.begin() as tx:
         record(tx, "noted", "daemon", {"in": "its journal"})
-    broken = backups_of(workspace.root)[-1]
+    broken = list_backups(workspace.root)[-1]
     (broken / ABOUT).write_bytes(b"")
     with ledger.begin() as tx:  # a commit raises no error because of the backup
         record(tx, "noted", "daemon", {"after": "it"})
-    assert broken not in backups_of(workspace.root)
+    assert broken not in list_backups(workspace.root)
     ok, said = looked_at_backups(workspace)
     assert not ok and f"{broken} is no backup any more" in said
     before = rows_of(workspace)
@@ -266,17 +275,17 @@ def test_a_damaged_line_of_a_journal_is_reported(copied: Copy) -> None:
             record(tx, "noted", "daemon", {"number": number})
     file = made / NAME
     lines = file.read_bytes().splitlines(keepends=True)
-    assert len(lines) == 3 and damage_of(file) == ""
+    assert len(lines) == 3 and describe_damage(file) == ""
     for at, text in ((0, lines[0].replace(b'"number', b'"numbed')), (1, b"\xff" * 20 + b"\n"), (2, b"torn\n")):
         file.write_bytes(b"".join([*lines[:at], text, *lines[at + 1 :]]))
-        assert damage_of(file), at
+        assert describe_damage(file), at
         ok, said = looked_at_backups(workspace)
-        assert not ok and str(damage_of(file)) in said
+        assert not ok and str(describe_damage(file)) in said
     file.write_bytes(lines[0] + lines[1][:50])  # as after a kill; the next process writes the whole line
-    assert damage_of(file) == ""
+    assert describe_damage(file) == ""
     with open(file, "ab") as out:
         out.write(b"\n" + lines[1] + lines[2])
-    assert damage_of(file) == ""
+    assert describe_damage(file) == ""
     file.write_bytes(lines[0] + lines[2])
     done = restore(workspace.root, made.name, SILENT)
     assert the(done, "lost_ledger.damaged_journal").data["damage"].data["journal"] == file
@@ -319,28 +328,28 @@ def test_the_names_of_backups_keep_their_order_when_the_clock_goes_back(tmp_path
     now = datetime(2026, 1, 31, 12)
     names = []
     for hours in (0, 0, -30, 0, *[-1] * 8, 1):
-        names.append(next_name(tmp_path, now + timedelta(hours=hours)))
-        (tmp_path / BACKUPS / names[-1]).mkdir(parents=True)
+        names.append(next_backup_name(tmp_path, now + timedelta(hours=hours)))
+        (tmp_path / BACKUPS_FOLDER / names[-1]).mkdir(parents=True)
         about = {"made_at": 0.0, "identity": "", "schema": "", "seq": 0}
-        (tmp_path / BACKUPS / names[-1] / ABOUT).write_text(json.dumps(about))
+        (tmp_path / BACKUPS_FOLDER / names[-1] / ABOUT).write_text(json.dumps(about))
         if len(names) > KEPT:
-            shutil.rmtree(backups_of(tmp_path)[0])
-        assert [path.name for path in backups_of(tmp_path)] == names[-KEPT:]
+            shutil.rmtree(list_backups(tmp_path)[0])
+        assert [path.name for path in list_backups(tmp_path)] == names[-KEPT:]
     assert names[1] == "2026-01-31T12-00-00-1" and names[-1] == "2026-01-31T13-00-00"
 
 
 def test_a_backup_does_not_get_the_name_of_a_damaged_one(tmp_path: Path) -> None:
     now = datetime(2026, 1, 31, 12)
     for name in ("2026-01-31T12-00-00", "2026-01-31T12-00-00-1"):
-        (tmp_path / BACKUPS / name).mkdir(parents=True)  # they have no description
-    assert next_name(tmp_path, now) == "2026-01-31T12-00-00-2"
+        (tmp_path / BACKUPS_FOLDER / name).mkdir(parents=True)  # they have no description
+    assert next_backup_name(tmp_path, now) == "2026-01-31T12-00-00-2"
 
 
 def test_a_kill_while_the_oldest_backup_is_removed_leaves_no_half_backup(
     copied: Copy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = copied()
-    while len(backups_of(workspace.root)) < KEPT:
+    while len(list_backups(workspace.root)) < KEPT:
         make_backup(Plant(workspace, ledger))
 
     def half(path: Path) -> None:
@@ -356,16 +365,16 @@ def test_a_kill_while_the_oldest_backup_is_removed_leaves_no_half_backup(
         path for path in folders_of(workspace.root) if backups.database_damage(path / "ledger.db") or not about(path)
     ]
     make_backup(Plant(workspace, ledger))
-    assert len([path for path in (workspace.root / BACKUPS).iterdir() if path.is_dir()]) == KEPT
+    assert len([path for path in (workspace.root / BACKUPS_FOLDER).iterdir() if path.is_dir()]) == KEPT
 
 
 def test_a_damaged_ledger_is_not_backed_up(copied: Copy) -> None:
     workspace, ledger = copied()
     ledger.engine.dispose()
-    kept = backups_of(workspace.root)
+    kept = list_backups(workspace.root)
     file = workspace.root / "ledger.db"
     whole = file.read_bytes()
     file.write_bytes(whole[:5000] + b"\xa5" * 90_000 + whole[95_000:])
     with refused("backups.damaged_database", WorkspaceError, database=file):
         make_backup(Plant(workspace, ledger))
-    assert backups_of(workspace.root) == kept and not list((workspace.root / "backups").glob(".backup-*"))
+    assert list_backups(workspace.root) == kept and not list((workspace.root / "backups").glob(".backup-*"))

@@ -13,20 +13,20 @@ from typing import Any
 import pytest
 
 from factory.core.errors import FactoryError
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
 from factory.duties.runner import work
 from factory.duties.training import train
 from factory.evals.evaluator import refuse_damaged
-from factory.ingest.chat_template import OLDER_TEMPLATES, PLAIN_TEMPLATE
+from factory.ingest.chat_template import OLDER_TEMPLATES, TEMPLATE_WITHOUT_CALLS
 from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import mending
-from factory.repairs.checkpoints import export_again, replay_checkpoint
+from factory.repairs.checkpoints import remake_export, replay_checkpoint
 from factory.repairs.examining import examine_work
-from factory.repairs.mending import mend_inputs, with_mending
-from factory.repairs.token_shards import rebuild_token_shard, token_shard_fault
+from factory.repairs.mending import call_with_repairs, repair_inputs
+from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
 from factory.training.exporting import make_export
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
@@ -64,7 +64,7 @@ def test_nothing_is_repaired_while_no_file_handle_is_left(copied: Copy) -> None:
             read_manifest(Path(last_checkpoint(ledger, 1)["path"]))
 
     with pytest.raises(OSError, match="Too many open files"):
-        with_mending(Plant(workspace, ledger, said), act)
+        call_with_repairs(Plant(workspace, ledger, said), act)
     assert not path.exists() and not said.lines
 
 
@@ -78,7 +78,7 @@ def test_a_damaged_token_shard_is_made_again_from_its_raw_shard(copied: Copy, da
             shutil.rmtree(folder)
         else:
             flip(folder / damage)
-        assert token_shard_fault(folder, deep=True)
+        assert find_token_shard_damage(folder, deep=True)
         said = Said()
         assert rebuild_token_shard(Plant(workspace, ledger, said), row["id"]) == ""
         assert file_hashes(folder) == before
@@ -117,7 +117,7 @@ def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, dama
     folder = Path(token_shards(ledger)[0]["path"])
     shutil.rmtree(folder) if damage == "gone" else flip(folder / damage, -6)  # a byte of the length in the footer
     said = Said()
-    number = with_mending(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
+    number = call_with_repairs(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is whole again" in said.text
     shutil.rmtree(folder)
     train(Plant(workspace, ledger, said), number)
@@ -129,19 +129,21 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
     workspace, ledger = copied()
     folders = [Path(row["path"]) for row in token_shards(ledger)]
     hashed: list[str] = []
-    look = mending.token_shard_fault
-    monkeypatch.setattr(mending, "token_shard_fault", lambda path, deep: hashed.append(path.name) or look(path, deep))
+    look = mending.find_token_shard_damage
+    monkeypatch.setattr(
+        mending, "find_token_shard_damage", lambda path, deep: hashed.append(path.name) or look(path, deep)
+    )
     first, said = plan_trunk(Plant(workspace, ledger), 4), Said()
-    assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and set(hashed) == {
+    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and set(hashed) == {
         one.name for one in folders
     }
-    assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
+    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
     train(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
-    assert not mend_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
+    assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
 
 
 def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) -> None:
@@ -150,8 +152,11 @@ def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) ->
     assert row is not None
     (Path(row.export_path) / "README.md").write_text("# Ours")
     said = Said()
-    with_mending(Plant(workspace, ledger, said), lambda: refuse_damaged(row))
-    assert f"export {row.id} is whole again" in said.text and folder_sha256(Path(row.export_path)) == row.export_sha256
+    call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged(row))
+    assert (
+        f"export {row.id} is whole again" in said.text
+        and export_folder_sha256(Path(row.export_path)) == row.export_sha256
+    )
 
 
 def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
@@ -163,14 +168,14 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
     make_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
     with ledger.begin() as tx:
-        tx.execute(candidates.update().values(export_sha256=folder_sha256(export)))
+        tx.execute(candidates.update().values(export_sha256=export_folder_sha256(export)))
         tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))
     flip(export / "model.safetensors", -9)
-    assert export_again(Plant(workspace, ledger), row.id) == ""
-    assert folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
+    assert remake_export(Plant(workspace, ledger), row.id) == ""
+    assert export_folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
     assert (export / "chat_template.jinja").read_text() == OLDER_TEMPLATES[0]
     make_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export)
-    assert (export / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
+    assert (export / "chat_template.jinja").read_text() == TEMPLATE_WITHOUT_CALLS
 
 
 def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> None:
@@ -234,7 +239,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
         assert found[name]["ok"], found[name]
     assert not found["raw shards"]["ok"] and "(it arrived as shard-1.jsonl)" in found["raw shards"]["detail"]
     assert done.returncode == 1
-    assert folder_sha256(Path(candidate.export_path)) == candidate.export_sha256
+    assert export_folder_sha256(Path(candidate.export_path)) == candidate.export_sha256
     assert "segments/00044-trunk is set aside" in repaired
 
 

@@ -17,8 +17,8 @@ from factory.ingest.tokenizer import FILES
 from factory.ledger.files import held
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.repairs.mending import repair_all, with_mending
-from factory.repairs.token_shards import tokenizer_fault
+from factory.repairs.mending import call_with_repairs, repair_all
+from factory.repairs.token_shards import find_tokenizer_damage
 from factory.retrying.asking import PausedError, pause
 from tests.support.file_hashes import file_hashes
 from tests.support.messages import codes, refused, the
@@ -43,11 +43,11 @@ def test_check_repair_restores_the_recorded_tokenizer(copied: Copy, damage: str,
         shutil.rmtree(workspace.exports)
         workspace.exports.mkdir()
     DAMAGE[damage](workspace)
-    assert str(workspace.tokenizer) in tokenizer_fault(Plant(workspace, ledger))
+    assert str(workspace.tokenizer) in find_tokenizer_damage(Plant(workspace, ledger))
     lines = repair_all(workspace, False, Said())
     assert "tokenizer" in [line.data["name"] for line in lines if codes([line]) == ["mending.repaired"]]  # type: ignore[attr-defined]
     assert file_hashes(workspace.tokenizer) == before and set(before) == set(FILES)
-    assert not tokenizer_fault(Plant(workspace, ledger))
+    assert not find_tokenizer_damage(Plant(workspace, ledger))
 
 
 @pytest.mark.sample("gone")
@@ -74,7 +74,7 @@ def test_a_lost_tokenizer_without_a_copy_is_an_error_and_no_shard_is_held(copied
     shutil.rmtree(workspace.tokenizer)
     (workspace.inbox / "later.jsonl").write_text(json.dumps({"text": "One more line of text for a model. " * 9}) + "\n")
     with refused("mending.failed", FactoryError) as raised:
-        with_mending(
+        call_with_repairs(
             Plant(workspace, ledger, Said()),
             lambda: take(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),
         )

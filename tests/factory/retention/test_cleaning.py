@@ -19,13 +19,13 @@ import sqlalchemy as sa
 import yaml
 
 from factory.audit.drawing import waiting
-from factory.audit.keeping import kept, ladder_of
+from factory.audit.keeping import kept, ladder_folder
 from factory.audit.policy import AuditPolicy
-from factory.core.faults import is_full
+from factory.core.faults import is_disk_full
 from factory.core.workspace import Config, Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_start
-from factory.git.repository import checkout, live_commit
+from factory.git.repository import checkout, get_live_commit
 from factory.ledger.anomalies import open_anomalies
 from factory.ledger.files import RETIRED, retired
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
@@ -101,7 +101,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
         if SegmentRow.get(ledger, anomaly.segment).state != "rewound":
             rungs: list[Path] = []
             for row in SegmentRow.lineage(ledger, anomaly.segment):
-                for folder in (ladder_of(workspace, row.id), Path(row.folder) / "checkpoints"):
+                for folder in (ladder_folder(workspace, row.id), Path(row.folder) / "checkpoints"):
                     rungs += folder.glob("step-*")
             needed[f"diagnosis of {anomaly.id}"] = [*rungs, workspace.root / "diagnoses" / f"{anomaly.id:05d}"]
     return {action: [path for path in paths if os.path.lexists(path)] for action, paths in needed.items()}
@@ -177,7 +177,7 @@ def test_cleaning_keeps_what_the_policy_names(tmp_path: Path, code: Path) -> Non
 
 def test_a_worktree_that_a_diagnosis_could_not_remove_is_removed_later(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
-    left = checkout(workspace.repository, live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
+    left = checkout(workspace.repository, get_live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
     assert left.is_dir() and left.name in git(workspace.repository, "worktree", "list")
     clean(Plant(workspace, ledger))
     assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
@@ -235,7 +235,7 @@ def test_a_disk_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -
         fill(disk)
         with pytest.raises(sa.exc.DBAPIError) as raised, ledger.begin() as tx:
             tx.execute(events.insert(), [{"at": 0.0, "kind": "x" * 10000, "subject": "x"}] * 100)
-        assert is_full(raised.value)
+        assert is_disk_full(raised.value)
         clean(Plant(workspace, ledger), hard=True)
         assert not [path for path in going if os.path.lexists(path)]
         assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired(ledger)

@@ -16,7 +16,7 @@ from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import clean
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from factory.show.mlflow.runs import Tracking
 from tests.support.messages import the
 from tests.support.plants.history import DAY, History
@@ -41,7 +41,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
     history.candidate(parent)
     gone = [one for one in clean(Plant(workspace, ledger)).gone() if one.what.kind == "run"]
     assert [one.what.path.name for one in gone] == runs[:2]
-    catch_up(Plant(workspace, ledger))
+    show_missing(Plant(workspace, ledger))
     data = the([gone[0].why], "choosing.age").data
     assert (round(data["days"]), data["key"], data["limit"]) == (400, "run_days", 180.0)
     for run in runs[:2]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from factory.retrying.backoff import Backoff
+from factory.retrying.backoff import FailureWaits
 
 
 def test_waits_double_up_to_the_longest() -> None:
     now = [0.0]
-    backoff = Backoff(10, 600, lambda: now[0])
+    backoff = FailureWaits(10, 600, lambda: now[0])
     waits = []
     for _ in range(9):
         rest, _ = backoff.failed("export 2", "no")
@@ -22,7 +22,7 @@ def test_waits_double_up_to_the_longest() -> None:
 
 
 def test_news_is_what_changed_by_more_than_numbers() -> None:
-    backoff = Backoff(10, 600)
+    backoff = FailureWaits(10, 600)
     told = [backoff.failed("a pass", says)[1] for says in ("full: 12 bytes", "full: 7 bytes", "locked", "locked")]
     assert told == [True, False, True, False]
     assert [backoff.failed("x", says, about="disk")[1] for says in ("full (/a)", "full (/b)")] == [True, False]
@@ -32,7 +32,7 @@ def test_news_is_what_changed_by_more_than_numbers() -> None:
 
 
 def test_a_person_ends_all_waits() -> None:
-    backoff = Backoff(1e6, 1e6)
+    backoff = FailureWaits(1e6, 1e6)
     backoff.failed("export 2", "no")
     backoff.failed("export 2", "no")
     backoff.try_all()

@@ -21,7 +21,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon
-from factory.runs.folders import folder_lock
+from factory.runs.folders import lock_folder
 from factory.sandbox.live import Running
 from factory.training.planning import plan_trunk
 from factory.training.training import _kill, run_segment
@@ -214,7 +214,7 @@ def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger
     if not os.access("/sys/fs/cgroup/freezer", os.W_OK):
         pytest.skip("this machine can freeze no process")
     row = plan_row(ledger, folder=str(tmp_path / "00001-trunk"))
-    with folder_lock(Path(row.folder)) as lock:
+    with lock_folder(Path(row.folder)) as lock:
         process = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
     with pytest.MonkeyPatch.context() as patch, frozen([process.pid]):
         patch.setattr("factory.training.training.KILL_SECONDS", 0.5)
@@ -223,9 +223,9 @@ def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger
             _kill(Running(process), row, process.pid, "no step")
         with (
             pytest.raises(SegmentError, match=rf"process {process.pid}\b"),
-            folder_lock(Path(row.folder)),
+            lock_folder(Path(row.folder)),
         ):
             pass
     process.wait()
-    with folder_lock(Path(row.folder)):
+    with lock_folder(Path(row.folder)):
         pass

@@ -13,7 +13,7 @@ import pytest
 
 from factory.core.errors import SegmentError
 from factory.ledger.plant import Plant
-from factory.retrying.watchdog import activity, idle_timeout
+from factory.retrying.watchdog import kill_when_idle, measure_activity
 from factory.runs.live_code import LiveCode
 from factory.training.exporting import export_candidate
 from tests.support.git import git
@@ -55,15 +55,15 @@ def test_activity_counts_a_process_tree() -> None:
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
     ) as process:  # fmt: skip
         assert process.stdin and process.stdout
-        with idle_timeout(process.pid, 600.0) as killed:
-            before = activity(process.pid)
+        with kill_when_idle(process.pid, 600.0) as killed:
+            before = measure_activity(process.pid)
             print(file=process.stdin, flush=True)
             process.stdout.readline()
-            after = activity(process.pid)
+            after = measure_activity(process.pid)
             assert before[0] == after[0] == 1 and after[2] - before[2] == len("12345678done\n")
             print(file=process.stdin, flush=True)
             process.wait()
-        assert killed == [] and activity(process.pid) == (0, 0, 0)
+        assert killed == [] and measure_activity(process.pid) == (0, 0, 0)
 
 
 @pytest.mark.slow("a small factory trains")

@@ -15,7 +15,7 @@ from factory.duties.runner import run
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, pause, pause_of, resume
+from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, current_pause, pause, resume
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import Running, command_here, factory
@@ -26,14 +26,14 @@ from tests.support.plants.trained_plant import make_plant
 
 
 def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledger: Ledger) -> None:
-    assert pause_of(ledger) is None
+    assert current_pause(ledger) is None
     with refused("retrying.not_paused", InputError):
         resume(ledger, "bo")
     with refused("retrying.cannot_pause", InputError, what="lunch"):
         pause(ledger, "lunch", "bo")
     before = time.time()
     pause(ledger, TRAINING, "ada", "the GPU is lent")
-    found = pause_of(ledger)
+    found = current_pause(ledger)
     assert found and (found.what, found.by, found.why) == (TRAINING, "ada", "the GPU is lent") and before <= found.at
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
     assert found.message.code == "retrying.paused" and found.message.data["since"] == since
@@ -41,7 +41,7 @@ def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledge
     pause(ledger, EVERYTHING, "bo")
     with refused("retrying.paused", PausedError, what=EVERYTHING, person="bo"):
         run(Plant(workspace, ledger), once=True)
-    assert resume(ledger, "ada").by == "bo" and pause_of(ledger) is None
+    assert resume(ledger, "ada").by == "bo" and current_pause(ledger) is None
     run(Plant(workspace, ledger), once=True)
 
 

@@ -18,12 +18,12 @@ import pytest
 
 from factory.core.errors import DiskFullError, SegmentError
 from factory.core.faults import fits
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, forget_exit
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, remove_exit_codes
 from factory.core.workspace import Config, Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.tries import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, ending_of
+from factory.retrying.tries import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_ending
 from factory.runs import live
 from factory.runs.arm import Arm
 from factory.runs.folders import checkpoint_bytes
@@ -97,21 +97,28 @@ def test_no_trainer_starts_on_a_disk_without_room_for_a_checkpoint(tmp_path: Pat
 def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> None:
     """As torchrun prints it."""
     table = "Failures:\n[0]:\n  rank      : 0 (local_rank: 0)\n  exitcode  : {} (pid: 7)\n  rank      : 1\n  exitcode  : 75 (pid: 8)\n"
-    assert ending_of(75, "[rank0]: OutOfMemoryError", table.format(1), None).kind == OUT_OF_MEMORY
-    assert ending_of(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
+    assert classify_ending(75, "[rank0]: OutOfMemoryError", table.format(1), None).kind == OUT_OF_MEMORY
+    assert classify_ending(75, "", table.format(-11), None).says == "ended with signal SIGSEGV"
     digits = "9" * 5000  # more than Python makes a number of
-    assert ending_of(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
     assert (
-        ending_of(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind == REFUSED
+        classify_ending(75, "", table.format(digits) + f"Signal {digits} (SIGX) received by PID 1", None).kind == KILLED
     )
-    assert ending_of(75, "", table.format(75), None).kind == ending_of(75, "", table.format(-15), None).kind == KILLED
+    assert (
+        classify_ending(1, "", table.format(f"-{digits}") + f"Signal {digits} (SIGX) received by PID 1", None).kind
+        == REFUSED
+    )
+    assert (
+        classify_ending(75, "", table.format(75), None).kind
+        == classify_ending(75, "", table.format(-15), None).kind
+        == KILLED
+    )
 
 
 def test_a_folder_is_no_exit_code(tmp_path: Path) -> None:
     (tmp_path / "exit-2").mkdir()
     (tmp_path / "exit-11").touch()
     assert exit_code(1, [tmp_path]) == 11
-    forget_exit(tmp_path)
+    remove_exit_codes(tmp_path)
     assert exit_code(1, [tmp_path]) == 1
 
 

@@ -12,11 +12,19 @@ from factory.core.errors import InputError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying import tries
-from factory.retrying.tries import abandon, ending_of, newest_step, parked, record_death, refuse_parked, retry
+from factory.retrying.tries import (
+    abandon,
+    classify_ending,
+    newest_checkpoint_step,
+    parked,
+    record_death,
+    refuse_parked,
+    retry,
+)
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes, refused
 
-ENDING = tries.Ending(tries.REFUSED, "ended with exit 1")
+ENDING = tries.TrainerEnding(tries.REFUSED, "ended with exit 1")
 
 
 def save(row: SegmentRow, step: int) -> Path:
@@ -51,7 +59,7 @@ def test_a_removed_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path) -> 
     assert die(ledger, row, 20) == (1, "planned")
     (tmp_path / "checkpoints" / "step-00000020").rename(tmp_path / "checkpoints" / "bad-step-00000020")
     (tmp_path / "checkpoints" / "step-of-nothing").mkdir()
-    assert newest_step(row) is None
+    assert newest_checkpoint_step(row) is None
     assert [die(ledger, row, step) for step in (10, 20)] == [(2, "planned"), (3, "failed")]
 
 
@@ -87,7 +95,7 @@ def test_a_forged_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path, kind
     for step in (10, 20, 30):
         forged(row, step + (1000 if kind == "a step of another segment" else 0), kind)
         states.append(die(ledger, row, None))
-    assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and newest_step(row) is None
+    assert states == [(1, "planned"), (2, "planned"), (3, "failed")] and newest_checkpoint_step(row) is None
 
 
 def test_a_final_failure_parks_the_segment_at_once(ledger: Ledger, tmp_path: Path) -> None:
@@ -164,10 +172,10 @@ def test_endings_are_distinguished(
     code: int, line: str, log: str, kills: int | None, kind: str, ended: str, data: dict[str, object]
 ) -> None:
     """``kills``: the OOM killer's count at the start, less its count now; None: unknown."""
-    now = tries.oom_kills()
+    now = tries.count_oom_kills()
     before = None if kills is None or now is None else now + kills
     if kills == -1 and now is None:
         pytest.skip("this kernel does not count")
-    found = ending_of(code, line, log, before)
+    found = classify_ending(code, line, log, before)
     assert found.kind == kind and codes([found.says]) == [f"retrying.ended.{ended}"], found
     assert {name: found.says.data[name] for name in data} == data  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ import pytest
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import UsualTimes, Watchdog, record_begun, usual_of
+from factory.retrying.watchdog import UsualTimes, Watchdog, measure_usual_times, record_first_step
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes
 
@@ -135,7 +135,7 @@ def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> Non
             computing={"machine": {"name": machine}},
         )  # fmt: skip
 
-    assert usual_of(ledger, row("cpu")) == UsualTimes(None, None)
+    assert measure_usual_times(ledger, row("cpu")) == UsualTimes(None, None)
     for machine, recipe, seconds in (
         ("cpu", "r", 20.0),
         ("cpu", "r", 40.0),
@@ -144,6 +144,6 @@ def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> Non
     ):
         row(machine, recipe, seconds)
     for machine, seconds in (("cpu", 12.0), ("cpu", 70.0), ("gpu", 700.0)):
-        record_begun(ledger, row(machine), 1, seconds)
-    assert usual_of(ledger, row("cpu")) == UsualTimes(70.0, 4.0)
-    assert usual_of(ledger, row("gpu")) == UsualTimes(700.0, 90.0)
+        record_first_step(ledger, row(machine), 1, seconds)
+    assert measure_usual_times(ledger, row("cpu")) == UsualTimes(70.0, 4.0)
+    assert measure_usual_times(ledger, row("gpu")) == UsualTimes(700.0, 90.0)

@@ -12,11 +12,11 @@ import pytest
 from factory.core import devices
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Config, Workspace
-from factory.git.repository import live_commit
+from factory.git.repository import get_live_commit
 from factory.ledger.ledger import Ledger, data_plans, proposals, segments
 from factory.ledger.plant import Plant
 from factory.runs import compile_cache
-from factory.runs.compile_cache import begin_cache
+from factory.runs.compile_cache import copy_older_cache
 from factory.runs.live_code import LiveCode
 from tests.support.factory.code_loop import make_target
 from tests.support.plants.trained_plant import git
@@ -39,11 +39,11 @@ class History:
         path = self.code / FILE
         path.write_text(f"{path.read_text()}# {message}\n")
         git(self.code, "commit", "-qam", message)
-        return live_commit(self.code)
+        return get_live_commit(self.code)
 
     def patch(self, state: str = "approved", target: str = "op:rms_norm", message: str = "A patch") -> str:
         self.number += 1
-        base, commit = live_commit(self.code), self.commit(message)
+        base, commit = get_live_commit(self.code), self.commit(message)
         values = {"number": self.number, "agent": "search", "target": target, "title": message, "hypothesis": "",
                   "base_commit": base, "branch": f"agent/{self.number}", "commit": commit, "state": state, "created_at": 0.0}  # fmt: skip
         with self.ledger.begin() as tx:
@@ -83,7 +83,7 @@ class History:
         return devices.compiled(self.workspace.root, commit)
 
     def begins(self, commit: str) -> Path | None:
-        return begin_cache(Plant(self.workspace, self.ledger), commit)
+        return copy_older_cache(Plant(self.workspace, self.ledger), commit)
 
 
 @pytest.fixture()
@@ -92,7 +92,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 
 
 def test_a_merged_patch_begins_with_what_the_code_before_compiled(history: History) -> None:
-    first = history.trained(live_commit(history.code))
+    first = history.trained(get_live_commit(history.code))
     merged = history.patch()
     LiveCode.of(Plant(history.workspace, history.ledger), merged)
     own = history.compiled(merged)
@@ -111,7 +111,7 @@ def test_a_merged_patch_begins_with_what_the_code_before_compiled(history: Histo
 
 
 def test_older_code_never_reads_what_newer_code_compiled(history: History) -> None:
-    before = live_commit(history.code)
+    before = get_live_commit(history.code)
     history.trained(history.patch())
     assert history.begins(before) is None and not history.compiled(before).exists()
 
@@ -133,7 +133,7 @@ def test_a_proposal_that_undoes_another_compiles_for_itself(history: History) ->
 
 
 def test_a_persons_change_of_agents_code_compiles_for_itself(history: History) -> None:
-    people = history.trained(live_commit(history.code))
+    people = history.trained(get_live_commit(history.code))
     assert history.begins(history.commit("By a person")) == people, "all of the code is people's"
     history.trained(history.patch())
     history.trained(history.patch())
@@ -144,7 +144,7 @@ def test_a_persons_change_of_agents_code_compiles_for_itself(history: History) -
 
 
 def test_another_line_of_history_is_not_read(history: History) -> None:
-    before = live_commit(history.code)
+    before = get_live_commit(history.code)
     history.trained(history.commit("On a line that is given up"))
     git(history.code, "reset", "-q", "--hard", before)
     assert history.begins(history.commit("On another")) is None
@@ -153,7 +153,7 @@ def test_another_line_of_history_is_not_read(history: History) -> None:
 def test_large_caches_are_skipped_and_only_plain_files_are_copied(
     history: History, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache = history.trained(live_commit(history.code))
+    cache = history.trained(get_live_commit(history.code))
     os.mkfifo(cache / "inductor" / "pipe")
     (cache / "inductor" / "link").symlink_to("/etc/passwd")
     (cache / "elsewhere").symlink_to("/etc")
@@ -175,7 +175,7 @@ def test_large_caches_are_skipped_and_only_plain_files_are_copied(
 
 
 def test_two_processes_do_not_copy_at_once(history: History, monkeypatch: pytest.MonkeyPatch) -> None:
-    history.trained(live_commit(history.code))
+    history.trained(get_live_commit(history.code))
     merged = history.patch()
     monkeypatch.setattr(compile_cache, "PATIENCE_SECONDS", 0.0)
     with history.workspace.lock("compile-cache"), pytest.raises(WorkspaceError, match=r"compile-cache.lock"):

@@ -10,17 +10,17 @@ import pytest
 import torch
 
 from factory.runs.distance import (
-    Apart,
+    TensorDistance,
     apart,
-    by_kind,
     distance,
-    perturbed,
+    find_different_weights,
+    find_unlike_tensor,
+    find_value_differences,
     same_bits,
+    save_perturbed_checkpoint,
     sizes,
+    sum_by_kind,
     together,
-    unlike,
-    values_apart,
-    weights_apart,
 )
 from trainer.contract.checkpoint.format import Checkpoint, load, save
 
@@ -46,7 +46,7 @@ def test_weights_are_apart_by_their_ways_and_moments_by_themselves() -> None:
     whole = together(apart(one.model, two.model).values())
     both = [np.concatenate([x.model[n].double().numpy().ravel() for n in "ab"]) for x in (one, two)]
     assert whole.apart == pytest.approx(np.linalg.norm(both[1] - both[0]), rel=1e-12)
-    kinds = by_kind(found.moments)
+    kinds = sum_by_kind(found.moments)
     assert kinds.keys() == {"exp_avg", "exp_avg_sq"}
     assert kinds["exp_avg"].apart == pytest.approx(math.hypot(*(found.moments[f"exp_avg.{n}"].apart for n in "ab")))
     assert sizes(one.model)["a"] == pytest.approx(np.linalg.norm(a))
@@ -56,7 +56,11 @@ def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
     one = left(0)
     for other in (left(0, c=torch.ones(2)), left(0, a=torch.ones(2))):
         assert math.inf in distance(one, other).shares().values() and math.inf in distance(other, one).shares().values()
-        assert unlike(one, other) and not same_bits(one, other) and weights_apart(one.model, other.model)
+        assert (
+            find_unlike_tensor(one, other)
+            and not same_bits(one, other)
+            and find_different_weights(one.model, other.model)
+        )
     assert apart(one.model, one.model, {"a": one.model["a"]})["b"].share == math.inf, "it is not known where b began"
 
 
@@ -64,14 +68,14 @@ def test_one_bit_is_no_longer_the_same() -> None:
     one, two = left(0), left(0)
     assert (
         same_bits(one, two)
-        and not weights_apart(one.model, two.model)
+        and not find_different_weights(one.model, two.model)
         and set(distance(one, two).shares().values()) == {0.0}
     )
     two.optimizer["rng"][0] += 1
     assert not same_bits(one, two), "the generator counts, though it is no distance"
     two = left(0)
     two.model["b"][0, 0] = torch.nextafter(two.model["b"][0, 0], torch.tensor(9.0))
-    assert not same_bits(one, two) and weights_apart(one.model, two.model) == ["b"]
+    assert not same_bits(one, two) and find_different_weights(one.model, two.model) == ["b"]
     assert 0 < distance(one, two).weights["b"].share < 1e-6
 
 
@@ -83,22 +87,26 @@ def test_not_a_number_is_never_near() -> None:
 
 def test_perturbed_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path) -> None:
     straight = save(tmp_path / "straight", left(0))
-    one, two = (perturbed(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
+    one, two = (save_perturbed_checkpoint(straight, tmp_path / str(seed), 2.0**-9, seed) for seed in (1, 2))
     held, made = load(straight), load(one)
     shares = ((made.model["a"] - held.model["a"]) / held.model["a"]).abs()
     assert torch.allclose(shares, torch.full_like(shares, 2.0**-9), rtol=1e-3)
     assert (
         all(made.optimizer[name].equal(tensor) for name, tensor in held.optimizer.items()) and made.state == held.state
     )
-    assert weights_apart(made.model, load(two).model) == ["a", "b"]
+    assert find_different_weights(made.model, load(two).model) == ["a", "b"]
     before = (one / "manifest.json").stat().st_mtime_ns
     assert (
-        perturbed(straight, tmp_path / "1", 2.0**-9, 1) == one and (one / "manifest.json").stat().st_mtime_ns == before
+        save_perturbed_checkpoint(straight, tmp_path / "1", 2.0**-9, 1) == one
+        and (one / "manifest.json").stat().st_mtime_ns == before
     )
 
 
 def test_a_share_of_nothing() -> None:
-    assert Apart(0.0, 0.0).share == 0.0 and Apart(1.0, 0.0).share == Apart(math.nan, 1.0).share == math.inf
+    assert (
+        TensorDistance(0.0, 0.0).share == 0.0
+        and TensorDistance(1.0, 0.0).share == TensorDistance(math.nan, 1.0).share == math.inf
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,6 +122,6 @@ def test_a_share_of_nothing() -> None:
 def test_distances_of_recorded_values(one: object, other: object, found: list[tuple[str, float]]) -> None:
     """A value that is not a finite number is never a small difference. Of clocks only the type counts."""
     sides = ({"loss": value, "time": time} for value, time in ((one, 5.0), (other, 7.0)))
-    told = list(values_apart(*sides, {"time"}, "x"))
+    told = list(find_value_differences(*sides, {"time"}, "x"))
     assert [(what[: len(name)], far.share) for (what, far), (name, _) in zip(told, found, strict=True)] == found
-    assert [far.share for _, far in values_apart({"time": 5.0}, {"time": "fast"}, {"time"})] == [math.inf]
+    assert [far.share for _, far in find_value_differences({"time": 5.0}, {"time": "fast"}, {"time"})] == [math.inf]

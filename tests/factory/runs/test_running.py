@@ -20,7 +20,7 @@ import pytest
 
 from factory.core import devices
 from factory.core.errors import InputError, SegmentError
-from factory.core.faults import HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, fault_of
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.ledger import runs as ledger_runs
@@ -30,11 +30,11 @@ from factory.retrying.asking import TRAINING, PausedError, pause, resume
 from factory.runs import live, sandboxed
 from factory.runs.arm import Arm
 from factory.runs.distance import same_bits
-from factory.runs.folders import reveal
+from factory.runs.folders import reveal_spec
 from factory.runs.live_code import LiveCode
-from factory.runs.running import Runs, every_run, in_words
-from factory.runs.sandboxed import Ended
-from factory.runs.trace import Trace, lines_in, read_alive
+from factory.runs.running import Runs, in_words, list_runs
+from factory.runs.sandboxed import ArmEnd
+from factory.runs.trace import Trace, read_alive, read_lines_in
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
@@ -118,7 +118,7 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     resumed = replace(arm, name="resumed", start=straight.checkpoint.with_name(name_of(2)))
     assert runs.live(code, [resumed], "one more").code == 0 and len(started) == 2
     assert same_bits(straight.left, runs.trace(resumed).left) and runs.trace(resumed).lines.keys() == {2, 3}
-    rows = {run["arm"]["name"]: run for run in every_run(runs.plant.ledger)}
+    rows = {run["arm"]["name"]: run for run in list_runs(runs.plant.ledger)}
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
     ) | {"no data": "failed"}
@@ -165,7 +165,7 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
         "last": 4,
         "state": "stopped",
     }
-    assert in_words(every_run(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
+    assert in_words(list_runs(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
     with refused("runs.unknown_recipe_key", InputError, key="optimizer.lrr"):
         runs.live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
     home = runs.plant.workspace
@@ -188,7 +188,7 @@ def test_a_pause_stops_them_and_they_go_on(
     for _ in range(2):  # while it trains, and before it begins
         with pytest.raises(PausedError):
             runs.live(code, [arm], "straight")
-        assert "ada paused training" in in_words(every_run(ledger)[0])
+        assert "ada paused training" in in_words(list_runs(ledger)[0])
     monkeypatch.undo()
     resume(ledger, "ada")
     assert runs.live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
@@ -197,7 +197,7 @@ def test_a_pause_stops_them_and_they_go_on(
 def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
     """The process was killed, or an older factory recorded none, or another process now has its number."""
     with pytest.raises(SegmentError), runs.noted({runs.folder(arm): arm}):
-        assert (every_run(runs.plant.ledger)[0]["state"], every_run(runs.plant.ledger)[0]["ended"]) == ("running", None)
+        assert (list_runs(runs.plant.ledger)[0]["state"], list_runs(runs.plant.ledger)[0]["ended"]) == ("running", None)
         raise SegmentError("stopped")
     killed = subprocess.Popen(["true"])
     killed.wait()
@@ -205,7 +205,7 @@ def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
     for ended in (None, process.format(killed.pid), process.format(os.getpid())):
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(state="running", ended=ended, started_at=1.0))
-        stopped = in_words(every_run(runs.plant.ledger)[0]).data
+        stopped = in_words(list_runs(runs.plant.ledger)[0]).data
         assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
@@ -216,10 +216,10 @@ def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) ->
         written = runs.folder(arm) / "metrics.jsonl"
         written.parent.mkdir(parents=True)
         written.touch()
-        assert every_run(runs.plant.ledger)[0]["state"] == "running"
+        assert list_runs(runs.plant.ledger)[0]["state"] == "running"
         for path in (written, written.parent):
             os.utime(path, (time.time() - 2 * 3600,) * 2)
-        stopped = every_run(runs.plant.ledger)[0]
+        stopped = list_runs(runs.plant.ledger)[0]
         assert stopped["state"] == "stopped" and stopped["ended"].endswith("on node-7")
         ends[arm.key] = ""
 
@@ -242,7 +242,7 @@ def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     assert len(began) == 1 and left[3].state["step"] == 2
     assert same_bits(left[0], expected.left) and same_bits(left[2], expected.left)
     assert not same_bits(left[1], expected.left)
-    assert {run["state"] for run in every_run(runs.plant.ledger)} == {"done"}
+    assert {run["state"] for run in list_runs(runs.plant.ledger)} == {"done"}
 
 
 def code_of(tmp_path: Path, script: str) -> Path:
@@ -281,7 +281,7 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, 
         trace = Trace(first.folder, 0, STEPS)
         for read in (
             lambda: trace.left, lambda: trace.lines, lambda: trace.result,
-            lambda: read_alive(first.opened, STEPS, {}), lambda: lines_in(first.opened, "metrics.jsonl"),
+            lambda: read_alive(first.opened, STEPS, {}), lambda: read_lines_in(first.opened, "metrics.jsonl"),
         ):  # fmt: skip
             with pytest.raises(UntrustedFileError):
                 read()
@@ -297,14 +297,14 @@ def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_code
 ) -> None:
     def without_handles(folder: int, spec: Any) -> None:
         with few_handles():
-            reveal(folder, spec)
+            reveal_spec(folder, spec)
 
-    monkeypatch.setattr(sandboxed, "reveal", without_handles)
+    monkeypatch.setattr(sandboxed, "reveal_spec", without_handles)
     arms = {runs.home / str(number): replace(arm, repeat=number) for number in range(2)}
     with pytest.raises(OSError) as error:
         list(runs.sandboxed(runs.home, code_of(tmp_path, WAITS), arms, PATIENCE_S))
-    assert fault_of(error.value) == HANDLES
-    assert [run["state"] for run in every_run(runs.plant.ledger)] == ["stopped"]
+    assert fault_of(error.value) == NO_FILE_HANDLES
+    assert [run["state"] for run in list_runs(runs.plant.ledger)] == ["stopped"]
 
 
 def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: Runs, arm: Arm, tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ import pathlib, sys
 def test_the_time_until_a_device_is_free_does_not_count(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, found, code = [0.0], list[Ended](), code_of(tmp_path, QUICK)
+    clock, found, code = [0.0], list[ArmEnd](), code_of(tmp_path, QUICK)
     monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     train = lambda: found.extend(sandboxed.train(runs.home, code, {runs.home / "1": arm}, PATIENCE_S))
     waiting = threading.Thread(target=train)

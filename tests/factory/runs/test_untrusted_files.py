@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from factory.core.faults import HANDLES, fault_of, is_of_the_machine
+from factory.core.faults import NO_FILE_HANDLES, fault_of, is_machine_fault
 from factory.runs.untrusted_files import UntrustedFileError, read_tensors
 from tests.support.failing.limits import few_handles
 from tests.support.messages import refused
@@ -66,7 +66,7 @@ def test_files_without_tensors_are_refused(name: str, tmp_path: Path, monkeypatc
             read_tensors(handle, (NAME,), LIMIT)
     finally:
         os.close(handle)
-    assert not mark.exists() and not is_of_the_machine(raised.value), "a candidate cannot make the factory wait"
+    assert not mark.exists() and not is_machine_fault(raised.value), "a candidate cannot make the factory wait"
 
 
 def test_too_few_file_handles_say_nothing_about_a_candidate(tmp_path: Path) -> None:
@@ -75,7 +75,11 @@ def test_too_few_file_handles_say_nothing_about_a_candidate(tmp_path: Path) -> N
     try:
         with few_handles(), pytest.raises(OSError) as raised:
             read_tensors(handle, (NAME,), LIMIT)
-        assert fault_of(raised.value) == HANDLES and read_tensors(handle, (NAME,), LIMIT)["x"].tolist() == [0, 1, 2]
+        assert fault_of(raised.value) == NO_FILE_HANDLES and read_tensors(handle, (NAME,), LIMIT)["x"].tolist() == [
+            0,
+            1,
+            2,
+        ]
     finally:
         os.close(handle)
 
@@ -94,6 +98,6 @@ def test_a_folder_that_became_a_link_is_not_followed_and_the_true_one_is_read(tm
             read_tensors(handle, ("link", NAME), LIMIT)
         with refused("runs.missing", UntrustedFileError) as raised:
             read_tensors(handle, ("inner", NAME, NAME), LIMIT)  # a file where a folder belongs
-        assert not is_of_the_machine(raised.value)
+        assert not is_machine_fault(raised.value)
     finally:
         os.close(handle)

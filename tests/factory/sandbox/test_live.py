@@ -14,7 +14,7 @@ from factory.core.errors import IsolationError
 from factory.core.file_lock import LockedError, file_lock
 from factory.sandbox import bubblewrap, live
 from factory.sandbox.live import Running
-from factory.sandbox.pipes import Opening
+from factory.sandbox.pipes import StartPipes
 from tests.support.messages import refused
 
 RANKS = """
@@ -97,7 +97,7 @@ def test_only_harmless_variables_reach_the_command(tmp_path: Path, monkeypatch: 
 def test_gpus_are_device_files_of_the_view(tmp_path: Path) -> None:
     """This machine has no GPU: the test checks bubblewrap's arguments."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
-    with Opening() as opening:
+    with StartPipes() as opening:
         words = bubblewrap.command(
             ["true"], opening, writable=[tmp_path], given=[], cwd=tmp_path, environment={}, tmp=1, nodes=nodes, held=7
         )

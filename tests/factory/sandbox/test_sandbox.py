@@ -404,7 +404,7 @@ def test_without_a_usable_bubblewrap_run_refuses_with_the_remedy(
     assert not list(tmp_path.glob("out/*"))
 
 
-@pytest.mark.parametrize(("name", "forbids", "allows"), bubblewrap.SWITCHES)
+@pytest.mark.parametrize(("name", "forbids", "allows"), bubblewrap.NAMESPACE_SETTINGS)
 def test_the_advice_names_the_kernels_setting(tmp_path: Path, name: str, forbids: str, allows: str) -> None:
     switch = tmp_path / name
     switch.parent.mkdir()

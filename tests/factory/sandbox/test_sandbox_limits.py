@@ -274,6 +274,8 @@ def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> 
     watcher.join()
     (used,) = found
     assert result.ok and used is not None, result
-    assert used.tree >= 1.9 - 2 / sandbox_clock.TICKS and 0.8 <= used.thread < used.tree - 1
-    assert sandbox_clock.read(1 << 23) == sandbox_clock.Reading(), "nobody has such a number"
-    assert sandbox_clock.between(sandbox_clock.Reading(1.0, {7: 1.0}), sandbox_clock.Reading(2.0, {8: 1.0})) is None
+    assert used.tree >= 1.9 - 2 / sandbox_clock.TICKS_PER_SECOND and 0.8 <= used.thread < used.tree - 1
+    assert sandbox_clock.read(1 << 23) == sandbox_clock.CpuReading(), "nobody has such a number"
+    assert (
+        sandbox_clock.between(sandbox_clock.CpuReading(1.0, {7: 1.0}), sandbox_clock.CpuReading(2.0, {8: 1.0})) is None
+    )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from factory.sandbox import live, sandbox
-from factory.sandbox.together import MOST, remove_left, together
+from factory.sandbox.together import MOST, remove_unused_links, together
 
 LOOK = """
 import os, sys
@@ -72,6 +72,6 @@ def test_links_of_a_killed_process_are_removed_and_those_in_use_stay(tmp_path: P
     (left / "tokens").hardlink_to(shards[0] / "tokens")
     with together(shards) as mounts:
         assert len(mounts) == 1 and not left.exists()
-        remove_left(tmp_path / "shards")
+        remove_unused_links(tmp_path / "shards")
         assert Path(mounts[0][0]).is_dir()
     assert (shards[0] / "tokens").stat().st_nlink == 1

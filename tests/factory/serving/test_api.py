@@ -15,8 +15,8 @@ import torch
 
 from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
-from factory.ingest.chat_template import CHAT_TEMPLATE, PLAIN_TEMPLATE, TEMPLATE_WITHOUT_BOS
-from factory.serving.api.request import load_served
+from factory.ingest.chat_template import CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS, TEMPLATE_WITHOUT_CALLS
+from factory.serving.api.request import load_served_model
 from factory.serving.native.server import NativeEngine, application
 from tests.support.messages import refused
 from tests.support.serving.served import CONTEXT, PROMPT, continuation, make_export, tokenizer
@@ -295,9 +295,9 @@ def test_an_export_that_would_be_served_wrongly_is_refused(tmp_path: Path, name:
 
 def test_an_export_with_the_template_of_an_older_workspace_is_served(tmp_path: Path) -> None:
     export = make_export(tmp_path / "export", 1)
-    assert load_served(export).tokenizer.chat_template == CHAT_TEMPLATE
-    (export / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
-    assert load_served(export).tokenizer.chat_template == PLAIN_TEMPLATE
+    assert load_served_model(export).tokenizer.chat_template == CHAT_TEMPLATE
+    (export / "chat_template.jinja").write_text(TEMPLATE_WITHOUT_CALLS)
+    assert load_served_model(export).tokenizer.chat_template == TEMPLATE_WITHOUT_CALLS
     (export / "chat_template.jinja").write_text(TEMPLATE_WITHOUT_BOS)
     with refused("serving.other_chat_template", ExportError, file=export / "chat_template.jinja"):
-        load_served(export)
+        load_served_model(export)

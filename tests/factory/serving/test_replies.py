@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from factory.evals.token_bytes import TokenBytes
 from factory.serving.api.defaults import Sampling
-from factory.serving.api.request import CompletionAsk
+from factory.serving.api.request import CompletionRequest
 from factory.serving.native.batch import Token
-from factory.serving.native.replies import ChoiceText, Completion, name_of
+from factory.serving.native.replies import ChoiceText, CompletionReply, name_of
 
 BYTES = TokenBytes([bytes([value]) for value in range(256)])  # a token for each byte
 texts = st.text(alphabet="ab<é🙂\n", max_size=30)
@@ -58,11 +58,11 @@ PADDED = (len(NAMED), len(NAMED) + 1)
 
 
 def completion(chat: bool, tokens: list[Token]) -> dict[str, Any]:
-    ask = CompletionAsk(
+    ask = CompletionRequest(
         chat=chat, prompts=((0,),), n=1, most_tokens=9, sampling=Sampling(0.0, 1.0, 0), seed=None, stops=(), stop_ids=frozenset(), logprobs=5,
         stream=False, usage_in_stream=False, tokens_as_ids=False,
     )  # fmt: skip
-    said = Completion(ask, TokenBytes(NAMED, SPECIAL), "r1")
+    said = CompletionReply(ask, TokenBytes(NAMED, SPECIAL), "r1")
     for token in tokens:
         said.choices[0].add(token)
     return said.whole()["choices"][0]["logprobs"]  # type: ignore[no-any-return]

@@ -11,7 +11,7 @@ import pytest
 from agents.llm.exchange import Request
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import InputError
-from factory.core.served import find_served
+from factory.core.served import find_served_champion
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -38,10 +38,10 @@ def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspa
         assert gone(engines)
     roll_back(ledger, 1)
     with refused("served.no_answer", InputError):
-        find_served(workspace, "")  # its note outlived it
+        find_served_champion(workspace, "")  # its note outlived it
     with served(workspace) as second:
         second.until("elease 1 is served")
-        assert find_served(workspace, "") == (second.address, MODEL_NAME, 1)
+        assert find_served_champion(workspace, "") == (second.address, MODEL_NAME, 1)
         runs = AgentRuns.open(Plant(workspace, ledger, Said()), "kernel-engineer", AgentOptions("champion"))
         assert runs.endpoint.name == "champion, release 1"
         asked = Request("hello", runs.policy.model, ({"role": "user", "content": "hi"},), reply_tokens=8)
@@ -77,11 +77,11 @@ def test_the_server_waits_for_the_first_release(workspace: Workspace, ledger: Le
         assert answer.status_code == 503 and error["code"] == "no_engine" and "'factory status'" in error["message"]
         assert httpx.get(process.address.replace("/v1", "/health")).json()["ok"] is False
         with refused("served.no_release", InputError):
-            find_served(workspace, "")
+            find_served_champion(workspace, "")
         process.inner.send_signal(signal.SIGTERM)
         assert process.inner.wait(PATIENCE) == 143
     with refused("served.no_server", InputError):
-        find_served(workspace, "")
+        find_served_champion(workspace, "")
 
 
 def test_impossible_options_are_refused_at_once(workspace: Workspace, ledger: Ledger) -> None:

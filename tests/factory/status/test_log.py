@@ -15,7 +15,7 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.status import log
 from factory.status.log import FILES, NAME, LoggedProgress, describe, entries
-from factory.status.running import DOING
+from factory.status.running import TASK_NOTE
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -25,11 +25,11 @@ def test_lines_and_work_are_kept_in_order(workspace: Workspace) -> None:
     progress = LoggedProgress(workspace, SILENT)
     progress.line("  a shard \udce9 came")
     with progress.task("trunk 0–20", 20):
-        assert json.loads((workspace.logs / DOING).read_text())["task"] == "trunk 0–20"
+        assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == "trunk 0–20"
         with progress.task("measuring"):
-            assert json.loads((workspace.logs / DOING).read_text())["task"] == "measuring"
-        assert json.loads((workspace.logs / DOING).read_text())["task"] == "trunk 0–20"
-    assert json.loads((workspace.logs / DOING).read_text())["task"] == ""
+            assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == "measuring"
+        assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == "trunk 0–20"
+    assert json.loads((workspace.logs / TASK_NOTE).read_text())["task"] == ""
     found = entries(workspace, 10)
     assert [(one["kind"], one["text"]) for one in found] == [
         ("said", "a shard \\udce9 came"), ("began", "trunk 0–20"), ("began", "measuring"), ("ended", "measuring"), ("ended", "trunk 0–20"),
@@ -55,8 +55,8 @@ def test_a_log_that_cannot_be_written_holds_nothing_up(workspace: Workspace) -> 
     progress = LoggedProgress(workspace, SILENT)
     (workspace.logs / NAME).unlink(missing_ok=True)
     (workspace.logs / NAME).mkdir()
-    (workspace.logs / DOING).unlink()
-    (workspace.logs / DOING).mkdir()
+    (workspace.logs / TASK_NOTE).unlink()
+    (workspace.logs / TASK_NOTE).mkdir()
     progress.line("nobody reads this")
     with progress.task("work goes on"):
         pass

@@ -35,7 +35,7 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.ledger.rows import Subject
-from factory.retention.disk import EVERY_SECONDS, SAMPLES
+from factory.retention.disk import EVERY_SECONDS, SAMPLES_FILE
 from factory.status.metrics import serving, text
 from factory.status.running import daemon
 from factory.status.status import facts, screen
@@ -267,7 +267,7 @@ def test_errors_spend_and_disk(plant: tuple[Workspace, Ledger]) -> None:
         "at": time.time() - 2 * EVERY_SECONDS,
         "free": os.statvfs(workspace.root).f_bavail * os.statvfs(workspace.root).f_frsize + 10**10,
     }
-    (workspace.logs / SAMPLES).write_text(json.dumps(sample) + "\n")
+    (workspace.logs / SAMPLES_FILE).write_text(json.dumps(sample) + "\n")
     said = shown(workspace)
     failed = line_of(workspace, "status.last_error").data
     assert re.fullmatch(r"20\d\d-\d\d-\d\d \d\d:\d\d:\d\d", failed["at"]) and re.fullmatch(r"\d+ s", failed["ago"])

@@ -16,14 +16,14 @@ import sqlalchemy as sa
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ingest.document import Content, flat, written_by
-from factory.ingest.inbox import ingest_arrived
+from factory.ingest.inbox import ingest_and_file
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.plant import Plant
 from factory.ledger.rows import champion
 from factory.release.serving import MODEL_NAME
-from factory.synthetic.generating import LOCK, AnswerJournal, Generated, GenerationRequest, generate, plan
+from factory.synthetic.generating import LOCK, AnswerJournal, GeneratedShard, GenerationRequest, generate, plan
 from factory.synthetic.openings import openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import Running, command_here
@@ -160,7 +160,7 @@ def test_a_finished_shard_is_ingested_from_the_inbox_and_measures_nothing(copied
     (path,) = workspace.inbox.iterdir()
     assert f"inbox: {path}" in said and "(" in said
     written = len(rows_of(path))
-    ingest_arrived(Plant(workspace, ledger), path)
+    ingest_and_file(Plant(workspace, ledger), path)
     rows = ledger.read("SELECT * FROM documents WHERE detail LIKE 'synthetic, by release 1 (weights %'")
     assert len(rows) == written and not any(row["releasable"] for row in rows)
     assert sum(row["fate"] == "train" for row in rows) > 20
@@ -210,7 +210,7 @@ def test_a_run_does_not_continue_with_other_weights(copied: Copy) -> None:
     assert "release 1 (weights 0000000000000000)" in str(caught.value.data["error"])
 
 
-def generate_without_engine(workspace: Workspace, ledger: Ledger, request: GenerationRequest) -> Generated:
+def generate_without_engine(workspace: Workspace, ledger: Ledger, request: GenerationRequest) -> GeneratedShard:
     """A run that is interrupted before its first answer: a folder has the name of the engine's log."""
     log = workspace.logs / "generate" / "serve-native-release-1.log"
     log.mkdir(parents=True)
@@ -298,7 +298,7 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
 
-    async def scene() -> Generated:
+    async def scene() -> GeneratedShard:
         async with serving(workspace, ledger, key="sesame") as here:
             await here.until(1)
             url = f"{here.client.base_url}/v1"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import ingest_arrived
+from factory.ingest.inbox import ingest_and_file
 from factory.ledger.ledger import Ledger, record, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
-from factory.show.pages.provenance import of_document, of_release
+from factory.show.pages.provenance import of_document, trace_release
 from factory.show.pages.release_report import release_report
 from factory.training.exporting import export_candidate
 from tests.support.factory.command import command_here
@@ -42,14 +42,14 @@ def test_from_a_release_to_what_it_wrote_to_the_release_trained_on_it(tmp_path: 
     first = release(workspace, ledger)
     words = ["--count", "80", "--tokens", "22", "--opening-tokens", "8", "--temperature", "0.2", "--inbox"]
     said = json.loads(command_here("generate", *words, "--json", home=workspace).stdout)
-    ingest_arrived(Plant(workspace, ledger), Path(said["inbox"]))
+    ingest_and_file(Plant(workspace, ledger), Path(said["inbox"]))
     kept = ledger.read("SELECT key, id FROM documents WHERE detail LIKE 'synthetic, by %' AND fate = 'train'")
     rules = ledger.read("SELECT rule, COUNT(*) AS n FROM documents WHERE detail LIKE 'synthetic, by %' GROUP BY rule")
     assert len(kept) > 3, rules
     train_trunk(workspace, ledger, 10)
     second = release(workspace, ledger)
 
-    one, two = of_release(ledger, first), of_release(ledger, second)
+    one, two = trace_release(ledger, first), trace_release(ledger, second)
     maker = f"release {first} (weights {ReleaseRow.get(ledger, first).export_sha256[:16]})"
     assert said["written_by"] == maker and one["synthetic"] == [] and two["wrote"] == {"documents": 0, "releases": []}
     assert one["wrote"] == {"documents": len(kept), "releases": [second]}

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factory.tasks.answer_forms import Number, read
-from factory.tasks.exact_answer import answer_of, same_answer
+from factory.tasks.exact_answer import extract_answer, is_same_answer
 from factory.tasks.items import MathsItem
 from factory.tasks.policy import TaskLimits
-from factory.tasks.verifiers import check_maths
+from factory.tasks.verifiers import check_maths_answers
 
 LIMITS = TaskLimits(formula_cpu_seconds=5)
 SAME, OTHER = True, False
@@ -127,8 +127,8 @@ FORMULAS = [
 
 def right(gold: str, said: str) -> bool:
     """Without the library."""
-    answer = answer_of(said)
-    return answer is not None and same_answer(answer, answer_of(gold) or gold)
+    answer = extract_answer(said)
+    return answer is not None and is_same_answer(answer, extract_answer(gold) or gold)
 
 
 def item(gold: str | int | float) -> MathsItem:
@@ -142,14 +142,14 @@ def test_answers_are_compared_by_their_forms(gold: str, said: str, same: bool) -
 
 @pytest.mark.slow("imports sympy in the sandbox")
 def test_formulas_are_compared_by_the_library_in_the_sandbox() -> None:
-    found = check_maths([(item(gold), said) for gold, said, _ in FORMULAS], LIMITS)
+    found = check_maths_answers([(item(gold), said) for gold, said, _ in FORMULAS], LIMITS)
     assert {pair: one.right for pair, one in zip(FORMULAS, found, strict=True)} == {pair: pair[2] for pair in FORMULAS}
 
 
 def test_what_would_never_end_is_not_equal_and_counted() -> None:
     """Beside it a pair of another gold, which is not harmed."""
     slow, other = "9^{9^{9^{9}}}+x", "9^{9^{9^{8}}}+x"
-    found = check_maths(
+    found = check_maths_answers(
         [(item(slow), f"\\boxed{{{other}}}"), (item("x+1"), r"\boxed{1+x}")],
         LIMITS.model_copy(update={"formula_cpu_seconds": 1}),
     )
@@ -158,7 +158,7 @@ def test_what_would_never_end_is_not_equal_and_counted() -> None:
 
 @pytest.mark.parametrize("gold", sorted({gold for gold, _, _ in FORMS + FORMULAS}))
 def test_every_gold_is_right_against_itself(gold: str) -> None:
-    answer = answer_of(gold) or gold
+    answer = extract_answer(gold) or gold
     assert right(gold, gold) and right(gold, f"#### {answer}") and right(gold, f"So \\boxed{{{answer}}}.")
 
 
@@ -166,8 +166,8 @@ def test_every_gold_is_right_against_itself(gold: str) -> None:
 @given(st.text(alphabet="0123456789.,/%${}\\ ()[]-^+=xeabcfr", max_size=24), st.text(max_size=40))
 def test_any_text_is_read_and_equal_to_itself(mathematical: str, text: str) -> None:
     for one in (mathematical, text):
-        assert read(one) is None or same_answer(one, one, lambda gold, said: gold == said)
-        assert answer_of(one) is None or isinstance(answer_of(one), str)
+        assert read(one) is None or is_same_answer(one, one, lambda gold, said: gold == said)
+        assert extract_answer(one) is None or isinstance(extract_answer(one), str)
 
 
 @settings(max_examples=60, deadline=None)

@@ -9,7 +9,7 @@ import pytest
 
 from factory.tasks.generation import generate_and_check, pass_at_k
 from factory.tasks.items import TaskError
-from factory.tasks.model import Drawing, TaskModel
+from factory.tasks.model import GenerationParameters, TaskModel
 from factory.tasks.policy import TaskLimits, TasksPolicy
 from factory.tasks.task_file import load_task
 from factory.tasks.verifiers import check_programs
@@ -118,14 +118,16 @@ def test_no_program_passes_where_none_can(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_drawn_text_depends_on_its_seed_and_not_on_its_batch(plant: FilledPlant, export: Path) -> None:
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
-    how = Drawing(24, temperature=1.0)
+    how = GenerationParameters(24, temperature=1.0)
     prompts = ["def f(x):\n", "import os\n", "class A:\n    def", "x"]
     together = model.generate(prompts, how, [1, 2, 3, 4], lambda n: None)
     alone = [model.generate([prompt], how, [seed], lambda n: None)[0] for prompt, seed in zip(prompts, (1, 2, 3, 4))]
     assert together == alone
     other = model.generate(prompts, how, [5, 6, 7, 8], lambda n: None)
     assert all(one.text != two.text for one, two in zip(together, other))
-    [stopped] = model.generate(prompts[:1], Drawing(24, (together[0].text[2:4],), 1.0), [1], lambda n: None)
+    [stopped] = model.generate(
+        prompts[:1], GenerationParameters(24, (together[0].text[2:4],), 1.0), [1], lambda n: None
+    )
     assert (stopped.text, stopped.ended) == (together[0].text.split(together[0].text[2:4])[0], True)
 
 
@@ -134,7 +136,7 @@ def test_tokens_are_drawn_as_often_as_the_model_says(plant: FilledPlant, export:
 
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
     prompt = "import "
-    drawn = model.generate([prompt] * 400, Drawing(1, temperature=1.0), list(range(400)), lambda n: None)
+    drawn = model.generate([prompt] * 400, GenerationParameters(1, temperature=1.0), list(range(400)), lambda n: None)
     probability_V = model.model.logits(torch.tensor([plant.tokenizer.text_prompt(prompt).tolist()]))[0, -1].softmax(-1)
     token = int(probability_V.argmax())
     expected = float(probability_V[token])

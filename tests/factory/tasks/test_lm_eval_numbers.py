@@ -19,10 +19,10 @@ from factory.ingest.tokenizer import Tokenizer, train
 from factory.tasks.generation import _prompt as generation_prompt
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_run import run_lm_eval
-from factory.tasks.model import Advance, Drawing, Drawn, TaskModel
-from factory.tasks.multiple_choice import choose, prompt_of
+from factory.tasks.model import Advance, GeneratedText, GenerationParameters, TaskModel
+from factory.tasks.multiple_choice import build_prompt, choose
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import TaskFile, load_named, load_task, task_folder
+from factory.tasks.task_file import TaskFile, load_task, load_task_by_name, task_folder
 from tests.support.factory import published_files as published
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.messages import refused
@@ -100,7 +100,9 @@ class Noting(TaskModel):
 
     asked: list[str] = field(default_factory=list)
 
-    def generate(self, prompts: Sequence[str], how: Drawing, seeds: Sequence[int], advance: Advance) -> list[Drawn]:
+    def generate(
+        self, prompts: Sequence[str], how: GenerationParameters, seeds: Sequence[int], advance: Advance
+    ) -> list[GeneratedText]:
         self.asked += prompts
         return super().generate(prompts, how, seeds, advance)
 
@@ -185,7 +187,7 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     assert said["totals"] == numbers(theirs["wikitext"]), "to the last bit"
     # The same file, as published and read by us: the same items are right.
     published.write(task_folder(world.workspace) / "arc_alone.jsonl", published.arc_lines())
-    alone = load_named(world.workspace, "arc_alone", POLICY)
+    alone = load_task_by_name(world.workspace, "arc_alone", POLICY)
     rows = choose(alone, TaskModel.load(world.export, world.tokenizer, 2048, "cpu"), lambda n: None)
     for metric in ("acc", "acc_norm"):
         mine = [row.value for row in rows if row.task == f"arc_alone/{metric}"]
@@ -253,12 +255,12 @@ def test_prompts_of_published_files_are_those_of_lm_eval(
             **({"examples": shown[0].name} if shown else {}),
         }
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(said))
-        task = load_named(workspace, name, POLICY)
+        task = load_task_by_name(workspace, name, POLICY)
         assert isinstance(task.file, TaskFile)
         if task.kind == "multiple_choice":
             listed = lambda item, file=task.file: item.choices if file.format == "cloze" else "ABCD"
             ours = [
-                (prompt_of(task.file, item, task.examples), f" {choice}")
+                (build_prompt(task.file, item, task.examples), f" {choice}")
                 for item in task.items
                 for choice in listed(item)
             ]

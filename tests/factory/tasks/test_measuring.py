@@ -188,7 +188,7 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, c
 
 def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int) -> None:
     from factory.ingest.rules.policy import DataPolicy
-    from factory.ingest.rules.task_items import item_ngrams
+    from factory.ingest.rules.task_items import hash_item_ngrams
 
     words = "the capital of the first country that this question names is one that nobody would guess by chance"
     items = [{**item, "question": f"{words} {'x' * number}?"} for number, item in enumerate(choice_items(), 1)]
@@ -196,7 +196,7 @@ def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int)
     task = load_task(write_task(plant.workspace, "leaked", items), POLICY)
     assert trained_on(plant, task) == []
     n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
-    gram = item_ngrams({"q": words}, n)[:1]
+    gram = hash_item_ngrams({"q": words}, n)[:1]
     subject = f"shard:{plant.documents[0].key.partition(':')[0]}"
     write_hashes(plant.workspace.root, subject, [HashedDocument(plant.documents[0].key, None, gram, False)])
     with plant.ledger.begin() as tx:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from factory.tasks.lm_eval_run import answer_of_model, run_lm_eval
-from factory.tasks.model import Scored, TaskModel
+from factory.tasks.lm_eval_run import answer_request, run_lm_eval
+from factory.tasks.model import ContinuationScore, TaskModel
 from factory.tasks.multiple_choice import choose
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
@@ -100,7 +100,7 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: FilledPlant, export: Pa
     asked = [(text, {"until": [")", "\n\n"], "max_gen_toks": 40}) for text in ("def f(", "import", long)]
     drawn = theirs.generate_until(ask("generate_until", asked), disable_tqdm=True)
     assert (
-        answer_of_model({"kind": "generate_until", "requests": [list(one) for one in asked]}, ours, lambda n: None)
+        answer_request({"kind": "generate_until", "requests": [list(one) for one in asked]}, ours, lambda n: None)
         == drawn
     )
     assert any(drawn)
@@ -113,8 +113,8 @@ def test_choices_that_share_the_highest_log_probability_share_the_item(plant: Fi
     task = load_task(write_task(plant.workspace, "ties", items, format=format), POLICY)
 
     class Same:
-        def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Any) -> list[Scored]:
-            return [Scored(self.values[at % 4], False) for at in range(len(pairs))]
+        def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Any) -> list[ContinuationScore]:
+            return [ContinuationScore(self.values[at % 4], False) for at in range(len(pairs))]
 
         def __init__(self, *values: float) -> None:
             self.values = values

@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 
 from factory.core.workspace import Workspace
-from factory.ingest.held_tasks import hold_task_items
+from factory.ingest.held_tasks import record_task_ngrams
 from factory.ingest.rules.task_folder import SUFFIXES
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.tasks.generation import _prompt as generation_prompt
 from factory.tasks.items import CodeItem, TaskError
 from factory.tasks.libraries import refuse_missing_libraries
-from factory.tasks.multiple_choice import prompt_of
+from factory.tasks.multiple_choice import build_prompt
 from factory.tasks.policy import TaskLimits, TasksPolicy
-from factory.tasks.task_file import VERSIONS, EvalTask, TaskFile, load_named, load_task, look_into, task_folder
-from factory.tasks.verifiers import check_maths, check_programs, check_solutions
+from factory.tasks.task_file import VERSIONS, EvalTask, TaskFile, list_tasks, load_task, load_task_by_name, task_folder
+from factory.tasks.verifiers import check_maths_answers, check_programs, check_solutions
 from tests.support.factory import published_files as published
 from tests.support.factory.task_files import choice_items, write_task
 from tests.support.messages import refused, says
@@ -40,7 +40,7 @@ def alone(workspace: Workspace, name: str, records: list[Any]) -> EvalTask:
 def prompts(task: EvalTask) -> list[str]:
     assert isinstance(task.file, TaskFile)
     if task.kind == "multiple_choice":
-        return [prompt_of(task.file, item, task.examples) for item in task.items]
+        return [build_prompt(task.file, item, task.examples) for item in task.items]
     return [generation_prompt(task.file, item, task) for item in task.items]
 
 
@@ -55,12 +55,12 @@ def error_of(path: Path) -> str:
 def test_each_file_is_a_task_from_the_moment_it_lies_there(workspace: Workspace) -> None:
     for name, (_, records) in published.FILES.items():
         dropped(workspace, name, records)
-    found = look_into(task_folder(workspace))
+    found = list_tasks(task_folder(workspace))
     assert not found.others and len(found.tasks) == len(published.FILES)
     for name, path in found.tasks.items():
         assert path.name.startswith(name)
         benchmark, records = published.FILES[path.name]
-        task = load_named(workspace, name, POLICY)
+        task = load_task_by_name(workspace, name, POLICY)
         assert isinstance(task.file, TaskFile) and (task.name, task.file.published) == (name, benchmark)
         assert len(task.items) == (12 if benchmark == "mbpp" else len(records)) and not task.notes
         assert task.format.startswith(f"{benchmark} as published, ") and len(set(prompts(task))) == len(task.items)
@@ -88,7 +88,7 @@ def test_what_is_asked_and_what_is_right(workspace: Workspace) -> None:
     task = alone(workspace, "gsm8k_test.jsonl", published.gsm8k())
     assert prompts(task)[2].startswith("Question: A ferry carries 2 cars") and prompts(task)[2].endswith("\nAnswer:")
     replies = [(task.items[2], "2 * 3 is 6.\n#### 6"), (task.items[2], "#### 5")]
-    assert [one.right for one in check_maths(replies, LIMITS)] == [True, False]
+    assert [one.right for one in check_maths_answers(replies, LIMITS)] == [True, False]
     task = alone(workspace, "math.jsonl", published.hendrycks_math())
     assert prompts(task)[2] == "Problem:\nWhat is $2 + \\frac{1}{2}$?\n\nSolution:"
     assert isinstance(task.file, TaskFile) and task.file.stops == ("Problem:",)
@@ -175,7 +175,7 @@ def test_examples_of_mmlu_are_of_the_subject_of_the_question(workspace: Workspac
     dropped(workspace, "mmlu_dev.parquet", published.mmlu_table(subjects, 100, 5))
     path = task_folder(workspace) / "mmlu.yaml"
     path.write_text("published: mmlu\nitems: mmlu.parquet\nexamples: mmlu_dev.parquet\nshots: 5\n")
-    task = load_named(workspace, "mmlu", POLICY)
+    task = load_task_by_name(workspace, "mmlu", POLICY)
     last = prompts(task)[-1]
     assert last.count("(tides)") == 6 and "(harbour_law)" not in last and last.count("Answer:") == 6
     assert last.startswith("The following are multiple choice questions (with answers) about tides.\n\nOn which shelf")
@@ -190,17 +190,17 @@ def test_examples_of_mmlu_are_of_the_subject_of_the_question(workspace: Workspac
 def test_a_yaml_file_changes_what_the_benchmark_says(workspace: Workspace) -> None:
     dropped(workspace, "test.jsonl", published.gsm8k())
     dropped(workspace, "train.jsonl", published.gsm8k(100))
-    found = look_into(task_folder(workspace))
+    found = list_tasks(task_folder(workspace))
     assert list(found.tasks) == ["gsm8k"]
     assert list(found.others) == ["train.jsonl"]
     assert says(found.others["train.jsonl"], ("task_file.training_split", {"split": "train", "benchmark": "gsm8k"}))
     path = task_folder(workspace) / "sums.yaml"
     path.write_text("published: gsm8k\nitems: test.jsonl\nexamples: train.jsonl\nshots: 2\nmax_tokens: 64\n")
-    task = load_named(workspace, "sums", POLICY)
+    task = load_task_by_name(workspace, "sums", POLICY)
     assert isinstance(task.file, TaskFile) and (task.kind, task.file.max_tokens) == ("maths", 64)
     first = published.gsm8k(100)[0]
     assert prompts(task)[0].startswith(f"Question: {first['question']}\nAnswer: {first['answer']}\n\nQuestion: ")
-    assert look_into(task_folder(workspace)).others == {}  # both files are named now
+    assert list_tasks(task_folder(workspace)).others == {}  # both files are named now
     path.write_text("published: gsm8k\nkind: code\nitems: test.jsonl\n")
     assert says(error_of(path), ("task_file.other_kind", {"given": "code", "benchmark": "gsm8k", "kind": "maths"}))
     path.write_text("published: gsm8\nitems: test.jsonl\nkind: maths\n")
@@ -263,13 +263,13 @@ def test_math_is_read_from_its_folder_of_numbered_files(workspace: Workspace, le
             path = folder / place / f"{n}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=4))
-    found = look_into(folder)
+    found = list_tasks(folder)
     assert list(found.tasks) == ["prealgebra"] and list(found.others) == ["MATH/test/prealgebra"]
-    task = load_named(workspace, "prealgebra", POLICY)
+    task = load_task_by_name(workspace, "prealgebra", POLICY)
     assert "What is $10 + " in prompts(task)[10] and len(task.items) == 12  # by number, not by name
     (folder / "other.yaml").write_text("published: math\nitems: MATH/test/prealgebra\n")
-    assert load_named(workspace, "other", POLICY).items == task.items and not look_into(folder).others
-    assert (hold_task_items(Plant(workspace, ledger), 13), hold_task_items(Plant(workspace, ledger), 13)) == (
+    assert load_task_by_name(workspace, "other", POLICY).items == task.items and not list_tasks(folder).others
+    assert (record_task_ngrams(Plant(workspace, ledger), 13), record_task_ngrams(Plant(workspace, ledger), 13)) == (
         1,
         0,
     )  # two folders of one content
@@ -305,7 +305,7 @@ def test_no_file_is_ignored_without_a_word(workspace: Workspace) -> None:
     (folder / "broken.jsonl.gz").write_bytes(b"\x1f\x8b\x08 no more")
     (folder / "MATH.tar").write_bytes(b"not read")
     (folder / "README.md").write_text("About these.")
-    found = look_into(folder)
+    found = list_tasks(folder)
     assert list(found.tasks) == ["HumanEval", "asked", "broken"]
     assert error_of(found.tasks["broken"]).startswith(str(folder / "broken.jsonl.gz"))
     expected: dict[str, tuple[str, dict[str, Any]]] = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from factory.evals.reply_code import fenced
-from factory.evals.tasks import parses_as_code
-from factory.tasks.exact_answer import answer_of
-from factory.tasks.reply import first_answer, program_of, stops_of
+from factory.evals.reply_code import extract_fenced_code
+from factory.evals.tasks import has_valid_python
+from factory.tasks.exact_answer import extract_answer
+from factory.tasks.reply import cut_after_first_answer, default_stops, extract_program
 from factory.tasks.task_file import TaskFile
 
 PROBLEM = "Problem: {question}\nSolution:"
@@ -24,7 +24,7 @@ PROBLEM = "Problem: {question}\nSolution:"
 def test_the_stop_follows_the_prompts_own_form(prompt: str, stops: tuple[str, ...]) -> None:
     assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt).stops == stops
     assert TaskFile(kind="maths", items="x.jsonl", prompt=prompt, stop=["."]).stops == (".",)
-    assert stops_of("Problem: {question}") == ("Problem:",)
+    assert default_stops("Problem: {question}") == ("Problem:",)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_stop_follows_the_prompts_own_form(prompt: str, stops: tuple[str, ..
     ],
 )
 def test_what_a_model_asks_itself_afterwards_does_not_count(template: str, reply: str, answer: str) -> None:
-    assert (answer_of(first_answer(reply, template)) or "").rstrip(".") == answer.rstrip(".")
+    assert (extract_answer(cut_after_first_answer(reply, template)) or "").rstrip(".") == answer.rstrip(".")
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,16 @@ def test_what_a_model_asks_itself_afterwards_does_not_count(template: str, reply
     ],
 )  # fmt: skip
 def test_the_code_of_a_reply_stands_in_its_fences(reply: str, code: str | None) -> None:
-    assert fenced(reply) == code
+    assert extract_fenced_code(reply) == code
 
 
 def test_of_several_fences_the_one_that_defines_the_function_counts() -> None:
     reply = "```python\nimport math\n```\nNow:\n```python\ndef f(x):\n    return x\n```\nUse it:\n```python\nprint(f(1))\n```"
-    assert fenced(reply, "f") == "def f(x):\n    return x\n" and fenced(reply, "g") == "import math\n"
-    assert parses_as_code("```python3\nx = 1\n```\nThat sets it.") and not parses_as_code(
+    assert (
+        extract_fenced_code(reply, "f") == "def f(x):\n    return x\n"
+        and extract_fenced_code(reply, "g") == "import math\n"
+    )
+    assert has_valid_python("```python3\nx = 1\n```\nThat sets it.") and not has_valid_python(
         "```python3\nx = = 1\n```\nx = 1"
     )
 
@@ -93,5 +96,5 @@ def test_of_several_fences_the_one_that_defines_the_function_counts() -> None:
 )
 def test_a_program_is_the_prompt_gone_on_with_or_what_stands_in_the_fence(prompt: str, reply: str) -> None:
     run: dict[str, object] = {}
-    exec(program_of(prompt, reply), run)
+    exec(extract_program(prompt, reply), run)
     assert run["f"](1) == 2  # type: ignore[operator]

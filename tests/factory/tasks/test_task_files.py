@@ -14,7 +14,7 @@ import yaml
 from factory.core.workspace import Workspace
 from factory.tasks.items import TaskError
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.task_file import load_named, load_task
+from factory.tasks.task_file import load_task, load_task_by_name
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
 from tests.support.messages import refused, says
 
@@ -173,10 +173,10 @@ def test_the_protocol_is_all_but_the_items(workspace: Workspace) -> None:
 
 def test_an_unknown_task_is_told_the_nearest(workspace: Workspace) -> None:
     with refused("task_file.empty_folder", TaskError, task="asked"):
-        load_named(workspace, "asked", POLICY)
+        load_task_by_name(workspace, "asked", POLICY)
     write_task(workspace, "asked", choice_items())
     with refused("task_file.unknown_task", TaskError, task="aksed") as found:
-        load_named(workspace, "aksed", POLICY)
+        load_task_by_name(workspace, "aksed", POLICY)
     assert "'asked'" in found.value.data["hint"]
 
 

@@ -12,9 +12,9 @@ import torch
 from factory.gates.release.gate import decide
 from factory.ledger.ledger import eval_items, evaluations, record, releases
 from factory.ledger.rows import VerdictRow
-from factory.tasks.policy import TasksPolicy, Tier
-from factory.tasks.task_file import load_named
-from factory.tasks.tiers import baseline, measure_due, take_baseline
+from factory.tasks.policy import TaskSettings, TasksPolicy
+from factory.tasks.task_file import load_task_by_name
+from factory.tasks.tiers import baseline, measure_due_tasks, take_baseline
 from tests.support.factory.exports import FilledPlant, measured_alone, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 from tests.support.messages import says
@@ -68,7 +68,7 @@ def sources(count: int) -> list[dict[str, Any]]:
 
 
 def test_a_tier_says_when() -> None:
-    due = lambda tier, candidate, would: Tier(**tier).due(candidate, would)
+    due = lambda tier, candidate, would: TaskSettings(**tier).due(candidate, would)
     assert [due({"tier": "each"}, 3, w) for w in (False, True)] == [True, True]
     assert [due({"tier": "release"}, 3, w) for w in (False, True)] == [False, True]
     assert [due({"tier": "never"}, 3, w) for w in (False, True)] == [False, False]
@@ -139,7 +139,7 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
     assert held.outcome == "hold"
     assert "cloze format, 0 shots → " in held.reasons[1]
     assert "factory tasks run asked --baseline" in held.reasons[0]
-    task = load_named(plant.workspace, "asked", policy)
+    task = load_task_by_name(plant.workspace, "asked", policy)
     assert take_baseline(plant, task, policy, "ann")
     promoted = verdict(plant, better)
     assert promoted.outcome == "promote" and any("asked/acc:" in reason for reason in promoted.reasons)
@@ -156,7 +156,7 @@ def test_without_a_champion_a_task_is_measured_and_compared_with_nothing(
     with plant.ledger.begin() as tx:
         tx.execute(sa.text("UPDATE events SET kind = 'was' WHERE kind = 'promoted'"))
     try:
-        found = measure_due(plant, line[1], would_promote=True)
+        found = measure_due_tasks(plant, line[1], would_promote=True)
     finally:
         with plant.ledger.begin() as tx:
             tx.execute(sa.text("UPDATE events SET kind = 'promoted' WHERE kind = 'was'"))

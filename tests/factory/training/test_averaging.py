@@ -23,9 +23,9 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import screen, snapshot
 from factory.retrying.tries import open_segment
-from factory.show.pages.provenance import of_release
+from factory.show.pages.provenance import trace_release
 from factory.training import averaging
-from factory.training.averaging import choose, held_out_ruler, kept, plan_average, softmax_weights
+from factory.training.averaging import choose, kept, load_held_out_loss, plan_average, weights_from_losses
 from factory.training.exporting import export_candidate
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
@@ -83,7 +83,7 @@ def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate
     )
     assert ledger.rows(sa.select(segments.c.id)) == before
     made = release(Plant(workspace, ledger), add_verdict(ledger, candidate))
-    found = of_release(ledger, made)
+    found = trace_release(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
     assert found["segments"][-1]["averaged"] == averaged and found["shards"]
     assert set(found["licences"]) == {""} and found["licences"][""] > 0  # the plant's documents name none
@@ -110,7 +110,7 @@ def test_an_average_weighted_by_held_out_loss_equals_numpys(plant: Opened) -> No
 
 
 def test_documents_that_weight_an_average_do_not_judge_candidates(plant: Opened) -> None:
-    ruler = held_out_ruler(Plant(*plant))
+    ruler = load_held_out_loss(Plant(*plant))
     judged = {document.key for document in training_suite(plant)}
     assert sum(ruler.shares.values()) == pytest.approx(1)
     assert judged and ruler.texts and not judged & {text.document.key for text in ruler.texts}
@@ -118,9 +118,9 @@ def test_documents_that_weight_an_average_do_not_judge_candidates(plant: Opened)
 
 
 def training_suite(plant: Opened) -> Any:
-    from factory.evals.evaluator import current_suite
+    from factory.evals.evaluator import load_current_suite
 
-    return current_suite(Plant(*plant)).documents
+    return load_current_suite(Plant(*plant)).documents
 
 
 def test_an_anneal_averages_only_its_own_checkpoints(plant: Opened) -> None:
@@ -178,7 +178,7 @@ LOSSES = st.lists(st.floats(0.1, 20), min_size=2, max_size=9)
 
 @given(LOSSES, st.floats(0, 1))
 def test_weights_fall_with_the_loss(losses: list[float], noise: float) -> None:
-    weights = softmax_weights(losses, noise)
+    weights = weights_from_losses(losses, noise)
     assert math.isclose(sum(weights), 1) and min(weights) > 0
     ranked = [weight for _, weight in sorted(zip(losses, weights, strict=True))]
     assert all(a >= b * (1 - 1e-12) for a, b in zip(ranked, ranked[1:]))
@@ -189,11 +189,11 @@ def test_weights_fall_with_the_loss(losses: list[float], noise: float) -> None:
 def test_the_unit_of_the_loss_does_not_matter(losses: list[float], unit: float) -> None:
     if np.std(losses) < 1e-6:
         return
-    assert softmax_weights([loss * unit for loss in losses], 0.0) == pytest.approx(
-        softmax_weights(losses, 0.0), rel=1e-6
+    assert weights_from_losses([loss * unit for loss in losses], 0.0) == pytest.approx(
+        weights_from_losses(losses, 0.0), rel=1e-6
     )
 
 
 def test_losses_that_differ_by_less_than_the_noise_get_almost_equal_weights() -> None:
-    assert softmax_weights([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
-    assert softmax_weights([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)
+    assert weights_from_losses([2.0, 2.001], noise=1.0) == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert weights_from_losses([2.0, 2.0, 2.0], noise=0.0) == pytest.approx([1 / 3] * 3)

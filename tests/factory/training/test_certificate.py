@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import code_root
+from factory.core.workspace import checkout_root
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
@@ -171,7 +171,7 @@ def test_a_difference_at_any_single_step_is_found(name: str, step: int, by: floa
 
 
 def test_the_policy_file_is_the_documented_default_and_cannot_be_loosened(tmp_path: Path) -> None:
-    assert CertificatePolicy.load(code_root() / "policies" / "gates" / "certificate.yaml") == POLICY
+    assert CertificatePolicy.load(checkout_root() / "policies" / "gates" / "certificate.yaml") == POLICY
     for words in ("seeds: 2", "share_of_noise: 1.5", "steps: 0", "stesp: 20"):
         (tmp_path / "certificate.yaml").write_text(words)
         with pytest.raises(ConfigError):

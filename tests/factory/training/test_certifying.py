@@ -18,9 +18,15 @@ from factory.ledger.ledger import Ledger, events, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
-from factory.runs.running import every_run
+from factory.runs.running import list_runs
 from factory.training import certificate_runs
-from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified, every_certificate
+from factory.training.certifying import (
+    NotCertifiedError,
+    accept,
+    ensure_certified,
+    list_certificates,
+    newest_code_verdict,
+)
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.code_loop import make_target
@@ -70,9 +76,9 @@ class Site:
 
     def certify(self, number: int) -> VerdictRow:
         """The verdict, whatever it is."""
-        with contextlib.suppress(NotCertified):
+        with contextlib.suppress(NotCertifiedError):
             ensure_certified(Plant(self.workspace, self.ledger), SegmentRow.get(self.ledger, number))
-        found = certificate_of(self.ledger, number)
+        found = newest_code_verdict(self.ledger, number)
         assert found is not None
         return found
 
@@ -107,7 +113,7 @@ def runs_of(site: Site, number: int) -> Path:
 
 def runs_for(site: Site, number: int) -> list[dict[str, Any]]:
     """As ``factory runs`` lists them."""
-    return [run for run in every_run(site.ledger) if run["subject"] == f"segment:{number}"]
+    return [run for run in list_runs(site.ledger) if run["subject"] == f"segment:{number}"]
 
 
 def started(site: Site, number: int) -> bool:
@@ -115,7 +121,7 @@ def started(site: Site, number: int) -> bool:
 
 
 def test_a_change_of_docs_needs_no_runs(site: Site) -> None:
-    assert certificate_of(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"  # the first
+    assert newest_code_verdict(site.ledger, 1) is None and SegmentRow.get(site.ledger, 1).state == "done"  # the first
     site.edit("docs/notes.md", "", "# Notes\n")
     number = site.plan()
     verdict = site.certify(number)
@@ -130,7 +136,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
     number = site.plan()
     site.run(number)
     assert SegmentRow.get(site.ledger, number).state == "done"
-    (shown,) = [row for row in every_certificate(site.ledger) if row["segment"] == number]
+    (shown,) = [row for row in list_certificates(site.ledger) if row["segment"] == number]
     facts = shown["evidence"]
     assert shown["outcome"] == "promote" and facts["basis"] == "segment" and facts["steps"] == STEPS
     file, kernel = facts["changed"]
@@ -217,10 +223,10 @@ def test_a_change_from_bf16_to_fp8_needs_a_certificate_that_runs_in_both(site: S
 def test_a_wrong_change_is_refused_and_nothing_starts(site: Site, code: str, seen_by: str) -> None:
     site.edit(INIT, "", code)
     number = site.plan()
-    with refused("training.not_certified", NotCertified, segment=number) as raised:
+    with refused("training.not_certified", NotCertifiedError, segment=number) as raised:
         site.run(number)
     assert raised.value.data["to_do"].data == {"segment": number} and f"--accept {number}" in str(raised.value)
-    verdict = certificate_of(site.ledger, number)
+    verdict = newest_code_verdict(site.ledger, number)
     assert (
         verdict
         and verdict.outcome == "reject"
@@ -271,9 +277,9 @@ def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
     site.edit(INIT, "", STEP.format("2"))
     number = site.plan()
     for _ in range(2):  # the second pass does not try again
-        with refused("duties.not_certified", NotCertified, segment=number):
+        with refused("duties.not_certified", NotCertifiedError, segment=number):
             work(Plant(site.workspace, site.ledger), settle=0)
-    assert len([row for row in every_certificate(site.ledger) if row["segment"] == number]) == 1
+    assert len([row for row in list_certificates(site.ledger) if row["segment"] == number]) == 1
     words = "\n".join(screen(snapshot(site.workspace)))
     assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
     with refused("training.not_uncertified", InputError, segment=1, waiting=[number]):

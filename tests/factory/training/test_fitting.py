@@ -16,7 +16,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import next_trunk, plan_anneal, plan_trunk
+from factory.training.planning import forecast_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
@@ -50,7 +50,7 @@ def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: t
         "model.context 32 → 64": {"context": 64},
         "model.experts.count None → 4": {"experts": {"count": 4, "per_token": 2, "d_ff": 16}},
     }
-    plans = (plan_trunk, plan_anneal, next_trunk)
+    plans = (plan_trunk, plan_anneal, forecast_trunk)
     for said, model in changes.items():
         own.write_text(before)
         change_recipe(workspace, model=model)

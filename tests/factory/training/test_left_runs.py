@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.faults import HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, fault_of
 from factory.runs.trace import Trace
 from factory.training import certificate_runs, preflight_runs
 from factory.training.certificate import CertificateEvidence
@@ -23,7 +23,7 @@ def test_a_certificate(tmp_path: Path) -> None:
     compare = lambda: certificate_runs.compare(evidence, tmp_path / "start", nothing, nothing, [nothing] * 3, nothing)
     with few_handles(), pytest.raises(OSError) as raised:
         compare()
-    assert fault_of(raised.value) == HANDLES
+    assert fault_of(raised.value) == NO_FILE_HANDLES
     assert "is not a checkpoint" in compare().old_failed
 
 
@@ -32,6 +32,6 @@ def test_a_preflight(tmp_path: Path) -> None:
     compare = lambda: preflight_runs.compare(evidence, [], tmp_path / "step", lambda _: tmp_path, lambda _: nothing)
     with few_handles(), pytest.raises(OSError) as raised:
         compare()
-    assert fault_of(raised.value) == HANDLES
+    assert fault_of(raised.value) == NO_FILE_HANDLES
     found = compare()
     assert found == replace(evidence, failed=found.failed) and "is not a checkpoint" in found.failed["straight"]

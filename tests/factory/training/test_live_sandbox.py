@@ -20,7 +20,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.runs.folders import result_of
+from factory.runs.folders import read_result
 from factory.runs.live_code import LiveCode, isolation
 from factory.training.training import last_metrics
 from tests.support.factory.code_loop import make_target
@@ -216,4 +216,4 @@ def test_a_trainer_s_files_are_read_without_trust(tmp_path: Path) -> None:
 def test_a_result_of_another_segment_is_refused(tmp_path: Path, result: str, says: str) -> None:
     (tmp_path / "result.json").write_text(result.replace("CHECKPOINTS", str(tmp_path / "checkpoints")))
     with pytest.raises(SegmentError, match=says):
-        result_of(tmp_path, 5)
+        read_result(tmp_path, 5)

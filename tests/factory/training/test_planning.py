@@ -10,11 +10,11 @@ import sqlalchemy as sa
 from factory.core.errors import ConfigError, InputError
 from factory.core.workspace import Workspace
 from factory.data.settling import settle
-from factory.ingest.rules.claims import CONFLICT
+from factory.ingest.rules.claims import CONFLICT_EVENT
 from factory.ledger.ledger import Ledger, documents, record, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import load_recipe, next_trunk, plan_anneal, plan_of, plan_trunk
+from factory.training.planning import forecast_trunk, load_recipe, plan_anneal, plan_of, plan_trunk
 from kernels.contract.machine import here
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
 from tests.support.messages import refused
@@ -88,7 +88,7 @@ def test_steps_are_counted_through_the_batchs_warmup(planned: tuple[Workspace, L
     )
     # 8 steps of 2 rows are 2 steps of 8; an anneal of 6 steps is kept back
     ingested(workspace, ledger, code=(2 + 4 + 6) * STEP + STEP // 2)
-    trunk = next_trunk(Plant(workspace, ledger))
+    trunk = forecast_trunk(Plant(workspace, ledger))
     assert (trunk.steps, trunk.missing_tokens) == (8 + 4, 0)
 
 
@@ -99,9 +99,9 @@ def test_the_missing_tokens_are_those_of_one_step_and_its_anneal(planned: tuple[
         batch={"warmup": [{"until_step": 8, "sequences": 2}]},
         mixture={"weights": {"*": 1.0}, "max_epochs": 1},
     )
-    assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32
+    assert forecast_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32
     ingested(workspace, ledger, code=100)
-    assert next_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32 - 100
+    assert forecast_trunk(Plant(workspace, ledger)).missing_tokens == 7 * 2 * 32 - 100
     with refused("training.too_few_tokens", InputError, recipe="tiny", max_epochs=1, missing=7 * 2 * 32 - 100):
         plan_trunk(Plant(workspace, ledger))
 
@@ -153,7 +153,7 @@ def test_a_document_that_came_again_under_a_forbidding_licence_carries_no_loss(
             tx.execute(documents.insert().values(**row, id=row["key"], shard=shard["shard"], row=number, domain="code"))
     assert masked() == []  # no ingest said so: the long table of documents is not searched
     with ledger.begin() as tx:
-        record(tx, CONFLICT, "shard:s", {})
+        record(tx, CONFLICT_EVENT, "shard:s", {})
         tx.execute(segments.delete())
     assert masked() == [kept]
     settle(ledger, "MIT", [kept], [], "ann", "")

@@ -17,9 +17,16 @@ from factory.ledger.rows import SegmentRow, VerdictRow
 from factory.ledger.status import screen, snapshot
 from factory.training import preflight_runs
 from factory.training.certificate import PreflightPolicy
-from factory.training.certifying import NotCertified, accept, certificate_of, ensure_certified
+from factory.training.certifying import NotCertifiedError, accept, ensure_certified, newest_code_verdict
 from factory.training.planning import plan_trunk
-from factory.training.preflight import LEAD, WAYS, FromStraight, PreflightEvidence, judge_preflight, small_recipe
+from factory.training.preflight import (
+    LEAD_STEPS,
+    WAYS,
+    PreflightEvidence,
+    StraightRunDistance,
+    judge_preflight,
+    small_recipe,
+)
 from factory.training.training import run_segment
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import make_target
@@ -32,14 +39,14 @@ from trainer.contract.recipe import Recipe
 STEPS = 4
 WORDS = {way.name: way.words for way in WAYS}
 SLOW = pytest.mark.slow("torchrun and two ranks for each fault: fifteen seconds on a quiet machine")
-NEAR = FromStraight({"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7})
+NEAR = StraightRunDistance({"loss": [1e-7, 2e-7], "grad_norm": [1e-7, 1e-7]}, {"w": 1e-6, "v": 3e-6, "exp_avg.w": 1e-7})
 HONEST = PreflightEvidence(
     "c0ffee",
-    LEAD,
+    LEAD_STEPS,
     2,
     True,
     rounding=[NEAR, NEAR],
-    apart={way.name: NEAR for way in WAYS} | {"resumed": FromStraight({"loss": [0.0, 0.0]}, {"w": 0.0})},
+    apart={way.name: NEAR for way in WAYS} | {"resumed": StraightRunDistance({"loss": [0.0, 0.0]}, {"w": 0.0})},
     born_apart={way.name: [] for way in WAYS if way.ranks > 1},
     replicas_apart={way.name: [] for way in WAYS if way.ranks > 1},
 )
@@ -63,25 +70,25 @@ def test_a_difference_that_rounding_explains_passes() -> None:
     ("evidence", "outcome", "code", "data"),
     [
         (
-            beside(apart={"accumulated": FromStraight({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
+            beside(apart={"accumulated": StraightRunDistance({"loss": [1e-7, 1e-4]}, {"w": 1.0})}),
             "reject",
             "beyond_rounding",
             {"both": WORDS["accumulated"], "what": "loss", "step": 11, "difference": 1e-4, "rounding": 2e-7},
         ),
         (
-            beside(apart={"reference": FromStraight({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
+            beside(apart={"reference": StraightRunDistance({"loss": [1e-7, 1e-7]}, {"w": 1e-6, "exp_avg.w": 0.1})}),
             "reject",
             "beyond_rounding",
             {"both": WORDS["reference"], "what": "exp_avg.w", "step": 11},
         ),
         (
-            beside(apart={"resumed": FromStraight({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
+            beside(apart={"resumed": StraightRunDistance({"loss": [0.0, 0.0]}, {"w": 1e-9})}),
             "reject",
             "bits_differ",
             {"both": WORDS["resumed"], "what": "w", "step": 11},
         ),
         (
-            beside(apart={"split": FromStraight({"loss": [1e-7, float("nan")]}, {})}),
+            beside(apart={"split": StraightRunDistance({"loss": [1e-7, float("nan")]}, {})}),
             "reject",
             "beyond_rounding",
             {"both": WORDS["split"], "step": 11},
@@ -123,7 +130,7 @@ def test_a_fault_is_refused_and_a_missing_measurement_holds(
 
 
 def test_a_part_that_is_turned_off_is_not_asked_for_and_a_way_that_cannot_be_run_is_named() -> None:
-    bad = beside(apart={"accumulated": FromStraight({"loss": [1.0, 1.0]}, {})})
+    bad = beside(apart={"accumulated": StraightRunDistance({"loss": [1.0, 1.0]}, {})})
     assert judge_preflight(PreflightPolicy(parts=["resume", "kernels"]), bad).outcome == "promote"
     apart = {name: found for name, found in HONEST.apart.items() if name != "compiled"}
     found = judge_preflight(PreflightPolicy(), replace(HONEST, apart=apart, left_out={"compiled": "it is not"}))
@@ -132,9 +139,9 @@ def test_a_part_that_is_turned_off_is_not_asked_for_and_a_way_that_cannot_be_run
 
 
 def test_a_single_step_with_a_small_effect_of_rounding_is_no_fault() -> None:
-    lucky = FromStraight({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
+    lucky = StraightRunDistance({"loss": [2e-7, 0.0]}, {"w": 0.0, "v": 3e-6})
     rounding = [lucky, lucky]
-    honest = FromStraight({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
+    honest = StraightRunDistance({"loss": [2e-7, 1.5e-6]}, {"w": 2e-6, "v": 3e-6})
     evidence = replace(beside(apart={"accumulated": honest}), rounding=rounding)
     assert judge_preflight(PreflightPolicy(parts=["accumulation"]), evidence).outcome == "promote"
 
@@ -267,7 +274,7 @@ def test_a_denominator_that_depends_on_the_accumulation_is_found(hangar: Hangar)
     outcome, reason = hangar.run_preflight("accumulation")
     assert outcome == "reject" and reason.code == "training.preflight.beyond_rounding", reason
     assert reason.data["both"] == WORDS["accumulated"]
-    assert reason.data["step"] == LEAD, "the first step with a different gradient"
+    assert reason.data["step"] == LEAD_STEPS, "the first step with a different gradient"
 
 
 def test_a_wrong_backward_of_a_kernel_is_found(hangar: Hangar) -> None:
@@ -323,9 +330,9 @@ def test_a_refused_commit_does_not_train_until_a_person_accepts_it(hangar: Hanga
     write_policy(hangar, f"steps: 4\npreflight: {{parts: [accumulation], steps: {STEPS}}}\n")
     hangar.edit(*DENOMINATOR)
     number = hangar.plan().id
-    with refused("training.not_certified", NotCertified, segment=number) as raised:
+    with refused("training.not_certified", NotCertifiedError, segment=number) as raised:
         run_segment(Plant(hangar.workspace, hangar.ledger), number)
-    assert f"Preflight: {WORDS['accumulated']}" in str(raised.value) and f" step {LEAD} " in str(raised.value)
+    assert f"Preflight: {WORDS['accumulated']}" in str(raised.value) and f" step {LEAD_STEPS} " in str(raised.value)
     folder = Path(SegmentRow.get(hangar.ledger, number).folder)
     assert SegmentRow.get(hangar.ledger, number).state == "uncertified" and not (folder / "segment.json").exists()
     found = verdicts_of(hangar.ledger, number)
@@ -354,7 +361,7 @@ def test_another_layout_or_environment_is_preflighted_once(hangar: Hangar, monke
 
     def certify(row: SegmentRow) -> VerdictRow | None:
         ensure_certified(Plant(hangar.workspace, hangar.ledger), row)
-        return certificate_of(hangar.ledger, row.id)
+        return newest_code_verdict(hangar.ledger, row.id)
 
     assert certify(changed()) is None, "as the trunk was trained"
     first = certify(changed(ranks=2))

@@ -11,16 +11,16 @@ import pytest
 
 import factory.cli  # noqa: F401 - its commands
 from factory.computing import computing, tuned_kernels
-from factory.computing.tuned_kernels import lookup, path_of
+from factory.computing.tuned_kernels import find_tuning, tuning_path
 from factory.core.errors import ConfigError
 from factory.core.progress import SILENT
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.training import tuning
 from factory.training.planning import load_recipe
-from kernels.contract.bench import Setting
+from kernels.contract.bench import BenchSetting
 from kernels.contract.machine import here
 from kernels.contract.registry import OPS
-from kernels.contract.tune import Timed, best, trained_ops, turns
+from kernels.contract.tune import Timed, best, ops_of_training, turns
 from tests.support.messages import codes, refused
 
 MACHINE = here("cpu")
@@ -37,7 +37,7 @@ SHAPE = {
 
 
 def put(workspace: Workspace, **changes: Any) -> Path:
-    path = path_of(workspace, MACHINE.name, "fp32")
+    path = tuning_path(workspace, MACHINE.name, "fp32")
     path.parent.mkdir(exist_ok=True)
     found = {
         "machine": MACHINE.to_json(),
@@ -52,8 +52,8 @@ def put(workspace: Workspace, **changes: Any) -> Path:
 
 
 def test_kernels_of_fp8_are_those_of_bf16(workspace: Workspace) -> None:
-    assert path_of(workspace, MACHINE.name, "fp8") == path_of(workspace, MACHINE.name, "bf16")
-    assert path_of(workspace, MACHINE.name, "fp32") != path_of(workspace, MACHINE.name, "bf16")
+    assert tuning_path(workspace, MACHINE.name, "fp8") == tuning_path(workspace, MACHINE.name, "bf16")
+    assert tuning_path(workspace, MACHINE.name, "fp32") != tuning_path(workspace, MACHINE.name, "bf16")
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def test_kernels_of_fp8_are_those_of_bf16(workspace: Workspace) -> None:
 def test_a_tuning_is_used_where_it_fits_and_a_misfit_is_reported_in_one_line(
     workspace: Workspace, changes: dict[str, Any], shape: dict[str, int], used: bool, code: str
 ) -> None:
-    untuned = lookup(workspace, MACHINE, "fp32")
+    untuned = find_tuning(workspace, MACHINE, "fp32")
     assert untuned.choice is None and codes([untuned.note]) == ["computing.not_tuned"] and "\n" not in untuned.note
     path = put(workspace, **changes)
-    found = lookup(workspace, MACHINE, "fp32", shape)
+    found = find_tuning(workspace, MACHINE, "fp32", shape)
     assert found.choice == ({"attention": "recompute", "adamw": "fused"} if used else None)
     assert codes([found.note]) == [code] and bool(code) == bool(found.note)
     assert found.note or found.source == str(path)
-    assert lookup(workspace, MACHINE, "bf16").choice is None  # another precision has a tuning of its own
+    assert find_tuning(workspace, MACHINE, "bf16").choice is None  # another precision has a tuning of its own
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"machine": {}, "choice": {}}'])
@@ -82,14 +82,14 @@ def test_a_broken_tuning_is_named(workspace: Workspace, content: str) -> None:
     path = put(workspace)
     path.write_text(content)
     with refused("computing.tuning_invalid", ConfigError, file=path) as error:
-        lookup(workspace, MACHINE, "fp32")
+        find_tuning(workspace, MACHINE, "fp32")
     assert str(path) in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_tuning_of_another_class_of_machine_is_refused(workspace: Workspace) -> None:
     put(workspace, machine=replace(MACHINE, name="cpu-abacus").to_json())
     with refused("computing.other_machine", ConfigError, made="cpu-abacus", here=MACHINE.name):
-        lookup(workspace, MACHINE, "fp32")
+        find_tuning(workspace, MACHINE, "fp32")
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_best(timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str)
 
 def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> None:
     put(plant)
-    text = (code_root() / tuned_kernels.KERNELS).read_text()
+    text = (checkout_root() / tuned_kernels.KERNELS).read_text()
     recipe, decided, notes = computing.decide(
         plant, load_recipe(plant), text.replace("adamw: auto", "adamw: reference")
     )
@@ -133,25 +133,29 @@ def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> 
     assert all(one["ratio"] is None or one["ratio"] > 0 for one in found["timed"])
     shown = "\n".join(tuned_kernels.describe(found))
     assert MACHINE.name in shown and "linear_cross_entropy" in shown
-    assert lookup(plant, MACHINE, "fp32", SHAPE).note == ""
+    assert find_tuning(plant, MACHINE, "fp32", SHAPE).note == ""
 
 
 def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    monkeypatch.setattr(tuning, "_live_code", lambda workspace: code_root())  # the plant's own leaves nothing to auto
+    monkeypatch.setattr(
+        tuning, "_live_code", lambda workspace: checkout_root()
+    )  # the plant's own leaves nothing to auto
     monkeypatch.setattr(tuning, "tune", lambda workspace, progress: asked.append(put(workspace)))
     for _ in range(2):
-        tuning.tune_if_new(plant, SILENT)
+        tuning.tune_if_needed(plant, SILENT)
     assert len(asked) == 1
     put(plant, machine=replace(MACHINE, torch="1.13.0").to_json())
-    tuning.tune_if_new(plant, SILENT)
+    tuning.tune_if_needed(plant, SILENT)
     assert len(asked) == 2
 
 
 def test_tuning_times_the_most_important_kernels_first() -> None:
-    recipe = code_root() / "policies" / "recipes" / "demo.yaml"
-    setting = replace(Setting.of_recipe(recipe), precision="bf16")
-    order = [f"{op.name} {one.name}" for op, one in turns([OPS[name] for name in trained_ops(recipe)], setting, "cpu")]
+    recipe = checkout_root() / "policies" / "recipes" / "demo.yaml"
+    setting = replace(BenchSetting.of_recipe(recipe), precision="bf16")
+    order = [
+        f"{op.name} {one.name}" for op, one in turns([OPS[name] for name in ops_of_training(recipe)], setting, "cpu")
+    ]
     assert len(order) == len(set(order)) and order.index("adamw fused") < order.index("linear_cross_entropy compiled")
     compiled = order[order.index("linear_cross_entropy compiled") :]
     assert compiled[2] == "attention recompute", "no op waits until another is done with all it has"

@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.code_loop import approvals
-from factory.core.workspace import Config, Workspace, code_root
+from factory.core.workspace import Config, Workspace, checkout_root
 from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
@@ -39,11 +39,11 @@ class PatchPlant(Plant):
         self.base = self.head()
 
     def head(self) -> str:
-        return repository.live_commit(self.target)
+        return repository.get_live_commit(self.target)
 
     def judged(self, number: int = 1, outcome: str = "promote", edits: dict[str, str] | None = None) -> dict[str, Any]:
         """As the code loop leaves it, without the minutes of the gate."""
-        agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+        agents = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
         branch, worktrees = f"factory/search/{number}-x", self.workspace.worktrees
         made = list((edits or NEW).items())
         applied = repository.apply_proposal(

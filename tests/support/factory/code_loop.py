@@ -25,11 +25,11 @@ import numpy as np
 import sqlalchemy as sa
 import yaml
 
-from factory.core.workspace import Config, Workspace, code_root
-from factory.demo.demo import plain_kernels
+from factory.core.workspace import Config, Workspace, checkout_root
+from factory.demo.demo import use_plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
-from factory.ingest.rules.split import is_sealed
+from factory.ingest.rules.split import breaks_tie_to_sealed
 from factory.ledger.ledger import (
     Ledger,
     checkpoints,
@@ -67,7 +67,7 @@ class Made:
 
     @property
     def base(self) -> str:
-        return repository.live_commit(self.target)
+        return repository.get_live_commit(self.target)
 
     def verdict_on(self, number: int) -> dict[str, Any]:
         """The verdict on a proposal, which is judged."""
@@ -101,9 +101,9 @@ def fewer_steps(workspace: Workspace) -> Iterator[None]:
 def make_target(folder: Path) -> Path:
     """The code that is trained with, as a repository of its own."""
     for name in ("kernels", "trainer", "agents", "policies"):
-        shutil.copytree(code_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(checkout_root() / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     kernels = folder / "policies" / "kernels.yaml"
-    kernels.write_text(plain_kernels(kernels.read_text()))  # so that there is something to propose
+    kernels.write_text(use_plain_kernels(kernels.read_text()))  # so that there is something to propose
     git(folder.parent, "init", "-q", "-b", "main", str(folder))
     git(folder, "add", "-A")
     git(folder, "commit", "-q", "-m", "base")
@@ -116,7 +116,7 @@ def make() -> Made:
     atexit.register(shutil.rmtree, root, ignore_errors=True)
     target = make_target(root / "target")
     kept(
-        ("code loop", repository.live_commit(target)),
+        ("code loop", repository.get_live_commit(target)),
         root / "workspace",
         lambda at: _fill(at, target),
         {"code": target},
@@ -129,12 +129,12 @@ def _fill(folder: Path, target: Path) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     (workspace.root / "policies" / "gates").mkdir(parents=True, exist_ok=True)
     (workspace.root / "policies" / "gates" / "patch.yaml").write_text(GATE)
-    agents = yaml.safe_load((code_root() / "policies" / "agents.yaml").read_text())
+    agents = yaml.safe_load((checkout_root() / "policies" / "agents.yaml").read_text())
     (workspace.root / "policies" / "agents.yaml").write_text(
         yaml.safe_dump(agents | {"measure_seconds": MEASURE_SECONDS})
     )
     recipe = Recipe.load(workspace.recipe_path())
-    texts = [path.read_text()[:4000] for path in sorted((code_root() / "trainer").rglob("*.py"))]
+    texts = [path.read_text()[:4000] for path in sorted((checkout_root() / "trainer").rglob("*.py"))]
     words = tokenizer.train(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
     made = []
     for number, text in enumerate(texts * 4):
@@ -148,7 +148,7 @@ def _fill(folder: Path, target: Path) -> None:
     segment.mkdir(parents=True)
     spec = {
         "kind": "trunk", "recipe": recipe.model_dump(), "data_plan": json.loads(plan.to_json()), "first_step": 0,
-        "last_step": STEPS, "initial_checkpoint": None, "code_commit": repository.live_commit(target), "kernels": None,
+        "last_step": STEPS, "initial_checkpoint": None, "code_commit": repository.get_live_commit(target), "kernels": None,
     }  # fmt: skip
     (segment / "segment.json").write_text(json.dumps(spec))
     subprocess.run(
@@ -171,7 +171,7 @@ def _fill(folder: Path, target: Path) -> None:
             )
             tx.execute(
                 held_out.insert().values(
-                    key=key, domain=domain, group_key=key, sealed=is_sealed(key), content={"text": text}
+                    key=key, domain=domain, group_key=key, sealed=breaks_tie_to_sealed(key), content={"text": text}
                 )
             )
         tx.execute(

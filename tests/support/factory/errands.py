@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from factory.duties.duty import Errand, Look
+from factory.duties.duty import DutyState, Errand
 from factory.duties.runner import next_errands
 from factory.duties.table import DUTIES
 from factory.ledger.plant import Plant
@@ -11,14 +11,14 @@ from factory.ledger.plant import Plant
 def next_due(plant: Plant, settle: float = 0.0, endless: bool = False) -> str:
     """What a pass would do first, as text; empty: nothing."""
     with plant.ledger.snapshot() as db:
-        found = next_errands(Look(plant, db, DUTIES, settle=settle, endless=endless))
+        found = next_errands(DutyState(plant, db, DUTIES, settle=settle, endless=endless))
     return next((str(errand) for errand in found if not errand.duty.each), "")
 
 
 def due_of(plant: Plant, name: str) -> list[object]:
     """The subjects for which a duty is due, whatever comes before it."""
     duty = next(one for one in DUTIES if one.name == name)
-    return list(duty.due(Look(plant, plant.ledger, DUTIES)))
+    return list(duty.due(DutyState(plant, plant.ledger, DUTIES)))
 
 
 def do(plant: Plant, words: str) -> None:
@@ -28,4 +28,4 @@ def do(plant: Plant, words: str) -> None:
 
 def stuck(plant: Plant) -> int | None:
     """The segment after which training waits for a person."""
-    return Look(plant, plant.ledger).stuck_segment
+    return DutyState(plant, plant.ledger).stuck_segment

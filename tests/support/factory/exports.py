@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
-from factory.evals.evaluator import current_suite, evaluate_on
+from factory.evals.evaluator import evaluate_on_suite, load_current_suite
 from factory.evals.export_config import ExportError
-from factory.evals.export_parity import Made, _total, export_digests
+from factory.evals.export_parity import Made, _total, hash_export_tensors
 from factory.evals.parity import CHECKS
-from factory.ingest.rules.split import is_sealed
+from factory.ingest.rules.split import breaks_tie_to_sealed
 from factory.ingest.tokenizer import Tokenizer, train
 from factory.ledger.ledger import (
     Ledger,
@@ -104,21 +104,21 @@ class FilledPlant(Plant):
                     segment=number,
                     checkpoint=f"c{number}",
                     export_path=self.ledger.inside(export),
-                    export_sha256=folder_sha256(export),
+                    export_sha256=export_folder_sha256(export),
                     created_at=time.time(),
                 )
             )
             detail = {"segment": number}
             with contextlib.suppress(ExportError):  # what no exporter wrote
                 config = json.loads((export / "config.json").read_text())
-                detail["made"] = Made(_total(export_digests(export)), config).to_json()
+                detail["made"] = Made(_total(hash_export_tensors(export)), config).to_json()
             record(tx, "candidate", Subject("candidate", number), detail)
         return number
 
 
 def measured_alone(plant: FilledPlant, candidate: int) -> int:
     """Measure a candidate for a test that does not ask about parity: what needs no other program is real, every check is said to be passed."""
-    number = evaluate_on(plant, candidate, current_suite(plant), released=True)
+    number = evaluate_on_suite(plant, candidate, load_current_suite(plant), released=True)
     mine = evaluations.c.id == number
     [row] = plant.ledger.rows(evaluations.select().where(mine))
     passed = {name: {"ok": True, "detail": "not asked here"} for name in CHECKS}
@@ -172,7 +172,7 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> FilledPlant:
                     "key": d.key,
                     "domain": d.domain,
                     "group_key": d.source,
-                    "sealed": is_sealed(d.source),
+                    "sealed": breaks_tie_to_sealed(d.source),
                     "content": d.content,
                 }
                 for d in every

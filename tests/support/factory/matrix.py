@@ -10,7 +10,7 @@ from pathlib import Path
 
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.changed import unexecuted
-from factory.gates.patch.matrix.compare import compare_runs, measure_rounding
+from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
@@ -89,7 +89,7 @@ def judge(
     beyond, undecided = [one.worst for one in compared if one.worst is not None], []
     if chosen is not None or (path or "").startswith("kernels/"):
         twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))
-        rounding = measure_rounding(prepared.plan, twins, prepared.baseline, compared)
+        rounding = measure_rounding_effect(prepared.plan, twins, prepared.baseline, compared)
         assert not rounding.problem, rounding.problem
         beyond, undecided = rounding.beyond, rounding.undecided
     differences, same = [str(difference) for difference in beyond], all(one.same_bits for one in compared)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from factory.code_loop.approvals import approve
-from factory.core.workspace import Workspace, code_root
+from factory.core.workspace import Workspace, checkout_root
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, proposals, verdicts
@@ -31,9 +31,9 @@ def merge_patch(
     """Propose, judge and approve ``edits`` without the gate's minutes; returns the live commit. ``drift``: as the gate measured it, a share of
     what leaving out one of ten steps caused; None: it was not measured."""
     target = workspace.repository
-    agents = AgentsPolicy.load(code_root() / "policies" / "agents.yaml")
+    agents = AgentsPolicy.load(checkout_root() / "policies" / "agents.yaml")
     branch = f"factory/search/{number}-x"
-    base = repository.live_commit(target)
+    base = repository.get_live_commit(target)
     applied = repository.apply_proposal(
         target, base, edits.items(), policy=agents, branch=branch, message=f"m {number}", worktrees=workspace.worktrees
     )

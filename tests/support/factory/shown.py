@@ -6,27 +6,27 @@ from typing import Any
 
 from factory.ledger.plant import Plant
 from factory.release import releases
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 
 
 def release(plant: Plant, verdict: int, **how: Any) -> int:
     number = releases.release(plant, verdict, **how)
-    catch_up(plant)
+    show_missing(plant)
     return number
 
 
 def override(plant: Plant, candidate: int, by: str, why: str) -> int:
     number = releases.override(plant, candidate, by, why)
-    catch_up(plant)
+    show_missing(plant)
     return number
 
 
 def rollback(plant: Plant, number: int) -> None:
     releases.rollback(plant, number)
-    catch_up(plant)
+    show_missing(plant)
 
 
 def reconcile(plant: Plant) -> list[str]:
     done = releases.reconcile(plant)
-    catch_up(plant)
+    show_missing(plant)
     return done

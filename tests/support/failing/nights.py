@@ -14,7 +14,7 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from factory.core.progress import Silent
+from factory.core.progress import SilentProgress
 from factory.core.workspace import Workspace
 from factory.duties.runner import run
 from factory.ledger.ledger import Ledger
@@ -26,7 +26,7 @@ class EnoughSaid(BaseException):
     """Ends the daemon as a signal does."""
 
 
-class Listener(Silent):
+class Listener(SilentProgress):
     """Keeps what is said, and acts on words: ``on["disk is full"] = free``. An action happens once."""
 
     def __init__(self, **_: Any) -> None:

@@ -145,7 +145,7 @@ def _background_process(
     command: Sequence[str], folder: Path, log: Path, environment: Mapping[str, str]
 ) -> AbstractContextManager[subprocess.Popen[bytes]]:
     """Of an engine, and of a model of transformers."""
-    return launching.background_process([*forked(environment, SERVERS), *command], folder, log, environment)
+    return launching.run_in_background_process([*forked(environment, SERVERS), *command], folder, log, environment)
 
 
 def forked(environment: Mapping[str, str], imports: Sequence[str] = TRAINERS) -> Sequence[str]:

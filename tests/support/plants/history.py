@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import folder_of, ladder_of
+from factory.audit.keeping import folder_of, ladder_folder
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED
 from factory.ledger.ledger import (
@@ -51,7 +51,7 @@ class History:
         for step in made:
             self.file(folder / "checkpoints" / step_name(step) / "manifest.json")
         for step in made[:2]:
-            self.file(ladder_of(self.workspace, number) / step_name(step) / "manifest.json")
+            self.file(ladder_folder(self.workspace, number) / step_name(step) / "manifest.json")
         if self.rng.random() < 0.3:
             self.file(folder / "certificate" / "old" / "pair" / "metrics.jsonl")
         if self.rng.random() < 0.2:

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from factory.core.exports import folder_sha256
+from factory.core.exports import export_folder_sha256
 from factory.core.policy_file import policy_sha256
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
@@ -139,7 +139,7 @@ def add_candidate(workspace: Workspace, ledger: Ledger, export: Path | None = No
                 segment=segment.id,
                 checkpoint="k" * 64,
                 export_path=str(export),
-                export_sha256=folder_sha256(export),
+                export_sha256=export_folder_sha256(export),
                 created_at=1.7e9,
             )  # fmt: skip
         ).inserted_primary_key

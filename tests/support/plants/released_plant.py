@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.evals.evaluator import current_suite
+from factory.evals.evaluator import load_current_suite
 from factory.evals.parity import CHECKS
 from factory.evals.suite import TASK_VERSIONS, HeldOutDocument, Suite
 from factory.evals.tasks import DEV, EvalItem, ratio_bits
@@ -47,7 +47,7 @@ def released_plant(root: Path, tasks: bool = False) -> FilledPlant:
 
 def evaluated(plant: FilledPlant, candidate: int, bits: float) -> None:
     """An evaluation on the suite as it is, of a model with about so many bits per byte."""
-    suite = current_suite(plant)
+    suite = load_current_suite(plant)
     items = [*_scored("bpb", suite.documents, bits), *_scored(DEV, suite.dev, bits), *_cloze(suite)]
     cloze = [item.value for item in items if item.task == "cloze"]
     summary: dict[str, Any] = {

@@ -9,7 +9,7 @@ from pathlib import Path
 import yaml
 
 from factory.core.workspace import Config, Workspace
-from factory.git.repository import checkout_live, live_commit, remove_worktree
+from factory.git.repository import checkout_live_code, get_live_commit, remove_worktree
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -92,9 +92,9 @@ def make_plant(root: Path, repository: Path, **recipe: object) -> tuple[Workspac
         workspace = lenient_workspace(folder, repository, **recipe)
         close(workspace, fill(workspace))
 
-    kept(("trained", live_commit(repository), recipe), root / "plant", make, {"code": repository})
+    kept(("trained", get_live_commit(repository), recipe), root / "plant", make, {"code": repository})
     made = opened(root / "plant")
-    checkout_live(made[0])  # as its trainer left it
+    checkout_live_code(made[0])  # as its trainer left it
     return made
 
 

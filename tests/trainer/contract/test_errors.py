@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, Stopped, exit_code_of
+from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, StoppedBySignal, exit_code_of
 
 
 def raising(error: Exception) -> Callable[[], None]:
@@ -29,7 +29,7 @@ def raising(error: Exception) -> Callable[[], None]:
             "program: error[recipe.zero]: batch.sequences: 0\n",
         ),
         (
-            raising(Stopped("trainer.stopped", "after step 4")),
+            raising(StoppedBySignal("trainer.stopped", "after step 4")),
             EXIT_STOPPED,
             "program: error[trainer.stopped]: after step 4\n",
         ),

@@ -12,11 +12,11 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.contract.choice import UNTUNED, names_in, untuned
-from kernels.contract.op import AtFirstCall
-from kernels.contract.registry import OPS, Ops, as_given, check
+from kernels.contract.choice import UNTUNED, implementation_names, untuned
+from kernels.contract.op import ImportedAtFirstCall
+from kernels.contract.registry import OPS, Ops, check, documents_unchanged
 from tests.support.paths import ROOT
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe, with_changed_keys
 from trainer.model.transformer import Decoder
 
 B, T, V = 2, 120, 640  # sizes that no other tensor has
@@ -27,19 +27,19 @@ def ops_of(choice: dict[str, str]) -> Ops:
     chosen = {name: OPS[name].implementations[choice[name]] for name in OPS}
     for one in chosen.values():  # as ``bind``'s trial does
         for function in (one.function, one.prepare):
-            if isinstance(function, AtFirstCall):
+            if isinstance(function, ImportedAtFirstCall):
                 function.load()
     functions = {name: one.function for name, one in chosen.items()}
-    return Ops(**functions, prepare_attention=chosen["attention"].prepare or as_given)
+    return Ops(**functions, prepare_attention=chosen["attention"].prepare or documents_unchanged)
 
 
 def defaults(machine: str) -> dict[str, str]:
-    return {name: names_in(untuned(name, machine))[0] for name in OPS}
+    return {name: implementation_names(untuned(name, machine))[0] for name in OPS}
 
 
 def decoder(choice: dict[str, str], **keys: Any) -> Decoder:
     raw = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model_dump()
-    recipe = Recipe.parse(with_keys(raw, {"model.context": T, "model.vocab_size": V, **keys}))
+    recipe = Recipe.parse(with_changed_keys(raw, {"model.context": T, "model.vocab_size": V, **keys}))
     with torch.device("meta"):
         return Decoder(recipe.model, ops_of(choice), torch.bfloat16)
 
@@ -77,7 +77,7 @@ def test_every_default_is_an_implementation_for_that_device() -> None:
     for device, rows in UNTUNED.items():
         for row in rows.values():
             for op, choice in row.items():
-                for name in names_in(choice):
+                for name in implementation_names(choice):
                     check(op, name, device)
     assert untuned("attention", "cuda-sm120-x") == untuned("attention", "cuda-sm100-x")
     assert untuned("attention", "cuda-sm75-tesla-t4") == "reference"

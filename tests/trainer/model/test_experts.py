@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kernels.contract.registry import bind
 from tests.support.trainer.segments import recipe_with
-from trainer.model.experts import mix, move_bias, route
+from trainer.model.experts import mix, route, update_bias
 from trainer.model.transformer import Decoder
 
 N, D, E_, F_ = 24, 16, 6, 8
@@ -211,9 +211,9 @@ def test_compiled_blocks_give_the_same_loss_and_gradients(dtype: torch.dtype, ne
 # -- balance -----------------------------------------------------------------------------------------------------------
 def test_the_bias_moves_by_its_rate_towards_the_mean_load_and_not_in_a_skipped_step() -> None:
     bias = torch.tensor([0.5, 0.0, 0.0, -0.5])
-    move_bias(bias, torch.tensor([9.0, 5.0, 1.0, 5.0]), 0.1, torch.tensor(0.0))
+    update_bias(bias, torch.tensor([9.0, 5.0, 1.0, 5.0]), 0.1, torch.tensor(0.0))
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.0, 0.1, -0.5]))
-    move_bias(bias, torch.tensor([9.0, 5.0, 1.0, float("nan")]), 0.1, torch.tensor(1.0))
+    update_bias(bias, torch.tensor([9.0, 5.0, 1.0, float("nan")]), 0.1, torch.tensor(1.0))
     torch.testing.assert_close(bias, torch.tensor([0.4, 0.0, 0.1, -0.5]))
 
 
@@ -243,7 +243,7 @@ def test_the_bias_evens_out_a_skewed_load() -> None:
         routing = route(x, biased, bias, 2)
         load = routing.load(counts)
         imbalance.append(float(load.max() / load.mean()) - 1)
-        move_bias(bias, load, 5e-3, skip)
+        update_bias(bias, load, 5e-3, skip)
     first, last = sum(imbalance[:5]) / 5, sum(imbalance[-50:]) / 50
     assert first > 1.5 and last < 0.2, (first, last)
 
@@ -261,5 +261,5 @@ def test_training_evens_out_the_load_of_a_skewed_router() -> None:
         assert load is not None
         worst.append(float((load.max(1).values / load.mean(1)).max()) - 1)
         for bias, load_E in zip(biases, load):
-            move_bias(bias, load_E, 0.02, torch.tensor(0.0))
+            update_bias(bias, load_E, 0.02, torch.tensor(0.0))
     assert worst[0] > 0.8 and max(worst[-10:]) < 0.35, worst

@@ -57,11 +57,11 @@ def test_products_and_gradients_are_within_the_formats_rounding() -> None:
 def test_a_scale_is_a_power_of_two_and_rounds_nothing() -> None:
     x = drawn(64, 64)
     for dtype in HALF_STEP:
-        values, factor = fp8.quantised(x, dtype)
+        values, factor = fp8.quantise(x, dtype)
         assert math.frexp(float(factor))[0] == 0.5 and factor.dtype == torch.float32
         assert float(values.float().abs().max()) <= 2 * fp8.LARGEST[dtype] < torch.finfo(dtype).max
         for power in (-90, -7, 3, 90):
-            again, other = fp8.quantised(x * 2.0**power, dtype)
+            again, other = fp8.quantise(x * 2.0**power, dtype)
             assert torch.equal(again.view(torch.uint8), values.view(torch.uint8)) and other == factor * 2.0**power
         error = (values.float() * factor - x.float()).abs()
         assert bool((error <= x.abs().float() * HALF_STEP[dtype]).all())
@@ -69,7 +69,7 @@ def test_a_scale_is_a_power_of_two_and_rounds_nothing() -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-38, 1e-30, 3e38])
 def test_whatever_the_size_of_a_tensor_nothing_overflows(value: float) -> None:
-    found, factor = fp8.quantised(torch.full((16, 16), value, dtype=torch.bfloat16), fp8.FORWARD)
+    found, factor = fp8.quantise(torch.full((16, 16), value, dtype=torch.bfloat16), fp8.FORWARD)
     back = found.float() * factor
     assert bool(back.isfinite().all()) and float(back[0, 0]) == pytest.approx(value, rel=2.0**-4, abs=1e-37)
 

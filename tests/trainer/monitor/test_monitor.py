@@ -15,7 +15,7 @@ from tests.support.trainer.models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
 from trainer.batch import Batch, make_batch
 from trainer.monitor.hook import Outcome, Update, to_host
-from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of
+from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of_parameter
 from trainer.optim.optimizer import Optimizer, squares
 from trainer.run import Run
 
@@ -149,8 +149,10 @@ def test_norms_and_ratios_equal_those_computed_from_all_weights(
         if not written:
             continue
         layer = written[0].partition("/")[2]
-        moved = norm([p.detach() - before[n] for n, p in run.model.named_parameters() if layer_of(n) == layer])
-        held = norm([before[n] for n in before if layer_of(n) == layer])
+        moved = norm(
+            [p.detach() - before[n] for n, p in run.model.named_parameters() if layer_of_parameter(n) == layer]
+        )
+        held = norm([before[n] for n in before if layer_of_parameter(n) == layer])
         assert record[written[0]] == pytest.approx(moved / held, rel=1e-4) and moved > 0
         seen.add(layer)
     assert seen == {"embedding", "blocks.0", "blocks.1"}
@@ -184,7 +186,9 @@ def gradient_squares(run: Run, batch: Batch) -> dict[str, float]:
     names, parameters = zip(*run.model.named_parameters())
     found: dict[str, float] = {}
     for name, gradient in zip(names, torch.autograd.grad(loss, parameters)):
-        found[layer_of(name)] = found.get(layer_of(name), 0.0) + float(gradient.double().square().sum())
+        found[layer_of_parameter(name)] = found.get(layer_of_parameter(name), 0.0) + float(
+            gradient.double().square().sum()
+        )
     return found
 
 

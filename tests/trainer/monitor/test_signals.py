@@ -19,7 +19,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, train_here, write
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model.transformer import Block, rope_tables
-from trainer.monitor.signals import LEAST_BALANCE, QUERIES, RankNorms, Turns, balance
+from trainer.monitor.signals import LEAST_BALANCE, QUERIES, PartHistory, RankNorms, balance
 from trainer.run import Run
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -155,7 +155,7 @@ def test_balance_counts_experts_that_do_as_much() -> None:
 
 
 def test_parts_are_compared_with_their_own_past() -> None:
-    noise, turns = random.Random(1), Turns(16)
+    noise, turns = random.Random(1), PartHistory(16)
     value = lambda part: {"small": 1.0, "large": 500.0}[part] * math.exp(noise.gauss(0, 0.1))
     for _ in range(100):
         for part in ("small", "large"):

@@ -50,7 +50,7 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     assert documents_of(trunk, 10) == expected[10]
     state = end / "state.json"
     state.write_text(state.read_text() + " ")
-    with refused("trainer.other_hash", CheckpointError, file=str(state)):
+    with refused("trainer.hash_mismatch", CheckpointError, file=str(state)):
         documents_of(anneal, 14)
 
 

@@ -11,7 +11,7 @@ from tests.support.trainer.segments import TINY, MakeShard, plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.tools.packing_report import PackingReport, main, report_of, reports
+from trainer.tools.packing_report import PackingReport, main, measure_packing, reports
 
 
 def shard_of(folder: Path, lengths: list[int]) -> Path:
@@ -62,7 +62,7 @@ def test_shares_equal_a_manual_count(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
     order = DataOrder(plan, context=32, batch=recipe.batch, vocab_size=512)
     before = order.state_dict()
-    report = report_of("truncate-and-concatenate", order, 10)
+    report = measure_packing("truncate-and-concatenate", order, 10)
     assert order.state_dict() == before
     fits = lambda p: order.streams[p.stream].length[p.document] - 1 <= 32
     steps = [order.next_rows() for _ in range(10)]

@@ -28,7 +28,7 @@ def export(source: Path, out: Path) -> None:
     """Export a checkpoint to a folder. Raises: CheckpointError if the checkpoint does not verify; OSError."""
     loaded = checkpoints.load(source)
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
-    tensors = dict(converted(loaded.model, recipe))
+    tensors = dict(convert_tensors(loaded.model, recipe))
     out.mkdir(parents=True, exist_ok=True)
     _write_json(out / "config.json", hf_config(recipe.model, dtype_of(recipe)))
     _write_json(out / "generation_config.json", generation_config())
@@ -42,7 +42,7 @@ def dtype_of(recipe: Recipe) -> str:
     return {"fp32": "float32", "bf16": "bfloat16"}[recipe.export_dtype]
 
 
-def converted(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
+def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's."""
     dtype: torch.dtype = getattr(torch, dtype_of(recipe))
     for name, tensor in hf_tensors(model, recipe.model).items():

@@ -32,7 +32,7 @@ from torch import Tensor
 from kernels.contract.files import sync_folder
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.region import Region
-from trainer.contract.errors import NOT_OF_A_FILE, CheckpointError
+from trainer.contract.errors import ERRORS_OF_NO_FILE, CheckpointError
 
 FORMAT = 2
 KINDS = ("model", "optimizer")
@@ -66,7 +66,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that could not be loaded."""
 
     path: str
@@ -128,7 +128,7 @@ def save_share(
     return target
 
 
-def clear_unfinished(parent: Path) -> None:
+def delete_unfinished(parent: Path) -> None:
     """Remove the folders that killed writers left. No writer may be running."""
     for aside in parent.glob(".writing-*"):
         shutil.rmtree(aside, ignore_errors=True)
@@ -170,17 +170,17 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
                 )
             with open(file, "rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                    return other_hash(file)
+                    return hash_mismatch(file)
         except OSError as error:
-            if error.errno in NOT_OF_A_FILE:
+            if error.errno in ERRORS_OF_NO_FILE:
                 raise
             return Message("trainer.unreadable", "{file}: {problem}", file=str(file), problem=error.strerror)
     return ""
 
 
-def other_hash(file: Path) -> Message:
+def hash_mismatch(file: Path) -> Message:
     """The fault of a file whose hash differs from the manifest's."""
-    return Message("trainer.other_hash", "{file}: its SHA-256 is not the one in the manifest", file=str(file))
+    return Message("trainer.hash_mismatch", "{file}: its SHA-256 is not the one in the manifest", file=str(file))
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -188,7 +188,7 @@ def read_state(path: Path) -> dict[str, Any]:
     try:
         return dict(json.loads((path / "state.json").read_bytes()))
     except (OSError, ValueError, TypeError) as error:
-        if isinstance(error, OSError) and error.errno in NOT_OF_A_FILE:
+        if isinstance(error, OSError) and error.errno in ERRORS_OF_NO_FILE:
             raise
         raise CheckpointError(
             "trainer.no_state", "{file}: {problem}", file=str(path / "state.json"), problem=str(error)
@@ -266,7 +266,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest = json.loads((path / "manifest.json").read_bytes())
         found = manifest["format"], {n: (f["sha256"], f["bytes"]) for n, f in manifest["files"].items()}
     except OSError as error:
-        if error.errno in NOT_OF_A_FILE:
+        if error.errno in ERRORS_OF_NO_FILE:
             raise
         raise CheckpointError(
             "trainer.not_a_checkpoint",
@@ -308,12 +308,12 @@ def steps_in(parent: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def put_away(path: Path, reason: str) -> Skipped:
+def mark_as_bad(path: Path, reason: str) -> SkippedCheckpoint:
     """Rename a checkpoint that cannot be loaded to ``bad-…``."""
     away = path.with_name(f"bad-{path.name}")
     shutil.rmtree(away, ignore_errors=True)
     path.rename(away)
-    return Skipped(str(away), reason)
+    return SkippedCheckpoint(str(away), reason)
 
 
 def safetensors_bytes(

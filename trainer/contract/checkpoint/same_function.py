@@ -7,7 +7,7 @@ the recipe of its training, and its manifest holds that file's hash. Therefore e
     >>> after = ModelRecipe.model_validate(before | {"heads": 2, "kv_heads": 2, "head_dim": 16, "rope_theta": 5e5, "context": 64})
     >>> function_changes(before, after)
     {'head_dim': (8, 16), 'heads': (4, 2), 'kv_heads': (4, 2), 'rope_theta': (10000.0, 500000.0)}
-    >>> not_accepted(before, after, ["rope_theta", "heads"])
+    >>> unaccepted_changes(before, after, ["rope_theta", "heads"])
     ['kv_heads', 'head_dim']
 """
 
@@ -40,17 +40,17 @@ def function_changes(before: Mapping[str, Any], after: ModelRecipe) -> Changes:
     }
 
 
-def not_accepted(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
+def unaccepted_changes(before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str]) -> list[str]:
     """The changes that the recipe's ``accept_changes`` does not name. Those that change the weights' shapes come first."""
     left = [key for key in function_changes(before, after) if key not in accepted]
     return sorted(left, key=lambda key: (key in ACCEPTABLE, key not in ("heads", "kv_heads"), key))
 
 
-def refuse_other_function(
+def refuse_unaccepted_changes(
     before: Mapping[str, Any], after: ModelRecipe, accepted: Collection[str], path: object
 ) -> None:
     """Raises: CheckpointError that names the first change that is not accepted. ``path``: the checkpoint, for the message."""
-    left = not_accepted(before, after, accepted)
+    left = unaccepted_changes(before, after, accepted)
     if left:
         old, new = function_changes(before, after)[left[0]]
         way: str = ""

@@ -28,7 +28,7 @@ step. A row's pieces are shown as (domain, document, first token, positions):
     >>> keywords = {"context": 8, "batch": BatchRecipe(sequences=2, packing="token-budget"), "vocab_size": 64}
     >>> order = DataOrder(plan, **keywords)
     >>> def shown(rows):
-    ...     return [[(domain_of(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
+    ...     return [[(shard_domain(p.stream), p.document, p.start, p.positions) for p in row] for row in rows]
     >>> shown(order.next_rows())
     [[('docs', 3, 0, 8)], [('code', 9, 0, 3), ('code', 5, 0, 3)]]
     >>> state = order.state_dict()
@@ -50,7 +50,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import Piece, Stream, domain_of, generation_of, open_streams
+from trainer.contract.data.document_stream import Piece, Stream, open_streams, shard_domain, shard_generation
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
@@ -276,13 +276,13 @@ class DataOrder:
             cursor = Cursor(*values)
             if name in self.streams and self.streams[name].fingerprint == cursor.fingerprint:
                 self.cursors[name] = cursor
-            elif generation_of(name) not in self._relabelled:
+            elif shard_generation(name) not in self._relabelled:
                 raise DataPlanError(
                     "data_order.other_shards",
                     "token_shards: {domain!r} of generation {generation} differs from the data of the checkpoint's training. Only add shards, as "
                     "a new generation, and keep the seed.",
-                    domain=domain_of(name),
-                    generation=generation_of(name),
+                    domain=shard_domain(name),
+                    generation=shard_generation(name),
                 )
         places = {name: values[2] for name, values in state["streams"].items()}
         same = (
@@ -300,7 +300,7 @@ class DataOrder:
         """Streams that the state lacks begin at the epoch of the others of their domain."""
         for name, stream in self.streams.items():
             if name not in self.cursors:
-                others = [self._epoch(n) for n in self.cursors if domain_of(n) == stream.domain]
+                others = [self._epoch(n) for n in self.cursors if shard_domain(n) == stream.domain]
                 epoch = min(others, default=0)
                 self.cursors[name] = Cursor(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
 
@@ -335,11 +335,11 @@ class DataOrder:
         by_domain: dict[str, list[str]] = {}
         for name in shares:
             if self._epoch(name) - self.cursors[name].joined < self.plan.max_epochs:
-                by_domain.setdefault(domain_of(name), []).append(name)
+                by_domain.setdefault(shard_domain(name), []).append(name)
         for domain, names in by_domain.items():
             epoch = min(map(self._epoch, names))
             ready = {n: shares[n] for n in names if self._epoch(n) == epoch}
-            whole = sum(share for n, share in shares.items() if domain_of(n) == domain)
+            whole = sum(share for n, share in shares.items() if shard_domain(n) == domain)
             part = sum(ready.values())
             found |= {n: (share / part if part > 0 else 1 / len(ready)) * whole for n, share in ready.items()}
         total = sum(found.values())
@@ -373,9 +373,9 @@ def stream_shares(plan: DataPlan, streams: Mapping[str, Stream], weights: Mappin
         held = {n: s.supervised_tokens for n, s in streams.items() if s.domain == domain and s.supervised_tokens}
         if weight <= 0 or not held:
             continue
-        newest = max(held, key=generation_of)
+        newest = max(held, key=shard_generation)
         older = sum(held.values()) - held[newest]
-        has_new = generation_of(newest) == max(shard.generation for shard in plan.token_shards)
+        has_new = shard_generation(newest) == max(shard.generation for shard in plan.token_shards)
         for name, count in held.items():
             if not older:
                 share = 1.0

@@ -17,9 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.packing import pieces_in
+from trainer.contract.data.packing import count_pieces
 from trainer.contract.data.permutation import BLOCK, Permutation
-from trainer.contract.data.token_shard import TokenShard, ranges_of
+from trainer.contract.data.token_shard import TokenShard, document_ranges
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 READ_AT_ONCE = 1 << 24  # tokens whose masks are read together
@@ -51,7 +51,7 @@ class Stream:
         identities: list[str],
     ) -> None:
         self.name = name
-        self.domain = domain_of(name)
+        self.domain = shard_domain(name)
         self.seed = seed
         self.shards = shards
         self.context = context
@@ -64,7 +64,7 @@ class Stream:
         self.unmasked = supervised == self.length  # documents whose tokens all carry loss: their mask is not read
         self.reshuffled = ""  # the plan's key; not part of the fingerprint, so that a cursor stays valid
         self.masked: frozenset[int] = frozenset()  # documents that the plan masks: they are counted, but have no weight
-        self.ends = np.cumsum(pieces_in(self.length, context))
+        self.ends = np.cumsum(count_pieces(self.length, context))
         self.pieces = int(self.ends[-1]) if len(self.ends) else 0
         self.fingerprint = hashlib.sha256(":".join([str(seed), *identities]).encode()).hexdigest()[:16]
         self._tokens: list[npt.NDArray[Any] | None] = [None] * len(shards)
@@ -176,7 +176,7 @@ def positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple
         block, masked = masked[:count], masked[count:]
         first = int(start[block[0]])
         before = np.concatenate(([0], np.cumsum(shard.loss_mask(first, int(ends[count - 1])), dtype=np.int64)))
-        pieces = pieces_in(length[block], context)
+        pieces = count_pieces(length[block], context)
         number = np.arange(pieces.sum()) - np.repeat(
             np.cumsum(pieces) - pieces, pieces
         )  # the number of each piece in its document
@@ -188,11 +188,11 @@ def positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple
     return found
 
 
-def domain_of(stream: str) -> str:
+def shard_domain(stream: str) -> str:
     return stream.rpartition("/")[0]
 
 
-def generation_of(stream: str) -> int:
+def shard_generation(stream: str) -> int:
     return int(stream.rpartition("/")[2])
 
 
@@ -223,8 +223,8 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
             tables.append(table)
             same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
             # the shard's own id also if its content was replaced, and if no document of this domain moved: cursors stay valid
-            identities.append(planned.id if same else f"{planned.id} {ranges_of(table['row'].tolist())}")
-    plan.refuse_absent({domain_of(name) for name in groups})
+            identities.append(planned.id if same else f"{planned.id} {document_ranges(table['row'].tolist())}")
+    plan.refuse_absent({shard_domain(name) for name in groups})
     streams = {
         name: Stream(name, plan.seed, shards, tables, context, identities)
         for name, (shards, tables, identities) in sorted(groups.items())

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, TypeVar
 import numpy.typing as npt
 
 OLDEST_EVERY = 2  # every so many steps best-fit takes the piece that has waited longest, however full its row gets
-CRUMBS = 32  # a thirty-second of a row: too little context for a part of a piece, and cheap to pad
+SMALL_PIECES = 32  # a thirty-second of a row: too little context for a part of a piece, and cheap to pad
 PARTNERS = 256  # number of pieces from which the oldest piece's row is completed: so many are enough to fill it
 SPARE_ROWS = 16  # rows' worth of pieces to choose from beyond those that fill the rows
 SPARE_PIECES = 256  # but never more than this many: of short pieces, fewer rows' worth are enough
@@ -69,10 +69,10 @@ Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
 Count = TypeVar("Count", int, npt.NDArray[Any])
 
 
-def pieces_in(tokens: Count, context: int) -> Count:
+def count_pieces(tokens: Count, context: int) -> Count:
     """How many pieces a document of ``tokens`` tokens has: 0 for a single token, which has no pair. Also of an array.
 
-    >>> [pieces_in(tokens, context=4) for tokens in (1, 2, 5, 6)]
+    >>> [count_pieces(tokens, context=4) for tokens in (1, 2, 5, 6)]
     [0, 1, 1, 2]
     """
     return -(-(tokens - 1) // context) * (tokens > 1)
@@ -88,12 +88,12 @@ def cut(tokens: int, context: int, piece: int) -> Cut:
 # → (rows, the pieces that are left). Given ``enough`` pieces (below), a strategy makes exactly the wanted rows, none of them empty.
 
 
-def one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_one_per_row(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """Every piece alone, in the order drawn."""
     return _whole(lengths, ([i] for i in range(min(rows, len(lengths)))))
 
 
-def next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """Next-fit: pieces in the order drawn. A piece that does not fit begins the next row."""
     found: list[list[int]] = []
     room = 0
@@ -111,11 +111,11 @@ def next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: i
 def concatenate(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """Pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
-    pour(found, lengths, range(len(lengths)), context)
+    fill_gaps(found, lengths, range(len(lengths)), context)
     return found, _left(found, lengths)
 
 
-def length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """The oldest piece and those nearest to it in length, best-fit into rows until a piece finds no room.
 
     As in Dataset Decomposition (arXiv 2405.13226 §3.2), a batch holds sequences of one length bucket. There, documents
@@ -124,10 +124,10 @@ def length_bucketed(lengths: Sequence[int], long: Sequence[bool], context: int, 
     """
     ratio = lambda i: max(lengths[i], lengths[0]) / min(lengths[i], lengths[0])
     nearest = sorted(range(len(lengths)), key=lambda i: (ratio(i), i))
-    return _whole(lengths, best_fit_rows(lengths, context, nearest, rows))
+    return _whole(lengths, find_best_fit_rows(lengths, context, nearest, rows))
 
 
-def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """The fullest rows of a best-fit-decreasing packing (arXiv 2404.10830), their gaps filled from long documents.
 
     A piece of at least half a row may have no partner. If many pieces are so long, no packing of whole pieces fills the rows. But a document
@@ -135,7 +135,7 @@ def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: i
     the gaps. At the last of every ``OLDEST_EVERY`` steps one row is built around the oldest piece, which would otherwise wait as long as
     others fill rows better.
     """
-    crumb = max(1, context // CRUMBS)
+    crumb = max(1, context // SMALL_PIECES)
     filled = lambda row: sum(lengths[i] for i in row)
     fullest_first = lambda row: (-filled(row), min(row))
     waiting = list(range(len(lengths)))
@@ -146,7 +146,7 @@ def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: i
         waiting = [i for i in waiting if i not in taken]
     liquid = [i for i in waiting if long[i] and 2 * lengths[i] >= context]
     solid = [i for i in waiting if not (long[i] and 2 * lengths[i] >= context)]
-    packed = best_fit_rows(lengths, context, sorted(solid, key=lambda i: (-lengths[i], i)))
+    packed = find_best_fit_rows(lengths, context, sorted(solid, key=lambda i: (-lengths[i], i)))
     packed.sort(key=fullest_first)
     full = [row for row in packed if filled(row) > context - crumb]
     whole = sorted([*full, *([i] for i in liquid if lengths[i] == context)], key=fullest_first)[: rows - len(chosen)]
@@ -165,18 +165,18 @@ def best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, rows: i
     taken = {i for row in chosen for i in row}
     found = [[Part(i, 0, lengths[i]) for i in row] for row in chosen] + [[] for _ in range(rows - len(chosen))]
     shortest_first = sorted((i for i in liquid if i not in taken), key=lambda i: (lengths[i], i))
-    pour(found, lengths, shortest_first, context, crumb)
+    fill_gaps(found, lengths, shortest_first, context, crumb)
     found = [row for row in found if row]
     return found, _left(found, lengths)
 
 
-def pour(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
+def fill_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int, crumb: int = 1) -> None:
     """Fill the gaps of ``rows`` in place with pieces, one after the other, each cut where its row ends.
 
     No gap of fewer than ``crumb`` positions is filled, and no part of a piece gets fewer.
 
     >>> rows = [[Part(0, 0, 6)], [Part(1, 0, 5)]]
-    >>> pour(rows, [6, 5, 4], [2], context=8)
+    >>> fill_gaps(rows, [6, 5, 4], [2], context=8)
     >>> rows[0][1:], rows[1][1:]
     ([Part(piece=2, start=0, positions=2)], [Part(piece=2, start=2, positions=2)])
     """
@@ -196,7 +196,7 @@ def pour(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context: int
                 supply.append((piece, start + positions))
 
 
-def best_fit_rows(
+def find_best_fit_rows(
     lengths: Sequence[int], context: int, order: Iterable[int], rows: int | None = None
 ) -> list[list[int]]:
     """Rows of indices into ``lengths``, each piece in the fullest row that can still hold it, in the order given.
@@ -204,7 +204,7 @@ def best_fit_rows(
     Each row's lengths sum to at most ``context``. With ``rows``, packing ends before the first piece that would open
     one row more; without, every index of ``order`` appears exactly once.
 
-    >>> best_fit_rows([60, 50, 10, 4], context=64, order=range(4))
+    >>> find_best_fit_rows([60, 50, 10, 4], context=64, order=range(4))
     [[0, 3], [1, 2]]
     """
     found: list[list[int]] = []
@@ -266,20 +266,20 @@ def _left(rows: Rows, lengths: Sequence[int]) -> list[Part]:
 # ---- how many pieces must wait before a strategy packs: (number of pieces, their positions, context, rows) → True if that is enough
 
 
-def one_piece_per_row(pieces: int, positions: int, context: int, rows: int) -> bool:
+def has_one_piece_per_row(pieces: int, positions: int, context: int, rows: int) -> bool:
     return pieces >= rows
 
 
-def full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
+def has_full_rows(pieces: int, positions: int, context: int, rows: int) -> bool:
     return positions >= rows * context
 
 
-def one_row_to_spare(pieces: int, positions: int, context: int, rows: int) -> bool:
+def has_spare_row(pieces: int, positions: int, context: int, rows: int) -> bool:
     """Enough that the last row ends because the next piece does not fit, not because there is none."""
     return positions >= (rows + 1) * context
 
 
-def spare_pieces(pieces: int, positions: int, context: int, rows: int) -> bool:
+def has_spare_pieces(pieces: int, positions: int, context: int, rows: int) -> bool:
     """Enough to fill the rows and to have ``SPARE_ROWS`` or ``SPARE_PIECES`` left."""
     spare = positions - rows * context
     return spare >= SPARE_ROWS * context or spare * pieces >= SPARE_PIECES * positions > 0
@@ -296,10 +296,10 @@ class Strategy:
 
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType(  # by the recipe's batch.packing
     {
-        "document": Strategy(one_per_row, one_piece_per_row),
-        "token-budget": Strategy(next_fit, one_row_to_spare),
-        "truncate-and-concatenate": Strategy(concatenate, full_rows, cuts=True),
-        "length-bucketed": Strategy(length_bucketed, spare_pieces),
-        "best-fit": Strategy(best_fit, spare_pieces),
+        "document": Strategy(pack_one_per_row, has_one_piece_per_row),
+        "token-budget": Strategy(pack_next_fit, has_spare_row),
+        "truncate-and-concatenate": Strategy(concatenate, has_full_rows, cuts=True),
+        "length-bucketed": Strategy(pack_length_bucketed, has_spare_pieces),
+        "best-fit": Strategy(pack_best_fit, has_spare_pieces),
     }
 )

@@ -223,10 +223,10 @@ class TokenShard:
         return table.set_column(at, "domain", pa.array(domains, pa.string()))
 
 
-def ranges_of(rows: Iterable[int]) -> str:
+def document_ranges(rows: Iterable[int]) -> str:
     """Rows as text, ascending.
 
-    >>> ranges_of([7, 0, 1, 2, 9, 8]), ranges_of([])
+    >>> document_ranges([7, 0, 1, 2, 9, 8]), document_ranges([])
     ('0-2,7-9', '')
     """
     runs: list[list[int]] = []

@@ -27,7 +27,7 @@ class Rehearsal:
         return 1 - self.used / self.positions
 
 
-def rehearse(order: DataOrder, step: int, last_step: int) -> Rehearsal | None:
+def rehearse_packing(order: DataOrder, step: int, last_step: int) -> Rehearsal | None:
     """Pack the steps from ``step`` on as if they came next, without moving ``order``. Only the later half is counted.
 
     None if the data ends before.
@@ -53,7 +53,7 @@ def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_st
         refuse_padding(order, recipe, last_step)
     steps, wanted = last_step - order.step, recipe.tokens_between(order.step, last_step)
     left = order.positions_until(last_step, recipe.tokens_between)
-    if left < wanted * 0.99 and (rehearsal := rehearse(order, order.step, last_step)):
+    if left < wanted * 0.99 and (rehearsal := rehearse_packing(order, order.step, last_step)):
         used = rehearsal.used / rehearsal.positions  # padding needs no data
         wanted = round(wanted * used)
         left = order.positions_until(last_step, lambda first, last: round(recipe.tokens_between(first, last) * used))
@@ -77,7 +77,7 @@ def refuse_padding(order: DataOrder, recipe: Recipe, last_step: int) -> None:
         return
     changes = {mixture.start for mixture in order.plan.mixtures()} | {s.until_step for s in recipe.batch.warmup}
     for step in sorted({order.step} | {step for step in changes if order.step < step < last_step}):
-        rehearsal = rehearse(order, step, last_step)
+        rehearsal = rehearse_packing(order, step, last_step)
         if rehearsal is not None and rehearsal.padding > most:
             longest = max(int(stream.length.max()) - 1 for stream in order.streams.values())
             raise DataPlanError(

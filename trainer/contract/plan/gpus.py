@@ -38,7 +38,7 @@ def _nvidia(teraflops: float, fp32: float | None, gigabytes: float, sheet: str, 
 PCIE_4, PCIE_5 = 25 * GB, 50 * GB  # reached with 16 lanes, of the nominal 32 and 64
 A100 = {"link": 300 * GB, "network": 25 * GB, "mfu_nodes": MFU}
 ON_PCIE_4 = {"link": PCIE_4, "network": PCIE_4}
-AT_HOME = {
+CONSUMER_GPU_LINK = {
     "link": PCIE_4 / 2,
     "network": PCIE_4 / 2,
 }  # through the host, because these GPUs have no peer-to-peer copies
@@ -58,9 +58,11 @@ GPUS = {
     "a10g": _nvidia(70, None, 24, "A10G data sheet (of AWS)", "A10G", **ON_PCIE_4),
     "l4": _nvidia(121, 30.3, 24, "L4 data sheet", "L4", **ON_PCIE_4),
     "l40s": _nvidia(362, 91.6, 48, "L40S data sheet", "L40S", **ON_PCIE_4),
-    "rtx-3090": _nvidia(71, 35.6, 24, "GA102 architecture paper (RTX 3090)", "GeForce RTX 3090", **AT_HOME),
-    "rtx-4090": _nvidia(165.2, 82.6, 24, "Ada architecture paper (RTX 4090)", "GeForce RTX 4090", **AT_HOME),
-    "rtx-5090": _nvidia(209.5, 104.8, 32, "RTX Blackwell architecture paper (RTX 5090)", "GeForce RTX 5090", **AT_HOME),
+    "rtx-3090": _nvidia(71, 35.6, 24, "GA102 architecture paper (RTX 3090)", "GeForce RTX 3090", **CONSUMER_GPU_LINK),
+    "rtx-4090": _nvidia(165.2, 82.6, 24, "Ada architecture paper (RTX 4090)", "GeForce RTX 4090", **CONSUMER_GPU_LINK),
+    "rtx-5090": _nvidia(
+        209.5, 104.8, 32, "RTX Blackwell architecture paper (RTX 5090)", "GeForce RTX 5090", **CONSUMER_GPU_LINK
+    ),
     "mi300x": Gpu(
         1307.4e12,
         192 * GB,

@@ -16,8 +16,8 @@ from trainer.contract.plan.run_plan import (
     RunPlan,
     active,
     batch_by_rule,
+    estimate_memory,
     lr_by_rule,
-    memory_of,
     plan_run,
     rule_flops,
 )
@@ -288,7 +288,7 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
     ]
 
 
-def remarks(plan: RunPlan) -> list[str]:
+def plan_warnings(plan: RunPlan) -> list[str]:
     """Warnings, which do not stop the plan."""
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     ratio = ask.tokens / active(model)
@@ -368,7 +368,7 @@ def remarks(plan: RunPlan) -> list[str]:
             )
         )
     if ask.logit_rows is None:
-        chunked = memory_of(replace(ask, logit_rows=1024), layout)
+        chunked = estimate_memory(replace(ask, logit_rows=1024), layout)
         saved = needed(plan.memory) - needed(chunked)
         found.append(
             Message(
@@ -393,5 +393,5 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
         "memory_there": plan.ask.gpu.memory,
         "effort": asdict(plan.effort),
         "lines": [asdict(line) for line in lines(plan)],
-        "remarks": remarks(plan),
+        "remarks": plan_warnings(plan),
     }

@@ -171,7 +171,7 @@ def decide(asked: str, found: Probe, before: str = "") -> Chosen:
     return Chosen(taken, asked, found)
 
 
-def device_here() -> torch.device:
+def this_device() -> torch.device:
     """The device that training uses on this machine: its GPU, else its CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -190,7 +190,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
     taken: dict[str, float] = {}
     rates: dict[str, dict[str, float]] = {}
     share = seconds / (len(offered) * 4)  # three parts, and the small product before them
-    with one_thread(device) as threads:
+    with limit_to_one_thread(device) as threads:
         for name in offered:
             dtype = DTYPES[name]
             with bf16_matmul(dtype):
@@ -204,7 +204,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
 
 
 @contextmanager
-def one_thread(device: torch.device) -> Iterator[int]:
+def limit_to_one_thread(device: torch.device) -> Iterator[int]:
     """On a CPU, compute in one thread in the block. Yields the number of threads before; 1 on a GPU."""
     threads = torch.get_num_threads()
     if device.type != "cpu":
@@ -373,7 +373,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--before", default="", choices=("", *DTYPES), help="the precision in which the run trained so far"
     )
     chosen = parser.parse_args(arguments)
-    device = device_here()
+    device = this_device()
     try:
         recipe = Recipe.load(chosen.recipe)
         found = choose(recipe, device, chosen.before)

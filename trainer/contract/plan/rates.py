@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from trainer.contract.plan.gpus import gpu_named
-from trainer.contract.plan.precision import one_thread
+from trainer.contract.plan.precision import limit_to_one_thread
 
 GPU_SECONDS = 0.3  # shortest measurement, after a warm-up of the same length; at most twice that
 GPU_SIZE, LEAST_GPU_SIZE = (
@@ -42,10 +42,10 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        size = size_for(free, dtype.itemsize)
+        size = matrix_size_for(free, dtype.itemsize)
         return 2 * size**3 / settled(functools.partial(_between_events, device, product(size)))
-    with one_thread(device) as threads:
-        return threads * best_of((size, product(size)) for size in CPU_SIZES)
+    with limit_to_one_thread(device) as threads:
+        return threads * best_product_rate((size, product(size)) for size in CPU_SIZES)
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def memory_rate(device: torch.device) -> float:
     while (began := time.perf_counter()) < ends:
         copy()
         best = min(best, time.perf_counter() - began)
-    with one_thread(device):
+    with limit_to_one_thread(device):
         ends = time.perf_counter() + CPU_SECONDS / 2
         while time.perf_counter() < ends:
             best = min(best, _cpu_seconds(copy))
@@ -84,10 +84,10 @@ def data_sheet_peak(device: torch.device, dtype: torch.dtype) -> float | None:
     return {torch.bfloat16: gpu.peak_flops, torch.float32: fp32}.get(dtype)
 
 
-def size_for(free: int, itemsize: int) -> int:
+def matrix_size_for(free: int, itemsize: int) -> int:
     """Rows of the matrices of a product on a GPU. Three such matrices must fit into a share of the ``free`` bytes.
 
-    >>> size_for(80 << 30, 2), size_for(1 << 29, 4)
+    >>> matrix_size_for(80 << 30, 2), matrix_size_for(1 << 29, 4)
     (8192, 4096)
     """
     size = GPU_SIZE
@@ -115,7 +115,7 @@ def _between_events(device: torch.device, call: Callable[[], object], count: int
         return float(begin.elapsed_time(end)) / 1e3
 
 
-def best_of(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
+def best_product_rate(products: Iterable[tuple[int, Callable[[], object]]]) -> float:
     """FLOP/s of the fastest of many products in one thread, smallest size first; each size that does not take too long gets the same total time."""
     best, spent = 0.0, list[float]()
     chosen: list[tuple[int, Callable[[], object]]] = []

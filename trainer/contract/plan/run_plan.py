@@ -38,7 +38,7 @@ class SizingError(TrainerError):
 
 
 @dataclass(frozen=True)
-class Ask:
+class PlanRequest:
     """The run to plan."""
 
     model: ModelRecipe
@@ -60,7 +60,7 @@ class Ask:
 
 
 @dataclass(frozen=True)
-class Effort:
+class PlannedEffort:
     """The time and cost of a run on a layout."""
 
     tokens_per_step: int
@@ -82,11 +82,11 @@ class Effort:
 class RunPlan:
     """The plan; ``trainer.contract.plan.plan_report`` renders it as text and JSON."""
 
-    ask: Ask
+    ask: PlanRequest
     layout: Layout
     sequences: int  # of a step
     memory: list[MemoryPart]
-    effort: Effort
+    effort: PlannedEffort
 
 
 def active(model: ModelRecipe) -> int:
@@ -94,10 +94,10 @@ def active(model: ModelRecipe) -> int:
     return model.matmul_parameters
 
 
-def plan_run(ask: Ask) -> RunPlan:
+def plan_run(ask: PlanRequest) -> RunPlan:
     """The plan of a run. Raises: SizingError if nothing fits; RecipeError if no layout divides the recipe's batch."""
     layout, sequences = _search(ask)
-    return RunPlan(ask, layout, sequences, memory_of(ask, layout), effort_of(ask, layout, sequences))
+    return RunPlan(ask, layout, sequences, estimate_memory(ask, layout), estimate_effort(ask, layout, sequences))
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
@@ -118,7 +118,7 @@ def lr_by_rule(model: ModelRecipe, tokens: float) -> float:
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------------
-def _search(ask: Ask) -> tuple[Layout, int]:
+def _search(ask: PlanRequest) -> tuple[Layout, int]:
     possible = _tensors(ask)
     if not possible:
         assert ask.batch is not None, "one sequence a rank always divides"
@@ -136,7 +136,7 @@ def _search(ask: Ask) -> tuple[Layout, int]:
     return found
 
 
-def _fitting(ask: Ask) -> tuple[Layout, int] | None:
+def _fitting(ask: PlanRequest) -> tuple[Layout, int] | None:
     """The first layout that fits, with the sequences of its step."""
     for tensor in _tensors(ask):
         for recompute in RECOMPUTE:
@@ -149,11 +149,11 @@ def _fitting(ask: Ask) -> tuple[Layout, int] | None:
     return None
 
 
-def _fits(ask: Ask, layout: Layout) -> bool:
-    return needed(memory_of(ask, layout)) <= ask.gpu.memory
+def _fits(ask: PlanRequest, layout: Layout) -> bool:
+    return needed(estimate_memory(ask, layout)) <= ask.gpu.memory
 
 
-def _tensors(ask: Ask) -> list[int]:
+def _tensors(ask: PlanRequest) -> list[int]:
     """Degrees of tensor parallelism that divide the model, the node and the batch. Degrees that make the batch too large come last."""
     fitting = []
     for tensor in (1, 2, 4, 8):
@@ -168,11 +168,11 @@ def _tensors(ask: Ask) -> list[int]:
     return sorted(fitting, key=lambda tensor: ask.batch is None and ask.gpus // tensor > 2 * wanted)
 
 
-def _sequences_by_rule(ask: Ask) -> float:
+def _sequences_by_rule(ask: PlanRequest) -> float:
     return batch_by_rule(ask.model, ask.tokens) / ask.model.context
 
 
-def _batches(ask: Ask, data: int) -> Iterator[tuple[int, int]]:
+def _batches(ask: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
     """(micro-batch of a rank, sequences of a step), the largest micro-batch first."""
     if ask.batch is None:
         wanted = _sequences_by_rule(ask)
@@ -187,7 +187,7 @@ def _batches(ask: Ask, data: int) -> Iterator[tuple[int, int]]:
         yield micro, ask.batch.sequences
 
 
-def memory_of(ask: Ask, layout: Layout) -> list[MemoryPart]:
+def estimate_memory(ask: PlanRequest, layout: Layout) -> list[MemoryPart]:
     """Memory of one GPU, by part."""
     return memory_parts(
         ask.model,
@@ -199,10 +199,11 @@ def memory_of(ask: Ask, layout: Layout) -> list[MemoryPart]:
     )
 
 
-def _what_would_fit(ask: Ask, possible: list[int]) -> Message:
+def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
     """The message of a plan that fits nowhere."""
     tightest = {
-        tensor: memory_of(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert)) for tensor in possible
+        tensor: estimate_memory(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert))
+        for tensor in possible
     }
     tensor = min(tightest, key=lambda t: needed(tightest[t]))
     parts = tightest[tensor]
@@ -230,13 +231,13 @@ def _what_would_fit(ask: Ask, possible: list[int]) -> Message:
 
 
 # -- what it takes -------------------------------------------------------------------------------------------------------
-def mfu_of(ask: Ask) -> float:
+def estimate_mfu(ask: PlanRequest) -> float:
     """The share of the peak to expect: for one node, or for many as published runs reached it.
 
     >>> from trainer.contract.plan.sizing import shape_of
     >>> from trainer.contract.plan.gpus import GPUS
-    >>> asks = [Ask(shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
-    >>> [round(mfu_of(ask), 2) for ask in asks]
+    >>> asks = [PlanRequest(shape_of(size, 128_256, 4096), 1e12, gpus, GPUS["h100"]) for size, gpus in ((8e9, 8), (8e9, 256), (70e9, 1024))]
+    >>> [round(estimate_mfu(ask), 2) for ask in asks]
     [0.4, 0.22, 0.29]
     """
     if ask.mfu is not None:
@@ -253,12 +254,12 @@ def mfu_of(ask: Ask) -> float:
     return reached * (FP8 if ask.fp8 else 1.0)
 
 
-def _recomputing(mfu: float, ask: Ask) -> float:
+def _recomputing(mfu: float, ask: PlanRequest) -> float:
     """The MFU if blocks are computed again: a third more work at ``MFU``. The run's other losses do not grow."""
     return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
 
 
-def gathered(ask: Ask, layout: Layout) -> float:
+def gathered(ask: PlanRequest, layout: Layout) -> float:
     """Bytes that a GPU moves in a micro-batch: rounded weights, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
     the parameters, by dtype). Of routed experts, each group of ``layout.expert`` GPUs moves only its own."""
     if layout.shards <= 1:
@@ -269,7 +270,7 @@ def gathered(ask: Ask, layout: Layout) -> float:
     return (2 * ask.itemsize + 4) * moved / layout.tensor
 
 
-def exchanged(ask: Ask, layout: Layout) -> float:
+def exchanged_bytes(ask: PlanRequest, layout: Layout) -> float:
     """Bytes that a GPU sends to experts of other nodes for each token: there and back, forward and backward, one row for each node."""
     experts = ask.model.experts
     if experts is None or layout.expert == 1:
@@ -283,10 +284,10 @@ def exchanged(ask: Ask, layout: Layout) -> float:
     return 4 * sent * copies * (1 - 1 / nodes) * (ask.model.layers - experts.dense_layers)
 
 
-def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
+def estimate_effort(ask: PlanRequest, layout: Layout, sequences: int) -> PlannedEffort:
     """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) divided by the reached rate, or the network's time if that is larger."""
     model = ask.model
-    mfu = mfu_of(ask)
+    mfu = estimate_mfu(ask)
     if ask.mfu is None and layout.recompute == "block":
         mfu = _recomputing(mfu, ask)
     tokens_per_step = sequences * model.context
@@ -296,7 +297,7 @@ def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
     computing = tokens * model.flops_per_token() / (ask.gpu.peak_flops * mfu)
-    moved, exchange = gathered(ask, layout), exchanged(ask, layout)
+    moved, exchange = gathered(ask, layout), exchanged_bytes(ask, layout)
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None
@@ -305,7 +306,7 @@ def effort_of(ask: Ask, layout: Layout, sequences: int) -> Effort:
         each = computing
     seconds = flops / (ask.gpus * ask.gpu.peak_flops * mfu) * each / computing
     gpu_hours = ask.gpus * seconds / 3600
-    return Effort(
+    return PlannedEffort(
         tokens_per_step,
         steps,
         flops,

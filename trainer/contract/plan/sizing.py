@@ -124,7 +124,7 @@ def routed_parameters(model: ModelRecipe) -> int:
     return (model.layers - model.experts.dense_layers) * model.experts.count * 3 * model.d_model * model.experts.d_ff
 
 
-def kept_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
+def activation_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> float:
     """Elements a token that ``layer`` keeps for its backward pass, on one GPU of ``tensor``.
 
     The count of Korthikanti et al. (arXiv 2205.05198 §4.1) for this block: RMSNorm, GQA with rotated and normalised q and
@@ -152,7 +152,7 @@ def kinds(model: ModelRecipe) -> list[tuple[int, int]]:
 def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> MemoryPart:
     """The memory that the forward pass keeps for the backward pass of one micro-batch."""
     tokens = layout.micro_sequences * model.context
-    kept = [(n, kept_elements(model, layer, layout.tensor)) for n, layer in kinds(model)]
+    kept = [(n, activation_elements(model, layer, layout.tensor)) for n, layer in kinds(model)]
     if layout.recompute == "block":
         most = max(each for _, each in kept)
         elements = model.layers * model.d_model / layout.tensor + most

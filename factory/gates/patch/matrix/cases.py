@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from trainer.contract.recipe import Recipe, with_keys
+from trainer.contract.recipe import Recipe, with_changed_keys
 
 DOMAINS = ("chat", "code", "docs")
 VOCABULARY = 64
@@ -49,7 +49,7 @@ Begin = Literal[
 class MatrixCase:
     """One run.
 
-    begin: the checkpoint at the start (``starts.derived``). ``half``, ``damaged`` and ``far`` are interrupted folders of this run itself;
+    begin: the checkpoint at the start (``starts.make_derived_checkpoints``). ``half``, ``damaged`` and ``far`` are interrupted folders of this run itself;
         ``far`` is at a random step, tens of thousands of steps after the segment's first.
     changes: recipe keys that differ from ``BASE``, with dots.
     generations: the number of sets of shards in the data plan.
@@ -84,11 +84,11 @@ class MatrixCase:
 
 def recipe_with(changes: Mapping[str, Any]) -> dict[str, Any]:
     """The complete, checked recipe: ``BASE`` with the keys of ``changes``, which have dots between their parts."""
-    return Recipe.parse(with_keys(BASE, changes)).model_dump()
+    return Recipe.parse(with_changed_keys(BASE, changes)).model_dump()
 
 
-IN_MUON = 3e-2  # Muon's iteration is in bf16
-IN_BF16 = 5e-2
+MUON_ROUNDING = 3e-2  # Muon's iteration is in bf16
+BF16_ROUNDING = 5e-2
 MUON = {"optimizer.name": "muon"}
 BF16 = {"precision": "bf16"}
 NARROW = {
@@ -100,7 +100,7 @@ NARROW = {
     "batch.sequences": 2,
 }
 # With these keys every detector reports something within some hundred steps.
-NERVOUS = {
+SENSITIVE_DETECTORS = {
     "stability.window": 8,
     "stability.plateau_windows": 2,
     "stability.spike_deviations": 1.0,  # at 2.0, one run in six had no drop of the loss
@@ -186,7 +186,7 @@ CASES = (
     MatrixCase(
         "detectors that report everything",
         steps=100,
-        changes={**NARROW, **NERVOUS, "checkpoint_every": 50},
+        changes={**NARROW, **SENSITIVE_DETECTORS, "checkpoint_every": 50},
         rounding=1e-3,
     ),
     MatrixCase(
@@ -205,14 +205,14 @@ CASES = (
         ranks=2,
         changes={
             **NARROW,
-            **NERVOUS,
+            **SENSITIVE_DETECTORS,
             "model.experts": {**EXPERTS, "per_token": 1, "bias_rate": 0.0},
             "checkpoint_every": 24,
         },
         rounding=1e-3,
         totals=True,
     ),
-    MatrixCase("Muon", changes=MUON, rounding=IN_MUON),
+    MatrixCase("Muon", changes=MUON, rounding=MUON_ROUNDING),
     MatrixCase(
         "Muon without Nesterov, a wider base",
         changes={
@@ -222,7 +222,7 @@ CASES = (
             "optimizer.muon.steps": 3,
             "model.base_d_model": 8,
         },
-        rounding=IN_MUON,
+        rounding=MUON_ROUNDING,
     ),
     MatrixCase("experts", changes={"model.experts": EXPERTS}, stop_after=3),
     MatrixCase(
@@ -240,7 +240,7 @@ CASES = (
             },
             "parallel.recompute": "block",
         },
-        rounding=IN_MUON,
+        rounding=MUON_ROUNDING,
         totals=True,
     ),
     MatrixCase(
@@ -254,7 +254,7 @@ CASES = (
         rounding=1e-3,
         totals=True,
     ),
-    MatrixCase("bf16", "trunk", changes=BF16, rounding=IN_BF16),
+    MatrixCase("bf16", "trunk", changes=BF16, rounding=BF16_ROUNDING),
     MatrixCase("bf16 from the first step", changes=BF16, rounding=0.5, totals=True),
     MatrixCase(
         "fp8",  # its products need multiples of 16
@@ -269,10 +269,13 @@ CASES = (
         totals=True,
     ),
     MatrixCase("reference kernels", "trunk", kernels="reference"),
-    MatrixCase("reference kernels, bf16", "trunk", changes=BF16, kernels="reference", rounding=IN_BF16),
+    MatrixCase("reference kernels, bf16", "trunk", changes=BF16, kernels="reference", rounding=BF16_ROUNDING),
     MatrixCase("compiled", changes={"compile": True, "stability.noise_scale_every": 0}),
     MatrixCase(
-        "compiled, bf16", "trunk", changes={**BF16, "compile": True, "stability.noise_scale_every": 0}, rounding=IN_BF16
+        "compiled, bf16",
+        "trunk",
+        changes={**BF16, "compile": True, "stability.noise_scale_every": 0},
+        rounding=BF16_ROUNDING,
     ),
     MatrixCase("a checkpoint that is damaged", "broken", ranks=2, exit_code=2),
     MatrixCase("a checkpoint of another model", "trunk", changes={"model.layers": 1}, exit_code=2),
@@ -290,7 +293,7 @@ CASES = (
         },
     ),
     MatrixCase("two ranks, split weights", "trunk", ranks=2),
-    MatrixCase("two ranks, replicas, Muon", ranks=2, changes={**MUON, "parallel.replicas": 2}, rounding=IN_MUON),
+    MatrixCase("two ranks, replicas, Muon", ranks=2, changes={**MUON, "parallel.replicas": 2}, rounding=MUON_ROUNDING),
     MatrixCase(
         "two tensor ranks, recomputed",
         ranks=2,

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.executed import Executed, code_objects, name_of
+from factory.gates.patch.executed import ExecutedCode, iterate_code_objects, name_of
 
 # Instructions of the compiler that no part of the source causes.
 SILENT = {
@@ -29,7 +29,7 @@ Span = tuple[tuple[int, int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Unexecuted:
+class UnexecutedPart:
     """A part of one changed line that no run executed. ``line`` counts from 1."""
 
     path: str
@@ -45,18 +45,18 @@ class Unexecuted:
         return f"{self.path}:{self.line}: {self.source}"
 
 
-def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unexecuted]:
+def unexecuted(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
     """The changed parts of a Python file that were not executed, one per line, in order. Raises: SyntaxError."""
     new = changed_lines(base, text)
     lines = text.splitlines()
-    found: dict[int, Unexecuted] = {}
+    found: dict[int, UnexecutedPart] = {}
     tree = ast.parse(text)
     exempt = list(harmless(tree))
     tests = {_span(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
     traced = {((a, b), (c, d)) for a, b, c, d in executed.traced.get(path, ())}
     for first, last in executed.launched.get(path, ()):
         new -= set(range(first, last + 1))
-    for code in code_objects(compile(text, path, "exec", dont_inherit=True)):
+    for code in iterate_code_objects(compile(text, path, "exec", dont_inherit=True)):
         own = name_of(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
@@ -80,7 +80,7 @@ def unexecuted(path: str, base: str, text: str, executed: Executed) -> list[Unex
                 continue  # the call of AssertionError; a call in the test itself has more instructions
             line = lines[begin[0] - 1]
             inside = line.encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
-            found[where.lineno] = Unexecuted(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
+            found[where.lineno] = UnexecutedPart(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
     return [found[line] for line in sorted(found)]
 
 
@@ -94,7 +94,7 @@ def changed_lines(base: str, text: str) -> set[int]:
 
 def harmless(tree: ast.Module) -> Iterator[Span]:
     """Spans of ``raise`` statements and of ``assert`` messages that only put words together, and of imports for type checkers."""
-    classes = exception_names(tree)
+    classes = find_exception_names(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise) and _raises_words(node.exc, classes) and _only_words(node.cause):
             yield _span(node)
@@ -104,7 +104,7 @@ def harmless(tree: ast.Module) -> Iterator[Span]:
             yield from (_span(part) for part in node.body if isinstance(part, ast.Import | ast.ImportFrom))
 
 
-def exception_names(tree: ast.Module) -> set[str]:
+def find_exception_names(tree: ast.Module) -> set[str]:
     """Builtin exceptions, and names imported from approved code, unless the file binds the name again."""
     builtin = {
         name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)

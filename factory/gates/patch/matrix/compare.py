@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from factory.core.faults import is_of_no_file
-from factory.gates.patch.matrix.cases import CASES, IN_MUON, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, run_cases
-from factory.runs.distance import Apart, between, together, values_apart
-from factory.runs.trace import lines_in
+from factory.runs.distance import TensorDistance, between, find_value_differences, together
+from factory.runs.trace import read_lines_in
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_object, tensors_of
 from kernels.contract.message import Message
 
@@ -40,12 +40,12 @@ FILE_BYTES = 1 << 26
 CLOCKED = {"time", "tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "memory", "seconds", "speed"}
 # Keys of result.json: paths, and hashes of files with rounded numbers.
 ELSEWHERE = {"checkpoint", "manifest_sha256", "skipped_checkpoints"}
-TWINS = 4  # disturbed runs of each differing case
+TWINS_PER_CASE = 4  # disturbed runs of each differing case
 MOST_TWINS = 24  # of the case for which a patch is refused
 # Of 140 runs with our other kernels, on data drawn twice, 137 are nearer to the baseline than the farthest twin, and the others at most
 # 1.24 times as far. 9 runs are beyond ``MatrixCase.rounding``, by a factor of up to 3.1.
 MARGIN = 3.0
-WHOLLY = Apart(math.inf, 1.0)
+INFINITELY_APART = TensorDistance(math.inf, 1.0)
 Weights = dict[str, torch.Tensor]
 
 
@@ -54,7 +54,7 @@ class Discrepancy:
     """One number or tensor that differs. ``total``: the sum that it belongs to if only totals are compared."""
 
     what: str
-    far: Apart = WHOLLY
+    far: TensorDistance = INFINITELY_APART
     total: str = ""
 
     @property
@@ -63,7 +63,7 @@ class Discrepancy:
 
 
 @dataclass(frozen=True)
-class Difference:
+class CaseDifference:
     """The difference of one case. ``share``: the difference as a share of the number's scale; infinite where nothing may differ."""
 
     case: str
@@ -86,11 +86,11 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Compared:
+class CaseComparison:
     """The comparison of one case. ``same_bits``: all files hold the same numbers."""
 
     same_bits: bool
-    worst: Difference | None
+    worst: CaseDifference | None
 
 
 def compare_runs(
@@ -99,7 +99,7 @@ def compare_runs(
     candidate: MatrixRuns,
     cases: Sequence[MatrixCase] = CASES,
     tools: Sequence[MatrixTool] = TOOLS,
-) -> list[Compared]:
+) -> list[CaseComparison]:
     """The comparisons of each case, then of each tool."""
     found = []
     for case in cases:
@@ -110,7 +110,9 @@ def compare_runs(
         parts = _tool_differs(name, baseline, candidate)
         found.append((name, parts, _worst(parts), ROUNDING))
     return [
-        Compared(not parts, Difference(name, worst.what, worst.share, allowed) if worst.share > allowed else None)
+        CaseComparison(
+            not parts, CaseDifference(name, worst.what, worst.share, allowed) if worst.share > allowed else None
+        )
         for name, parts, worst, allowed in found
     ]
 
@@ -148,13 +150,13 @@ def farthest(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
 
 
 def _worst(parts: Iterable[Discrepancy]) -> Discrepancy:
-    return max(parts, key=lambda part: part.share, default=Discrepancy("", Apart(0.0, 1.0)))
+    return max(parts, key=lambda part: part.share, default=Discrepancy("", TensorDistance(0.0, 1.0)))
 
 
 def _differences(baseline: int, candidate: int, start: Weights | None) -> Iterator[Discrepancy]:
     """All differences. Raises: UntrustedFileError."""
     for name in ("metrics.jsonl", "anomalies.jsonl"):
-        ours, theirs = (lines_in(folder, name) for folder in (baseline, candidate))
+        ours, theirs = (read_lines_in(folder, name) for folder in (baseline, candidate))
         if name == "anomalies.jsonl":  # the machine causes a throughput drop
             ours, theirs = (
                 [line for line in lines if line.get("kind") != "throughput_drop"] for lines in (ours, theirs)
@@ -253,7 +255,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
                         checkpoint=name, tensor=key, shape=list(found.shape), dtype=str(found.dtype),
                     )
                 )  # fmt: skip
-            elif lost_bits(tensor, found):
+            elif has_lost_precision(tensor, found):
                 yield Discrepancy(
                     Message(
                         "patch.lower_precision",
@@ -277,7 +279,7 @@ def _listed(folder: int, name: str) -> dict[str, str]:
         ) from error
 
 
-def lost_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+def has_lost_precision(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     """True if the fp32 numbers of ``theirs`` came from a format with at least 8 bits fewer, such as bf16. In bf16 runs, rounding would hide that.
 
     The low bits of several numbers that were computed in fp32 are never all zero. Those of numbers from bf16 are.
@@ -289,10 +291,10 @@ def lost_bits(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
     return lowest[1] >= lowest[0] + 8
 
 
-def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> Apart:
+def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | None) -> TensorDistance:
     """The distance of two tensors, beside how far the baseline's moved, or beside its size where that is unknown. Infinite: not measurable."""
     if not ours.is_floating_point() or not torch.equal(ours.isfinite(), theirs.isfinite()):
-        return WHOLLY
+        return INFINITELY_APART
     where = ours.isfinite()
     begun = start.get(key) if start is not None else None
     whole = begun is not None and begun.shape == ours.shape  # else it is a rank's part of the tensor
@@ -312,13 +314,13 @@ def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepan
             yield Discrepancy(part.what)
         elif not math.isinf(part.far.apart):
             yield replace(part, far=replace(part.far, apart=part.far.apart / 100))
-        elif allowed < IN_MUON:
+        elif allowed < MUON_ROUNDING:
             yield part
 
 
 def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
     """For runs in which rounding grows: sums of tensors by checkpoint and kind, and of other numbers the loss and the rate."""
-    sums: dict[str, list[Apart]] = defaultdict(list)
+    sums: dict[str, list[TensorDistance]] = defaultdict(list)
     for part in parts:
         if part.total:
             sums[part.total].append(part.far)
@@ -328,7 +330,7 @@ def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
 
 
 def _values(where: str, one: Any, other: Any, ignored: Set[str] = frozenset()) -> Iterator[Discrepancy]:
-    return (Discrepancy(what, far) for what, far in values_apart(one, other, CLOCKED | ignored, where))
+    return (Discrepancy(what, far) for what, far in find_value_differences(one, other, CLOCKED | ignored, where))
 
 
 def _checkpoints(folder: int) -> list[str]:
@@ -336,7 +338,7 @@ def _checkpoints(folder: int) -> list[str]:
     try:
         handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
-        if is_of_no_file(error):
+        if is_machine_fault_of_no_file(error):
             raise
         raise UntrustedFileError(
             "patch.no_checkpoints", "there is no folder checkpoints: {error}", error=error.strerror
@@ -349,25 +351,27 @@ def _checkpoints(folder: int) -> list[str]:
 
 # -- the effect of rounding on a run ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
-class Rounding:
+class RoundingEffect:
     """The effect of rounding. beyond: the differences that are larger than this effect. undecided: cases whose difference has no size (such as a
     step that one side skipped) and which rounding alone causes too. problem: why the effect could not be measured."""
 
-    beyond: list[Difference] = field(default_factory=list)
+    beyond: list[CaseDifference] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     problem: str = ""
 
 
-def measure_rounding(plan: MatrixPlan, side: SideCode, baseline: MatrixRuns, compared: Sequence[Compared]) -> Rounding:
+def measure_rounding_effect(
+    plan: MatrixPlan, side: SideCode, baseline: MatrixRuns, compared: Sequence[CaseComparison]
+) -> RoundingEffect:
     """The effect of rounding in the cases that differ. side: approved code, with the folder of the twins. Raises: IsolationError."""
     measured = _Twins(plan, side, baseline, {one.worst.case: one.worst for one in compared if one.worst is not None})
-    for _ in range(TWINS):
+    for _ in range(TWINS_PER_CASE):
         measured.once_more(measured.beyond())
-    for _ in range(TWINS, MOST_TWINS):
+    for _ in range(TWINS_PER_CASE, MOST_TWINS):
         if beyond := measured.beyond():
             measured.once_more(beyond[:1])
     undecided = [name for name, difference in measured.worst.items() if math.isinf(difference.allowed)]
-    return Rounding([measured.worst[name] for name in measured.beyond()], undecided, measured.problem)
+    return RoundingEffect([measured.worst[name] for name in measured.beyond()], undecided, measured.problem)
 
 
 @dataclass
@@ -377,7 +381,7 @@ class _Twins:
     plan: MatrixPlan
     side: SideCode
     baseline: MatrixRuns
-    worst: dict[str, Difference]
+    worst: dict[str, CaseDifference]
     runs: int = 0
     problem: str = ""
 

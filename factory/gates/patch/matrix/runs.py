@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.executed import EXECUTED, Executed
+from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.matrix.cases import (
     BASE,
     CASES,
@@ -32,7 +32,14 @@ from factory.gates.patch.matrix.cases import (
     name_of,
     recipe_with,
 )
-from factory.gates.patch.matrix.starts import ANNEALED, OTHER, TRUNK, derived, interrupt, make_data
+from factory.gates.patch.matrix.starts import (
+    ANNEAL_CASE,
+    OTHER,
+    TRUNK,
+    interrupt,
+    make_data_plans,
+    make_derived_checkpoints,
+)
 from factory.runs.arm import Arm
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
@@ -43,7 +50,7 @@ from trainer.contract.checkpoint import format as checkpoints
 DRIVER = Path(__file__).with_name("train_cases.py")
 NOTES_BYTES = 1 << 26
 MOST_LIBRARIES, LIBRARY_BYTES = 100, 1 << 26
-LANES = min(2, os.cpu_count() or 1)  # concurrent processes of one side; each has one thread
+CONCURRENT_LANES = min(2, os.cpu_count() or 1)  # concurrent processes of one side; each has one thread
 INTERRUPTED = ("half", "damaged", "far")  # values of ``begin`` that are folders of the run itself
 
 
@@ -56,7 +63,7 @@ class MatrixRuns:
 
     folders: dict[str, Path] = field(default_factory=dict)
     opened: dict[str, int] = field(default_factory=dict)
-    executed: Executed = field(default_factory=Executed)
+    executed: ExecutedCode = field(default_factory=ExecutedCode)
     failed: str = ""
     out_of_time: bool = False
     seconds: float = 0.0
@@ -100,7 +107,7 @@ class MatrixPlan:
     """The values that both sides' runs share.
 
     names: case → the drawn name of its folder. seed: added to each recipe's seed. starts: begin → checkpoint, or interrupted folder. steps:
-    case → number of steps. made: the folders of the runs ``TRUNK``, ``OTHER`` and ``ANNEALED``.
+    case → number of steps. made: the folders of the runs ``TRUNK``, ``OTHER`` and ``ANNEAL_CASE``.
     """
 
     data: Mapping[int, dict[str, Any]]
@@ -161,25 +168,27 @@ def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPla
     """Data, checkpoints and names for one verdict, made by the approved code of ``side``. The returned runs say whether that failed."""
     interrupted = {case.begin: case for case in CASES if case.begin in INTERRUPTED}
     far = interrupted.pop("far")
-    steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEALED)}
+    steps = {case.name: case.steps for case in (*CASES, TRUNK, OTHER, ANNEAL_CASE)}
     long = next(case.name for case in CASES if case.steps == LONG_STEPS[0])
     steps[long] = LONG_STEPS[0] + secrets.randbelow(LONG_STEPS[1] - LONG_STEPS[0])
     drawn = random.SystemRandom().sample(range(1, 90_000), len(steps))  # like the folders of live segments
     names = {name: f"{number:05d}" for name, number in zip(steps, drawn)}
     seed = secrets.randbelow(1 << 20)
-    plan = MatrixPlan(make_data(folder / "data"), {}, names, steps, secrets.token_hex(20), seed, recipe_name, folder)
+    plan = MatrixPlan(
+        make_data_plans(folder / "data"), {}, names, steps, secrets.token_hex(20), seed, recipe_name, folder
+    )
     cases = [TRUNK, OTHER, *interrupted.values()]
     first = run_cases(plan, replace(side, folder=folder / "trunk"), cases, fresh=True)
     if first.failed:
         return plan, first
     trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.name_of(steps[TRUNK.name])
-    starts = {"trunk": trunk, **derived(trunk, folder / "derived")}
-    second = run_cases(replace(plan, starts=starts), replace(side, folder=folder / "annealed"), [ANNEALED])
+    starts = {"trunk": trunk, **make_derived_checkpoints(trunk, folder / "derived")}
+    second = run_cases(replace(plan, starts=starts), replace(side, folder=folder / "annealed"), [ANNEAL_CASE])
     if second.failed:
         return plan, second
-    last = steps[TRUNK.name] + steps[ANNEALED.name]
-    starts["annealed"] = second.folders[ANNEALED.name] / "checkpoints" / checkpoints.name_of(last)
-    made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEALED.name]
+    last = steps[TRUNK.name] + steps[ANNEAL_CASE.name]
+    starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.name_of(last)
+    made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEAL_CASE.name]
     recipe = recipe_with({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     starts |= {begin: folder / "interrupted" / begin for begin in INTERRUPTED}
@@ -199,17 +208,17 @@ def run_cases(
 ) -> MatrixRuns:
     """Train the cases, then run the tools. ``fresh``: interrupted cases begin with an empty folder. Raises: IsolationError.
 
-    Cases of one rank run in ``LANES`` concurrent processes. Cases of several ranks run afterwards.
+    Cases of one rank run in ``CONCURRENT_LANES`` concurrent processes. Cases of several ranks run afterwards.
     """
     single, several = ([case for case in cases if (case.ranks > 1) is many] for many in (False, True))
     single.sort(key=lambda case: -case.steps)  # the longest run is concurrent with many short runs
-    lanes = [single[number::LANES] for number in range(LANES)]
+    lanes = [single[number::CONCURRENT_LANES] for number in range(CONCURRENT_LANES)]
     found, began = MatrixRuns(), time.monotonic()
-    with ThreadPoolExecutor(LANES) as pool:
+    with ThreadPoolExecutor(CONCURRENT_LANES) as pool:
         jobs = [
-            pool.submit(_run_lane, plan, side, fresh, lane, tools if n == LANES - 1 else (), f"{n}")
+            pool.submit(_run_lane, plan, side, fresh, lane, tools if n == CONCURRENT_LANES - 1 else (), f"{n}")
             for n, lane in enumerate(lanes)
-            if lane or (tools and n == LANES - 1)
+            if lane or (tools and n == CONCURRENT_LANES - 1)
         ]
         for job in jobs:
             found.add(job.result())
@@ -253,9 +262,9 @@ def _run_lane(
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
     try:
         result = sandbox.run(
-            [sys.executable, str(DRIVER), str(EXECUTED), str(request), str(notes)],
+            [sys.executable, str(DRIVER), str(RECORDER_FILE), str(request), str(notes)],
             output=folder,
-            readonly=[side.code, DRIVER, EXECUTED, plan.folder, *side.kernels.values()],
+            readonly=[side.code, DRIVER, RECORDER_FILE, plan.folder, *side.kernels.values()],
             cwd=side.code,
             environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
             limits=Limits(wall_seconds=side.wall_seconds),

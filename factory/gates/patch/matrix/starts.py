@@ -17,14 +17,14 @@ from trainer.contract.data.token_shard import TokenizedDocument, write_token_sha
 
 LATE_STEPS = (100_000, 900_000)
 POISONED_TOKEN = 7
-SHRUNK = 0.9
-FAR_BELOW = 1e-6  # far below any norm, logit or loss, so the next measurement is a jump
+SHRINK_FACTOR = 0.9
+TINY_NORM = 1e-6  # far below any norm, logit or loss, so the next measurement is a jump
 TRUNK = MatrixCase("trunk", steps=8)
 OTHER = MatrixCase("another recipe", steps=2, changes={"model.d_ff": 16, "seed": 2})
-ANNEALED = MatrixCase("annealed", "trunk", "anneal")
+ANNEAL_CASE = MatrixCase("annealed", "trunk", "anneal")
 
 
-def make_data(folder: Path) -> dict[int, dict[str, Any]]:
+def make_data_plans(folder: Path) -> dict[int, dict[str, Any]]:
     """A data plan for each number of generations, with token shards of random documents, so that no run can know them."""
     draw = np.random.default_rng(secrets.randbits(64))
     shards = []
@@ -47,7 +47,7 @@ def make_data(folder: Path) -> dict[int, dict[str, Any]]:
     return {count: {"token_shards": shards[:count], **common} for count in (1, 2)}
 
 
-def derived(trunk: Path, folder: Path) -> dict[str, Path]:
+def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
     """Checkpoints that an honest run would not leave soon, each a changed copy of ``trunk``."""
     draw = np.random.default_rng(secrets.randbits(64))
     whole = checkpoints.load(trunk)
@@ -57,11 +57,11 @@ def derived(trunk: Path, folder: Path) -> dict[str, Path]:
     outliers["detector"]["grad_norm"] = [1e-6] * 8
     calm = json.loads(json.dumps(whole.state))
     calm["detector"] |= {
-        "grad_norm": [FAR_BELOW] * 8,
-        "course": calm["detector"]["course"] | {"blocks": [FAR_BELOW] * 4},
+        "grad_norm": [TINY_NORM] * 8,
+        "course": calm["detector"]["course"] | {"blocks": [TINY_NORM] * 4},
     }
     for turns in calm.get("signals", {"turns": {}})["turns"].values():  # older code has no signals
-        turns |= {"past": {f"blocks.{layer}": [FAR_BELOW] * 8 for layer in range(2)}, "changes": [1.0] * 8}
+        turns |= {"past": {f"blocks.{layer}": [TINY_NORM] * 8 for layer in range(2)}, "changes": [1.0] * 8}
     poisoned = {name: tensor.clone() for name, tensor in whole.model.items()}
     embedding = next(name for name in poisoned if "embed" in name)
     poisoned[embedding][POISONED_TOKEN] = float("nan")
@@ -102,7 +102,9 @@ def interrupt(finished: Path, folder: Path, damaged: bool = False, step: int | N
         shutil.rmtree(newest)
     whole = checkpoints.load(before)
     shutil.rmtree(before)
-    changed = {name: tensor * SHRUNK if tensor.is_floating_point() else tensor for name, tensor in whole.model.items()}
+    changed = {
+        name: tensor * SHRINK_FACTOR if tensor.is_floating_point() else tensor for name, tensor in whole.model.items()
+    }
     if step is not None:
         whole.state["step"] = whole.state["sampler"]["step"] = step
     checkpoints.save(folder / "checkpoints", replace(whole, model=changed))

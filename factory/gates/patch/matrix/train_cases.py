@@ -37,7 +37,7 @@ def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int
     from trainer.contract import stopping
 
     if slow_threads:
-        with late_threads():
+        with delay_threads():
             return main([str(folder)])
     if waits:
         codes = [program("trainer", ["--wait", str(folder)]) for _ in range(2)]
@@ -59,7 +59,7 @@ def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int
 
 
 @contextlib.contextmanager
-def late_threads() -> Iterator[None]:
+def delay_threads() -> Iterator[None]:
     """Threads that start in this context begin ``LATE_SECONDS`` late."""
     run = threading.Thread.run
 
@@ -160,7 +160,7 @@ def disturb_ops(seed: int) -> None:
     registry.bind = bind_disturbed
 
 
-def as_ranks(count: int) -> int:
+def run_as_ranks(count: int) -> int:
     """Run this program once for each rank, in a network namespace of their own. Returns the first exit code that is not 0, or 0.
 
     This process has the store through which ranks find one another, as torchrun does. Each segment joins a new group in the store.
@@ -188,7 +188,7 @@ def as_ranks(count: int) -> int:
 if __name__ == "__main__":
     request = json.loads(Path(sys.argv[2]).read_text())
     if request["ranks"] > 1 and "RANK" not in os.environ:
-        sys.exit(as_ranks(request["ranks"]))
+        sys.exit(run_as_ranks(request["ranks"]))
     recorder = runpy.run_path(sys.argv[1])["ExecutionRecorder"](os.getcwd(), request["instructions"])
     if request["instructions"]:
         recorder.watch_compiler()

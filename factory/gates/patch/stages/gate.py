@@ -10,7 +10,7 @@ from typing import Any
 
 from factory.core.workspace import Workspace
 from factory.gates.case import Stage
-from factory.gates.patch.judge import StepGain, judge_patch, reported_gain
+from factory.gates.patch.judge import StepGain, judge_patch, smaller_gain
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import evals, exploits, isolated, matrix, oracle, scope, static, training
 from factory.gates.staged_gate import StagedGate
@@ -24,4 +24,4 @@ def patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
 
 
 def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> StepGain | None:
-    return reported_gain(policy.training, stages.get("training", {}), tries)
+    return smaller_gain(policy.training, stages.get("training", {}), tries)

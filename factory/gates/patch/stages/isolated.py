@@ -15,11 +15,20 @@ from typing import Any
 import yaml
 
 from factory.core import devices
-from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed, missing, not_needed, passed
+from factory.gates.case import (
+    NO_START,
+    PatchCase,
+    StageEvidence,
+    StageResult,
+    failed,
+    missing,
+    not_needed_evidence,
+    passed,
+)
 from factory.gates.patch.changed_ops import ChangedOp, ops_of
 from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
-from factory.gates.patch.stages.training import recipe_for
-from factory.gates.patience import baseline_stopped, out_of_time
+from factory.gates.patch.stages.training import gate_recipe
+from factory.gates.patience import baseline_stopped_message, out_of_time
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import Limits
 from kernels.contract.message import Message
@@ -32,7 +41,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(NO_START)
     if any(path.endswith(".py") for path in case.paths):
         return StageResult(
-            not_needed(
+            not_needed_evidence(
                 Message(
                     "patch.new_code_alone", "New code is not timed alone: the time of the whole training step decides."
                 )
@@ -40,7 +49,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         )
     # Only approved code runs, so its compiled files may be used.
     work = case.workspace.root / "cache" / f"workbench{devices.label()}"
-    recipe = recipe_for(case, case.start, case.baseline)
+    recipe = gate_recipe(case, case.start, case.baseline)
     return StageResult(compare(case.policy.isolated, ops_of(case), recipe, case.baseline, work))
 
 
@@ -50,7 +59,7 @@ def compare(
     """Raises: IsolationError."""
     switched = [op for op in ops if op.before != op.after]
     if not switched:
-        return not_needed(Message("patch.no_switch", "The patch switches no op to another implementation."))
+        return not_needed_evidence(Message("patch.no_switch", "The patch switches no op to another implementation."))
     work.mkdir(parents=True, exist_ok=True)
     recipe_path = work.with_name(f"{work.name}-recipe.yaml")  # outside the folder that the timed code can write
     recipe_path.write_text(yaml.safe_dump(recipe))
@@ -75,7 +84,7 @@ def compare(
                 except ValueError:
                     if timed.timed_out:
                         what = f"timing of {op.op}"
-                        return out_of_time(baseline_stopped(what, policy.wall_seconds, "isolated.wall_seconds"))
+                        return out_of_time(baseline_stopped_message(what, policy.wall_seconds, "isolated.wall_seconds"))
                     why = timed.why()
                     return missing(
                         Message("patch.not_timed_alone", "{op} could not be timed alone: {why}", op=op.op, why=why)

@@ -14,14 +14,14 @@ from typing import Any
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
-from factory.gates.case import PatchCase, StageResult, failed, missing, not_needed, passed
-from factory.gates.patch.executed import Executed
+from factory.gates.case import PatchCase, StageResult, failed, missing, not_needed_evidence, passed
+from factory.gates.patch.executed import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
-from factory.gates.patch.matrix.changed import Unexecuted, unexecuted
-from factory.gates.patch.matrix.compare import compare_runs, measure_rounding
+from factory.gates.patch.matrix.changed import UnexecutedPart, unexecuted
+from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
-from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
+from factory.gates.patience import baseline_stopped_message, out_of_time, run_with_limits, stopped
 from factory.git import repository
 from factory.runs.running import Runs
 from kernels.contract.message import Message
@@ -35,8 +35,8 @@ NATIVE = "factory-kernels"  # the folder of kernels/native's builds, below torch
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if not any(path.endswith(".py") for path in case.paths):
-        return StageResult(not_needed(Message("patch.no_code", "The patch has no code.")))
-    rounds, runs, same, executed = may_round(case), 0, 0, Executed()
+        return StageResult(not_needed_evidence(Message("patch.no_code", "The patch has no code.")))
+    rounds, runs, same, executed = may_round_differently(case), 0, 0, ExecutedCode()
     seconds = {"baseline_seconds": 0.0, "candidate_seconds": 0.0}
     cases: Sequence[MatrixCase] = CASES
     tools: Sequence[MatrixTool] = TOOLS
@@ -51,7 +51,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         differences, undecided = [one.worst for one in compared if one.worst is not None], []
         if differences and rounds:
             with case.progress.task("effect of rounding", 1):
-                rounding = measure_rounding(
+                rounding = measure_rounding_effect(
                     plan, replace(approved, folder=approved.folder / "disturbed"), baseline, compared
                 )
             if rounding.problem:
@@ -84,7 +84,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(failed(_rounds(runs - same, runs), **measured))
     if answers := case.handed_on.get("oracle"):
         executed.merge(answers.executed)
-    if left_out := never_executed(case, executed):
+    if left_out := find_unexecuted_changes(case, executed):
         return StageResult(missing(*_reasons(left_out), **_unexecuted(left_out), **measured))
     return StageResult(
         passed(
@@ -124,7 +124,7 @@ def _draw(
             side = replace(approved, code=case.candidate, kernels=kernels, folder=work / f"{2 + number}")
             return _side(case, plan, replace(side, wall_seconds=limit, instructions=files), cases, tools, "candidate")
 
-        candidate = patiently(limits, attempt, lambda side: side.out_of_time)
+        candidate = run_with_limits(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
         return StageResult(out_of_time(stopped("tiny runs", limits, baseline.seconds, "matrix.patience")))
@@ -164,7 +164,7 @@ def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mappin
     return paths
 
 
-def may_round(case: PatchCase[PatchPolicy]) -> bool:
+def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
     """True if results may round differently. The oracle judges ops. Other code may round differently only if the proposal says so."""
     if any(path.startswith("kernels/") for path in case.paths):
         return True
@@ -172,7 +172,7 @@ def may_round(case: PatchCase[PatchPolicy]) -> bool:
     return re.search(r"\brounding\b", message, re.IGNORECASE) is not None
 
 
-def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Unexecuted]:
+def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode) -> list[UnexecutedPart]:
     """The parts of the patch's Python files that neither the tiny runs nor the op checks executed."""
     found = []
     for change in case.changes:
@@ -184,7 +184,9 @@ def never_executed(case: PatchCase[PatchPolicy], executed: Executed) -> list[Une
 
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
-        return StageResult(out_of_time(baseline_stopped("tiny runs", policy.wall_seconds, "matrix.wall_seconds")))
+        return StageResult(
+            out_of_time(baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds"))
+        )
     return StageResult(
         missing(
             Message("patch.baseline_runs_failed", "The baseline's own tiny runs failed: {problem}", problem=side.failed)
@@ -201,14 +203,14 @@ def _rounds(differ: int, runs: int) -> Message:
     )  # fmt: skip
 
 
-def _unexecuted(left_out: Sequence[Unexecuted]) -> dict[str, Any]:
+def _unexecuted(left_out: Sequence[UnexecutedPart]) -> dict[str, Any]:
     """Evidence. ``waits_for``: the device on which the patch is judged again, if that device may execute all remaining parts."""
     found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
     (device, *others) = {part.device for part in left_out}
     return found | ({"waits_for": device} if device not in ("", devices.kind()) and not others else {})
 
 
-def _reasons(left_out: Sequence[Unexecuted]) -> list[Message]:
+def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:
     device = _unexecuted(left_out).get("waits_for")
     first = (
         Message(

@@ -13,7 +13,7 @@ from typing import Any
 
 from factory.gates.case import PatchCase, StageEvidence, StageResult
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, ops_of
-from factory.gates.patch.op_answers import Answers, answered, changed_tests
+from factory.gates.patch.op_answers import OpAnswers, answered, check_tests_unchanged
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import calls
 from kernels.contract.message import Message
@@ -28,18 +28,18 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         return StageResult(NO_OP)
     policy, work = case.policy.oracle, case.work / "oracle"
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
-    jobs = oracle_jobs(policy, ops, recipe["precision"])
+    jobs = make_oracle_jobs(policy, ops, recipe["precision"])
     jobs += calls(case.policy.exploits, ops, recipe, random.SystemRandom())
     files = [change.path for change in case.changes if change.path.endswith(".py")]
     answers = case.after_stages.enter_context(answered(jobs, policy, case.baseline, case.candidate, work, files))
     found = evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.paths):
-        found |= changed_tests(answers, policy.patience, case.candidate, work)
+        found |= check_tests_unchanged(answers, policy.patience, case.candidate, work)
     return StageResult(found, answers)
 
 
-def evidence(answers: Answers) -> StageEvidence:
-    """The evidence of the answers to ``oracle_jobs``. The end of the process counts here only if there are no other jobs after them."""
+def evidence(answers: OpAnswers) -> StageEvidence:
+    """The evidence of the answers to ``make_oracle_jobs``. The end of the process counts here only if there are no other jobs after them."""
     numbers = [number for number, job in enumerate(answers.jobs) if "case" in job]
     last = len(numbers) == len(answers.jobs)
     right = Message(
@@ -50,24 +50,24 @@ def evidence(answers: Answers) -> StageEvidence:
     return answers.evidence(numbers, right, last=last)
 
 
-def quick_check(
+def run_quick_check(
     policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str, baseline: Path, candidate: Path, work: Path
 ) -> StageEvidence:
     """The evidence of the oracle's checks alone. Raises: IsolationError."""
-    jobs = oracle_jobs(policy, ops, precision)
+    jobs = make_oracle_jobs(policy, ops, precision)
     with answered(jobs, policy, baseline, candidate, work) as answers:
         return evidence(answers)
 
 
-def oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
+def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:
     """The oracle's jobs. Seeds are drawn each time, so that no answer can be prepared.
 
     The policy's first case has all values and also fp32. The other cases have the recipe's precision. In fp64, which no training
     uses, an op may refuse to compute. If it computes, it must be right.
     """
-    from kernels.contract.precision import of_values
+    from kernels.contract.precision import precision_of_values
 
-    jobs, precision = [], of_values(precision)
+    jobs, precision = [], precision_of_values(precision)
     for op in ops:
         for case in policy.cases:
             first = case == policy.cases[0]

@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.gates.case import PatchCase, StageResult, failed, missing, passed
-from factory.gates.patch.changed_ops import changed_sections, other_devices, unknown_ops
+from factory.gates.patch.changed_ops import find_changed_sections, find_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import problems
-from factory.gates.recipe_changes import RECIPES, learnt, recipe_changes, unused_recipes
+from factory.gates.recipe_changes import RECIPES, find_unused_recipes, learnt, recipe_changes
 from factory.git.scope import Change
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
@@ -26,10 +26,10 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     found = found or [problem for change in case.changes for problem in _settings(case, change)]
     if found:
         return StageResult(failed(*found[:MOST_REASONS]))
-    unmeasured = unused_recipes(case.workspace, case.paths)
+    unmeasured = find_unused_recipes(case.workspace, case.paths)
     for change in case.changes:
         if change.path == KERNELS:
-            unmeasured += other_devices(case.base_bytes(KERNELS), change.content)
+            unmeasured += find_other_devices(case.base_bytes(KERNELS), change.content)
     return StageResult(
         missing(*unmeasured[:MOST_REASONS])
         if unmeasured
@@ -40,7 +40,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[Message]:
     """The problems of a changed recipe or ``kernels.yaml``."""
     base = case.base_bytes(change.path) or b""
-    if change.path == KERNELS and "fallback" in changed_sections(base, change.content):
+    if change.path == KERNELS and "fallback" in find_changed_sections(base, change.content):
         return [
             Message(
                 "patch.fallback",
@@ -49,7 +49,7 @@ def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[Message]:
             )
         ]
     if change.path == KERNELS:
-        return unknown_ops(change.content)
+        return find_unknown_ops(change.content)
     if not change.path.startswith(RECIPES):
         return []
     try:

@@ -29,19 +29,27 @@ from typing import Any
 from factory.core import devices
 from factory.core.removal import remove
 from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed, missing
-from factory.gates.patch.judge import CPU_CLOCKS, judge_measurement, training_difference, training_differs
+from factory.gates.patch.judge import CPU_CLOCKS, is_training_different, judge_measurement, training_difference_message
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.session import PatchSession, TimedRun, timed_session
-from factory.gates.patch.timing import BRIEF_STEPS, RunSeconds, cpu_overhead, long_timing, noise_of, timing, too_noisy
-from factory.gates.patience import baseline_stopped, out_of_time, patiently, stopped
-from factory.gates.recipe_changes import used_recipe
+from factory.gates.patch.session import PatchSession, TimedRun, train_timed_session
+from factory.gates.patch.timing import (
+    BRIEF_RUN_STEPS,
+    RunSeconds,
+    baseline_noise,
+    cpu_overhead,
+    find_timing_doubt,
+    long_run_gain,
+    timing,
+)
+from factory.gates.patience import baseline_stopped_message, out_of_time, run_with_limits, stopped
+from factory.gates.recipe_changes import used_recipe_path
 from factory.gates.release.judge import PROMOTE
 from factory.gates.training_start import Start
-from factory.runs.arm import Arm, for_one_rank
+from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
-from factory.runs.trace import step_lines
+from factory.runs.trace import read_step_lines
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
 from trainer.contract.checkpoint.format import Tensors
@@ -54,7 +62,7 @@ Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 
 @dataclass(frozen=True)
-class Side:
+class TrainingSide:
     """Baseline or candidate: its code with the commit, its recipe, and the folder that only its own runs write."""
 
     code: Path
@@ -68,7 +76,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     if case.start is None:
         return StageResult(NO_START)
     baseline, candidate = (
-        Side(code, commit, recipe_for(case, case.start, code), case.work / name)
+        TrainingSide(code, commit, gate_recipe(case, case.start, code), case.work / name)
         for name, code, commit in (
             (BASELINE, case.baseline, case.applied.base),
             (CANDIDATE, case.candidate, case.applied.commit),
@@ -82,7 +90,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     return StageResult(*compare_training(runs, policy, case.start, baseline, candidate, new_code, case.tries))
 
 
-def recipe_for(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[str, Any]:
+def gate_recipe(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[str, Any]:
     """The trunk's recipe with the gate's batch. If the patch changes how the recipe's step is computed, with the settings of ``code``.
 
     The trunk may be older than a merged change, and this patch must not be credited with the gain of that change.
@@ -91,7 +99,7 @@ def recipe_for(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[s
     batch = dict(recipe["batch"])
     if case.policy.training.sequences:
         batch |= {"sequences": case.policy.training.sequences, "micro_sequences": None}
-    changed = used_recipe(case.workspace)
+    changed = used_recipe_path(case.workspace)
     if changed in case.paths:
         own = Recipe.load(code / changed).model_dump()
         recipe["compile"] = own["compile"]
@@ -105,8 +113,8 @@ def compare_training(
     runs: Runs,
     policy: TrainingPolicy,
     start: Start,
-    baseline: Side,
-    candidate: Side,
+    baseline: TrainingSide,
+    candidate: TrainingSide,
     new_code: bool,
     tries: int,
 ) -> tuple[StageEvidence, Pair | None]:
@@ -156,7 +164,7 @@ class PlannedRun:
 
 
 @dataclass(frozen=True)
-class Plan:
+class MeasurementPlan:
     """``sessions``: the side and the runs of each process. A control run comes first, then timed runs on the same data as the other side's."""
 
     sessions: Sequence[tuple[str, list[PlannedRun]]]  # two of each side, in order
@@ -164,7 +172,7 @@ class Plan:
     long: PlannedRun  # the last run of the second half's sessions, if new code looks faster
 
     @classmethod
-    def draw(cls, policy: TrainingPolicy, candidate_first: bool) -> Plan:
+    def draw(cls, policy: TrainingPolicy, candidate_first: bool) -> MeasurementPlan:
         """The baseline's controls leave out steps and make twice the steps. The candidate's controls are brief and show its overhead."""
         half = policy.pairs // 2
         whole = (secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half))
@@ -174,7 +182,7 @@ class Plan:
         long = PlannedRun(_seed(), long_steps, early=long_steps - policy.worth(long_steps))
         sessions: list[tuple[str, list[PlannedRun]]] = []
         for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
-            pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_STEPS), *runs])]
+            pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_RUN_STEPS), *runs])]
             sessions += (
                 reversed(pair) if candidate_first else pair
             )  # a machine that becomes quieter helps the last side
@@ -211,7 +219,7 @@ class _Comparison:
     runs: Runs
     policy: TrainingPolicy
     start: Start
-    sides: dict[str, Side]
+    sides: dict[str, TrainingSide]
     new_code: bool
     compiled: Path  # by approved code
     origin: Tensors
@@ -227,8 +235,8 @@ class _Comparison:
         while True:
             round_began = time.monotonic()
             found, pair = self.measure()
-            decided = pair is None or training_differs(policy, found)  # independent of its clock
-            doubt = None if decided else too_noisy(policy, found, 1 + len(discarded))
+            decided = pair is None or is_training_different(policy, found)  # independent of its clock
+            doubt = None if decided else find_timing_doubt(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
             now = time.monotonic()
@@ -246,13 +254,13 @@ class _Comparison:
             self.runs.plant.say(
                 Message("patch.measured_again", "  training: {doubt}. It is measured again", doubt=doubt)
             )
-            noise = noise_of(found) if "baseline_seconds" in found else None
+            noise = baseline_noise(found) if "baseline_seconds" in found else None
             seconds = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
             discarded.append({"doubt": doubt, "noise": noise} | seconds)
 
     def measure(self) -> tuple[StageEvidence, Pair | None]:
         """Run four sessions on new data. Returns the evidence and the pair that is furthest apart; None if the sessions ended early."""
-        plan = Plan.draw(self.policy, candidate_first=bool(self.repeated_s))
+        plan = MeasurementPlan.draw(self.policy, candidate_first=bool(self.repeated_s))
         runs = {BASELINE: SideRuns(), CANDIDATE: SideRuns()}
         try:
             self._run(plan, runs)
@@ -260,7 +268,7 @@ class _Comparison:
         except _EndedEarly as ended:
             return ended.evidence, None
 
-    def _run(self, plan: Plan, runs: dict[str, SideRuns]) -> None:
+    def _run(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> None:
         """Raises: _EndedEarly."""
         half = self.policy.pairs // 2
         title = Message("patch.training_task", "training steps, baseline and candidate")
@@ -282,8 +290,8 @@ class _Comparison:
                 task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
                 if number == 1:  # one pair of sessions is enough to show a difference
                     found, _ = self._weights(plan, runs)
-                    if training_differs(self.policy, found):
-                        raise _EndedEarly(failed(training_difference(self.policy, found), **found))
+                    if is_training_different(self.policy, found):
+                        raise _EndedEarly(failed(training_difference_message(self.policy, found), **found))
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
         """A session of one side and its folder. A stopped session of the candidate is tried again with a longer limit. Raises: _EndedEarly."""
@@ -301,9 +309,11 @@ class _Comparison:
                 copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
             return self._train(name, [PlannedRun(_seed(), min(policy.steps, WARM_STEPS)), *runs], limit)
 
-        session, folder = patiently(limits, attempt, lambda ended: ended[0].out_of_time)
+        session, folder = run_with_limits(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
-            raise _EndedEarly(out_of_time(baseline_stopped("training session", limits[0], "training.wall_seconds")))
+            raise _EndedEarly(
+                out_of_time(baseline_stopped_message("training session", limits[0], "training.wall_seconds"))
+            )
         if session.out_of_time:
             raise _EndedEarly(out_of_time(stopped("training session", limits, before_s, "training.patience")))
         if session.failed:
@@ -327,7 +337,7 @@ class _Comparison:
         for compiled in side.folder.glob("*/cache"):  # at most one
             compiled.rename(folder / "cache")
         base = {
-            "kind": "trunk", "recipe": for_one_rank(side.recipe), "data_plan": start.plan, "first_step": start.step,
+            "kind": "trunk", "recipe": recipe_for_one_rank(side.recipe), "data_plan": start.plan, "first_step": start.step,
             "initial_checkpoint": str(start.checkpoint), "restart_data": True, "code_commit": side.commit,
         }  # fmt: skip
         kernels, title = start.kernels_of(side.code), f"{name}, {len(runs)} runs, the longest"
@@ -339,11 +349,11 @@ class _Comparison:
         early = {number: start.step + run.early for number, run in enumerate(runs) if run.early}
         longest = max(arms, key=lambda arm: arm.last)
         with self.runs.noted({folder: longest}) as ends:
-            session = timed_session(folder, side.code, arms, self.origin, wall_seconds, whole, early)
+            session = train_timed_session(folder, side.code, arms, self.origin, wall_seconds, whole, early)
             ends[longest.key] = session.failed
         return session, folder
 
-    def _evidence(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, Pair]:
+    def _evidence(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, Pair]:
         """The evidence of all four sessions. Raises: _EndedEarly if training could not continue from a checkpoint."""
         policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
         evidence, drifts = self._weights(plan, runs)
@@ -368,7 +378,9 @@ class _Comparison:
             ), furthest
         if baseline.long and candidate.long:
             overhead = evidence["overhead_seconds"]
-            evidence["long"] = long_timing(baseline.long.seconds, candidate.long.seconds, plan.long.steps, overhead) | {
+            evidence["long"] = long_run_gain(
+                baseline.long.seconds, candidate.long.seconds, plan.long.steps, overhead
+            ) | {
                 "drift": drift(candidate.long.weights, baseline.long.weights, self.origin),
                 "control_drift": drift(baseline.long.early, baseline.long.weights, self.origin, of_one=False),
             }
@@ -379,7 +391,7 @@ class _Comparison:
         )  # fmt: skip
         return {"state": "passed", "reasons": [reason], **evidence}, furthest
 
-    def _weights(self, plan: Plan, runs: dict[str, SideRuns]) -> tuple[dict[str, Any], list[float]]:
+    def _weights(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> tuple[dict[str, Any], list[float]]:
         """Evidence with the distance of the weights, and the distance of each pair."""
         baseline, candidate = runs[BASELINE], runs[CANDIDATE]
         fewer, all_steps = baseline.controls[0], baseline.timed[plan.whole[0]]  # the same data, without some steps
@@ -413,5 +425,5 @@ def _seed() -> int:
 
 def _recorded_span(folder: Path) -> float:
     """Seconds from the end of the first step to the end of the last step, as the baseline (approved code) recorded them."""
-    lines = step_lines(folder, "metrics.jsonl")
+    lines = read_step_lines(folder, "metrics.jsonl")
     return float(lines[-1]["time"] - lines[0]["time"])

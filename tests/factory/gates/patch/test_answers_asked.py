@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from factory.core import devices
 from factory.gates.patch import op_answers
-from factory.gates.patch.executed import EXECUTED, Executed
-from factory.gates.patch.op_answers import DRIVER, Answers, answered, changed_tests, compare
+from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.op_answers import DRIVER, OpAnswers, answered, check_tests_unchanged, compare
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patience import Patience
+from factory.gates.patience import TimeLimits
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox import sandbox
 from kernels.contract.message import Message
@@ -29,7 +29,7 @@ from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import codes
 
 POLICY = OraclePolicy(
-    wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0)
+    wall_seconds=70.0, patience=TimeLimits(times=2.0, least_seconds=10.0, again=3.0, again_seconds=100.0)
 )
 NOTED = {"lines": {"kernels/a.py": [3]}, "instructions": {}, "traced": {}, "launched": {}}
 Acts = Callable[[Path], object]
@@ -83,18 +83,21 @@ def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[...,
     request, question, given = work / "request.json", work / "question.json", work / "given"
     asked = {"device": devices.kind(), "jobs": [JOB]}
     assert json.loads(request.read_text()) == asked
-    assert json.loads(question.read_text()) == asked | {"recorder": str(EXECUTED), "instructions": ["kernels/a.py"]}
+    assert json.loads(question.read_text()) == asked | {
+        "recorder": str(RECORDER_FILE),
+        "instructions": ["kernels/a.py"],
+    }
     start, common = [sys.executable, str(DRIVER)], {"environment": {"OMP_NUM_THREADS": "1"}}
     make, answer = told.asked
     assert make.pop("limits").wall_seconds == 70.0 and answer.pop("limits").wall_seconds == 40.0
     assert make == common | {
         "command": [*start, "make", str(request), str(given)],
-        "readonly": [base, request, DRIVER, EXECUTED], "output": given, "cwd": base,
+        "readonly": [base, request, DRIVER, RECORDER_FILE], "output": given, "cwd": base,
     }  # fmt: skip
     out = work / "answers-0"
     assert answer == common | {
         "command": [*start, "answer", str(question), str(given / "inputs"), str(out)],
-        "readonly": [patch, question, given / "inputs", DRIVER, EXECUTED], "output": out, "cwd": patch,
+        "readonly": [patch, question, given / "inputs", DRIVER, RECORDER_FILE], "output": out, "cwd": patch,
     }  # fmt: skip
     assert (answers.seconds, answers.baseline_seconds) == (40.0, 20.0) and answers.truth == given / "truth"
     assert (answers.missing, answers.died, answers.log, answers.out_of_time) == (None, None, "", False)
@@ -141,7 +144,7 @@ def test_early_ends_are_reported(
 def test_an_unreadable_record_is_empty(tmp_path: Path, left: str) -> None:
     (tmp_path / "executed.json").write_text(left)
     folder = os.open(tmp_path, os.O_RDONLY)
-    assert op_answers.executed_in(folder) == Executed()
+    assert op_answers.read_executed_code(folder) == ExecutedCode()
     os.close(folder)
 
 
@@ -233,11 +236,11 @@ def made(folder: Path, number: int, **other: Any) -> None:
 
 
 @pytest.fixture
-def truth(tmp_path: Path) -> Answers:
+def truth(tmp_path: Path) -> OpAnswers:
     for number in range(len(JOBS)):
         made(tmp_path / "given", number)
-    return Answers(
-        JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, instructions=["kernels/a.py"], executed=Executed()
+    return OpAnswers(
+        JOBS, tmp_path / "given" / "truth", -1, 40.0, 20.0, instructions=["kernels/a.py"], executed=ExecutedCode()
     )
 
 
@@ -255,7 +258,7 @@ CHANGES: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("other", "code"), CHANGES)
 def test_only_people_may_change_an_ops_tests(
-    processes: Callable[..., Processes], tmp_path: Path, truth: Answers, other: dict[str, Any], code: str
+    processes: Callable[..., Processes], tmp_path: Path, truth: OpAnswers, other: dict[str, Any], code: str
 ) -> None:
     def makes(folder: Path) -> None:
         for number in range(len(JOBS)):
@@ -263,13 +266,13 @@ def test_only_people_may_change_an_ops_tests(
         notes(folder / "truth")
 
     told = processes((makes, ended()))
-    found = changed_tests(truth, POLICY.patience, tmp_path / "patch", tmp_path)
+    found = check_tests_unchanged(truth, POLICY.patience, tmp_path / "patch", tmp_path)
     (how,) = told.asked
     request = json.loads((tmp_path / "request-again.json").read_text())
     assert request == {
         "device": devices.kind(),
         "jobs": JOBS,
-        "recorder": str(EXECUTED),
+        "recorder": str(RECORDER_FILE),
         "instructions": ["kernels/a.py"],
     }
     assert how["command"][2:] == ["make", str(tmp_path / "request-again.json"), str(tmp_path / "again-0")]
@@ -299,7 +302,7 @@ def test_only_people_may_change_an_ops_tests(
 def test_tests_that_cannot_be_made_fail_or_hold(
     processes: Callable[..., Processes],
     tmp_path: Path,
-    truth: Answers,
+    truth: OpAnswers,
     runs: Any,
     state: str,
     failures: Any,
@@ -307,7 +310,7 @@ def test_tests_that_cannot_be_made_fail_or_hold(
 ) -> None:
     before = len(os.listdir("/proc/self/fd"))
     told = processes(*((nothing, run) for run in runs))
-    found = changed_tests(truth, POLICY.patience, tmp_path, tmp_path)
+    found = check_tests_unchanged(truth, POLICY.patience, tmp_path, tmp_path)
     assert (found["state"], found.get("failures")) == (state, failures) and tells(found["reasons"], expected), found
     assert found.get("out_of_time", False) == (state == "missing") and len(found["reasons"]) == 1
     assert [how["limits"].wall_seconds for how in told.asked] == [40.0, 100.0][: len(runs)]
@@ -315,7 +318,7 @@ def test_tests_that_cannot_be_made_fail_or_hold(
 
 
 def test_at_most_five_wrong_tests_are_listed(
-    processes: Callable[..., Processes], tmp_path: Path, truth: Answers
+    processes: Callable[..., Processes], tmp_path: Path, truth: OpAnswers
 ) -> None:
     jobs = [JOB | {"op": f"op {number}"} for number in range(7)]
     for number in range(7):
@@ -327,11 +330,11 @@ def test_at_most_five_wrong_tests_are_listed(
             made(folder, number, given={"input 0": torch.zeros(2)})
 
     processes((makes, ended()))
-    found = changed_tests(replace(truth, jobs=jobs), POLICY.patience, tmp_path, tmp_path)
+    found = check_tests_unchanged(replace(truth, jobs=jobs), POLICY.patience, tmp_path, tmp_path)
     assert found["failures"] == 6 and [reason[:4] for reason in found["reasons"]] == [f"op {n}" for n in range(5)]
 
 
-def test_tests_made_again_are_not_much_larger(tmp_path: Path, truth: Answers) -> None:
+def test_tests_made_again_are_not_much_larger(tmp_path: Path, truth: OpAnswers) -> None:
     """Each file may be a little larger than the baseline's, whose size nobody chose."""
     for size, fits in ((0.9, True), (1.1, False)):
         padding = {"padding": torch.zeros(int(size * MIB), dtype=torch.uint8)}

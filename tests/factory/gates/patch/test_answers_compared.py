@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from factory.gates.patch import op_answers
-from factory.gates.patch.op_answers import Answers, errors_of, identical
+from factory.gates.patch.op_answers import OpAnswers, are_identical, find_errors
 from factory.gates.patch.stages import exploits, oracle
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, tells
@@ -55,7 +55,7 @@ def tensors(*values: float, dtype: torch.dtype = torch.float32) -> dict[str, tor
 def test_an_error_is_too_large_beyond_twice_that_of_the_reference(
     found: list[float], exact: list[float], eager: list[float], wrong: str, share: float
 ) -> None:
-    problems, worst = errors_of(tensors(*found), tensors(*exact, dtype=torch.float64), tensors(*eager))
+    problems, worst = find_errors(tensors(*found), tensors(*exact, dtype=torch.float64), tensors(*eager))
     assert (
         len(problems) == bool(wrong)
         and wrong in "".join(problems)
@@ -67,10 +67,10 @@ def test_each_result_is_judged_and_in_its_own_precision() -> None:
     exact = {name: torch.ones(2, dtype=torch.float64) for name in ("output 0", "gradient 1")}
     eager = {name: torch.ones(2, dtype=torch.bfloat16) for name in exact}
     off = {name: torch.full((2,), 1 + 2.0**-7, dtype=torch.bfloat16) for name in exact}  # one unit in the last place
-    assert errors_of(off, exact, eager) == ([], 1.0)
-    wrong, _ = errors_of({name: x.float() for name, x in off.items()}, exact, eager)
+    assert find_errors(off, exact, eager) == ([], 1.0)
+    wrong, _ = find_errors({name: x.float() for name, x in off.items()}, exact, eager)
     assert [problem.partition(" has")[0] for problem in wrong] == ["output 0", "gradient 1"]
-    assert len(errors_of({"output 0": off["output 0"]}, exact, eager)[0]) == 1
+    assert len(find_errors({"output 0": off["output 0"]}, exact, eager)[0]) == 1
 
 
 @pytest.mark.parametrize("first", [[NAN, INF], [0.0, NAN], [2.0, 2.0], [1.0]])
@@ -80,7 +80,7 @@ def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
         exact["output 0"].fill_(NAN)
     eager = {name: torch.ones(2) for name in exact}
     found = {"output 0": torch.tensor(first), "output 1": torch.zeros(2), "output 2": torch.full((2,), 3.0)}
-    wrong, worst = errors_of(found, exact, eager)
+    wrong, worst = find_errors(found, exact, eager)
     assert [one[:8] for one in wrong] == [f"output {number}" for number in range(3)][first[-1] == INF :]
     assert worst == pytest.approx(2 / (16 * EPS))
 
@@ -96,7 +96,7 @@ def test_an_odd_result_does_not_hide_the_next(first: list[float]) -> None:
     ],
 )
 def test_identical_tensors(a: torch.Tensor, b: torch.Tensor, same: bool) -> None:
-    assert identical(a, b) == identical(b, a) == same
+    assert are_identical(a, b) == are_identical(b, a) == same
 
 
 @pytest.mark.parametrize(
@@ -140,12 +140,12 @@ LEFT: dict[str, dict[str, torch.Tensor]] = {
 
 
 @pytest.fixture
-def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
+def answers(tmp_path: Path) -> Iterator[Callable[..., OpAnswers]]:
     """Answers of a process that left these; '': none."""
     (tmp_path / "left").mkdir()
     folder = os.open(tmp_path / "left", os.O_RDONLY)
 
-    def made(*left: str, **more: Any) -> Answers:
+    def made(*left: str, **more: Any) -> OpAnswers:
         for number, kind in enumerate(left):
             for name, dtype in (("exact", torch.float64), ("eager", torch.float32)):
                 save_file(tensors(1.0, 1.0, dtype=dtype), tmp_path / f"{name}-{number}.safetensors")
@@ -153,7 +153,7 @@ def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
                 save_file(LEFT[kind], tmp_path / "left" / f"answer-{number}.safetensors")
         job = {"op": "swiglu", "implementation": "fast", "case": "small", "dtype": "fp32", "values": "normal"}
         jobs = [job | ({"optional": True} if kind == REFUSED else {}) for kind in left]
-        return Answers(jobs, tmp_path, folder, 2.0, 1.0, **more)
+        return OpAnswers(jobs, tmp_path, folder, 2.0, 1.0, **more)
 
     yield made
     os.close(folder)
@@ -199,7 +199,7 @@ def answers(tmp_path: Path) -> Iterator[Callable[..., Answers]]:
     ],
 )
 def test_answers_become_evidence(
-    answers: Callable[..., Answers],
+    answers: Callable[..., OpAnswers],
     left: list[str],
     more: dict[str, Any],
     last: bool,
@@ -218,16 +218,16 @@ def test_answers_become_evidence(
         assert (found["worst_share_of_allowed_error"] == INF) == ("" in left and not more)
 
 
-def test_an_error_of_a_required_answer_fails(answers: Callable[..., Answers]) -> None:
+def test_an_error_of_a_required_answer_fails(answers: Callable[..., OpAnswers]) -> None:
     found = answers(REFUSED, GOOD)
-    required = Answers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
+    required = OpAnswers([{**job, "optional": False} for job in found.jobs], found.truth, found.folder, 2.0, 1.0)
     said = required.evidence([0, 1], Message("patch.test_right", "right"), last=True)
     assert said["state"] == "failed" and tells(
         said["reasons"], expect("patch.op_raised", error="TypeError: no fp64")
     ), said
 
 
-def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: Callable[..., Answers]) -> None:
+def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: Callable[..., OpAnswers]) -> None:
     """The process ends after the calls: its end counts against them, and against the oracle's cases where there are no calls."""
     found = answers(GOOD, GOOD, GOOD, died=KILLED)
     call = {"op": "adamw", "implementation": "fast", "about": "call 1", "storage": 0}
@@ -235,8 +235,8 @@ def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: 
         ([found.jobs[0], call, call], ("passed", "failed"), (1, 2)),
         ([*found.jobs], ("failed", "failed"), (3, 0)),
     ):
-        both = Answers(jobs, found.truth, found.folder, 2.0, 1.0, died=KILLED)
+        both = OpAnswers(jobs, found.truth, found.folder, 2.0, 1.0, died=KILLED)
         told = oracle.evidence(both), exploits.evidence(both)
         assert tuple(one["state"] for one in told) == states and tuple(one["checks"] for one in told) == checks, told
-    whole = exploits.evidence(Answers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0))
+    whole = exploits.evidence(OpAnswers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0))
     assert whole["state"] == "passed" and tells(whole["reasons"], expect("patch.calls_right", calls=3, ops=2))

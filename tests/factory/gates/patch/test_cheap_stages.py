@@ -16,11 +16,18 @@ import yaml
 from factory.core import devices
 from factory.core.progress import SILENT
 from factory.gates.case import NO_START, PatchCase
-from factory.gates.patch.changed_ops import NO_OP, ChangedOp, changed_ops, changed_sections, other_devices, unknown_ops
+from factory.gates.patch.changed_ops import (
+    NO_OP,
+    ChangedOp,
+    changed_ops,
+    find_changed_sections,
+    find_other_devices,
+    find_unknown_ops,
+)
 from factory.gates.patch.policy import IsolatedPolicy, OraclePolicy, PatchPolicy
 from factory.gates.patch.stages import exploits, isolated, oracle, static
 from factory.gates.training_start import Start
-from factory.git.repository import Applied
+from factory.git.repository import AppliedPatch
 from factory.git.scope import Change
 from factory.sandbox import sandbox
 from kernels.contract.message import Message
@@ -53,7 +60,7 @@ def case_of(folder: Path, files: Files, own_recipe: bool = False, **others: Any)
         root=folder, config=SimpleNamespace(recipe="tiny"), own_recipe=lambda: own, recipe_path=lambda: ROOT / TINY
     )
     plant: Any = SimpleNamespace(workspace=workspace, progress=SILENT)
-    applied = Applied("branch", "c" * 40, "b" * 40, "", folder / "patch")
+    applied = AppliedPatch("branch", "c" * 40, "b" * 40, "", folder / "patch")
     given: dict[str, Any] = {"policy": PatchPolicy(), "start": None, "tries": 1} | others
     subject: Any = None
     agents: Any = None
@@ -122,8 +129,8 @@ FAST = b"cpu: {swiglu: native, rms_norm: reference}\ncuda: {swiglu: triton}\n"
 def test_changed_sections_are_found(
     before: bytes | None, after: bytes | None, sections: list[str], others: int
 ) -> None:
-    assert changed_sections(before, after) == sections
-    told = other_devices(before, after)
+    assert find_changed_sections(before, after) == sections
+    told = find_other_devices(before, after)
     assert len(told) == others and not any(f"section {devices.kind()!r}" in one for one in told)
 
 
@@ -148,8 +155,8 @@ def test_changed_ops_are_found(
 
 
 def test_unknown_ops_are_named_with_their_section() -> None:
-    told = unknown_ops(b"cpu: {swiglu: a, swigul: b}\ncuda: {attentio: c}\ntpu: {x: y}\n")
-    assert codes(told) == ["patch.unknown_op"] * 2 and unknown_ops(None) == []
+    told = find_unknown_ops(b"cpu: {swiglu: a, swigul: b}\ncuda: {attentio: c}\ntpu: {x: y}\n")
+    assert codes(told) == ["patch.unknown_op"] * 2 and find_unknown_ops(None) == []
     assert [(one.data["device"], one.data["op"]) for one in told] == [("cpu", "swigul"), ("cuda", "attentio")]
     assert "'swiglu'" in told[0].data["hint"]
 
@@ -198,7 +205,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         return {"state": "failed", "reasons": ["its tests"]}
 
     monkeypatch.setattr(oracle, "answered", answered)
-    monkeypatch.setattr(oracle, "changed_tests", again_made)
+    monkeypatch.setattr(oracle, "check_tests_unchanged", again_made)
     recipe = yaml.safe_load(RECIPE) | {"precision": "bf16"}
     tuned = {"swiglu": "native"}
     case = case_of(tmp_path, files, start=Start(tmp_path, 6, recipe, {}, tuned) if started else None)
@@ -250,7 +257,7 @@ def test_a_quick_check_asks_for_the_oracles_jobs_alone(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(oracle, "answered", answered)
     policy, sides = OraclePolicy(cases=["prime"]), [tmp_path / name for name in ("base", "patch", "work")]
-    found = oracle.quick_check(policy, [ChangedOp("swiglu", "reference", "native")], "bf16", *sides)
+    found = oracle.run_quick_check(policy, [ChangedOp("swiglu", "reference", "native")], "bf16", *sides)
     assert found["last"] and found["checks"] == len(told.jobs) and seen == [policy, *sides]
     assert {job["implementation"] for job in told.jobs} == {"native"}
     assert {job["dtype"] for job in told.jobs} == {"bf16", "fp32", "fp64"}
@@ -258,7 +265,7 @@ def test_a_quick_check_asks_for_the_oracles_jobs_alone(tmp_path: Path, monkeypat
 
 def test_hostile_values_are_those_that_the_driver_knows() -> None:
     assert set(oracle.HOSTILE) == HOSTILE.keys() - {"infinite"} and oracle.HOSTILE[0] == "normal"
-    jobs = oracle.oracle_jobs(OraclePolicy(), [ChangedOp("swiglu", "a", "b")], "fp32")
+    jobs = oracle.make_oracle_jobs(OraclePolicy(), [ChangedOp("swiglu", "a", "b")], "fp32")
     assert {job["values"] for job in jobs} == set(oracle.HOSTILE)
 
 
@@ -356,7 +363,7 @@ def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: py
     setting: Files = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
     asked, run = clock(QUICK, SAME)
     monkeypatch.setattr(sandbox, "run", run)
-    monkeypatch.setattr(isolated, "recipe_for", lambda case, start, code: {"name": f"{start.step} {code.name}"})
+    monkeypatch.setattr(isolated, "gate_recipe", lambda case, start, code: {"name": f"{start.step} {code.name}"})
     told: list[tuple[str, Files, Start | None, str]] = [
         ("a", setting, None, NO_START["state"]), ("b", {**setting, CODE: (None, "x = 1\n")}, start, "not needed"),
         ("c", {KERNELS: (CPU, CPU + "\n")}, start, "not needed"), ("d", setting, start, "passed"),

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from factory.evals.tasks import EvalItem, ratio_bits
-from factory.gates.patch.executed import EXECUTED, Executed, ExecutionRecorder, code_objects, name_of
-from factory.gates.patch.held_out import gains, held_out_texts, scores, weights_bits
+from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder, iterate_code_objects, name_of
+from factory.gates.patch.held_out import bits_per_byte_by_domain, gains, held_out_texts, scores
 from factory.gates.patch.likeness import differs, drift, squares
 from factory.gates.training_start import find_start
 from factory.ledger.plant import Plant
@@ -78,7 +78,7 @@ def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: 
     found = recorder.to_json()
     assert found["lines"] == {"trainer/a.py": [1, 2, 4], "kernels/b.py": [1, 2, 4]}
     assert found["traced"] == found["launched"] == {} and found["instructions"].keys() == {"trainer/a.py"}
-    (double,) = (code for code in code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
+    (double,) = (code for code in iterate_code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
     assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {name_of(double)}
     assert found["instructions"]["trainer/a.py"] == sorted(found["instructions"]["trainer/a.py"])
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
@@ -109,17 +109,17 @@ def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
 
 def test_names_tell_functions_of_one_line_apart() -> None:
     lines = "f, g = (lambda x: x), (lambda x: x)\n"
-    names = [name_of(code) for code in code_objects(compile(lines, "a", "exec"))]
+    names = [name_of(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
     assert len(set(names)) == 3 and [name.split(":")[:2] for name in names[1:]] == [["<lambda>", "1"]] * 2
     assert all(len(name.rpartition(":")[2]) == 8 for name in names)
-    assert names == [name_of(code) for code in code_objects(compile(lines, "b", "exec"))]
+    assert names == [name_of(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
 
 
 def test_records_of_several_processes_are_added() -> None:
     left = {
         "lines": {"a": [1, 2]}, "instructions": {"a": [["f", 1]]}, "traced": {"a": [[1, 2, 3, 4]]}, "launched": {"a": [[1, 9]]}
     }  # fmt: skip
-    found, other = Executed(), Executed()
+    found, other = ExecutedCode(), ExecutedCode()
     found.add(left)
     other.add(
         {
@@ -130,7 +130,7 @@ def test_records_of_several_processes_are_added() -> None:
         }
     )
     found.merge(other)
-    assert found == Executed(
+    assert found == ExecutedCode(
         {"a": {1, 2, 3}, "b": {4}}, {"a": {("f", 1), ("f", 2)}}, {"a": {(1, 2, 3, 4)}, "b": {(5, 6, 7, 8)}}, {"a": {(1, 9), (2, 3)}}
     )  # fmt: skip
 
@@ -166,7 +166,7 @@ def test_launched_and_traced_code_is_recorded_in_place_of_lines(tmp_path: Path) 
     written(tmp_path, "kernels/a.py", "kernels/b.py", "elsewhere/c.py")
     text = CODE.replace("(x):", "(x, y):").replace("x >", "y >")
     written(tmp_path, "kernels/c.py", "kernels/d.py", text=text)
-    command = [sys.executable, "-c", dedent(COMPILED), str(EXECUTED), str(tmp_path)]
+    command = [sys.executable, "-c", dedent(COMPILED), str(RECORDER_FILE), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -305,5 +305,5 @@ def test_held_out_texts_are_few_short_and_of_the_dev_half(tmp_path: Path) -> Non
     origin = checkpoints.read_tensors(start.checkpoint, "model")
     found = scores(origin, start.recipe, short, policy)
     assert [one.weight for one in found] == [text.bytes for text in short]
-    assert weights_bits(origin, start.recipe, short, policy) == ratio_bits(found)
+    assert bits_per_byte_by_domain(origin, start.recipe, short, policy) == ratio_bits(found)
     assert recipe_with().model.vocab_size == start.recipe["model"]["vocab_size"]

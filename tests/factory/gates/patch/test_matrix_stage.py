@@ -15,16 +15,16 @@ import yaml
 from factory.core import devices
 from factory.core.progress import SILENT, Task
 from factory.core.workspace import Workspace
-from factory.gates.patch.executed import Executed, name_of
+from factory.gates.patch.executed import ExecutedCode, name_of
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
-from factory.gates.patch.matrix.changed import Unexecuted
-from factory.gates.patch.matrix.compare import Rounding
+from factory.gates.patch.matrix.changed import UnexecutedPart
+from factory.gates.patch.matrix.compare import RoundingEffect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode
-from factory.gates.patch.matrix.starts import make_data
+from factory.gates.patch.matrix.starts import make_data_plans
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patch.stages import matrix
-from factory.gates.patience import Patience
+from factory.gates.patience import TimeLimits
 from factory.gates.staged_gate import StagedGate
 from factory.gates.training_start import Start
 from factory.git import repository
@@ -32,7 +32,7 @@ from factory.git.scope import AgentsPolicy, Change
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.running import every_run
+from factory.runs.running import list_runs
 from tests.support.factory.code_loop import make
 from tests.support.factory.matrix import Prepared
 from tests.support.gates.reasons import Expected, expect, tells
@@ -89,13 +89,13 @@ def test_the_runs_of_a_patch_are_compared_with_the_baselines(
 ) -> None:
     made = make()
     bars = Bars()
-    plant, number = Plant(made.workspace, made.ledger, bars), 700 + len(every_run(made.ledger))
+    plant, number = Plant(made.workspace, made.ledger, bars), 700 + len(list_runs(made.ledger))
     monkeypatch.setattr(
         matrix, "make_plan", lambda *_: (prepared.plan, MatrixRuns())
     )  # one for all: it takes the longest
     monkeypatch.setattr(matrix, "CASES", CASES[:1])
     monkeypatch.setattr(matrix, "TOOLS", [tool for tool in TOOLS if tool.arguments == ("TRUNK", "5")])
-    monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS)
+    monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS_PER_CASE)
     applied = repository.apply_proposal(
         made.target, made.base, [(path, change((made.target / path).read_text()))], branch=f"factory/test/{number}-x",
         policy=AgentsPolicy.load(made.workspace.policy("agents.yaml")), message=f"A title\n\n{message}", worktrees=made.workspace.worktrees,
@@ -110,29 +110,33 @@ def test_the_runs_of_a_patch_are_compared_with_the_baselines(
     assert found["state"] == state and tells(found["reasons"][:1], expected), found
     if state != "not needed" and expected[0] != "patch.run_ended":
         assert bars.bars["tiny runs of both sides"] == [3, 1, 1, 1]
-    rows = [run["arm"] for run in every_run(made.ledger) if run["subject"] == f"proposal:{number}"]
+    rows = [run["arm"] for run in list_runs(made.ledger) if run["subject"] == f"proposal:{number}"]
     sides = {(applied.base, "baseline, 1 tiny runs"), (applied.commit, "candidate, 1 tiny runs")}
     assert {(arm["code"], arm["name"]) for arm in rows} == (sides if path == SCHEDULE else set())
 
 
-FAR = compare.Difference("a", "loss", 9.0, 0.1)
+FAR = compare.CaseDifference("a", "loss", 9.0, 0.1)
 
 
 @pytest.mark.parametrize(
     ("draws", "state", "asked"),
     [
-        ([Rounding()], "passed", ["abc"]),
-        ([Rounding(undecided=["b"]), Rounding()], "passed", ["abc", "b"]),
-        ([Rounding(undecided=["b", "c"]), Rounding(undecided=["c"]), Rounding()], "passed", ["abc", "bc", "c"]),
-        ([Rounding(undecided=["b"])] * 3, "failed", ["abc", "b", "b"]),
-        ([Rounding([FAR])], "failed", ["abc"]),
-        ([Rounding([FAR], ["b"])], "failed", ["abc"]),
-        ([Rounding(undecided=["b"]), Rounding([FAR])], "failed", ["abc", "b"]),
-        ([Rounding(problem="no room")], "missing", ["abc"]),
+        ([RoundingEffect()], "passed", ["abc"]),
+        ([RoundingEffect(undecided=["b"]), RoundingEffect()], "passed", ["abc", "b"]),
+        (
+            [RoundingEffect(undecided=["b", "c"]), RoundingEffect(undecided=["c"]), RoundingEffect()],
+            "passed",
+            ["abc", "bc", "c"],
+        ),
+        ([RoundingEffect(undecided=["b"])] * 3, "failed", ["abc", "b", "b"]),
+        ([RoundingEffect([FAR])], "failed", ["abc"]),
+        ([RoundingEffect([FAR], ["b"])], "failed", ["abc"]),
+        ([RoundingEffect(undecided=["b"]), RoundingEffect([FAR])], "failed", ["abc", "b"]),
+        ([RoundingEffect(problem="no room")], "missing", ["abc"]),
     ],
 )
 def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: list[Rounding], state: str, asked: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, draws: list[RoundingEffect], state: str, asked: list[str]
 ) -> None:
     """The test supplies the results of the runs, because no data can be chosen on which rounding decides nothing."""
     cases, drawn, told, places = [MatrixCase(name) for name in "abc"], [], iter(draws), []
@@ -147,16 +151,16 @@ def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
     monkeypatch.setattr(matrix, "_draw", draw)
     monkeypatch.setattr(matrix, "replace", lambda side, folder: f"twins in {folder}")
     monkeypatch.setattr(
-        matrix, "compare_runs", lambda _, a, b, cases, tools: [compare.Compared(False, FAR) for _ in cases]
+        matrix, "compare_runs", lambda _, a, b, cases, tools: [compare.CaseComparison(False, FAR) for _ in cases]
     )
 
-    def measure(plan: Any, side: Any, baseline: MatrixRuns, compared: Any) -> Rounding:
+    def measure(plan: Any, side: Any, baseline: MatrixRuns, compared: Any) -> RoundingEffect:
         assert (plan, side, baseline.seconds) == ("plan", f"twins in {places[-1][0] / 'disturbed'}", 2.0) and len(
             compared
         ) == len(drawn[-1])
         return next(told)
 
-    monkeypatch.setattr(matrix, "measure_rounding", measure)
+    monkeypatch.setattr(matrix, "measure_rounding_effect", measure)
     case: Any = SimpleNamespace(
         paths=["kernels/a.py", "kernels/a.yaml"], changes=[], work=tmp_path, progress=SILENT, handed_on={}
     )
@@ -183,8 +187,8 @@ def test_undecided_runs_are_repeated_on_new_data_at_most_three_times(
         assert (found["runs"], found["same_bits"]) == (3, 0)
 
 
-def left_out(*paths: str) -> list[Unexecuted]:
-    return [Unexecuted(path, line, "x") for line, path in enumerate(paths, 1)]
+def left_out(*paths: str) -> list[UnexecutedPart]:
+    return [UnexecutedPart(path, line, "x") for line, path in enumerate(paths, 1)]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +222,10 @@ def test_only_existing_python_must_be_executed() -> None:
         Change("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
     case: Any = SimpleNamespace(changes=changes, base_bytes=base.get)
-    assert [str(part) for part in matrix.never_executed(case, Executed())] == ["trainer/a.py:3: 2", "trainer/b.py:1: 3"]
+    assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode())] == [
+        "trainer/a.py:3: 2",
+        "trainer/b.py:1: 3",
+    ]
 
 
 def test_a_baseline_that_fails_says_nothing_about_the_patch() -> None:
@@ -248,7 +255,7 @@ class Sides:
         self.asked.append((side, folder, recipe_name))
         names = dict.fromkeys((case.name for case in CASES), "00001")
         plan = MatrixPlan(
-            make_data(folder), {}, names, {case.name: case.steps for case in CASES}, "c", 1, recipe_name, folder
+            make_data_plans(folder), {}, names, {case.name: case.steps for case in CASES}, "c", 1, recipe_name, folder
         )
         return plan, self.ends.get("0", MatrixRuns())
 
@@ -265,7 +272,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch, plant: Plant, folder: Path, start: St
         (folder / side / "policies").mkdir(parents=True)
         (folder / side / "policies" / "kernels.yaml").write_text(f"cpu: {{swiglu: {choice}}}\n")
     policy = MatrixPolicy(
-        wall_seconds=70.0, patience=Patience(times=2.0, least_seconds=10.0, again=3.0, again_seconds=1000.0)
+        wall_seconds=70.0, patience=TimeLimits(times=2.0, least_seconds=10.0, again=3.0, again_seconds=1000.0)
     )
     after = ExitStack()
     case: Any = SimpleNamespace(
@@ -310,7 +317,7 @@ def test_the_candidate_runs_with_its_own_code_and_choice(
     chosen = "fused" if started else "auto"
     assert texts == [{}, {"cpu": {"swiglu": chosen}}, {}, {"cpu": {"swiglu": "native"}}]
     assert case.progress.bars == {"tiny runs of both sides": [3, 1, 1, 1]}
-    rows = {(run["arm"]["name"], run["arm"]["code"], run["purpose"], run["state"]) for run in every_run(ledger)}
+    rows = {(run["arm"]["name"], run["arm"]["code"], run["purpose"], run["state"]) for run in list_runs(ledger)}
     assert rows == {
         (f"{who}, 2 tiny runs", code * 40, "patch gate", "done")
         for who, code in (("baseline", "b"), ("candidate", "c"))
@@ -356,7 +363,7 @@ def test_failed_runs_are_attributed_to_their_side(
     late = state == "missing" and LATE in ends.values()
     assert (told["state"], told.get("out_of_time", False)) == (state, late), told
     assert tells(told["reasons"][:1], expected), told
-    failed = [run for run in every_run(ledger) if run["state"] == "failed"]
+    failed = [run for run in list_runs(ledger) if run["state"] == "failed"]
     assert len(failed) == (1 if sides > 1 else 0)
 
 
@@ -378,7 +385,7 @@ def test_only_ops_and_declared_patches_may_round(
     case: Any = SimpleNamespace(
         paths=paths, workspace=SimpleNamespace(repository="code"), applied=SimpleNamespace(commit="c")
     )
-    assert matrix.may_round(case) == may
+    assert matrix.may_round_differently(case) == may
 
 
 def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -389,17 +396,17 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
         (name_of(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
     }
     same, far = (
-        compare.Compared(True, None),
-        [compare.Compared(False, compare.Difference(str(n), "a", 9.0, 0.1)) for n in range(9)],
+        compare.CaseComparison(True, None),
+        [compare.CaseComparison(False, compare.CaseDifference(str(n), "a", 9.0, 0.1)) for n in range(9)],
     )
     compared = [same]
     monkeypatch.setattr(
         matrix,
         "_draw",
-        lambda *_: (None, None, MatrixRuns(), MatrixRuns(executed=Executed(instructions={path: at(1)}))),
+        lambda *_: (None, None, MatrixRuns(), MatrixRuns(executed=ExecutedCode(instructions={path: at(1)}))),
     )
     monkeypatch.setattr(matrix, "compare_runs", lambda *_: compared)
-    monkeypatch.setattr(matrix, "may_round", lambda case: False)
+    monkeypatch.setattr(matrix, "may_round_differently", lambda case: False)
     case: Any = SimpleNamespace(
         paths=[path],
         changes=[Change(path, text.encode())],
@@ -410,8 +417,8 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     )
     for answers, state in (
         (None, "missing"),
-        (SimpleNamespace(executed=Executed()), "missing"),
-        (SimpleNamespace(executed=Executed(instructions={path: at(2)})), "passed"),
+        (SimpleNamespace(executed=ExecutedCode()), "missing"),
+        (SimpleNamespace(executed=ExecutedCode(instructions={path: at(2)})), "passed"),
     ):
         case.handed_on = {"oracle": answers}
         found = matrix.run(case).evidence
@@ -420,6 +427,6 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     compared += far
     found = matrix.run(case).evidence
     assert found["state"] == "failed" and (len(found["reasons"]), len(found["differences"])) == (8, 9)
-    compared[:] = [same, compare.Compared(False, None), compare.Compared(False, None)]
+    compared[:] = [same, compare.CaseComparison(False, None), compare.CaseComparison(False, None)]
     found = matrix.run(case).evidence
     assert found["state"] == "failed" and tells(found["reasons"], expect("patch.rounds", differ=2, runs=3))

@@ -14,8 +14,8 @@ from factory.gates.case import NO_START
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import ExploitsPolicy, OraclePolicy, PatchPolicy, TrainingPolicy
 from factory.gates.patch.stages import exploits, training
-from factory.gates.patch.stages.oracle import HOSTILE, oracle_jobs
-from factory.gates.patch.stages.training import BASELINE, BRIEF_STEPS, CANDIDATE, Plan, recipe_for
+from factory.gates.patch.stages.oracle import HOSTILE, make_oracle_jobs
+from factory.gates.patch.stages.training import BASELINE, BRIEF_RUN_STEPS, CANDIDATE, MeasurementPlan, gate_recipe
 from factory.gates.training_start import Start
 from tests.support.trainer.segments import recipe_with
 
@@ -26,7 +26,7 @@ POLICY = TrainingPolicy(
 
 @pytest.mark.parametrize("candidate_first", [False, True])
 def test_a_measurement_is_two_sessions_a_side_on_the_same_data(candidate_first: bool) -> None:
-    drawn = [Plan.draw(POLICY, candidate_first) for _ in range(60)]
+    drawn = [MeasurementPlan.draw(POLICY, candidate_first) for _ in range(60)]
     first, second = (CANDIDATE, BASELINE) if candidate_first else (BASELINE, CANDIDATE)
     for plan in drawn:
         assert [name for name, _ in plan.sessions] == [first, second, first, second]
@@ -38,7 +38,7 @@ def test_a_measurement_is_two_sessions_a_side_on_the_same_data(candidate_first: 
         timed = [run for runs in ours for run in runs[1:]]
         assert {run.steps for run in timed} == {100} and not any(run.early for run in timed)
         assert [number for number, run in enumerate(timed) if run.whole] == list(plan.whole)
-        assert [runs[0].steps for runs in ours] == [BRIEF_STEPS] * 2
+        assert [runs[0].steps for runs in ours] == [BRIEF_RUN_STEPS] * 2
         fewer, twice = (runs[0] for runs in theirs)
         assert (fewer.steps, twice.steps) == (91, 200) and fewer.seed == timed[plan.whole[0]].seed
         assert (plan.long.steps, plan.long.early) == (400, 364)
@@ -92,7 +92,7 @@ def test_each_side_trains_with_what_its_code_says_of_how_a_step_is_computed(
         policy=PatchPolicy(training=TrainingPolicy(sequences=sequences)),
         workspace=SimpleNamespace(config=SimpleNamespace(recipe="tiny")), paths=paths,
     )  # fmt: skip
-    found = recipe_for(case, Start(tmp_path, 6, trunk, {}), tmp_path)
+    found = gate_recipe(case, Start(tmp_path, 6, trunk, {}), tmp_path)
     assert found["compile"] == compiled and (found["batch"]["sequences"], found["batch"]["micro_sequences"]) == batch
     assert found["stability"] == trunk["stability"] | {"noise_scale_every": 0}
     assert all(found[key] == trunk[key] for key in trunk if key not in ("compile", "batch", "stability"))
@@ -101,7 +101,7 @@ def test_each_side_trains_with_what_its_code_says_of_how_a_step_is_computed(
 @pytest.mark.parametrize(("precision", "dtypes"), [("fp32", ["fp32"]), ("bf16", ["bf16", "fp32"])])
 def test_all_values_and_fp32_are_tried_on_the_first_case(precision: str, dtypes: list[str]) -> None:
     ops = [ChangedOp("swiglu", "reference", "fast"), ChangedOp("adamw", "reference", "reference")]
-    jobs = oracle_jobs(OraclePolicy(cases=["small", "prime", "empty"]), ops, precision)
+    jobs = make_oracle_jobs(OraclePolicy(cases=["small", "prime", "empty"]), ops, precision)
     assert len({job["seed"] for job in jobs}) == len(jobs)
     for op in ops:
         asked = [
@@ -121,7 +121,7 @@ def test_the_stage_trains_both_sides_some_steps_more_than_the_policys(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, paths: list[str], new_code: bool
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(training, "recipe_for", lambda case, start, code: {"of": code.name, "from": start.step})
+    monkeypatch.setattr(training, "gate_recipe", lambda case, start, code: {"of": code.name, "from": start.step})
 
     def compare(*given: Any) -> Any:
         asked.append(given)
@@ -152,8 +152,8 @@ def test_calls_are_drawn_anew_for_each_verdict() -> None:
     ops = [ChangedOp("swiglu", "reference", "fast"), ChangedOp("adamw", "a", "b")]
     recipe = recipe_with(precision="bf16").model_dump()
     shapes = [
-        exploits.reduced(policy, recipe, exploits.FEWER_ROWS),
-        exploits.reduced(policy, recipe, exploits.NARROWER, heads=1, kv_heads=1),
+        exploits.reduce_recipe_sizes(policy, recipe, exploits.FEWER_ROWS),
+        exploits.reduce_recipe_sizes(policy, recipe, exploits.NARROWER, heads=1, kv_heads=1),
     ]
     counts, first = set(), set()
     for seed in range(80):

@@ -13,7 +13,7 @@ import torch
 
 from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy
-from factory.gates.patch.session import PatchSession, TimedRun, timed_session
+from factory.gates.patch.session import PatchSession, TimedRun, train_timed_session
 from factory.gates.patch.stages import evals
 from factory.gates.training_start import Start, find_start
 from factory.ledger.plant import Plant
@@ -44,7 +44,7 @@ def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[P
         for seed, (steps, recipe, more) in enumerate([(1, {}, {}), (2, {}, broken), (4, saving, {})], 1)
     ]
     folder.mkdir()
-    return timed_session(folder, made.target, arms, origin, wall_seconds, [1], {2: early}), start
+    return train_timed_session(folder, made.target, arms, origin, wall_seconds, [1], {2: early}), start
 
 
 def test_a_session_returns_what_was_asked_for_of_each_run(tmp_path: Path) -> None:

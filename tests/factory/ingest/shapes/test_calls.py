@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from factory.core.workspace import Workspace
-from factory.evals.contamination import contamination_checks
+from factory.evals.contamination import check_contamination
 from factory.evals.policy import EvalPolicy
 from factory.ingest.chain import ShardReport
-from factory.ingest.chat_template import PLAIN_TEMPLATE, defused
-from factory.ingest.document import BadRow, normalise, parse_document
+from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, defused
+from factory.ingest.document import BadRow, normalise_content, parse_document
 from factory.ingest.shapes.chats import Notes
 from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.tokenizer import SPECIAL, Tokenizer, shows_calls
+from factory.ingest.tokenizer import SPECIAL, Tokenizer, template_shows_calls
 from factory.ledger.ledger import Ledger
 from tests.support.factory.made_up_text import prose
 from tests.support.messages import codes, refused
@@ -54,7 +54,7 @@ def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tup
     notes = Notes(plain)
     mapping = FieldMapping(files="*", ignore=list(ignore)) if ignore else None
     parsed = parse_document(json.loads(json.dumps(row)), "text", mapping, notes)
-    return normalise(parsed.content, code=False)["messages"], notes
+    return normalise_content(parsed.content, code=False)["messages"], notes
 
 
 def decoded(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -280,13 +280,16 @@ def test_a_row_with_a_number_that_json_cannot_express_is_dropped() -> None:
 def test_a_tokenizer_that_was_frozen_with_an_older_template_keeps_it_and_refuses_what_that_does_not_show(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    assert shows_calls(tokenizer.folder) and shows_calls(tmp_path / "not there yet")
+    assert template_shows_calls(tokenizer.folder) and template_shows_calls(tmp_path / "not there yet")
     tokenizer.copy_to(tmp_path / "older")
-    (tmp_path / "older" / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    (tmp_path / "older" / "chat_template.jinja").write_text(TEMPLATE_WITHOUT_CALLS)
     older = Tokenizer.load(tmp_path / "older")
-    assert not shows_calls(older.folder) and older.chat_template == PLAIN_TEMPLATE != tokenizer.chat_template
+    assert (
+        not template_shows_calls(older.folder)
+        and older.chat_template == TEMPLATE_WITHOUT_CALLS != tokenizer.chat_template
+    )
     older.copy_to(tmp_path / "export")
-    assert (tmp_path / "export" / "chat_template.jinja").read_text() == PLAIN_TEMPLATE
+    assert (tmp_path / "export" / "chat_template.jinja").read_text() == TEMPLATE_WITHOUT_CALLS
     row = {"messages": [ASKED, CALLS, *RESULTS, SAID | {"reasoning": "a"}], "tools": [WEATHER]}
     with refused("shapes.field_not_shown_here", fields=["reasoning", "tool_call_id", "tool_calls", "tools"]):
         turns_of(row, plain=True)
@@ -345,7 +348,7 @@ def test_chats_of_one_application_are_no_copies_of_one_another_and_their_mask_is
                 f'<think>\n{prose(2000 + n, 8)}\n</think>\n\n<tool_call>\n{{"name": "f1", "arguments": '
                 f'{{"what": {json.dumps(prose(3000 + n, 12))}}}}}\n</tool_call>{prose(5000 + n, 20)}'
             )
-    checks = contamination_checks(ledger, tokenizer, token_shards, EvalPolicy())
+    checks = check_contamination(ledger, tokenizer, token_shards, EvalPolicy())
     assert all(check.ok for check in checks), checks
     assert "training data 0%" in checks[1].detail
 
@@ -354,7 +357,7 @@ def test_an_older_workspace_drops_such_rows_and_says_why(
     workspace: Workspace, ingest: Callable[..., ShardReport]
 ) -> None:
     ingest([{"text": prose(n)} for n in range(20)], "first.jsonl")
-    (workspace.tokenizer / "chat_template.jinja").write_text(PLAIN_TEMPLATE)
+    (workspace.tokenizer / "chat_template.jinja").write_text(TEMPLATE_WITHOUT_CALLS)
     plain = [
         {"messages": [ASKED | {"content": prose(6000 + n, 20)}, SAID | {"content": prose(7000 + n, 20)}]}
         for n in range(20)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.ingest.document import BadRow, content_sha256, normalise, parse_document, parse_json
+from factory.ingest.document import BadRow, content_sha256, normalise_content, parse_document, parse_json
 from factory.ingest.shapes.chats import MEANINGFUL, Notes
 from factory.ingest.shapes.mapping import FieldMapping
 from tests.support.messages import codes, refused
@@ -76,7 +76,7 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"text": "Once\r\nupon  \u0065\u0301", "score": 1}, "d2efe400"),
         ({"messages": [SYSTEM, ASKED, SAID], "lang": "en"}, "69c275be"),
     ):
-        content = normalise(parse_document(row, "text").content, code=False)
+        content = normalise_content(parse_document(row, "text").content, code=False)
         assert content_sha256(content)[:8] == sha256
 
 

@@ -11,7 +11,7 @@ from factory.ledger.rows import CandidateRow, Subject
 from factory.release import releases
 from factory.runs.arm import Arm
 from factory.runs.running import Runs
-from factory.show.catching_up import catch_up
+from factory.show.catching_up import show_missing
 from factory.show.mlflow import registry
 from factory.show.mlflow.runs import ARM_SHOWN, ARMS, Tracking
 from factory.show.mlflow.store import open_client
@@ -33,7 +33,7 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     rejected, good = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     add_verdict(ledger, rejected, "reject")
     releases.release(plant, add_verdict(ledger, good))
-    catch_up(plant)
+    show_missing(plant)
     client = open_client(workspace)
     version = registry.find_version(client, rejected, CandidateRow.get(ledger, rejected).export_sha256)
     assert version and registry.aliases(client)["champion"] == "2"
@@ -42,7 +42,7 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     better = add_candidate(workspace, ledger)
     releases.release(plant, add_verdict(ledger, better, against=good))
     for _ in range(3):
-        catch_up(plant)
+        show_missing(plant)
     assert registry.aliases(client)["champion"] == "3"
     assert len([line for line in said.lines if "Candidate 1 cannot be shown" in line]) == 1
 
@@ -57,7 +57,7 @@ def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledge
     with ledger.begin() as tx:  # as an older factory, or a hand, left it
         tx.execute(evaluations.update().where(evaluations.c.candidate == bad).values(summary="odd"))
     for _ in range(2):
-        catch_up(plant)
+        show_missing(plant)
     assert (workspace.reports / f"candidate-{good}.html").is_file()
     assert len([line for line in said.lines if "candidates' pages" in line]) == 1, said.lines
     assert registry.find_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
@@ -72,10 +72,10 @@ def test_a_page_is_not_written_in_each_pass_after_the_clock_was_set_back(workspa
     with ledger.begin() as tx:  # by a clock of tomorrow
         tx.execute(verdicts.update().values(created_at=time.time() + 86_400))
     for _ in range(2):  # MLflow's first showing writes it, too
-        catch_up(plant)
+        show_missing(plant)
     page = workspace.reports / f"candidate-{number}.html"
     first = page.stat().st_ino
-    catch_up(plant)
+    show_missing(plant)
     assert page.stat().st_ino == first
 
 
@@ -96,16 +96,16 @@ def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
         return found.info.status, found.data.tags
 
     with runs.noted({runs.folder(arm): arm}) as ends:
-        catch_up(plant)
+        show_missing(plant)
         assert open_client(workspace).get_experiment_by_name(ARMS) is None, "it still runs"
         ends[arm.key] = "exit 2: no data"
-    catch_up(plant)
+    show_missing(plant)
     status, tags = told()
     assert (status, tags["state"], tags["for"], tags["purpose"]) == ("FAILED", "failed", "segment:3", "certificate")
     with runs.noted({runs.folder(arm): arm}) as ends:
         ends[arm.key] = ""
     for _ in range(2):
-        catch_up(plant)
+        show_missing(plant)
     assert (told()[0], told()[1]["state"]) == ("FINISHED", "done")
     run = Tracking.open(plant).place(f"arm:{arm.key}")
     assert run is not None

@@ -9,7 +9,7 @@ from factory.core.errors import InputError
 from factory.core.listening import is_loopback
 from factory.core.workspace import Workspace
 from factory.show.mlflow.login import login
-from factory.show.mlflow.store import ui_command
+from factory.show.mlflow.store import mlflow_ui_command
 from tests.support.factory.command import factory
 from tests.support.messages import refused
 from tests.support.mlflow_server import EXPERIMENTS, answering, free_port
@@ -32,7 +32,7 @@ def test_the_password_is_made_once_and_is_nobody_elses(workspace: Workspace) -> 
     again, _ = login(workspace, "ada")
     assert first == again and len(first["MLFLOW_AUTH_ADMIN_PASSWORD"]) >= 32
     assert password.stat().st_mode & 0o777 == 0o600 and password.parent.stat().st_mode & 0o777 == 0o700
-    assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(ui_command(workspace, 5000, "0.0.0.0", first)[0])
+    assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(mlflow_ui_command(workspace, 5000, "0.0.0.0", first)[0])
 
 
 @pytest.mark.slow("starts MLflow's server, which loads for half a minute on a busy machine")
@@ -40,7 +40,7 @@ def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
     secrets, _ = login(workspace, "ada")
-    command, environment = ui_command(workspace, port, "127.0.0.1", secrets)
+    command, environment = mlflow_ui_command(workspace, port, "127.0.0.1", secrets)
     address = f"http://127.0.0.1:{port}"
     assert not [word for word in command if "allowed" in word], "MLflow's own defaults, which are for loopback"
     with answering(command, environment, address, workspace.root):
@@ -60,7 +60,7 @@ def test_people_reach_it_by_its_names_and_by_no_other(workspace: Workspace) -> N
     secrets, _ = login(workspace, "ada")
     ada = ("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"])
     names = ["gpu-box", "192.168.1.5", "8.8.8.8", "fd00::5", "https://mlflow.example.org"]
-    command, environment = ui_command(workspace, port, "0.0.0.0", secrets, names)
+    command, environment = mlflow_ui_command(workspace, port, "0.0.0.0", secrets, names)
     address = f"http://127.0.0.1:{port}"
     box = f"gpu-box:{port}"
     cases = {

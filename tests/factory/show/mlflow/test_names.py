@@ -11,7 +11,7 @@ from mlflow.server.security_utils import is_allowed_host_header, should_block_co
 from factory.cli import look
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.show.mlflow.names import Name, own_names, reached_as, server_options
+from factory.show.mlflow.names import Name, mlflow_server_options, names_of_this_machine, server_names
 from factory.show.mlflow.runs import CANDIDATES
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
@@ -23,7 +23,7 @@ PORT = 5000
 
 def lets_in(names: list[Name], host: str, origin: str) -> bool:
     """Does MLflow take a change from a page of ``origin``, sent to ``host``?"""
-    _, hosts, _, origins = server_options(names, PORT)
+    _, hosts, _, origins = mlflow_server_options(names, PORT)
     return is_allowed_host_header(hosts.split(","), host) and not should_block_cors_request(
         origin, "POST", origins.split(",")
     )
@@ -68,13 +68,18 @@ def test_an_invalid_name_is_refused(name: str) -> None:
 
 
 def test_without_a_name_it_is_this_machine_unless_it_listens_on_loopback() -> None:
-    assert all(server_options(reached_as(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1"))
+    assert all(mlflow_server_options(server_names(host), PORT) == [] for host in ("127.0.0.1", "localhost", "::1"))
     addresses = [entry.address for entries in psutil.net_if_addrs().values() for entry in entries]
     outside = [a for a in addresses if a.count(".") == 3 and not a.startswith("127.")]
     for host in ("0.0.0.0", "::"):
-        assert set(own_names(host)) >= {socket.gethostname().lower(), *outside} and host not in own_names(host)
-        assert not {"127.0.0.1", "::1"} & set(own_names(host))
-    assert own_names("10.1.2.3")[0] == "10.1.2.3" and own_names("gpu-box.lan")[0] == "gpu-box.lan"
+        assert set(names_of_this_machine(host)) >= {
+            socket.gethostname().lower(),
+            *outside,
+        } and host not in names_of_this_machine(host)
+        assert not {"127.0.0.1", "::1"} & set(names_of_this_machine(host))
+    assert (
+        names_of_this_machine("10.1.2.3")[0] == "10.1.2.3" and names_of_this_machine("gpu-box.lan")[0] == "gpu-box.lan"
+    )
 
 
 def test_a_name_that_others_can_reach_needs_a_login_too(workspace: Workspace) -> None:

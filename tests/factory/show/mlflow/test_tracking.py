@@ -21,7 +21,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.show.mlflow.metrics_follower import metric_key, numbers
+from factory.show.mlflow.metrics_follower import clean_metric_key, numbers
 from factory.show.mlflow.runs import SUBJECT, Tracking, _params
 from factory.show.mlflow.store import TrackingError, flush, open_client
 from factory.show.pages.release_facts import flatten
@@ -256,7 +256,13 @@ def test_flatten_and_numbers_and_keys() -> None:
     assert flatten({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
     assert _params({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
     assert numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {"a/b": 1.0, "a/c": 1.0, "f": 2.5}
-    assert [metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == ["loss/code", "_x", "a/b", "_", "é_"]
+    assert [clean_metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == [
+        "loss/code",
+        "_x",
+        "a/b",
+        "_",
+        "é_",
+    ]
 
 
 def test_only_the_stores_own_connections_flush_less(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:

@@ -28,7 +28,7 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.show.pages import proposal_report
-from factory.show.pages.pictures import bars, curves, intervals
+from factory.show.pages.pictures import bars, curves, draw_intervals
 from factory.show.pages.release_pictures import files
 from factory.show.pages.release_report import release_report
 from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
@@ -310,7 +310,7 @@ def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: di
     drawn = [
         curves({"all": points}),
         bars({"<g>": values}, list(values)),
-        intervals({n: (v, v, v) for n, v in values.items()}),
+        draw_intervals({n: (v, v, v) for n, v in values.items()}),
     ]
     made = "".join(drawn)
     read(made)

@@ -9,16 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.contract.data.packing import (
-    CRUMBS,
     OLDEST_EVERY,
+    SMALL_PIECES,
     STRATEGIES,
     Packed,
     Part,
-    best_fit_rows,
     complete,
+    count_pieces,
     cut,
-    pieces_in,
-    pour,
+    fill_gaps,
+    find_best_fit_rows,
 )
 
 CONTEXT = 64
@@ -29,7 +29,7 @@ every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 def pieces_of(documents: Sequence[int]) -> tuple[list[int], list[bool]]:
     """Lengths of the pieces of documents of so many positions, and whether their documents are longer than a row."""
     cuts = [
-        (cut(n + 1, CONTEXT, i).positions, n > CONTEXT) for n in documents for i in range(pieces_in(n + 1, CONTEXT))
+        (cut(n + 1, CONTEXT, i).positions, n > CONTEXT) for n in documents for i in range(count_pieces(n + 1, CONTEXT))
     ]
     return [positions for positions, _ in cuts], [long for _, long in cuts]
 
@@ -44,7 +44,7 @@ def all_parts(packed: Packed) -> list[tuple[int, int, int]]:
 
 @given(tokens=st.integers(1, 1000), context=st.integers(1, 100))
 def test_pieces_cover_every_pair_once_and_cut_nothing_that_fits(tokens: int, context: int) -> None:
-    parts = [cut(tokens, context, i) for i in range(pieces_in(tokens, context))]
+    parts = [cut(tokens, context, i) for i in range(count_pieces(tokens, context))]
     covered = [p.start + i for p in parts for i in range(p.positions)]
     assert covered == list(range(tokens - 1))  # inputs; the target of input i is token i + 1
     assert all(1 <= p.positions <= context for p in parts)
@@ -80,7 +80,7 @@ def test_only_a_cutting_strategy_cuts_pieces_that_fit_a_row(
     split = {piece for piece, _, positions in all_parts(found) if positions < sizes[piece]}
     if not STRATEGIES[name].cuts:
         assert all(long[piece] for piece in split)
-        assert all(part.positions >= CONTEXT // CRUMBS for row in found[0] for part in row if part.piece in split)
+        assert all(part.positions >= CONTEXT // SMALL_PIECES for row in found[0] for part in row if part.piece in split)
 
 
 def test_the_example_of_the_docstring() -> None:
@@ -100,7 +100,7 @@ def test_the_example_of_the_docstring() -> None:
 
 @given(lengths)
 def test_best_fit_places_every_piece_once_and_overfills_no_row(sizes: list[int]) -> None:
-    rows = best_fit_rows(sizes, CONTEXT, sorted(range(len(sizes)), key=lambda i: -sizes[i]))
+    rows = find_best_fit_rows(sizes, CONTEXT, sorted(range(len(sizes)), key=lambda i: -sizes[i]))
     assert sorted(i for row in rows for i in row) == list(range(len(sizes)))
     assert all(sum(sizes[i] for i in row) <= CONTEXT for row in rows)
     assert len(rows) <= max(1, 2 * -(-sum(sizes) // CONTEXT))  # never worse than twice the least possible
@@ -108,7 +108,7 @@ def test_best_fit_places_every_piece_once_and_overfills_no_row(sizes: list[int])
 
 def test_best_fit_takes_the_fullest_row_that_fits() -> None:
     # 60 and 50 open rows with 4 and 14 of room; 10 fits only the second, 4 fits the first exactly
-    assert best_fit_rows([60, 50, 10, 4], 64, range(4)) == [[0, 3], [1, 2]]
+    assert find_best_fit_rows([60, 50, 10, 4], 64, range(4)) == [[0, 3], [1, 2]]
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9))
@@ -129,7 +129,7 @@ def test_best_fit_takes_the_fullest_rows_when_there_is_a_choice(
         assert not sizes or found[0][0].piece == 0  # the oldest's turn
     else:
         order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
-        fills = sorted((sum(sizes[i] for i in row) for row in best_fit_rows(sizes, CONTEXT, order)), reverse=True)
+        fills = sorted((sum(sizes[i] for i in row) for row in find_best_fit_rows(sizes, CONTEXT, order)), reverse=True)
         assert [sum(part.positions for part in row) for row in found] == fills[:rows]
 
 
@@ -152,7 +152,7 @@ def test_long_documents_fill_the_gaps_that_short_ones_leave() -> None:
 @pytest.mark.parametrize(("crumb", "filled"), [(2, True), (3, False)])
 def test_a_gap_of_a_crumb_stays(crumb: int, filled: bool) -> None:
     rows = [[Part(0, 0, 6)]]
-    pour(rows, [6, 2], [1], context=8, crumb=crumb)
+    fill_gaps(rows, [6, 2], [1], context=8, crumb=crumb)
     assert rows == [[Part(0, 0, 6), *([Part(1, 0, 2)] if filled else [])]]
 
 
@@ -161,7 +161,7 @@ def test_pouring_makes_no_crumbs(gaps: list[int], sizes: list[int], crumb: int) 
     held = [size for size in sizes if size >= 2 * crumb]
     solid = len(held)
     rows = [[Part(solid, 0, CONTEXT - gap)] if gap < CONTEXT else [] for gap in gaps]
-    pour(rows, held, range(solid), CONTEXT, crumb)
+    fill_gaps(rows, held, range(solid), CONTEXT, crumb)
     parts = [part for row in rows for part in row if part.piece < solid]
     assert all(part.positions >= crumb for part in parts)
     for piece in range(solid):

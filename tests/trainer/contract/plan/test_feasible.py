@@ -9,7 +9,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, trai
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import DataPlanError
-from trainer.contract.plan.feasible import refuse_impossible, rehearse
+from trainer.contract.plan.feasible import refuse_impossible, rehearse_packing
 from trainer.contract.recipe import Recipe
 
 
@@ -92,7 +92,7 @@ def test_padding_needs_no_data(make_shard: MakeShard) -> None:
 def test_a_rehearsal_counts_the_rows_that_come_next(make_shard: MakeShard) -> None:
     recipe = recipe_with(batch__packing="token-budget")
     order = order_of(plan_of(make_shard()), recipe)
-    found = rehearse(order, 0, 10)
+    found = rehearse_packing(order, 0, 10)
     assert found is not None
     rows = [order.next_rows() for _ in range(10)][5:]
     assert found.positions == 5 * 8 * 32

@@ -15,24 +15,24 @@ from tests.support.trainer.published_runs import DEEPSEEK_V3, QWEN3_30B
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import shape_of_config
-from trainer.contract.plan.plan_report import lines, remarks
-from trainer.contract.plan.run_plan import Ask, SizingError, gathered, plan_run
+from trainer.contract.plan.plan_report import lines, plan_warnings
+from trainer.contract.plan.run_plan import PlanRequest, SizingError, gathered, plan_run
 from trainer.contract.plan.sizing import Layout, kinds, needed, shape_of
 from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
 LLAMA_8B, QWEN = model_of("Llama 3 8B"), model_of("Qwen3-0.6B")
-DEEPSEEK = Ask(shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
+DEEPSEEK = PlanRequest(shape_of_config(DEEPSEEK_V3, "", 4096), 14.8e12, 2048, GPUS["h100"], expert=64, fp8=True)
 ASKS = {
-    "one GPU at home": Ask(QWEN, 12e9, 1, GPUS["rtx-4090"]),
-    "fp32, Muon, a batch of its own": Ask(
+    "one GPU at home": PlanRequest(QWEN, 12e9, 1, GPUS["rtx-4090"]),
+    "fp32, Muon, a batch of its own": PlanRequest(
         QWEN, 12e9, 8, GPUS["a100-40"], batch=BatchRecipe(sequences=64, micro_sequences=2), optimizer="muon", itemsize=4
     ),
-    "one node": Ask(LLAMA_8B, 160e9, 8, GPUS["h100"], logit_rows=None),
-    "many nodes, replicas, another price": Ask(LLAMA_8B, 15e12, 1024, GPUS["h200"], replicas=4, price=3.5),
-    "tensor ranks": Ask(model_of("Llama 3 405B"), 15.6e12, 16384, GPUS["h100"], network=25e9),
-    "a given share of the peak": Ask(model_of("Llama 2 70B"), 2e12, 2048, GPUS["a100"], mfu=0.45),
-    "experts everywhere": Ask(shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"]),
+    "one node": PlanRequest(LLAMA_8B, 160e9, 8, GPUS["h100"], logit_rows=None),
+    "many nodes, replicas, another price": PlanRequest(LLAMA_8B, 15e12, 1024, GPUS["h200"], replicas=4, price=3.5),
+    "tensor ranks": PlanRequest(model_of("Llama 3 405B"), 15.6e12, 16384, GPUS["h100"], network=25e9),
+    "a given share of the peak": PlanRequest(model_of("Llama 2 70B"), 2e12, 2048, GPUS["a100"], mfu=0.45),
+    "experts everywhere": PlanRequest(shape_of_config(QWEN3_30B, "", 4096), 600e9, 64, GPUS["mi300x"]),
     "experts apart, latent attention, fp8": DEEPSEEK,
     "the same without a rank of queries": replace(
         DEEPSEEK, model=shape_of_config(DEEPSEEK_V3 | {"q_lora_rank": None}, "", 4096), fp8=False
@@ -57,7 +57,7 @@ def lines_now() -> Iterator[str]:
         )
         yield from (f"  {part.name} {part.bytes:.6g}: {part.formula} | {part.source}" for part in plan.memory)
         yield f"  in all {needed(plan.memory):.6g}"
-        yield from (f"  · {remark}" for remark in remarks(plan))
+        yield from (f"  · {remark}" for remark in plan_warnings(plan))
 
 
 def test_each_line_of_a_plan_is_the_accepted_one() -> None:
@@ -67,14 +67,14 @@ def test_each_line_of_a_plan_is_the_accepted_one() -> None:
 @pytest.mark.parametrize(
     ("ask", "data"),
     [
-        (Ask(model_of("Llama 3 405B"), 1e13, 8, GPUS["l4"]), {"needed": 854.3, "memory": 24.0, "gpus": None}),
+        (PlanRequest(model_of("Llama 3 405B"), 1e13, 8, GPUS["l4"]), {"needed": 854.3, "memory": 24.0, "gpus": None}),
         (
-            Ask(LLAMA_8B, 1e11, 1, GPUS["rtx-3090"]),
+            PlanRequest(LLAMA_8B, 1e11, 1, GPUS["rtx-3090"]),
             {"needed": 147.9, "gpus": 16, "answers": "16 of these GPUs or GPUs of 162 GB"},
         ),
     ],
 )
-def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: Ask, data: dict[str, Any]) -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: PlanRequest, data: dict[str, Any]) -> None:
     with refused("plan.nothing_fits", SizingError) as found:
         plan_run(ask)
     assert {name: found.value.data[name] for name in data} == data | {"needed": pytest.approx(data["needed"], abs=0.05)}

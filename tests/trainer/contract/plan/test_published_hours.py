@@ -13,12 +13,14 @@ from tests.support.trainer.published_runs import HELD_OUT, QWEN3_30B, RUNS, Run
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import read_config, shape_of_config
-from trainer.contract.plan.run_plan import SPREAD, Ask, plan_run
+from trainer.contract.plan.run_plan import SPREAD, PlanRequest, plan_run
 
 
 def planned(run: Run, name: str) -> float:
     model = shape_of_config(run.config, name, run.context)
-    return plan_run(Ask(model, run.tokens, run.gpus, GPUS["h100"], expert=run.expert, fp8=run.fp8)).effort.gpu_hours
+    return plan_run(
+        PlanRequest(model, run.tokens, run.gpus, GPUS["h100"], expert=run.expert, fp8=run.fp8)
+    ).effort.gpu_hours
 
 
 @pytest.mark.parametrize("name", RUNS | HELD_OUT)

@@ -60,7 +60,7 @@ def test_a_copy_moves_as_many_bytes_as_are_counted(monkeypatch: pytest.MonkeyPat
 
 def test_the_products_matrices_fit_into_free_memory() -> None:
     for free in (1 << 26, 1 << 28, 1 << 30, 1 << 33):
-        size = rates.size_for(free, 4)
+        size = rates.matrix_size_for(free, 4)
         assert size == rates.LEAST_GPU_SIZE or 12 * size**2 <= free / 2 < 12 * (2 * size) ** 2 or size == 8192
 
 
@@ -79,7 +79,7 @@ def test_on_a_cpu_sizes_share_the_time_and_long_products_are_left_out(monkeypatc
 
     monkeypatch.setattr(rates, "_cpu_seconds", seconds)
     made = [(size, functools.partial(product, size)) for size in (128, 256, 512, 1024, 2048)]
-    assert rates.best_of(made) == pytest.approx(rate), "the best of tries, most of which something disturbed"
+    assert rates.best_product_rate(made) == pytest.approx(rate), "the best of tries, most of which something disturbed"
     assert calls.keys() == {128, 256, 512}, "a product of 1024 rows would take 21 ms"
     spent = {size: count * size**3 for size, count in calls.items()}
     assert max(spent.values()) < 1.2 * min(spent.values())

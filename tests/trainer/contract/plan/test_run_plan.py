@@ -17,27 +17,27 @@ from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS, MFU, Gpu
-from trainer.contract.plan.plan_report import as_json, lines, remarks
+from trainer.contract.plan.plan_report import as_json, lines, plan_warnings
 from trainer.contract.plan.run_plan import (
     MFU_NODES,
     RECOMPUTED,
-    Ask,
+    PlanRequest,
     SizingError,
     batch_by_rule,
-    effort_of,
+    estimate_effort,
+    estimate_memory,
     lr_by_rule,
-    memory_of,
     plan_run,
 )
 from trainer.contract.plan.sizing import GB, Layout, needed, shape_of
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
 
-EIGHT_BILLION = Ask(shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
+EIGHT_BILLION = PlanRequest(shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
 
 
 def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> float:
-    ask = Ask(model_of(name), tokens, 1024, GPUS[gpu], mfu=mfu)
-    return effort_of(ask, Layout(1024), 1024).gpu_hours
+    ask = PlanRequest(model_of(name), tokens, 1024, GPUS[gpu], mfu=mfu)
+    return estimate_effort(ask, Layout(1024), 1024).gpu_hours
 
 
 # -- published runs ------------------------------------------------------------------------------------------------------
@@ -65,8 +65,8 @@ def test_flops_of_llama_3() -> None:
 
 def test_throughput_of_llama_3() -> None:
     """43 % on 8,192 H100 is 430 TFLOP/s each (arXiv 2407.21783 Table 4)."""
-    ask = Ask(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
-    effort = effort_of(ask, Layout(8192, 8), 2048)
+    ask = PlanRequest(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
+    effort = estimate_effort(ask, Layout(8192, 8), 2048)
     assert effort.tokens_per_second * ask.model.flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
 
 
@@ -74,9 +74,9 @@ def test_throughput_of_palm() -> None:
     """540B on 6,144 TPU v4 at 46.2 % (45.7 % without attention): 238.3 K tokens/s (arXiv 2204.02311 §4.1, appendix B)."""
     palm = model_of("PaLM 540B")
     tpu = Gpu(275e12, 32 * GB, "TPU v4")
-    assert effort_of(Ask(palm, 780e9, 6144, tpu, mfu=0.462), Layout(6144), 2048).tokens_per_second == pytest.approx(
-        238.3e3, rel=0.01
-    )
+    assert estimate_effort(
+        PlanRequest(palm, 780e9, 6144, tpu, mfu=0.462), Layout(6144), 2048
+    ).tokens_per_second == pytest.approx(238.3e3, rel=0.01)
     assert 0.457 * 6144 * 275e12 / (6 * palm.matmul_parameters) == pytest.approx(238.3e3, rel=0.001)
     assert 780e9 * 6 * palm.matmul_parameters == pytest.approx(2527.2e21, rel=0.002), "its compute table: 2527.2 ZFLOPs"
 
@@ -99,8 +99,8 @@ def test_iteration_times_of_megatron(
         vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=hidden // heads,
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
-    ask = Ask(model, batch * 2048, gpus, GPUS["a100"], mfu=mfu)
-    effort = effort_of(ask, Layout(gpus, 8), batch)
+    ask = PlanRequest(model, batch * 2048, gpus, GPUS["a100"], mfu=mfu)
+    effort = estimate_effort(ask, Layout(gpus, 8), batch)
     assert effort.steps == 1 and effort.days * 86400 == pytest.approx(seconds, rel=0.035)
 
 
@@ -129,7 +129,7 @@ def test_cost_of_deepseek_v3() -> None:
 
 def test_models_that_torchtitan_trained_fit() -> None:
     """Llama 3 70B with FSDP2 alone, whole blocks recomputed, 64 A100-80GB, 8192 tokens (docs/performance.md)."""
-    ask = Ask(model_of("Llama 3 70B"), 15e12, 64, GPUS["a100"], logit_rows=None)
+    ask = PlanRequest(model_of("Llama 3 70B"), 15e12, 64, GPUS["a100"], logit_rows=None)
     found = plan_run(ask)
     assert (found.layout.tensor, found.layout.recompute) == (1, "block")
 
@@ -162,7 +162,7 @@ def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
-    ask = Ask(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
+    ask = PlanRequest(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
     with refused("plan.nothing_fits", SizingError, memory=80.0, part="optimiser") as error:
         plan_run(ask)
     assert plan_run(replace(ask, gpus=error.value.data["gpus"]))
@@ -182,12 +182,12 @@ def test_the_layout_is_the_first_that_fits(
     parameters: float, gpus: int, memory: float, context: int, rows: int | None
 ) -> None:
     gpu = replace(GPUS["h100"], memory=memory * GB)
-    ask = Ask(shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
+    ask = PlanRequest(shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
     try:
         found = plan_run(ask)
     except SizingError:
         for tensor in (t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0):
-            assert needed(memory_of(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
+            assert needed(estimate_memory(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
         return
     layout = found.layout
     assert layout.tensor * layout.data == gpus and needed(found.memory) <= gpu.memory
@@ -195,16 +195,16 @@ def test_the_layout_is_the_first_that_fits(
     per_rank = max(1, round(batch_by_rule(ask.model, ask.tokens) / context / layout.data))
     if layout.micro_sequences < per_rank:
         larger = replace(layout, micro_sequences=layout.micro_sequences + 1)
-        assert needed(memory_of(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
+        assert needed(estimate_memory(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
     if layout.recompute == "block":
-        assert needed(memory_of(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
+        assert needed(estimate_memory(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
 
 
 @given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
 @settings(deadline=None, max_examples=40)
 def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: int) -> None:
     batch = BatchRecipe(sequences=sequences, warmup=[SmallerBatch(until_step=5, sequences=warm)])
-    ask = Ask(shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
+    ask = PlanRequest(shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
     try:
         found = plan_run(ask)
     except RecipeError as error:
@@ -223,28 +223,28 @@ MIXTURE = model_of("Qwen3-30B-A3B")
 
 def test_a_mixture_whose_experts_are_all_gathered_waits_for_the_network() -> None:
     """30.5 B weights move for 3 B that compute: 8 bytes each, 50 GB/s, 4096 tokens a GPU."""
-    ask = Ask(MIXTURE, 1e12, 16, GPUS["h100"])
-    effort = effort_of(ask, Layout(16), 256)
+    ask = PlanRequest(MIXTURE, 1e12, 16, GPUS["h100"])
+    effort = estimate_effort(ask, Layout(16), 256)
     assert effort.bound == "network"
     assert effort.tokens_per_second / 16 == pytest.approx(4096 / (8 * MIXTURE.parameters / 50e9), rel=1e-6)
-    apart = effort_of(replace(ask, expert=16), Layout(16, expert=16), 256)
+    apart = estimate_effort(replace(ask, expert=16), Layout(16, expert=16), 256)
     assert apart.bound == "computing" and apart.tokens_per_second > 5 * effort.tokens_per_second
     assert apart.exchange == 4 * 2 * 2048 * 8 * (1 / 2) * 48, (
         "bytes: there and back, forward and backward, half of it to the other node"
     )
-    assert effort_of(replace(ask, network=500e9), Layout(16), 256).bound == "computing"
+    assert estimate_effort(replace(ask, network=500e9), Layout(16), 256).bound == "computing"
 
 
 def test_a_measured_mfu_includes_waiting_times() -> None:
-    ask = Ask(MIXTURE, 1e12, 16, GPUS["h100"], mfu=0.05)
-    effort = effort_of(ask, Layout(16), 256)
+    ask = PlanRequest(MIXTURE, 1e12, 16, GPUS["h100"], mfu=0.05)
+    effort = estimate_effort(ask, Layout(16), 256)
     assert effort.reached == pytest.approx(0.05) and effort.days * 86400 == pytest.approx(
         effort.flops / (16 * 989.4e12 * 0.05)
     )
 
 
 def test_one_node_gathers_over_its_links() -> None:
-    one, two = (effort_of(Ask(MIXTURE, 1e12, gpus, GPUS["h100"]), Layout(gpus), 16) for gpus in (8, 16))
+    one, two = (estimate_effort(PlanRequest(MIXTURE, 1e12, gpus, GPUS["h100"]), Layout(gpus), 16) for gpus in (8, 16))
     assert one.network_there == GPUS["h100"].link and two.network_there == GPUS["h100"].network
 
 
@@ -264,21 +264,21 @@ def test_every_line_has_its_formula(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("tokens", "word"), [(300e9, "1.9× over"), (40e9, "4.0× under")])
 def test_chinchilla_is_remarked_on(tokens: float, word: str) -> None:
-    assert word in remarks(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
+    assert word in plan_warnings(plan_run(replace(EIGHT_BILLION, tokens=tokens)))[0]
 
 
 def test_a_mixture_counts_active_parameters() -> None:
     """GLM-4.5-Air's shape: memory follows all 106 B, FLOPs and Chinchilla the 12 B that a token meets."""
-    ask = Ask(model_of("GLM-4.5-Air"), 1e12, 512, GPUS["h100"])
+    ask = PlanRequest(model_of("GLM-4.5-Air"), 1e12, 512, GPUS["h100"])
     found = plan_run(ask)
     weights = next(part.bytes for part in found.memory if part.name == "weights")
     assert weights == 4 * ask.model.parameters / 512
     assert found.effort.flops == pytest.approx(6 * 12.8e9 * 1e12, rel=0.2)
-    assert "an active parameter" in remarks(found)[0] and "active" in [line.name for line in lines(found)]
+    assert "an active parameter" in plan_warnings(found)[0] and "active" in [line.name for line in lines(found)]
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny"])
 def test_our_recipes_can_be_planned(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml")
-    found = plan_run(Ask(recipe.model, 1e8, 1, GPUS["rtx-4090"], batch=recipe.batch))
+    found = plan_run(PlanRequest(recipe.model, 1e8, 1, GPUS["rtx-4090"], batch=recipe.batch))
     assert found.sequences == recipe.batch.sequences and found.effort.network == 0

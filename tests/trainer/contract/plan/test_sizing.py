@@ -20,8 +20,8 @@ from trainer.contract.plan.sizing import (
     GB,
     Layout,
     MemoryPart,
+    activation_elements,
     activation_part,
-    kept_elements,
     memory_parts,
     needed,
     shape_of,
@@ -132,8 +132,8 @@ def test_activations_are_korthikantis(hidden: int, heads: int, layers: int) -> N
         vocab_size=51200, d_model=hidden, layers=layers, heads=heads, kv_heads=heads, head_dim=head_dim,
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
-    assert 2 * kept_elements(model, 0) == pytest.approx((34 - 2 + 4) * hidden, rel=1e-4)
-    assert 2 * kept_elements(model, 0, tensor=8) == pytest.approx(32 * hidden / 8 + 4 * hidden, rel=1e-3)
+    assert 2 * activation_elements(model, 0) == pytest.approx((34 - 2 + 4) * hidden, rel=1e-4)
+    assert 2 * activation_elements(model, 0, tensor=8) == pytest.approx(32 * hidden / 8 + 4 * hidden, rel=1e-3)
     whole = activation_part(model, Layout(8, 1, 4, "block"), 2).bytes
     assert whole == pytest.approx(2 * 4 * 2048 * hidden * layers + 36 * 4 * 2048 * hidden, rel=1e-4)
 
@@ -190,7 +190,7 @@ def test_activations_equal_those_that_a_real_block_keeps() -> None:
     """With kernels that keep what flash attention and the fused norms keep, a layer more keeps exactly the count more."""
     shape = {"vocab_size": 64, "d_model": 48, "heads": 6, "kv_heads": 2, "head_dim": 8, "d_ff": 112, "context": 16}
     two, three = (ModelRecipe(**shape, layers=layers) for layers in (2, 3))  # type: ignore[arg-type]
-    assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * kept_elements(two, 0)
+    assert kept_by_torch(three, 16) - kept_by_torch(two, 16) == 16 * activation_elements(two, 0)
 
 
 def test_memory_that_torchtitan_measured() -> None:
@@ -222,5 +222,5 @@ def test_experts_keep_each_routed_copy() -> None:
     assert model.experts is not None
     model = model.model_copy(update={"experts": model.experts.model_copy(update={"per_token": 2, "d_ff": 32})})
     attention = (4 + 2 * 2) * 16 + (4 + 2) * 16 + 4 * 16
-    assert kept_elements(model, 5) == 4 * 64 + attention + 3 * 32 * 3 + 2 * 2 * 64
-    assert kept_elements(model, 0) == 4 * 64 + attention + 3 * model.d_ff
+    assert activation_elements(model, 5) == 4 * 64 + attention + 3 * 32 * 3 + 2 * 2 * 64
+    assert activation_elements(model, 0) == 4 * 64 + attention + 3 * model.d_ff

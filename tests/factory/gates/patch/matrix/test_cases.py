@@ -10,9 +10,17 @@ from typing import Any, get_args
 
 import pytest
 
-from factory.gates.patch.matrix.cases import CASES, IN_BF16, IN_MUON, LONG_STEPS, ROUNDING, Begin, MatrixCase
+from factory.gates.patch.matrix.cases import (
+    BF16_ROUNDING,
+    CASES,
+    LONG_STEPS,
+    MUON_ROUNDING,
+    ROUNDING,
+    Begin,
+    MatrixCase,
+)
 from factory.gates.patch.matrix.runs import MatrixPlan
-from factory.gates.patch.matrix.starts import make_data
+from factory.gates.patch.matrix.starts import make_data_plans
 from factory.runs.arm import refuse_impossible
 from trainer.contract.recipe import Recipe
 
@@ -140,18 +148,22 @@ def test_the_changes_of_a_case_take_effect_within_its_run() -> None:
 def test_the_allowed_rounding_grows_with_lower_precision() -> None:
     for case in CASES:
         recipe = case.recipe()
-        least = {"fp32": IN_MUON if recipe["optimizer"]["name"] == "muon" else ROUNDING, "bf16": IN_BF16, "fp8": 0.5}
+        least = {
+            "fp32": MUON_ROUNDING if recipe["optimizer"]["name"] == "muon" else ROUNDING,
+            "bf16": BF16_ROUNDING,
+            "fp8": 0.5,
+        }
         assert least[recipe["precision"]] <= case.rounding <= 0.5 or case.exit_code, case.name
-        assert case.rounding in (ROUNDING, 1e-3, IN_MUON, IN_BF16, 0.5) and (case.totals or case.rounding < 0.5), (
-            case.name
-        )
+        assert case.rounding in (ROUNDING, 1e-3, MUON_ROUNDING, BF16_ROUNDING, 0.5) and (
+            case.totals or case.rounding < 0.5
+        ), case.name
 
 
 def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
     """As an arm, from the common recipe: its own keys, and the name and seed that were drawn."""
     names = {case.name: "00001" for case in CASES}
     steps = {case.name: case.steps for case in CASES}
-    plan = MatrixPlan(make_data(tmp_path), {}, names, steps, "c0ffee", 100, "live", tmp_path)
+    plan = MatrixPlan(make_data_plans(tmp_path), {}, names, steps, "c0ffee", 100, "live", tmp_path)
     for case in CASES:
         arm, recipe = plan.arm(case), case.recipe()
         spec = arm.spec()

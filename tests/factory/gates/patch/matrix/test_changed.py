@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from factory.gates.patch.executed import EXECUTED, Executed, ExecutionRecorder
+from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder
 from factory.gates.patch.matrix import changed
 from factory.gates.patch.matrix.changed import unexecuted
 
@@ -29,7 +29,7 @@ def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
         eval(call, names)
     finally:
         recorder.stop()
-    executed = Executed()
+    executed = ExecutedCode()
     executed.add(recorder.to_json())
     found = unexecuted("trainer/part.py", dedent(base), dedent(text), executed)
     return [f"{part.line}: {part.source}" for part in found]
@@ -157,7 +157,7 @@ def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
     path.write_text(dedent(COMPILED))
     script = (
         "import importlib.util, json, runpy, sys, torch\n"
-        f"recorder = runpy.run_path({str(EXECUTED)!r})['ExecutionRecorder']({str(tmp_path)!r}, ['trainer/part.py'])\n"
+        f"recorder = runpy.run_path({str(RECORDER_FILE)!r})['ExecutionRecorder']({str(tmp_path)!r}, ['trainer/part.py'])\n"
         "recorder.watch_compiler()\n"
         "recorder.start()\n"
         f"part = runpy.run_path({str(path)!r})\n"
@@ -167,7 +167,7 @@ def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    executed = Executed()
+    executed = ExecutedCode()
     executed.add(json.loads(done.stdout))
     left = unexecuted("trainer/part.py", "", path.read_text(), executed)
     assert [(part.line, part.source) for part in left] == [(7, "x"), (8, "x")]
@@ -175,7 +175,7 @@ def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
 
 def test_a_launched_kernel_counts_as_a_whole() -> None:
     text = "def kernel(x):\n    y = x + 1\n    return y\n"
-    executed = Executed()
+    executed = ExecutedCode()
     assert [part.line for part in unexecuted("kernels/part.py", "", text, executed)] == [1, 2, 3]
     executed.launched["kernels/part.py"] = {(1, 3)}
     assert unexecuted("kernels/part.py", "", text, executed) == []

@@ -18,14 +18,20 @@ import torch
 from factory.core.workspace import Workspace
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import MatrixCase
-from factory.gates.patch.matrix.compare import Compared, Difference, Discrepancy, Rounding, measure_rounding
+from factory.gates.patch.matrix.compare import (
+    CaseComparison,
+    CaseDifference,
+    Discrepancy,
+    RoundingEffect,
+    measure_rounding_effect,
+)
 from factory.gates.patch.matrix.runs import SideCode, copy_libraries
 from factory.gates.patch.stages import matrix
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.distance import Apart
-from factory.runs.running import every_run
+from factory.runs.distance import TensorDistance
+from factory.runs.running import list_runs
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.matrix import prepare
 from tests.support.gates.reasons import expect, tells
@@ -37,17 +43,18 @@ def test_a_ranks_part_of_a_tensor_is_measured_by_its_own_size() -> None:
     found = compare._apart("w", ours, 1.5 * ours, start)
     assert (found.apart, found.size) == pytest.approx((0.5 * 8**0.5, 8**0.5))
     still = torch.ones(4, 4)
-    assert compare._apart("w", still, still, {"w": still}) == Apart(0.0, 0.0), "it did not move"
+    assert compare._apart("w", still, still, {"w": still}) == TensorDistance(0.0, 0.0), "it did not move"
     assert (
         max(
-            [Discrepancy("a", Apart(math.nan, 1.0)), Discrepancy("b", Apart(1.0, 1.0))], key=lambda part: part.share
+            [Discrepancy("a", TensorDistance(math.nan, 1.0)), Discrepancy("b", TensorDistance(1.0, 1.0))],
+            key=lambda part: part.share,
         ).what
         == "a"
     )
 
 
 def part(what: str, apart: float, total: str = "") -> Discrepancy:
-    return Discrepancy(what, Apart(apart, 1.0), total)
+    return Discrepancy(what, TensorDistance(apart, 1.0), total)
 
 
 SCALE, LOSS, ONSET = (
@@ -156,10 +163,10 @@ def test_numbers_that_went_through_a_lower_precision_are_found_at_any_size_of_ro
     dtype: torch.dtype, size: tuple[int, ...]
 ) -> None:
     ours = torch.randn(size, generator=torch.Generator().manual_seed(1))
-    assert compare.lost_bits(ours, ours.to(dtype).float())
-    assert not compare.lost_bits(ours, ours * (1 + 1e-3)) and not compare.lost_bits(ours, ours)
-    assert not compare.lost_bits(ours.to(dtype).float(), ours)  # more bits are no loss
-    assert not compare.lost_bits(torch.ones(size), torch.ones(size))
+    assert compare.has_lost_precision(ours, ours.to(dtype).float())
+    assert not compare.has_lost_precision(ours, ours * (1 + 1e-3)) and not compare.has_lost_precision(ours, ours)
+    assert not compare.has_lost_precision(ours.to(dtype).float(), ours)  # more bits are no loss
+    assert not compare.has_lost_precision(torch.ones(size), torch.ones(size))
 
 
 @pytest.mark.parametrize(
@@ -169,10 +176,10 @@ def test_eight_bits_fewer_are_a_lower_precision(numbers: int, zero: int, lost: b
     """``zero``: so many low bits of the fraction are zero in all numbers of the one side; of the other the lowest is not."""
     bits = torch.arange(1, numbers + 1, dtype=torch.int32) * 2 + 1 + (127 << 23)
     ours, theirs = bits.view(torch.float32), (((bits >> zero) | 1) << zero).view(torch.float32)
-    assert compare.lost_bits(ours, theirs) == lost and not compare.lost_bits(theirs, ours)
-    assert not compare.lost_bits(ours.double(), theirs.double())
+    assert compare.has_lost_precision(ours, theirs) == lost and not compare.has_lost_precision(theirs, ours)
+    assert not compare.has_lost_precision(ours.double(), theirs.double())
     whole = torch.ones(numbers)  # no bit of the fraction is used: as if the lowest were the 24th
-    assert compare.lost_bits(ours, whole) == (numbers > 3) and not compare.lost_bits(whole, whole)
+    assert compare.has_lost_precision(ours, whole) == (numbers > 3) and not compare.has_lost_precision(whole, whole)
 
 
 def full(*given: Any, **more: Any) -> int:
@@ -252,12 +259,14 @@ def test_only_changes_that_no_twin_shows_are_differences(
     monkeypatch.setattr(compare, "run_cases", twins.run)
     monkeypatch.setattr(compare, "find_discrepancies", twins.differ)
     compared = [
-        Compared(True, None),
-        *(Compared(False, Difference(name, "a", share, 0.0)) for name, share in shares.items()),
+        CaseComparison(True, None),
+        *(CaseComparison(False, CaseDifference(name, "a", share, 0.0)) for name, share in shares.items()),
     ]
     plan: Any = "plan"
     baseline: Any = "baseline"
-    found = measure_rounding(plan, SideCode(Path("code"), {}, Path("twins"), 1.0, ExitStack()), baseline, compared)
+    found = measure_rounding_effect(
+        plan, SideCode(Path("code"), {}, Path("twins"), 1.0, ExitStack()), baseline, compared
+    )
     assert twins.asked == [(f"twins/{number}", number, names) for number, names in enumerate(asked, 1)]
     assert found.undecided == undecided and found.problem == ("no room" if beyond is None else "")
     assert {one.case: pytest.approx(one.allowed) for one in found.beyond} == (beyond or {})
@@ -267,9 +276,9 @@ def test_only_changes_that_no_twin_shows_are_differences(
 
 
 def test_a_difference_names_its_size() -> None:
-    told = [str(Difference("a", "loss", share, 0.25)) for share in (0.5, math.inf)]
+    told = [str(CaseDifference("a", "loss", share, 0.25)) for share in (0.5, math.inf)]
     assert "0.5 of its scale" in told[0] and "0.25" in told[0] and told[1] == "run 'a': loss"
-    sized = Difference("a", "loss", 0.5, 0.25).message
+    sized = CaseDifference("a", "loss", 0.5, 0.25).message
     assert sized.data == {"run": "a", "what": "loss", "share": 0.5, "allowed": 0.25}
 
 
@@ -277,14 +286,18 @@ def test_a_difference_names_its_size() -> None:
 def test_rounding_is_not_a_difference(
     tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS + 2)  # fewer than a gate runs: the rule is the same
+    monkeypatch.setattr(
+        compare, "MOST_TWINS", compare.TWINS_PER_CASE + 2
+    )  # fewer than a gate runs: the rule is the same
     with ExitStack() as after:
         prepared = prepare(tmp_path, after, ["first steps", "bf16"])
 
-        def measured(folder: str, **shares: float) -> Rounding:
-            compared = [Compared(False, Difference(name, "a", share, 0.0)) for name, share in shares.items()]
+        def measured(folder: str, **shares: float) -> RoundingEffect:
+            compared = [CaseComparison(False, CaseDifference(name, "a", share, 0.0)) for name, share in shares.items()]
             side = replace(prepared.side, folder=tmp_path / folder)
-            found = measure_rounding(prepared.plan, side, prepared.baseline, [*compared, Compared(True, None)])
+            found = measure_rounding_effect(
+                prepared.plan, side, prepared.baseline, [*compared, CaseComparison(True, None)]
+            )
             assert not found.problem
             return found
 
@@ -306,6 +319,6 @@ def test_rounding_is_not_a_difference(
         side = replace(prepared.side, folder=tmp_path / "told", instructions=["trainer/run.py"])
         runs = matrix._side(case, prepared.plan, side, prepared.cases, (), "candidate")
         assert not runs.failed and runs.executed.instructions
-        (row,) = every_run(ledger)
+        (row,) = list_runs(ledger)
         assert (row["purpose"], row["subject"], row["state"]) == ("patch gate", "proposal:7", "done")
         assert row["arm"]["code"] == "c0ffee" and row["arm"]["name"] == "candidate, 2 tiny runs"

@@ -11,11 +11,11 @@ from types import CodeType
 import pytest
 
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.executed import Executed, code_objects
+from factory.gates.patch.executed import ExecutedCode, iterate_code_objects
 from factory.gates.patch.matrix.changed import harmless
-from factory.gates.patch.op_answers import answered, changed_tests
+from factory.gates.patch.op_answers import answered, check_tests_unchanged
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patch.stages.oracle import oracle_jobs
+from factory.gates.patch.stages.oracle import make_oracle_jobs
 from kernels.attention import cpp as attention_cpp
 from kernels.contract.registry import OPS, get
 from tests.support.factory.matrix import judge, prepare
@@ -94,10 +94,10 @@ def files() -> Iterator[str]:
 
 
 def lines_of(code: CodeType) -> set[int]:
-    return {line for part in code_objects(code) for _, _, line in part.co_lines() if line}
+    return {line for part in iterate_code_objects(code) for _, _, line in part.co_lines() if line}
 
 
-def executed_by_ops(work: Path) -> Executed:
+def executed_by_ops(work: Path) -> ExecutedCode:
     """What the checks of the implementations that run here execute, as when a patch chooses one of them."""
     ops = [
         ChangedOp(name, "reference", implementation)
@@ -106,10 +106,10 @@ def executed_by_ops(work: Path) -> Executed:
         if found.runs_on("cpu") and ("compiled" not in implementation or name in COMPILED)
     ]
     policy = OraclePolicy(cases=["small"])
-    jobs = oracle_jobs(policy, ops, "bf16")  # fp32 and fp64 are among them
+    jobs = make_oracle_jobs(policy, ops, "bf16")  # fp32 and fp64 are among them
     with answered(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
         assert not answers.missing and not answers.died, answers.missing or answers.died
-        assert changed_tests(answers, policy.patience, ROOT, work) == {}
+        assert check_tests_unchanged(answers, policy.patience, ROOT, work) == {}
         return answers.executed
 
 
@@ -141,5 +141,5 @@ def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> N
 def test_ops_of_a_trunk_in_fp8_are_checked_in_bf16() -> None:
     """Its kernels compute in bf16; only the layers' products, which are no op, have operands of eight bits."""
     policy, ops = OraclePolicy(), [ChangedOp("swiglu", "reference", "native")]
-    dtypes = lambda precision: [job["dtype"] for job in oracle_jobs(policy, ops, precision)]
+    dtypes = lambda precision: [job["dtype"] for job in make_oracle_jobs(policy, ops, precision)]
     assert dtypes("fp8") == dtypes("bf16") and set(dtypes("fp8")) == {"fp32", "bf16", "fp64"}

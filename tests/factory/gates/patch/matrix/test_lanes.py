@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from factory.gates.patch.executed import EXECUTED
+from factory.gates.patch.executed import RECORDER_FILE
 from factory.gates.patch.matrix import runs as lanes
 from factory.gates.patch.matrix.cases import MatrixCase, MatrixTool
 from factory.gates.patch.matrix.runs import DRIVER, MatrixPlan, MatrixRuns, SideCode, run_cases
-from factory.gates.patch.matrix.starts import make_data
+from factory.gates.patch.matrix.starts import make_data_plans
 from factory.sandbox import sandbox
 
 ONE = MatrixCase("one", steps=2, stop_after=1, waits=True)
@@ -50,7 +50,7 @@ class Process:
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     made = Process()
     monkeypatch.setattr(sandbox, "run", made.run)
-    monkeypatch.setattr(lanes, "LANES", 2)
+    monkeypatch.setattr(lanes, "CONCURRENT_LANES", 2)
     return made
 
 
@@ -65,7 +65,15 @@ def planned(tmp_path: Path) -> Any:
             (folder / "checkpoints" / step).mkdir(parents=True)
             (folder / "checkpoints" / step / "manifest.json").write_text("{}")
     plan = MatrixPlan(
-        make_data(tmp_path / "data"), {"half": half}, names, steps, "c0ffee", 5, "live", tmp_path / "plan", tuple(made)
+        make_data_plans(tmp_path / "data"),
+        {"half": half},
+        names,
+        steps,
+        "c0ffee",
+        5,
+        "live",
+        tmp_path / "plan",
+        tuple(made),
     )
     kernels = {name: tmp_path / f"{name}.yaml" for name in ("reference", "chosen")}
     with ExitStack() as after:
@@ -104,9 +112,9 @@ def test_the_request_of_a_process_is_complete(process: Process, planned: Any, tm
     how = process.asked["0"]
     assert how.pop("limits").wall_seconds == 70.0
     assert how == {
-        "command": [sys.executable, str(DRIVER), str(EXECUTED), str(folder / "request.json"), str(folder / "notes")],
+        "command": [sys.executable, str(DRIVER), str(RECORDER_FILE), str(folder / "request.json"), str(folder / "notes")],
         "output": folder, "cwd": side.code, "environment": {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        "readonly": [side.code, DRIVER, EXECUTED, plan.folder, *side.kernels.values()],
+        "readonly": [side.code, DRIVER, RECORDER_FILE, plan.folder, *side.kernels.values()],
         "request": {
             "folders": [{"folder": str(folder / "segments" / "00001"), "stop_after": 0, "waits": False, "slow_threads": True}],
             "tools": [], "instructions": ["trainer/a.py"], "ranks": 1, "disturbed": 3,

@@ -33,7 +33,7 @@ def test_ranks_find_one_another_at_this_process_and_the_first_that_fails_is_told
     script = tmp_path / "rank.py"
     script.write_text(dedent(RANK))
     monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path), *ends])
-    assert train_cases.as_ranks(len(ends)) == code
+    assert train_cases.run_as_ranks(len(ends)) == code
     told = [(tmp_path / str(rank)).read_text() for rank in range(3)]
     assert told == [f"{rank} {rank} 3 3 True 0" for rank in range(3)]
 
@@ -41,7 +41,7 @@ def test_ranks_find_one_another_at_this_process_and_the_first_that_fails_is_told
 def test_threads_that_are_started_late_wait_before_they_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[object] = []
     monkeypatch.setattr(time, "sleep", order.append)
-    for late in (train_cases.late_threads(), contextlib.nullcontext()):
+    for late in (train_cases.delay_threads(), contextlib.nullcontext()):
         with late:
             thread = threading.Thread(target=order.append, args=("begun",))
             thread.start()
