@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ledger.decisions import undecided
+from factory.ledger.decisions import list_undecided_verdicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
@@ -36,9 +36,9 @@ from factory.release.approvals import APPROVAL_TAG
 from factory.show.mlflow.answering import BY_TAG, ApprovalResponder
 from factory.show.mlflow.registry import CHAMPION, MODEL, find_version, list_start_pages
 from factory.show.mlflow.releases import REASON_TAG
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import MlflowTracking
 from factory.show.mlflow.store import mlflow_ui_command, open_client
-from factory.show.mlflow.version_page import TRAINING_MODE, Place
+from factory.show.mlflow.version_page import TRAINING_MODE, RunAddress
 
 PATIENCE = 240.0  # seconds for a page to show what it is waited for
 COLOURS = 256  # of a picture's palette: pages have few, and files stay small
@@ -141,13 +141,13 @@ class Browser:
 def shots(workspace: Workspace, server: str) -> list[Shot]:
     """Of the newest release: raises IndexError where there is none."""
     ledger = Ledger.open(workspace.ledger_url)
-    tracking = Tracking.open(Plant(workspace, ledger))
+    tracking = MlflowTracking.open(Plant(workspace, ledger))
     release = ReleaseRow.select(ledger, "ORDER BY number DESC LIMIT 1")[0]
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", release.candidate))
     assert verdict and verdict.against, "the demo releases twice"
     pages = list_start_pages(workspace, server)
     segment = SegmentRow.select(ledger, "WHERE kind = 'trunk' ORDER BY id DESC LIMIT 1")[0]
-    place = lambda subject: Place(*(tracking.place(subject) or ("", "")))
+    place = lambda subject: RunAddress(*(tracking.place(subject) or ("", "")))
     mine, theirs = place(Subject("candidate", release.candidate)), place(Subject.parse(verdict.against))
     version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{TRAINING_MODE}", f"{server}/"
     waiting = [
@@ -158,8 +158,8 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
             860,
             prepare=TO_TAGS,
         )
-        for one in undecided(ledger)
-        if (found := find_version(tracking.client, one.number, one.subject_sha256))
+        for one in list_undecided_verdicts(ledger)
+        if (found := find_version(tracking.client, one.subject_number, one.subject_sha256))
     ][-1:]
     return [
         *waiting,

@@ -7,7 +7,7 @@ from pathlib import Path
 from types import FrameType
 
 
-def end(number: int, frame: FrameType | None) -> None:
+def exit_at_signal(number: int, frame: FrameType | None) -> None:
     """End at once. While Python still imports the command line, nothing was started that would have to be stopped in order."""
     os.write(2, b"factory: stopped; run the same command again to go on\n")
     os._exit(128 + number)
@@ -16,7 +16,7 @@ def end(number: int, frame: FrameType | None) -> None:
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, end)
+            signal.signal(number, exit_at_signal)
     if not sys.flags.safe_path:  # Python puts the current folder first. That may be a checkout that agents patch.
         del sys.path[0]
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

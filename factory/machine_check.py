@@ -14,7 +14,7 @@ from typing import Any
 
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError
-from factory.core.faults import fault_of
+from factory.core.faults import find_fault_in
 from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.plant import Plant
@@ -22,16 +22,16 @@ from kernels.contract.message import Message
 
 SHOWN = 10  # faults of a kind that are shown
 
-Found = tuple[bool | None, str | list[str]]  # (ok, line or lines)
+CheckResult = tuple[bool | None, str | list[str]]  # (ok, line or lines)
 
 
-def examine(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
+def run_checks(workspace: Workspace | None, deep: bool = False, progress: Progress = SILENT) -> list[dict[str, Any]]:
     """One row for each check: ``check``, ``ok`` (None: for information only), ``detail`` and ``messages``. No check changes anything.
 
     ``detail`` is the text; ``messages`` are the lines of it that have a code. ``deep``: hash all files of the workspace, not a sample.
     """
     measured = cache(lambda: _measured(workspace))  # takes seconds
-    checks: list[tuple[str, Callable[[], Found]]] = [
+    checks: list[tuple[str, Callable[[], CheckResult]]] = [
         ("python", lambda: (sys.version_info >= (3, 11), f"{platform.python_version()} at {sys.executable}")),
         ("machine", _machine),
         ("compiler", _compiler),
@@ -55,14 +55,14 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
         try:
             ok, found = check()
         except Exception as error:
-            fault = None if isinstance(error, FactoryError) else fault_of(error)
+            fault = None if isinstance(error, FactoryError) else find_fault_in(error)
             if fault is None and not isinstance(
                 error, FactoryError | OSError | ValueError | ImportError | RuntimeError
             ):
                 raise
             said = getattr(error, "message", str(error))
             if fault:
-                said = Message("machine_check.fault", "{fault}: {remedy}", fault=fault.says, remedy=fault.do)
+                said = Message("machine_check.fault", "{fault}: {remedy}", fault=fault.description, remedy=fault.remedy)
             ok, found = False, [said]
         lines = [found] if isinstance(found, str) else found
         coded = [line for line in lines if isinstance(line, Message)]
@@ -70,25 +70,25 @@ def examine(workspace: Workspace | None, deep: bool = False, progress: Progress 
     return rows
 
 
-def _machine() -> Found:
+def _machine() -> CheckResult:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     return memory >= 3.5, f"{cores} cores, {memory:.1f} GiB, {platform.system()} {platform.release()}"
 
 
-def _releasable(workspace: Workspace) -> Found:
+def _releasable(workspace: Workspace) -> CheckResult:
     """Whether models trained on the ingested data could be released."""
     from factory.ledger.ledger import Ledger
-    from factory.releasable.gathering import describe, look, verdict
+    from factory.releasable.gathering import make_report, report_lines, summary_line
 
-    lines = look(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
+    lines = make_report(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not lines:
         return None, "no data yet"
     # Missing data or a missing decision is no fault of the workspace, so ok is not False.
-    return (None if any(line.ok is False for line in lines) else True), [verdict(lines), *describe(lines)]
+    return (None if any(line.ok is False for line in lines) else True), [summary_line(lines), *report_lines(lines)]
 
 
-def _compiler() -> Found:
+def _compiler() -> CheckResult:
     found = next((path for name in ("g++", "clang++") if (path := shutil.which(name))), None)
     missing = Message(
         "machine_check.no_compiler", "There is no C++ compiler. torch.compile on the CPU needs one: install g++."
@@ -96,7 +96,7 @@ def _compiler() -> Found:
     return bool(found), found or missing
 
 
-def _torch() -> Found:
+def _torch() -> CheckResult:
     import torch
 
     if torch.cuda.is_available():
@@ -147,9 +147,9 @@ def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
     return recipe, measure_precision(recipe)
 
 
-def _precision(recipe: Any, found: dict[str, Any]) -> Found:
+def _precision(recipe: Any, found: dict[str, Any]) -> CheckResult:
     """The precision that trains fastest on this machine, and the one that the recipe would train in."""
-    from kernels.contract.machine import here
+    from kernels.contract.machine import this_machine
     from trainer.contract.plan.precision import WARN
 
     seconds, rates = found["probe"]["seconds"], found["probe"]["rates"]
@@ -157,13 +157,13 @@ def _precision(recipe: Any, found: dict[str, Any]) -> Found:
         Message(
             "machine_check.precision",
             "{machine}; recipe {recipe} has precision {asked}, so training is in {precision}",
-            machine=str(here()),
+            machine=str(this_machine()),
             recipe=recipe.name,
             asked=found["asked"],
             precision=found["precision"],
         )
     ]
-    each = " of one thread" if here().threads else ""
+    each = " of one thread" if this_machine().threads else ""
     for name, value in seconds.items():
         lines.append(
             Message(
@@ -179,7 +179,7 @@ def _precision(recipe: Any, found: dict[str, Any]) -> Found:
     return not slow, [*lines, *([found["warning"]] if found["warning"] else [])]
 
 
-def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> Found:
+def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any]) -> CheckResult:
     """The kernel that computes each op of the recipe's step on this machine. Ops whose kernel is not the chosen one come first."""
     from factory.computing.tuned_kernels import KERNELS, live_kernels_file
 
@@ -193,21 +193,23 @@ def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any])
 def _computing(
     workspace: Workspace | None, path: Path, recipe: Any, measured: dict[str, Any]
 ) -> tuple[bool | None, list[str]]:
-    from factory.computing.computing import decide
+    from factory.computing.computing import decide_computing
     from kernels.contract.bench import BenchSetting
     from kernels.contract.precision import DTYPES
-    from kernels.contract.registry import OPS, KernelError, computing, load_choice, load_fallback
+    from kernels.contract.registry import OPS, KernelError, find_implementations_in_use, load_choice, load_fallback
 
-    device = devices.kind()
+    device = devices.device_kind()
     notes: list[str] = []
     try:
         choice = load_choice(path, device)  # says what is wrong with it, by key
         if workspace:
-            _, decided, notes = decide(workspace, recipe, path.read_text("utf-8"), measured=measured)
+            _, decided, notes = decide_computing(workspace, recipe, path.read_text("utf-8"), measured=measured)
             choice = decided["kernels"]
         fallback = load_fallback(path)
         setting = BenchSetting.of_mapping(recipe.model_dump() | {"precision": measured["precision"]})
-        found = computing(choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape)
+        found = find_implementations_in_use(
+            choice, device, DTYPES[setting.precision], setting.compile, fallback, setting.shape
+        )
     except KernelError as error:
         return False, [str(error)]
     found.sort(key=lambda kernel: kernel.by == kernel.chosen)
@@ -223,18 +225,18 @@ def _computing(
     return all(kernel.by for kernel in found), [head, *notes, *lines]
 
 
-def _sandbox() -> Found:
-    from factory.sandbox.sandbox import describe
+def _sandbox() -> CheckResult:
+    from factory.sandbox.sandbox import describe_sandbox
 
-    facts = describe()
+    facts = describe_sandbox()
     return not facts["isolation"].startswith("none"), "; ".join(f"{key}: {value}" for key, value in facts.items())
 
 
-def _endpoint(workspace: Workspace | None) -> Found:
+def _endpoint(workspace: Workspace | None) -> CheckResult:
     from factory.code_loop.agent_runs import AgentOptions, endpoint_of
     from factory.git.scope import AgentsPolicy
 
-    path = workspace.policy("agents.yaml") if workspace else checkout_root() / "policies" / "agents.yaml"
+    path = workspace.policy_path("agents.yaml") if workspace else checkout_root() / "policies" / "agents.yaml"
     policy = AgentsPolicy.load(path).llm
     where = endpoint_of(policy, AgentOptions())
     if not where:
@@ -252,12 +254,12 @@ def _endpoint(workspace: Workspace | None) -> Found:
     )
 
 
-def _workspace(workspace: Workspace) -> Found:
+def _workspace(workspace: Workspace) -> CheckResult:
     from factory.retention.policy import RetentionPolicy
 
     room = shutil.disk_usage(workspace.root)
     try:
-        floor = RetentionPolicy.load(workspace.policy("retention.yaml")).floor(room.total)
+        floor = RetentionPolicy.load(workspace.policy_path("retention.yaml")).floor_for_disk(room.total)
     except ConfigError as error:
         return False, error.message
     if room.free >= floor:
@@ -273,19 +275,22 @@ def _workspace(workspace: Workspace) -> Found:
     )
 
 
-def _ranks(workspace: Workspace) -> Found:
-    from factory.core.launching import launcher, ranks
+def _ranks(workspace: Workspace) -> CheckResult:
+    from factory.core.launching import count_ranks, launcher_command
 
-    count = ranks(workspace)
-    return True, f"{count}, started by: {' '.join(launcher(workspace))} -m trainer" if count > 1 else "1: one process"
+    count = count_ranks(workspace)
+    return (
+        True,
+        f"{count}, started by: {' '.join(launcher_command(workspace))} -m trainer" if count > 1 else "1: one process",
+    )
 
 
-def _training(workspace: Workspace) -> Found:
+def _training(workspace: Workspace) -> CheckResult:
     """Whether the live code trains in the sandbox, and what it can access there."""
     from factory.ledger.ledger import Ledger
-    from factory.runs.live_code import isolation
+    from factory.runs.live_code import choose_isolation
 
-    isolated, why = isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
+    isolated, why = choose_isolation(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not isolated:
         return False, Message(
             "machine_check.no_sandbox",
@@ -297,24 +302,24 @@ def _training(workspace: Workspace) -> Found:
         "The live code trains in the sandbox. It reads its own code, token shards and one checkpoint. "
         "It writes its segment's folder and its commit's compile cache. It has these devices: {devices}. "
         "Ranks meet on a loopback of their own. It has no network, home folder, ledger or other processes.",
-        devices=", ".join(devices.nodes(every=True)) or "no GPU",
+        devices=", ".join(devices.device_files(every=True)) or "no GPU",
     )
 
 
-def _repository(workspace: Workspace) -> Found:
+def _repository(workspace: Workspace) -> CheckResult:
     from factory.git.repository import get_live_commit
 
     return True, f"{workspace.repository} at {get_live_commit(workspace.repository)[:12]}"
 
 
-def _policies(workspace: Workspace) -> Found:
+def _policies(workspace: Workspace) -> CheckResult:
     from factory.gates.release.policy import ReleasePolicy
     from factory.ingest.rules.policy import DataPolicy
     from factory.training.planning import load_recipe
 
     recipe = load_recipe(workspace)
-    DataPolicy.load(workspace.policy("data.yaml"))
-    release = ReleasePolicy.load(workspace.policy("gates/release.yaml"))
+    DataPolicy.load(workspace.policy_path("data.yaml"))
+    release = ReleasePolicy.load(workspace.policy_path("gates/release.yaml"))
     return True, Message(
         "machine_check.policies",
         "recipe {recipe}, data.yaml, gates/release.yaml (approval: {approval})",
@@ -323,33 +328,35 @@ def _policies(workspace: Workspace) -> Found:
     )
 
 
-def _ledger(workspace: Workspace) -> Found:
+def _ledger(workspace: Workspace) -> CheckResult:
     from factory.ledger.ledger import Ledger, metadata, sa
-    from factory.repairs.examining import find_database_damage
+    from factory.repairs.examining import find_damaged_databases
 
-    if fault := next((fault for fault in find_database_damage(workspace) if fault.kind == "ledger"), None):
-        return False, f"{fault.what}; {fault.remedy}"
+    if fault := next((fault for fault in find_damaged_databases(workspace) if fault.kind == "ledger"), None):
+        return False, f"{fault.problem}; {fault.remedy}"
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     names = ("shards", "documents", "segments", "candidates", "releases", "proposals")
-    count = lambda name: ledger.rows(sa.select(sa.func.count().label("n")).select_from(metadata.tables[name]))[0]["n"]
+    count = lambda name: ledger.select_rows(sa.select(sa.func.count().label("n")).select_from(metadata.tables[name]))[
+        0
+    ]["n"]
     return True, ", ".join(f"{count(name)} {name}" for name in names)
 
 
-def _backups(workspace: Workspace) -> Found:
-    from factory.backups.backups import DAY_SECONDS, LEDGER, POSTGRESQL_ADVICE, about, database_damage
+def _backups(workspace: Workspace) -> CheckResult:
+    from factory.backups.backups import DAY_SECONDS, LEDGER, POSTGRESQL_ADVICE, find_database_damage, read_backup_info
     from factory.ledger.engine import sqlite_file
-    from factory.ledger.journal import NAME, describe_damage, folders_of, list_backups
+    from factory.ledger.journal import NAME, describe_damage, list_backup_folders, list_backups
 
     if sqlite_file(workspace.ledger_url) is None:
         return None, POSTGRESQL_ADVICE
     backups = list_backups(workspace.root)
-    unread = [path for path in folders_of(workspace.root) if path not in backups]
+    unread = [path for path in list_backup_folders(workspace.root) if path not in backups]
     bad_backup = lambda path: Message(
         "machine_check.bad_backup", "{folder} is not a usable backup: its backup.json cannot be read", folder=path
     )
     faults: list[str] = [bad_backup(path) for path in unread]
     if backups:
-        fault = database_damage(backups[-1] / LEDGER)
+        fault = find_database_damage(backups[-1] / LEDGER)
         faults += [f"{backups[-1] / LEDGER} is damaged: {fault}"] if fault else []
         faults += [damage for damage in (describe_damage(backups[-1] / NAME),) if damage]
     if faults:
@@ -363,7 +370,7 @@ def _backups(workspace: Workspace) -> Found:
             "machine_check.no_backup",
             "There is no backup. 'factory run' makes one each day. To make a backup now: 'factory backup'",
         )
-    hours = (time.time() - about(backups[-1])["made_at"]) / 3600
+    hours = (time.time() - read_backup_info(backups[-1])["made_at"]) / 3600
     return hours < 2 * DAY_SECONDS / 3600, Message(
         "machine_check.backups",
         "{backups:,|backup|backups}, the newest is {newest}, {hours:.1f} hours old",
@@ -373,13 +380,13 @@ def _backups(workspace: Workspace) -> Found:
     )
 
 
-def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Found:
+def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> CheckResult:
     """The faults of all files of one kind that the ledger names."""
     from factory.ledger.ledger import Ledger
-    from factory.repairs.examining import CHECKS, find_database_damage
+    from factory.repairs.examining import CHECKS, find_damaged_databases
 
     if kind == "mlflow":
-        faults = [fault for fault in find_database_damage(workspace) if fault.kind == kind]
+        faults = [fault for fault in find_damaged_databases(workspace) if fault.kind == kind]
         said = workspace.mlflow_uri
     else:
         found = CHECKS[kind](Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress), deep)
@@ -389,7 +396,7 @@ def _work(workspace: Workspace, kind: str, deep: bool, progress: Progress) -> Fo
         )
         said = "none" if kind == "orphans" else said
     lines: list[str] = [
-        Message("machine_check.damaged", "{what}: {remedy}", what=fault.what, remedy=fault.remedy)
+        Message("machine_check.damaged", "{what}: {remedy}", what=fault.problem, remedy=fault.remedy)
         for fault in faults[:SHOWN]
     ]
     if len(faults) > SHOWN:

@@ -45,7 +45,7 @@ MULTIPROCESSORS = 132  # assumed without a GPU: an H100's, so that the interpret
 
 
 @dataclass(frozen=True)
-class Share:
+class BackwardLaunch:
     """The launch of a backward pass: ``programs`` programs, each of ``rows_each`` rows (whole tiles), and the kernel's constants."""
 
     programs: int
@@ -54,10 +54,10 @@ class Share:
 
 
 @functools.cache
-def tile(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
+def tile_settings(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
     """A tile's ROWS, BLOCK (the length of a row, rounded up to a power of two) and ``num_warps``.
 
-    >>> tile(1000), tile(8192)
+    >>> tile_settings(1000), tile_settings(8192)
     ({'ROWS': 4, 'BLOCK': 1024, 'num_warps': 4}, {'ROWS': 1, 'BLOCK': 8192, 'num_warps': 8})
     """
     block = int(triton.next_power_of_2(columns))
@@ -67,18 +67,18 @@ def tile(columns: int, a_thread: int = FORWARD) -> dict[str, int]:
 
 
 @functools.cache
-def share(rows: int, columns: int, row_bytes: int, device: torch.device) -> Share:
+def share_out_rows(rows: int, columns: int, row_bytes: int, device: torch.device) -> BackwardLaunch:
     """Divide the rows of a backward pass among programs. ``row_bytes``: bytes of one row in all tensors that the kernel reads.
 
-    >>> share(16384, 1024, 4096, torch.device("cpu"))
+    >>> share_out_rows(16384, 1024, 4096, torch.device("cpu"))
     Share(programs=512, rows_each=32, settings={'ROWS': 2, 'BLOCK': 1024, 'num_warps': 4, 'STAGES': 3})
     """
-    settings = tile(columns, BACKWARD)
+    settings = tile_settings(columns, BACKWARD)
     at_most = count_multiprocessors(device) * (WARPS // settings["num_warps"])
     rows_each = max(LEAST_ROWS, -(-rows // at_most))
     rows_each += -rows_each % settings["ROWS"]
     ahead = min(2, SHARED // (settings["ROWS"] * row_bytes))
-    return Share(-(-rows // rows_each), rows_each, settings | {"STAGES": 1 + ahead})
+    return BackwardLaunch(-(-rows // rows_each), rows_each, settings | {"STAGES": 1 + ahead})
 
 
 def count_multiprocessors(device: torch.device) -> int:

@@ -18,7 +18,7 @@ import torch
 import typer.testing
 
 from factory.core import devices
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger
 from tests.support import postgres_server
 from tests.support.factory.code_loop import make_target
@@ -138,7 +138,7 @@ def code_repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plant(tmp_path: Path, code_repository: Path) -> Workspace:
     """A workspace with a ledger, the tiny recipe, and code of its own to train with."""
-    workspace = Workspace.create(tmp_path / "plant", Config(recipe="tiny", repository=str(code_repository)))
+    workspace = Workspace.create(tmp_path / "plant", WorkspaceConfig(recipe="tiny", repository=str(code_repository)))
     shipped = (ROOT / "policies" / "data.yaml").read_text()
     (workspace.root / "policies" / "data.yaml").write_text(shipped.replace("vocab_size: 4096", "vocab_size: 512"))
     Ledger.create(workspace.ledger_url)

@@ -248,7 +248,7 @@ def _reached(module: str, graph: dict[str, set[str]]) -> dict[str, tuple[str, ..
 
 
 POLICY = AgentsPolicy.load(ROOT / "policies" / "agents.yaml")
-PATCHABLE = {name for name, path in EVERY.items() if POLICY.patchable(str(path.relative_to(ROOT)))}
+PATCHABLE = {name for name, path in EVERY.items() if POLICY.is_patchable(str(path.relative_to(ROOT)))}
 # These run patchable code when they are called (an op's own), though they import none.
 RUN_PATCHABLE = {f"kernels.contract.{name}" for name in ("registry", "bench", "tune")}
 

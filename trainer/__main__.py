@@ -26,7 +26,7 @@ WAIT_SECONDS = 0.002
 
 
 def main(arguments: list[str]) -> int:
-    wait, folders = arguments[:1] == ["--wait"], folders_of(arguments)
+    wait, folders = arguments[:1] == ["--wait"], segment_folders(arguments)
     if "RANK" in os.environ:
         end_with_launcher()
     if not folders or len(folders) > 1 and not wait or any(name.startswith("-") for name in arguments[wait:]):
@@ -44,17 +44,17 @@ def main(arguments: list[str]) -> int:
             wait_for_spec(folder)  # run_segment raises Stopped if a signal ended the wait
         code = exit_code_of("trainer", functools.partial(run_segment, folder), KernelError, folder)
         if code:
-            leave_code(folder, code)
+            exit_code(folder, code)
             return code
     return 0
 
 
-def folders_of(arguments: list[str]) -> list[Path]:
+def segment_folders(arguments: list[str]) -> list[Path]:
     """The segment folders that the command line names."""
     return [Path(name) for name in arguments[arguments[:1] == ["--wait"] :]]
 
 
-def leave_code(folder: Path, code: int) -> None:
+def exit_code(folder: Path, code: int) -> None:
     """Under torchrun, leave the exit code as a file in ``folder``."""
     if "RANK" in os.environ:
         with contextlib.suppress(OSError):
@@ -72,13 +72,13 @@ def wait_for_spec(folder: Path) -> None:
     """Write FOLDER/ready; return as soon as segment.json exists (it is renamed into place, so it is complete), or on SIGTERM."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "ready").touch()
-    while not (folder / "segment.json").exists() and not stopping.asked():
+    while not (folder / "segment.json").exists() and not stopping.is_stop_requested():
         time.sleep(WAIT_SECONDS)
 
 
 if __name__ == "__main__":
-    for given in folders_of(sys.argv[1:])[
+    for given in segment_folders(sys.argv[1:])[
         :1
     ]:  # of several folders any will do: the process that started us looks into all
-        stopping.end_on_sigterm(before=functools.partial(leave_code, given, EXIT_STOPPED))
-    stopping.end(main(sys.argv[1:]))
+        stopping.end_on_sigterm(before=functools.partial(exit_code, given, EXIT_STOPPED))
+    stopping.end_process(main(sys.argv[1:]))

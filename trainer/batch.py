@@ -58,7 +58,7 @@ class Batch:
         moved: Any = copy_to_device(device, {n: v for n, v in vars(self).items() if isinstance(v, Tensor)})
         return replace(self, **moved)
 
-    def split(self, rows: int | None) -> list[dict[str, Any]]:
+    def micro_batches(self, rows: int | None) -> list[dict[str, Any]]:
         """Micro-batches of ``rows`` rows (None: one of all) as the loss takes them: tensors, and ``stretches``, an upper bound of the
         number of stretches in each."""
         tensors = {n: v for n, v in vars(self).items() if isinstance(v, Tensor)}

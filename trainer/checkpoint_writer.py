@@ -21,23 +21,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract.checkpoint.format import Regions, Tensors, save_share, steps_in
+from trainer.contract.checkpoint.format import Regions, Tensors, save_share, saved_steps
 from trainer.locked_memory import HostMemory
 
 ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
 
 
-class Writer:
+class CheckpointWriter:
     """Saves checkpoints in a thread, one at a time, and keeps the newest ``keep``.
 
-    ``reserve``: bytes of host memory (``bytes_of``) to make before the first save, and to keep. On a GPU each save uses memory that is
+    ``reserve``: bytes of host memory (``host_bytes``) to make before the first save, and to keep. On a GPU each save uses memory that is
     kept, which grows if it must. On a CPU, without ``reserve``, a save gives its memory back.
     """
 
     def __init__(self, parent: Path, keep: int, rank: int = 0, ranks: int = 1, reserve: int = 0) -> None:
         self.parent, self.keep, self.rank, self.ranks = parent, keep, rank, ranks
         device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._pool = ThreadPoolExecutor(1, "checkpoint", use, (device,))
+        self._pool = ThreadPoolExecutor(1, "checkpoint", set_cuda_device, (device,))
         # Hashing and writing run at the lowest priority. The copy does not, because the step waits for it.
         self._disk = ThreadPoolExecutor(1, "checkpoint-disk", lower_thread_priority, (device,))
         self._pending: Future[Path] | None = None
@@ -45,7 +45,9 @@ class Writer:
         self._copied.set()
         self._memory = HostMemory() if reserve or device is not None else None
         if self._memory is not None and reserve:
-            self._disk.submit(self._memory.hold, reserve)  # an error here is raised again by the first save's own call
+            self._disk.submit(
+                self._memory.reserve, reserve
+            )  # an error here is raised again by the first save's own call
 
     def submit(self, step: int, contents: dict[str, Tensors], regions: Regions, state: dict[str, Any]) -> None:
         """Begin a save as soon as the previous one is done. The tensors may change after ``wait_until_copied``.
@@ -92,19 +94,21 @@ class Writer:
             if (
                 self._memory is not None
             ):  # the disk's thread makes it, because that thread starts no kernels (see ``lock_pages``)
-                memory = self._disk.submit(self._memory.hold, bytes_of(t for _, _, t in each(contents))).result()
+                memory = self._disk.submit(
+                    self._memory.reserve, host_bytes(t for _, _, t in each_tensor(contents))
+                ).result()
             copied = copy_to_host(contents, memory, ready)
         finally:
             self._copied.set()
         written = self._disk.submit(save_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
         path = written.result()
         if self.rank == 0:
-            for _, old in steps_in(self.parent)[: -self.keep]:
+            for _, old in saved_steps(self.parent)[: -self.keep]:
                 shutil.rmtree(old)
         return path
 
 
-def use(device: int | None) -> None:
+def set_cuda_device(device: int | None) -> None:
     """Set this thread's CUDA device: each thread has its own."""
     if device is not None:
         torch.cuda.set_device(device)
@@ -112,21 +116,21 @@ def use(device: int | None) -> None:
 
 def lower_thread_priority(device: int | None) -> None:
     """Put this thread behind all others: Linux keeps a nice value for each (setpriority(2), notes)."""
-    use(device)
+    set_cuda_device(device)
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
-def bytes_of(tensors: Iterable[Tensor]) -> int:
+def host_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes that copies of these tensors take in ``HostMemory``."""
-    return sum(padded(tensor) for tensor in tensors)
+    return sum(padded_bytes(tensor) for tensor in tensors)
 
 
-def padded(tensor: Tensor) -> int:
+def padded_bytes(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGNED) * ALIGNED
 
 
-def each(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
+def each_tensor(contents: dict[str, Tensors]) -> Iterator[tuple[str, str, Tensor]]:
     """Each (kind, name, tensor)."""
     return ((kind, name, tensor) for kind, tensors in contents.items() for name, tensor in tensors.items())
 
@@ -138,20 +142,20 @@ def copy_to_host(
     stream, after ``ready``."""
     copied: dict[str, Tensors] = {kind: {} for kind in contents}
     start = 0
-    for kind, name, tensor in each(contents):
+    for kind, name, tensor in each_tensor(contents):
         if memory is None:
             copied[kind][name] = torch.empty(tensor.shape, dtype=tensor.dtype)
         else:
             copied[kind][name] = memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            start += padded(tensor)
+            start += padded_bytes(tensor)
     if ready is None:  # by numpy: torch would start threads of its own, which take the cores from the step
-        for kind, name, tensor in each(contents):
+        for kind, name, tensor in each_tensor(contents):
             np.copyto(_bytes(copied[kind][name]), _bytes(tensor.detach().contiguous()))
         return copied
     stream = torch.cuda.Stream()
     stream.wait_event(ready)
     with torch.cuda.stream(stream):
-        for kind, name, tensor in each(contents):
+        for kind, name, tensor in each_tensor(contents):
             copied[kind][name].copy_(tensor.detach(), non_blocking=True)
     stream.synchronize()
     return copied

@@ -38,16 +38,16 @@ WARM_UPS = 3  # as torch.cuda.make_graphed_callables has it
 MOST = 8  # shapes that are recorded: each holds memory
 ALIKE = 0.05  # share of a tensor's norm that a replay may differ by: atomic additions change the order of sums
 
-Left = TypeVar("Left")
+GraphOutput = TypeVar("GraphOutput")
 Key = tuple[Any, ...]
 
 
 class Capture(Protocol):
     """How a function is warmed up and recorded."""
 
-    def warm_up(self, function: Callable[[], Left]) -> Left: ...
+    def warm_up(self, function: Callable[[], GraphOutput]) -> GraphOutput: ...
 
-    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
+    def record(self, function: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
         """Returns a function that replays. Raises: RuntimeError if it cannot be recorded; nothing was changed then."""
         ...
 
@@ -59,7 +59,7 @@ class OnDevice:
         self.pool = torch.cuda.graph_pool_handle()
         self.side_stream = torch.cuda.Stream()
 
-    def warm_up(self, function: Callable[[], Left]) -> Left:
+    def warm_up(self, function: Callable[[], GraphOutput]) -> GraphOutput:
         usual = torch.cuda.current_stream()
         self.side_stream.wait_stream(usual)
         with torch.cuda.stream(self.side_stream):
@@ -67,7 +67,7 @@ class OnDevice:
         usual.wait_stream(self.side_stream)
         return left
 
-    def record(self, function: Callable[[], Left]) -> Callable[[], Left]:
+    def record(self, function: Callable[[], GraphOutput]) -> Callable[[], GraphOutput]:
         graph = torch.cuda.CUDAGraph()
         # thread_local: threads that fetch batches and write checkpoints go on
         recording = torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local")
@@ -82,7 +82,7 @@ class OnDevice:
                 torch._C._cuda_releasePool(torch.cuda.current_device(), self.pool)
             raise
 
-        def replay() -> Left:
+        def replay() -> GraphOutput:
             graph.replay()
             return left
 
@@ -90,26 +90,28 @@ class OnDevice:
 
 
 @dataclass
-class Recorded(Generic[Left]):
+class Recorded(Generic[GraphOutput]):
     """The recording of one shape."""
 
     inputs: dict[str, Any]
     seen: int = 0  # micro-batches so far
-    replay: Callable[[], Left] | None = None
+    replay: Callable[[], GraphOutput] | None = None
 
 
-class Graphs(Generic[Left]):
+class Graphs(Generic[GraphOutput]):
     """Calls ``function`` with inputs by name, tensors and numbers, or replays it."""
 
-    def __init__(self, function: Callable[[dict[str, Any]], Left], adds_to: Sequence[Tensor], capture: Capture) -> None:
+    def __init__(
+        self, function: Callable[[dict[str, Any]], GraphOutput], adds_to: Sequence[Tensor], capture: Capture
+    ) -> None:
         """``adds_to``: every tensor that the function adds to, always the same ones."""
         self.function, self.adds_to, self.capture = function, list(adds_to), capture
-        self.recorded: dict[Key, Recorded[Left]] = {}
+        self.recorded: dict[Key, Recorded[GraphOutput]] = {}
         self.replays = 0
         self.why_not = ""  # the reason why no graph is used any more
 
-    def __call__(self, inputs: Mapping[str, Any]) -> Left:
-        key = key_of(inputs)
+    def __call__(self, inputs: Mapping[str, Any]) -> GraphOutput:
+        key = recording_key(inputs)
         found = self.recorded.get(key)
         if self.why_not or (found is None and len(self.recorded) == MOST):
             return self.function(dict(inputs))
@@ -120,21 +122,21 @@ class Graphs(Generic[Left]):
         found.seen += 1
         if found.replay is None and found.seen > WARM_UPS:
             return self._record(found, inputs)
-        fill(found.inputs, inputs)
+        fill_recording(found.inputs, inputs)
         if found.replay is None:
             return self.capture.warm_up(lambda: self.function(dict(found.inputs)))
         self.replays += 1
         return found.replay()
 
-    def _record(self, found: Recorded[Left], inputs: Mapping[str, Any]) -> Left:
+    def _record(self, found: Recorded[GraphOutput], inputs: Mapping[str, Any]) -> GraphOutput:
         """Record with the previous inputs, then compare a replay with the function itself, both with these inputs."""
         run = lambda: self.function(dict(found.inputs))
-        replay: Callable[[], Left] | None = None
+        replay: Callable[[], GraphOutput] | None = None
         try:
             replay = self.capture.record(run)
         except RuntimeError as error:
             self._give_up(" ".join(str(error).split())[:200])
-        fill(found.inputs, inputs)
+        fill_recording(found.inputs, inputs)
         if replay is None:
             return run()
         before = [tensor.clone() for tensor in self.adds_to]
@@ -143,7 +145,7 @@ class Graphs(Generic[Left]):
         expected = [tensor.clone() for tensor in self.adds_to]
         torch._foreach_zero_(self.adds_to)
         left_by_replay = replay()
-        verdict = alike(self.adds_to, expected)
+        verdict = are_alike(self.adds_to, expected)
         if verdict:
             found.replay, left = replay, left_by_replay
         else:
@@ -160,7 +162,7 @@ class Graphs(Generic[Left]):
         print(said, file=sys.stderr, flush=True)
 
 
-def key_of(inputs: Mapping[str, Any]) -> Key:
+def recording_key(inputs: Mapping[str, Any]) -> Key:
     """The key of a recording: names, shapes, dtypes and strides of tensors, and the values of all other inputs."""
     return tuple(
         (name, value.shape, value.dtype, value.stride()) if isinstance(value, Tensor) else (name, value)
@@ -168,14 +170,14 @@ def key_of(inputs: Mapping[str, Any]) -> Key:
     )
 
 
-def fill(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+def fill_recording(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
     """Copy the inputs into the tensors of a recording."""
     for name, value in held.items():
         if isinstance(value, Tensor):
             value.copy_(inputs[name], non_blocking=True)
 
 
-def alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
+def are_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
     """True if the tensors are the same but for rounding, each by its own norm. None if the expected values are not finite."""
     norms = torch.stack(torch._foreach_norm(list(expected)))
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(found), list(expected))))
@@ -195,12 +197,12 @@ def is_launch_bound(tokens: int, width: int, bytes_each: int) -> bool:
     return tokens * width * 2 * bytes_each / BYTES_PER_SECOND < LAUNCH_SECONDS
 
 
-def wanted(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
+def uses_graphs(recipe: Recipe, ranks: Ranks, bytes_each: int) -> bool:
     """True if this run uses graphs, by its recipe and device. ``bytes_each``: bytes of an activation."""
     rows = recipe.batch.micro_sequences or recipe.batch.sequences
     small = is_launch_bound(rows * recipe.model.context, recipe.model.d_model, bytes_each)
     possible = ranks.size == 1 and recipe.model.experts is None and recipe.parallel.recompute == "none"
-    if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.leads:
+    if recipe.cuda_graphs == "on" and ranks.size > 1 and ranks.is_leader:
         said = Message(
             "trainer.graphs_one_rank",
             "cuda_graphs: on needs one rank, and this run has {ranks}: not used",

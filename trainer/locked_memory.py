@@ -26,7 +26,7 @@ class HostMemory:
         self.bytes = torch.empty(0, dtype=torch.uint8)
         self.locked = False
 
-    def hold(self, size: int) -> Tensor:
+    def reserve(self, size: int) -> Tensor:
         """At least ``size`` bytes of memory; the present memory if it is large enough. Nobody may read it meanwhile.
 
         Raises: OSError if the system lacks the memory.

@@ -1,4 +1,4 @@
-"""The state of a segment between two steps, and the step: ``launch`` gives its work to the device, ``read`` fetches the numbers of steps."""
+"""The state of a segment between two steps, and the step: ``launch_step`` gives its work to the device, ``read_finished_steps`` fetches the numbers of steps."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from torch import Tensor
 
 from kernels.contract.bench import BenchSetting
 from kernels.contract.precision import FP8
-from kernels.contract.registry import bind, computing, load_choice, load_fallback
+from kernels.contract.registry import bind_ops, find_implementations_in_use, load_choice, load_fallback
 from trainer.batch import Batch
-from trainer.checkpoint_writer import Writer, bytes_of
+from trainer.checkpoint_writer import CheckpointWriter, host_bytes
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Regions, SkippedCheckpoint, Tensors
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.checkpoint.same_function import refuse_unaccepted_changes
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
-from trainer.contract.plan.precision import DTYPES, refuse_missing
+from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import Capture, Graphs, OnDevice, wanted
+from trainer.graphed import Capture, Graphs, OnDevice, uses_graphs
 from trainer.model.transformer import Decoder
-from trainer.monitor.hook import Hook, Outcome, Update, to_host
+from trainer.monitor.hook import Hook, Outcome, Update, copy_to_host
 from trainer.monitor.metrics import device_name, memory_bytes
 from trainer.monitor.monitor import Monitor
-from trainer.monitor.signals import Inputs, Signals
+from trainer.monitor.signals import LayerInputs, Signals
 from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
-from trainer.optim.optimizer import Optimizer, squares
+from trainer.optim.optimizer import Optimizer, sums_of_squares
 from trainer.optim.schedule import lr_share
-from trainer.parallel.ranks import Ranks, is_first_holder, local
-from trainer.parallel.replicas import apart
+from trainer.parallel.ranks import Ranks, is_first_holder, local_part
+from trainer.parallel.replicas import find_differing_tensors
 
 
 class BatchSums:
@@ -74,9 +74,9 @@ class Run:
         recipe = self.recipe = spec.recipe
         dtype = DTYPES[recipe.precision]
         choice, fallback = load_choice(spec.kernels_path, ranks.device.type), load_fallback(spec.kernels_path)
-        ops = bind(choice, ranks.device, dtype, recipe.compile, fallback)
+        ops = bind_ops(choice, ranks.device, dtype, recipe.compile, fallback)
         shape = BenchSetting.of_mapping(recipe.model_dump()).shape
-        self.kernels = computing(choice, ranks.device, dtype, recipe.compile, fallback, shape)
+        self.kernels = find_implementations_in_use(choice, ranks.device, dtype, recipe.compile, fallback, shape)
         # by way of meta only where it is distributed: leaving it, torch imports sympy, half a second of the start
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
@@ -102,7 +102,7 @@ class Run:
         self.at_start = dict(self.counters)
         self.skipped: list[SkippedCheckpoint] = []  # checkpoints of this segment that could not be loaded
         self.stop_asked = False
-        self.writer: Writer | None = None  # an update waits for its copy
+        self.writer: CheckpointWriter | None = None  # an update waits for its copy
         torch.manual_seed(recipe.seed)
         state = self._restore(start) if start is not None else None
         if state is None:
@@ -125,33 +125,33 @@ class Run:
             torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device)
         )  # of the step under way
         self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
-        self.graphs: Graphs[Inputs] | None = None
+        self.graphs: Graphs[LayerInputs] | None = None
         if ranks.mesh is None and ranks.device.type == "cpu":
             self.model.join()
         if recipe.precision == FP8:
-            refuse_missing(recipe, ranks.device)
+            refuse_unsupported_precision(recipe, ranks.device)
             self.model.use_fp8()
         if recipe.parallel.recompute == "block":
             self.model.recompute()
         if recipe.compile:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each batch whole and halved
-        if wanted(recipe, ranks, dtype.itemsize):
+        if uses_graphs(recipe, ranks, dtype.itemsize):
             self.use_graphs(OnDevice())
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
-        """Make one update. Returns its record, as ``read`` does."""
-        self.launch(batch)
-        ((_, record),) = self.read()
+        """Make one update. Returns its record, as ``read_finished_steps`` does."""
+        self.launch_step(batch)
+        ((_, record),) = self.read_finished_steps()
         return record
 
-    def launch(self, batch: Batch) -> None:
+    def launch_step(self, batch: Batch) -> None:
         """Launch one update without waiting for the device. A batch without targets makes no update."""
         recipe, spec = self.recipe, self.spec
         lr = recipe.optimizer.lr * lr_share(recipe, spec.kind, batch.step, spec.first_step, spec.last_step, spec.rewarm)
-        self.signals.begin(self.monitor.layer_at(batch.step))
+        self.signals.begin_step(self.monitor.layer_at(batch.step))
         sums, load = self._backward(batch)
         gradients = self.optimizer.gradients()
-        sums, squares_P, stop = self._over_ranks(sums, squares(gradients) * self.monitor.shares)
+        sums, squares_P, stop = self._over_ranks(sums, sums_of_squares(gradients) * self.monitor.shares)
         norm = squares_P.sum().sqrt()
         targets, limit = sums.supervised_D.sum(), self.detector.grad_norm_limit()
         divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
@@ -169,13 +169,13 @@ class Run:
             LaunchedStep(batch.step, batch.rows, batch.supervised, batch.used, batch.state_after, lr, numbers)
         )
 
-    def read(self) -> Iterator[tuple[LaunchedStep, dict[str, Any]]]:
+    def read_finished_steps(self) -> Iterator[tuple[LaunchedStep, dict[str, Any]]]:
         """Each step launched since the last reading, with its record (without rates and times). One transfer fetches all; nothing else waits.
 
         The records are made one by one: call ``Hook.after_step`` of each before taking the next. A step without targets has no loss.
         """
         steps, self.launched = self.launched, []
-        return self._records(steps, to_host(*(numbers for step in steps for numbers in step.numbers)))
+        return self._records(steps, copy_to_host(*(numbers for step in steps for numbers in step.numbers)))
 
     def _records(
         self, steps: list[LaunchedStep], values: list[dict[str, list[float]]]
@@ -233,14 +233,14 @@ class Run:
         experts = self.recipe.model.experts
         router_z_share = experts.z_loss / (len(batch.rows) * self.recipe.model.context) if experts else 0.0
         rows, split = self._rows_at_once(batch)
-        parts = batch.split(rows)
+        parts = batch.micro_batches(rows)
         for done, part in enumerate(parts, start=1):
             found = None
             if self.graphs is None:
                 found = self._micro_batch(part, router_z_share)
             else:
-                self.signals.look_at(self.graphs(part))
-            if done == len(parts) // 2 and self.monitor.half(batch.step, split):
+                self.signals.measure_inputs(self.graphs(part))
+            if done == len(parts) // 2 and self.monitor.after_half_batch(batch.step, split):
                 sums.supervised_in_half.copy_(sums.supervised_D.sum())
             if found is not None:
                 load = found if load is None else load + found
@@ -263,9 +263,9 @@ class Run:
     def use_graphs(self, capture: Capture) -> None:
         """Replay micro-batches from now on (``trainer.graphed``). Only for one rank of a dense model."""
 
-        def kept(part: dict[str, Any]) -> Inputs:
+        def kept(part: dict[str, Any]) -> LayerInputs:
             """Run a micro-batch. Returns the tensors that its layers left for ``signals``."""
-            found: Inputs = {}
+            found: LayerInputs = {}
             self.signals.kept = found
             self._micro_batch(part)
             return found
@@ -322,10 +322,10 @@ class Run:
         state = self.optimizer.state_tensors()
         for name, parameter in self.optimizer.parameters.items():
             if is_first_holder(parameter):
-                model[name] = local(parameter)
+                model[name] = local_part(parameter)
                 keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
                 optimizer |= {key: state[key] for key in keys if key in state}
-        if self.ranks.leads:
+        if self.ranks.is_leader:
             model |= {name: buffer.clone() for name, buffer in self.model.named_buffers()}
             optimizer |= {key: value.clone() for key, value in state.items() if key.startswith("step.")}
             optimizer["rng"] = torch.get_rng_state()
@@ -338,26 +338,28 @@ class Run:
         for row in self.optimizer.table:
             parameter = self.optimizer.parameters[row.parameter]
             if is_first_holder(parameter):
-                held += [local(parameter)] * (1 + moments[row.rule])
-            if self.ranks.leads and row.rule == "adamw":
+                held += [local_part(parameter)] * (1 + moments[row.rule])
+            if self.ranks.is_leader and row.rule == "adamw":
                 held.append(torch.zeros(()))  # its count of steps
-        if self.ranks.leads:
+        if self.ranks.is_leader:
             held += [*self.model.buffers(), torch.get_rng_state()]
-        return bytes_of(held)
+        return host_bytes(held)
 
     def regions(self) -> Regions:
         """The region of each parameter, and of each optimiser tensor that is split like its parameter."""
         found: Regions = {}
         for name, parameter in self.optimizer.parameters.items():
             keys = (name, *(f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")))
-            found |= dict.fromkeys(keys, Region.of(parameter))
+            found |= dict.fromkeys(keys, Region.region_of_tensor(parameter))
         return found
 
-    def replicas_apart(self) -> list[str]:
+    def differing_replicas(self) -> list[str]:
         """Names of weights and moments whose bits differ between two ranks that should be equal. Every rank must call it."""
-        held = {name: local(parameter) for name, parameter in self.optimizer.parameters.items()}
+        held = {name: local_part(parameter) for name, parameter in self.optimizer.parameters.items()}
         held |= self.optimizer.state_tensors()
-        return apart({key: (region, held[key]) for key, region in self.regions().items() if key in held}, self.ranks)
+        return find_differing_tensors(
+            {key: (region, held[key]) for key, region in self.regions().items() if key in held}, self.ranks
+        )
 
     def _restore(self, start: Path) -> dict[str, Any]:
         """Load a checkpoint. Returns its state. Raises: CheckpointError that names the first parameter that does not fit."""
@@ -377,7 +379,7 @@ class Run:
             )
         with torch.no_grad():
             for name, parameter in self.optimizer.parameters.items():
-                local(parameter).copy_(model[name])
+                local_part(parameter).copy_(model[name])
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(model[name])
         optimizer = checkpoints.read_tensors(start, "optimizer", regions)

@@ -20,7 +20,7 @@ from kernels.contract.host_memory import release_freed_memory
 from kernels.contract.message import Message
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import prefetch
-from trainer.checkpoint_writer import Writer
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import SkippedCheckpoint
@@ -30,7 +30,7 @@ from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.monitor.metrics import Lines
+from trainer.monitor.metrics import MetricsFile
 from trainer.monitor.speed import Speed
 from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
@@ -41,7 +41,7 @@ LAST_STEPS = 20  # the result's loss is the mean over so many steps
 
 def run_segment(folder: Path) -> None:
     """Run the segment of a folder to its end. Raises: TrainerError, KernelError, OSError; Stopped after SIGTERM."""
-    if stopping.asked():
+    if stopping.is_stop_requested():
         raise StoppedBySignal("trainer.stopped_before", "Stopped before the segment began, as requested.")
     spec = SegmentSpec.load(folder)
     if (folder / "result.json").exists():
@@ -49,11 +49,11 @@ def run_segment(folder: Path) -> None:
     ranks = Ranks.join(spec.recipe.parallel, spec.recipe.model)
     try:
         spec.recipe.batch.check_ranks(ranks.data_ranks)
-        start, skipped = find_start(folder, spec, ranks)
+        start, skipped = find_start_checkpoint(folder, spec, ranks)
         run = Run(spec, ranks, start)
         run.skipped += skipped
         refuse_impossible(run.order, spec.recipe, spec.first_step, spec.last_step)
-        if ranks.leads:
+        if ranks.is_leader:
             (folder / "parameters.txt").write_text(format_table(run.optimizer.table) + "\n")
             for warning in spec.recipe.model.warnings():
                 print(
@@ -63,26 +63,26 @@ def run_segment(folder: Path) -> None:
             if replaced:  # the policy allows it, so it is not an error
                 print(Message("trainer.kernels", "kernels: {replaced}", replaced="; ".join(replaced)), flush=True)
         with bf16_matmul(DTYPES[spec.recipe.precision]):
-            train(folder, run)
+            train_steps(folder, run)
     finally:
         ranks.leave()
 
 
-def find_start(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | None, list[SkippedCheckpoint]]:
+def find_start_checkpoint(folder: Path, spec: SegmentSpec, ranks: Ranks) -> tuple[Path | None, list[SkippedCheckpoint]]:
     """The checkpoint to continue from: this segment's newest good one, else the initial one, else none.
 
     Each rank hashes its share of the files. All ranks get the same answer.
     """
     own = folder / "checkpoints"
     skipped: list[SkippedCheckpoint] = []
-    if ranks.leads:
+    if ranks.is_leader:
         checkpoints.delete_unfinished(own)
     ranks.wait()
-    for _, path in reversed(checkpoints.steps_in(own)):
+    for _, path in reversed(checkpoints.saved_steps(own)):
         fault = find_fault_by_ranks(path, ranks)
         if not fault:
             return path, skipped
-        if ranks.leads:
+        if ranks.is_leader:
             skipped.append(checkpoints.mark_as_bad(path, fault))
             said = Message("trainer.checkpoint_skipped", "checkpoint skipped: {fault}", fault=fault)
             print(said, file=sys.stderr, flush=True)
@@ -113,14 +113,17 @@ def find_fault_by_ranks(path: Path, ranks: Ranks) -> str:
     return next((found for found in faults if found), "")
 
 
-def train(folder: Path, run: Run) -> None:
+def train_steps(folder: Path, run: Run) -> None:
     """Run the loop, and write its files."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     on_gpu = ranks.device.type == "cuda"
     reserve = run.checkpoint_bytes() * on_gpu  # on a CPU a save gives its memory back, because the step needs it
-    writer = run.writer = Writer(folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve)
+    writer = run.writer = CheckpointWriter(
+        folder / "checkpoints", recipe.keep_checkpoints, ranks.rank, ranks.size, reserve
+    )
     metrics, anomalies = (
-        Lines(folder / name if ranks.leads else None, run.step) for name in ("metrics.jsonl", "anomalies.jsonl")
+        MetricsFile(folder / name if ranks.is_leader else None, run.step)
+        for name in ("metrics.jsonl", "anomalies.jsonl")
     )
     speed = Speed(recipe, ranks)
     first, every = run.step, recipe.stability.read_every
@@ -130,8 +133,8 @@ def train(folder: Path, run: Run) -> None:
         batches = prefetch(run.order, spec.last_step, ranks.data_rank, ranks.data_ranks, pin=on_gpu)
         for batch in batches:
             waited += time.perf_counter() - left
-            run.stop_asked = stopping.asked()
-            run.launch(batch.to(ranks.device))
+            run.stop_asked = stopping.is_stop_requested()
+            run.launch_step(batch.to(ranks.device))
             if batch.step == first:
                 release_freed_memory()  # the blocks were compiled in this step
             made, left = batch.step + 1, time.perf_counter()
@@ -140,11 +143,11 @@ def train(folder: Path, run: Run) -> None:
             # all ranks read at the same steps: a rank cannot know whether another was asked to stop
             reads = saves or made % every == 0 or (run.stop_asked and ranks.size == 1)
             if reads:
-                count, records = len(run.launched), run.read()
+                count, records = len(run.launched), run.read_finished_steps()
                 now = left = time.perf_counter()
                 run.counters["seconds"] = now - began
                 for step, record in records:
-                    record |= speed.of(len(step.rows) * recipe.model.context, (now - last) / count)
+                    record |= speed.record_fields(len(step.rows) * recipe.model.context, (now - last) / count)
                     record |= {"data_wait_s": waited / count}
                     metrics.write(record | {"time": time.time()})
                     for anomaly in (anomaly for hook in run.hooks for anomaly in hook.after_step(record)):
@@ -165,8 +168,8 @@ def train(folder: Path, run: Run) -> None:
         writer.wait()
         metrics.flush()
         assert run.step == spec.last_step
-        apart = run.replicas_apart()
-        if ranks.leads:
+        apart = run.differing_replicas()
+        if ranks.is_leader:
             write_result(folder, run, apart, speed)
     finally:
         writer.close()
@@ -175,13 +178,13 @@ def train(folder: Path, run: Run) -> None:
 
 
 def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None:
-    """Write result.json atomically: its presence says that the segment is done. ``apart``: the value of ``Run.replicas_apart``."""
-    path = folder / "checkpoints" / checkpoints.name_of(run.spec.last_step)
+    """Write result.json atomically: its presence says that the segment is done. ``apart``: the value of ``Run.differing_replicas``."""
+    path = folder / "checkpoints" / checkpoints.checkpoint_name(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")
     lines = every[-LAST_STEPS:]
     mean = lambda key: mean_or_none([line[key] for line in lines if line.get(key) is not None])
     spent = {key: run.counters[key] - run.at_start[key] for key in run.counters}
-    shares = run.order.shares()
+    shares = run.order.domain_shares()
     result = {
         "state": "done",
         "last_step": run.spec.last_step,
@@ -194,7 +197,7 @@ def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None
         "loss_by_domain": {n: mean(f"loss/{n}") for n in run.order.domains if mean(f"loss/{n}") is not None},
         "documents_seen": spent["documents"],
         "seconds": spent["seconds"],
-        "speed": speed.of_segment(every),
+        "speed": speed.segment_fields(every),
         "replicas_apart": apart,
         "skipped_checkpoints": [asdict(bad) for bad in run.skipped],
         "domains_without_weight": [d for d in run.order.domains if not any(n.rpartition("/")[0] == d for n in shares)],

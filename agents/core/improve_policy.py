@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from kernels.contract.message import Message
-from trainer.contract.errors import nearest
+from trainer.contract.errors import did_you_mean
 from trainer.contract.strict import Strict
 
 OFF, WHEN_IDLE, NIGHTLY = "off", "when-idle", "nightly"
@@ -18,7 +18,9 @@ AGENTS = ("search", "kernel-engineer", "recipe-scout")  # the rows of ``factory.
 def _known(agent: str) -> str:
     if agent not in AGENTS:
         raise ValueError(
-            Message("agents.no_agent", "there is no agent {agent!r}{near}", agent=agent, near=nearest(agent, AGENTS))
+            Message(
+                "agents.no_agent", "there is no agent {agent!r}{near}", agent=agent, near=did_you_mean(agent, AGENTS)
+            )
         )
     return agent
 
@@ -54,10 +56,10 @@ class ImprovePolicy(Strict):
     """The agents, in the order in which they work. Each works until it finds nothing more. Without an endpoint ``kernel-engineer`` is left out."""
     per_day: ImproveBudget = ImproveBudget()
 
-    def awake(self, minute: int) -> bool:
+    def allows_stage_at(self, minute: int) -> bool:
         """True if ``when`` and ``night`` allow a stage to begin at that minute of the day.
 
-        >>> ImprovePolicy(when="nightly").awake(23 * 60), ImprovePolicy(when="nightly").awake(6 * 60), ImprovePolicy().awake(0)
+        >>> ImprovePolicy(when="nightly").allows_stage_at(23 * 60), ImprovePolicy(when="nightly").allows_stage_at(6 * 60), ImprovePolicy().allows_stage_at(0)
         (True, False, False)
         """
         if self.when != NIGHTLY:

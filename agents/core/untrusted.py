@@ -14,16 +14,16 @@ from kernels.contract.message import Message
 INVISIBLE = ("Cc", "Cf", "Cn", "Co", "Cs", "Zl", "Zp")
 
 
-def shown(text: str) -> str:
+def replace_invisible(text: str) -> str:
     """The text with every invisible character except tab and newline replaced by ``�``."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(c if c in "\t\n" or unicodedata.category(c) not in INVISIBLE else "\ufffd" for c in text)
 
 
-def visible(text: str, limit: int) -> str:
-    """The text as ``shown``, cut to ``limit`` characters, with a note of how many characters are left out."""
-    cut = shown(text[:limit])
+def limited_text(text: str, limit: int) -> str:
+    """The text as ``replace_invisible``, cut to ``limit`` characters, with a note of how many characters are left out."""
+    cut = replace_invisible(text[:limit])
     if len(text) <= limit:
         return cut
     return Message(
@@ -32,13 +32,13 @@ def visible(text: str, limit: int) -> str:
 
 
 def one_line(text: str, limit: int) -> str:
-    """The text as ``visible``, on a single line, so that no text can look like a line of its own in a log or a commit message."""
-    words = " ".join(visible(text[: 4 * limit], 4 * limit).split())
+    """The text as ``limited_text``, on a single line, so that no text can look like a line of its own in a log or a commit message."""
+    words = " ".join(limited_text(text[: 4 * limit], 4 * limit).split())
     return words if len(words) <= limit else words[: limit - 1] + "…"
 
 
-def quoted(what: str, text: str, limit: int = 16_000) -> str:
+def quote_as_data(what: str, text: str, limit: int = 16_000) -> str:
     """``text`` as data for a model: cut to a limit, named, and between marks that it cannot contain."""
-    bounded = visible(text, limit)
+    bounded = limited_text(text, limit)
     mark = hashlib.sha256(bounded.encode("utf-8", "replace")).hexdigest()[:16]
     return f"<data {mark}: {one_line(what, 200)}>\n{bounded}\n</data {mark}>"

@@ -8,7 +8,7 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import one_line
 from agents.core.workbench import ReadError, Workbench
 from agents.kernel_engineer.targets import ProfileTarget
-from agents.loop.role import DraftError, number, read_object, text, title_and_hypothesis
+from agents.loop.role import DraftError, read_number, read_object, read_text, title_and_hypothesis
 from kernels.contract.message import Message
 
 AGENT = "kernel-engineer"
@@ -20,7 +20,7 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
     """The proposal that a call of ``propose`` makes, with the edits of the last ``try_patch`` if it has none. Raises: DraftError."""
     raw = read_object(arguments)
     title, hypothesis = title_and_hypothesis(raw)
-    gain, saved, work = (number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
+    gain, saved, work = (read_number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
     if not LEAST_PREDICTED <= gain <= target.most + 0.0005:  # the prompt gives the limit rounded
         raise DraftError(
             "kernel_engineer.gain_out_of_range",
@@ -63,7 +63,7 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
     for count, edit in enumerate(raw, 1):
         if not isinstance(edit, dict):
             raise DraftError("kernel_engineer.not_an_edit", "edit {number} is not an object.", number=count)
-        path = text(edit, "path", f"edit {count}: ")
+        path = read_text(edit, "path", f"edit {count}: ")
         if len(path) > 200 or not path.isascii() or not path.isprintable():
             raise DraftError(
                 "kernel_engineer.wrong_path",
@@ -76,9 +76,9 @@ def read_edits(raw: Any, workbench: Workbench) -> tuple[Edit, ...]:
                 "kernel_engineer.two_forms", "edit {number}: give either new_text, or find and replace.", number=count
             )
         if "new_text" in edit:
-            texts[path] = text(edit, "new_text", f"edit {count}: ")
+            texts[path] = read_text(edit, "new_text", f"edit {count}: ")
             continue
-        find, replace = (text(edit, key, f"edit {count}: ") for key in ("find", "replace"))
+        find, replace = (read_text(edit, key, f"edit {count}: ") for key in ("find", "replace"))
         before = texts[path] if path in texts else _read(workbench, path, count)
         times = before.count(find) if find else 0
         if times != 1:

@@ -9,10 +9,10 @@ from agents.core.proposal import Proposal
 from agents.core.workbench import Workbench
 from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
-from agents.kernel_engineer.targets import ProfileTarget, named, targets, worthwhile_targets
+from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, worthwhile_targets
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
-from agents.loop.role import Aim, JsonObject
-from agents.loop.tools import problems_of
+from agents.loop.role import JsonObject, Task
+from agents.loop.tools import quote_problems
 from kernels.contract.message import Message
 
 
@@ -26,11 +26,11 @@ class KernelEngineer:
     def __init__(self, profile: Mapping[str, Any], workbench: Workbench, asked: str = "") -> None:
         self.profile, self.workbench, self.asked = profile, workbench, asked
 
-    def aim(self, rounds: int) -> Aim | str:
+    def aim(self, rounds: int) -> Task | str:
         """The target that a person named, or the one with the most to gain. Raises: TargetError."""
-        found = targets(self.profile, set(self.workbench.files(patchable=True)))
+        found = find_targets(self.profile, set(self.workbench.files(patchable=True)))
         if self.asked:
-            aims = [named(self.asked, found, self.profile)]
+            aims = [find_named_target(self.asked, found, self.profile)]
         else:
             aims = worthwhile_targets(found, self.workbench.history)
         if not aims:
@@ -44,12 +44,14 @@ class KernelEngineer:
             "target {target}: {share:.1%} of the step, {aim:.3f}x as fast a step at the roofline",
             target=target.name,
             share=target.share,
-            aim=target.aim,
+            aim=target.gain_at_roofline,
         )
-        return Aim(prompts.task(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)})
+        return Task(
+            prompts.task_message(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)}
+        )
 
     def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
-        return EvidenceReader(self.profile, self.workbench, _target(facts)).call(tool, arguments)
+        return EvidenceReader(self.profile, self.workbench, _target(facts)).answer_call(tool, arguments)
 
     def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
@@ -57,7 +59,7 @@ class KernelEngineer:
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
         """Scope, static, and the changed ops against fp64, in the sandbox."""
-        return problems_of(self.workbench.check(draft.edits, _target(facts).op))
+        return quote_problems(self.workbench.check(draft.edits, _target(facts).op))
 
 
 def _target(facts: JsonObject) -> ProfileTarget:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.core.workbench import EarlierProposal
-from agents.loop.role import TargetError, choices, did_you_mean
+from agents.loop.role import TargetError, did_you_mean, list_choices
 
 MOST_LINES = 12  # lines named for a target, hottest first
 MOST_TRIES = 3  # rejected proposals after which the agent leaves a target alone, unless a person names it
@@ -31,12 +31,12 @@ class ProfileTarget:
         return 1.0 / (1.0 - min(self.share, 0.99))
 
     @property
-    def aim(self) -> float:
+    def gain_at_roofline(self) -> float:
         """The whole step's gain if all of the target ran at the roofline."""
         return 1.0 / (1.0 - min(self.attainable, 0.99))
 
 
-def targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileTarget]:
+def find_targets(profile: Mapping[str, Any], files: Collection[str]) -> list[ProfileTarget]:
     """Every op and file of a parsed profile.json, as far as its lines are in ``files``, largest attainable gain first."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for line in profile["lines"]:
@@ -65,12 +65,16 @@ def worthwhile_targets(
     for target in found:
         tried = history(target.name)
         refused = sum(attempt.outcome == "reject" for attempt in tried)
-        if target.aim >= LEAST_GAIN and refused < MOST_TRIES and not any(attempt.closed for attempt in tried):
+        if (
+            target.gain_at_roofline >= LEAST_GAIN
+            and refused < MOST_TRIES
+            and not any(attempt.closed for attempt in tried)
+        ):
             worth.append(target)
     return worth
 
 
-def named(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:
+def find_named_target(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any]) -> ProfileTarget:
     """The target with an op's name, or at a ``file:line``. Raises: TargetError that names the nearest one."""
     for target in found:
         if wanted in (target.op, target.name):
@@ -94,5 +98,5 @@ def named(wanted: str, found: Sequence[ProfileTarget], profile: Mapping[str, Any
         "kernel_engineer.unknown_target",
         "target {target!r} is neither an op nor a line of the profile. {hint}",
         target=wanted,
-        hint=did_you_mean(near[0]) if near else choices(known[:8]),
+        hint=did_you_mean(near[0]) if near else list_choices(known[:8]),
     )

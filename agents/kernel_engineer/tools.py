@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from agents.core.untrusted import one_line, quoted
+from agents.core.untrusted import one_line, quote_as_data
 from agents.core.workbench import Workbench
 from agents.kernel_engineer.draft import read_edits
 from agents.kernel_engineer.targets import ProfileTarget
 from agents.loop import tools
 from agents.loop.role import DraftError
-from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, tool
+from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, TRY, make_tool
 
 MOST_ROWS = 40
 EDIT = {
@@ -29,12 +29,12 @@ EDIT = {
 EDITS = {"type": "array", "items": EDIT}
 TOOLS = (
     *READING,
-    tool("line_profile", "Time, traffic and work of source lines, hottest first.", only=TEXT | {"description": "an op or a file"}),
-    tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
-    tool("roofline", "The machine's measured rates, and every op's share of the step."),
-    tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
-    tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",), edits=EDITS),
-    tool(
+    make_tool("line_profile", "Time, traffic and work of source lines, hottest first.", only=TEXT | {"description": "an op or a file"}),
+    make_tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
+    make_tool("roofline", "The machine's measured rates, and every op's share of the step."),
+    make_tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
+    make_tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",), edits=EDITS),
+    make_tool(
         PROPOSE,
         "Propose the patch.",
         ("title", "hypothesis", "predicted_gain", "bytes_saved", "flops_saved"),
@@ -54,7 +54,7 @@ class EvidenceReader:
     def __init__(self, profile: Mapping[str, Any], workbench: Workbench, target: ProfileTarget) -> None:
         self.profile, self.workbench, self.target = profile, workbench, target
 
-    def call(self, name: str, arguments: str) -> str:
+    def answer_call(self, name: str, arguments: str) -> str:
         """The tool's answer, or the reason why there is none."""
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
@@ -65,7 +65,7 @@ class EvidenceReader:
             "earlier_proposals": self.earlier_proposals,
             TRY: self.try_patch,
         }
-        return tools.answered(known, name, arguments)
+        return tools.answer_call(known, name, arguments)
 
     def try_patch(self, edits: Any) -> str:
         """Run the quick check of edits, and time the ops that they choose, alone, by the code's own clock."""
@@ -74,14 +74,14 @@ class EvidenceReader:
         except DraftError as error:
             return f"The edits cannot be read: {error}"
         found = self.workbench.check(edits, self.target.op, timed=True)
-        return tools.problems_of(found) if found.problems else quoted("times alone", "\n".join(found.times))
+        return tools.quote_problems(found) if found.problems else quote_as_data("times alone", "\n".join(found.times))
 
     def line_profile(self, only: str = "") -> str:
         rows = [line for line in self.profile["lines"] if only in ("", line["op"], line["file"])][:MOST_ROWS]
         known = set(self.workbench.files())
         places = dict.fromkeys((row["file"], row["line"]) for row in rows if row["file"] in known)
         notes = "".join(tools.authors_of_lines(self.workbench, file, line, line) for file, line in places)
-        return notes + quoted("line profile", "\n".join(map(_row, rows)) or "no such op or file")
+        return notes + quote_as_data("line profile", "\n".join(map(_row, rows)) or "no such op or file")
 
     def graph(self, line: str = "") -> str:
         near = lambda name: not line or name.partition("#")[0] == line
@@ -92,7 +92,7 @@ class EvidenceReader:
             f"could be fused: {' + '.join(c['lines'])}: {c['bytes_saved'] / 1e6:.2f} MB less, at most {c['gain_share']:.1%} of the step"
             for c in fusions[:MOST_ROWS]
         ]
-        return quoted("graph", "\n".join(words) or "no such line")
+        return quote_as_data("graph", "\n".join(words) or "no such line")
 
     def roofline(self) -> str:
         p = self.profile
@@ -106,10 +106,10 @@ class EvidenceReader:
         words += [
             f"{o['op']} ({o['implementation']}): {o['share']:.1%} of the step, {o['calls']:g} calls" for o in p["ops"]
         ]
-        return quoted("roofline", "\n".join(words))
+        return quote_as_data("roofline", "\n".join(words))
 
     def earlier_proposals(self) -> str:
-        return tools.earlier(self.workbench.history(self.target.name))
+        return tools.earlier_proposals(self.workbench.history(self.target.name))
 
     def evidence(self) -> str:
         """The evidence in the first message to the model."""

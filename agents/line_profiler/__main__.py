@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from agents.line_profiler.capture import ROOT, Event
-from agents.line_profiler.lines import phase, source
-from agents.line_profiler.report.page import html
-from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure
+from agents.line_profiler.lines import phase_of, source_text
+from agents.line_profiler.report.page import html_page
+from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure_profile
 from agents.line_profiler.table import Profile, line_name
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import titled
@@ -23,12 +23,12 @@ from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
 
-def write(session: ProfileSession, folder: Path) -> None:
+def write_profile(session: ProfileSession, folder: Path) -> None:
     """Write profile.json, profile.html and trace.json. Raises: OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "profile.json").write_text(session.profile.to_json(), encoding="utf-8")
     (folder / "trace.json").write_text(chrome_trace(session.profile, session.events), encoding="utf-8")
-    (folder / "profile.html").write_text(html(session.profile), encoding="utf-8")
+    (folder / "profile.html").write_text(html_page(session.profile), encoding="utf-8")
 
 
 ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
@@ -58,11 +58,11 @@ def chrome_trace(profile: Profile, events: Sequence[Event]) -> str:
             add("data", line.name, line.seconds, {"source": line.source})
     for event in events:
         file, number, _ = event.line
-        row = "backward" if event.backward else phase(event.line)
+        row = "backward" if event.backward else phase_of(event.line)
         now += event.host_s
         about = {
             "operation": event.operation,
-            "source": source(file, number),
+            "source": source_text(file, number),
             "shapes": str(event.signature) if event.signature else "",
             "host_us": round(event.host_s * 1e6, 3),
             "bytes": event.bytes,
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         recipe = Recipe.load(chosen.recipe)
         progress = lambda text: print(f"profile: {text}", file=sys.stderr, flush=True)
-        session = measure(
+        session = measure_profile(
             recipe,
             chosen.kernels,
             steps=max(1, chosen.steps),
@@ -107,7 +107,7 @@ def main(arguments: list[str] | None = None) -> int:
             isolation_budget_s=chosen.isolation,
             report=progress,
         )
-        write(session, chosen.out)
+        write_profile(session, chosen.out)
     except (TrainerError, KernelError, OSError) as error:
         print(titled(error), file=sys.stderr)
         return 2
@@ -116,9 +116,9 @@ def main(arguments: list[str] | None = None) -> int:
     else:
         from rich.console import Console  # it may be missing on a bare GPU image
 
-        from agents.line_profiler.report.report import table
+        from agents.line_profiler.report.report import profile_table
 
-        Console().print(table(session.profile, chosen.top))
+        Console().print(profile_table(session.profile, chosen.top))
     return 0
 
 

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from agents.line_profiler.signature import Samples, Signature, describe, samples
+from agents.line_profiler.signature import Samples, Signature, copy_samples, signature_of
 from kernels.contract.registry import OPS, Ops
 
 ROOT = Path(__file__).parents[2]
@@ -83,9 +83,9 @@ class Recorder(TorchDispatchMode):
 
     def _describe(self, func: Any, args: Any, kwargs: Any) -> Signature | None:
         try:
-            signature = describe(func, args, kwargs)
+            signature = signature_of(func, args, kwargs)
             if signature not in self.samples:
-                self.samples[signature] = samples(args, kwargs)
+                self.samples[signature] = copy_samples(args, kwargs)
         except (TypeError, RuntimeError):  # not comparable by value, or a tensor without a storage
             return None
         return signature

@@ -20,7 +20,7 @@ MOST_LISTED = 20
 Callers = Mapping[Line, tuple[tuple[str, int], ...]]
 
 
-def edges(events: Sequence[Event], callers: Callers) -> list[Edge]:
+def data_flow_edges(events: Sequence[Event], callers: Callers) -> list[Edge]:
     """Edges from the line that last wrote a storage to the line that reads it, in the forward pass and the optimiser; the
     layers share their lines.
 
@@ -45,11 +45,11 @@ def edges(events: Sequence[Event], callers: Callers) -> list[Edge]:
 
 def _conditions_above(line: Line, callers: Callers) -> frozenset[tuple[str, int]]:
     every = ((line[0], line[1]), *callers.get(line, ()))
-    return frozenset((file, test) for file, number in every for test in conditions(file).get(number, ()))
+    return frozenset((file, test) for file, number in every for test in conditions_of_lines(file).get(number, ()))
 
 
 @cache
-def conditions(file: str) -> dict[int, frozenset[int]]:
+def conditions_of_lines(file: str) -> dict[int, frozenset[int]]:
     """Line → the lines of the conditions that it depends on: an ``if`` around it, or one before it that returns."""
     found: dict[int, frozenset[int]] = {}
 

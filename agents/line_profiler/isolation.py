@@ -56,12 +56,12 @@ def measure_operations(
     found = {}
     for done, signature in enumerate(wanted):
         part = max(0.0, ends - time.perf_counter()) / (len(wanted) - done)
-        found[signature] = measure(signature, recorded[signature], device, part)
+        found[signature] = measure_operation(signature, recorded[signature], device, part)
         report(done + 1, len(wanted))
     return found
 
 
-def measure(
+def measure_operation(
     signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0
 ) -> IsolatedTime:
     """Measure one operation alone. If it raises, ``why_not`` holds the message: an operation that cannot be repeated is not an error."""
@@ -77,10 +77,10 @@ def measure(
 def _measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int) -> IsolatedTime:
     began = time.perf_counter()
     generator = torch.Generator(device).manual_seed(seed)
-    sets = [inputs(signature, values, device, generator)]
+    sets = [make_inputs(signature, values, device, generator)]
     written = _written(signature)
     pristine = [sets[0][i].clone() for i in written]  # torch.clone keeps the strides of a dense tensor
-    clock = clock_of(device)
+    clock = make_clock(device)
 
     def call(number: int) -> float:
         leaves = sets[number % len(sets)]
@@ -93,11 +93,11 @@ def _measure(signature: Signature, values: Samples, device: torch.device, budget
     making = time.perf_counter() - began - first
     more_sets = min(MOST_SETS, -(-CACHE_BYTES // max(1, signature.bytes))) - 1
     if more_sets * making < budget_s / 4:
-        sets += [inputs(signature, values, device, generator) for _ in range(more_sets)]
-    return repeated(call, first, began + budget_s)
+        sets += [make_inputs(signature, values, device, generator) for _ in range(more_sets)]
+    return time_repeatedly(call, first, began + budget_s)
 
 
-def repeated(call: Callable[[int], float], first: float, ends: float) -> IsolatedTime:
+def time_repeatedly(call: Callable[[int], float], first: float, ends: float) -> IsolatedTime:
     """Warm-ups, then timed calls, fewer where the time ``ends`` comes first. ``call(number)`` returns its seconds.
 
     ``first``: seconds of one call that was made already.
@@ -112,7 +112,7 @@ def repeated(call: Callable[[int], float], first: float, ends: float) -> Isolate
     return IsolatedTime(statistics.median(times), quartiles[2] - quartiles[0], len(times))
 
 
-def clock_of(device: torch.device) -> Callable[[Callable[[], Any]], float]:
+def make_clock(device: torch.device) -> Callable[[Callable[[], Any]], float]:
     """Seconds of one call of a function on a device."""
     return _cuda_seconds if device.type == "cuda" else _seconds
 
@@ -153,7 +153,7 @@ def _written(signature: Signature) -> list[int]:
 BY_DIMENSION = ("gather", "scatter")  # operations whose second argument is the dimension that is indexed
 
 
-def inputs(signature: Signature, values: Samples, device: torch.device, generator: torch.Generator) -> list[Any]:
+def make_inputs(signature: Signature, values: Samples, device: torch.device, generator: torch.Generator) -> list[Any]:
     """The leaves of (args, kwargs). Floats are drawn from a normal distribution; integers, masks and scalars keep their
     recorded values, or become valid indices where none were recorded."""
     leaves: list[Any] = []

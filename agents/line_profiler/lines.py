@@ -68,9 +68,9 @@ def _line(
     return ProfiledLine(
         file=file,
         line=number,
-        source=source(file, number),
+        source=source_text(file, number),
         op=op,
-        phase=phase(line),
+        phase=phase_of(line),
         forward_s=forward,
         backward_s=backward,
         host_s=host,
@@ -86,7 +86,7 @@ def _line(
     )
 
 
-def phase(line: Line) -> str:
+def phase_of(line: Line) -> str:
     """'optimizer' or 'forward'; not for lines of the data loader."""
     file, _, op = line
     return "optimizer" if op in OPTIMIZER_OPS or file in OPTIMIZER_FILES else "forward"
@@ -115,7 +115,7 @@ def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float)
     """The data loader's lines, from line → (seconds, times). All of their time is the host's."""
     return [
         ProfiledLine(
-            file, line, source(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
+            file, line, source_text(file, line), "", "data", 0.0, 0.0, seconds, times, 0.0, 0.0, seconds / step_s, 0.0,
             "host", (), None, None,
         )
         for (file, line, _), (seconds, times) in traced.items()
@@ -134,13 +134,13 @@ def profile_ops(
     for name, n in calls.items():
         op = OPS[name]
         share = (forward[name] + backward[name]) / step_s
-        here = {i.name: i.about for i in op.implementations.values() if i.runs_on(device)}
+        here = {i.name: i.description for i in op.implementations.values() if i.can_run_on(device)}
         times = float(n), forward[name], backward[name], share
         found.append(ProfiledOp(name, choice[name], *times, op.in_block, bool(op.gradients), here))
     return found
 
 
-def source(file: str, line: int) -> str:
+def source_text(file: str, line: int) -> str:
     text = source_lines(file)
     return text[line - 1].strip() if 0 < line <= len(text) else file
 

@@ -19,29 +19,29 @@ from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
 from agents.line_profiler.capture import ROOT, Event, Line, Recorder
-from agents.line_profiler.graph import edges, fusion_candidates, stream_candidates
+from agents.line_profiler.graph import data_flow_edges, fusion_candidates, stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, measure_operations
 from agents.line_profiler.lines import PeakRates, data_loader_lines, profile_lines, profile_ops
 from agents.line_profiler.signature import Samples, Signature
 from agents.line_profiler.stopwatch import (
     TimedOperation,
-    clock_of,
-    counted,
-    laps,
-    settled,
+    add_times,
+    count_progress,
+    is_confirmed,
+    make_clock,
     stopwatch_overhead,
-    timed,
-    total,
+    time_operations,
+    total_seconds,
     without_garbage_collection,
 )
 from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
-from agents.line_profiler.workload import make_run, smallest
+from agents.line_profiler.workload import make_run, smallest_recipe
 from kernels.contract.choice import implementation_names
 from kernels.contract.message import Message
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import Ops, load_choice
 from trainer.batch import Batch, make_batch
-from trainer.contract.plan.precision import DTYPES, resolved, this_device
+from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
 from trainer.contract.plan.rates import matmul_rate, memory_rate
 from trainer.contract.recipe import Recipe
 from trainer.run import Run
@@ -61,7 +61,7 @@ class ProfileSession:
     events: tuple[Event, ...]
 
 
-def measure(
+def measure_profile(
     recipe: Recipe,
     kernels: Path,
     *,
@@ -76,7 +76,7 @@ def measure(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = resolved(recipe, this_device())
+    recipe = with_chosen_precision(recipe, this_device())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="profile-") as folder:
         report(Message("line_profiler.eager_step", "eager step"))
         run = make_run(recipe, kernels, Path(folder), steps=WARMUP_STEPS + 4, compile=False)
@@ -97,7 +97,9 @@ def measure(
         step_s = min(rounds.unwatched) + making_s
         report(Message("line_profiler.stopwatch", "cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
-        events = tuple(timed(recorder.events, min(rounds.watched, key=total), crossing_s, device.type == "cpu"))
+        events = tuple(
+            add_times(recorder.events, min(rounds.watched, key=total_seconds), crossing_s, device.type == "cpu")
+        )
         check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
         roof = PeakRates(matmul_rate(device, DTYPES[recipe.precision]), memory_rate(device))
@@ -128,7 +130,7 @@ def measure(
         isolation=isolation,
         lines=tuple(lines),
         ops=tuple(profile_ops(events, recorder.op_calls, choice, step_s, device.type)),
-        edges=tuple(edges(events, recorder.callers)),
+        edges=tuple(data_flow_edges(events, recorder.callers)),
         fusion_candidates=tuple(fusion_candidates(events, lines, roof.bytes_per_s, step_s)),
         stream_candidates=tuple(stream_candidates(events, step_s)),
     )
@@ -146,8 +148,8 @@ class TimedRounds:
 
     def settled(self) -> bool:
         """True if other steps confirmed the fastest step of each kind."""
-        ours = self.unwatched, [total(step) for step in self.watched]
-        return all(map(settled, ours)) and settled(self.torch, ALIKE_FOR_TORCH)
+        ours = self.unwatched, [total_seconds(step) for step in self.watched]
+        return all(map(is_confirmed, ours)) and is_confirmed(self.torch, ALIKE_FOR_TORCH)
 
 
 def _rounds(
@@ -168,13 +170,13 @@ def _rounds(
             rounds.torch.append(_torch_profiler_s(run, batch))
             run.train_step(batch)
             rounds.unwatched.append(_timed(run, batch, synchronize))
-            rounds.watched.append(laps(lambda: run.train_step(batch), clock_of(run.ranks.device)))
+            rounds.watched.append(time_operations(lambda: run.train_step(batch), make_clock(run.ranks.device)))
             report(Message("line_profiler.round", "lines of the step: round {number}", number=len(rounds.watched)))
     return rounds
 
 
 def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
-    run = make_run(smallest(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
+    run = make_run(smallest_recipe(recipe), kernels, folder, steps=WARMUP_STEPS + 1, compile=False)
     for _ in range(WARMUP_STEPS):
         run.train_step(make_batch(run.order).to(run.ranks.device))
     batch = make_batch(run.order).to(run.ranks.device)
@@ -263,7 +265,7 @@ def _isolate(
             seconds=budget_s,
         )
     )
-    alone = measure_operations(recorded, estimates, device, budget_s, counted(report, "operations alone: "))
+    alone = measure_operations(recorded, estimates, device, budget_s, count_progress(report, "operations alone: "))
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began

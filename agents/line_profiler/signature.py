@@ -63,7 +63,7 @@ class Signature:
 Samples = tuple[Tensor | None, ...]  # by leaf: the values of integers, masks and scalars; None for random floats
 
 
-def describe(func: Any, args: Any, kwargs: Any) -> Signature:
+def signature_of(func: Any, args: Any, kwargs: Any) -> Signature:
     """The signature of a call. Raises: TypeError when an argument cannot be compared by value."""
     leaves, tree = tree_flatten((args, kwargs))
     first: dict[tuple[int, int], int] = {}
@@ -81,7 +81,7 @@ def describe(func: Any, args: Any, kwargs: Any) -> Signature:
     return Signature(func, tuple(specs), tree)
 
 
-def samples(args: Any, kwargs: Any) -> Samples:
+def copy_samples(args: Any, kwargs: Any) -> Samples:
     """Copies of what random numbers must not replace: indices, masks, scalars such as a loss scale."""
     leaves, _ = tree_flatten((args, kwargs))
     return tuple(leaf.detach().clone() if _is_kept(leaf) else None for leaf in leaves)

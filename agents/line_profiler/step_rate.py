@@ -21,19 +21,19 @@ from kernels.contract.op import KernelError
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import make_batch
 from trainer.contract.errors import TrainerError
-from trainer.contract.plan.precision import DTYPES, resolved, this_device
+from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
 from trainer.contract.recipe import Recipe
 
 STEPS, SECONDS = 8, 6.0
 
 
-def rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict[str, float]:
+def measure_step_rate(recipe: Recipe, kernels: Path, steps: int = STEPS) -> dict[str, float]:
     """Seconds to the end of the first step, and of a later step: the median of ``steps``, or of as many as fit into ``SECONDS``.
 
     Raises: TrainerError, KernelError.
     """
     began = time.perf_counter()
-    recipe = resolved(recipe, this_device())
+    recipe = with_chosen_precision(recipe, this_device())
     with bf16_matmul(DTYPES[recipe.precision]), tempfile.TemporaryDirectory(prefix="rate-") as folder:
         run = make_run(recipe, kernels, Path(folder), steps=steps + 2, compile=recipe.compile)
         run.train_step(make_batch(run.order).to(run.ranks.device))
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
     chosen = parser.parse_args(arguments)
     keep_freed_memory()  # as the trainer does
     try:
-        print(json.dumps(rate(Recipe.load(chosen.recipe), chosen.kernels, chosen.steps)))
+        print(json.dumps(measure_step_rate(Recipe.load(chosen.recipe), chosen.kernels, chosen.steps)))
     except (TrainerError, KernelError, OSError) as error:
         print(titled(error), file=sys.stderr)
         return 2

@@ -62,7 +62,7 @@ class DeviceClock(HostClock):
         return [marks[0].elapsed_time(mark) / 1e3 for mark in marks]
 
 
-def clock_of(device: torch.device) -> HostClock:
+def make_clock(device: torch.device) -> HostClock:
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
@@ -101,14 +101,14 @@ class Stopwatch(TorchDispatchMode):
         return made
 
 
-def laps(step: Callable[[], object], clock: HostClock | None = None) -> list[TimedOperation]:
+def time_operations(step: Callable[[], object], clock: HostClock | None = None) -> list[TimedOperation]:
     """Run a step under the stopwatch. Returns its operations."""
     with Stopwatch(clock) as watch:
         step()
     return watch.laps()
 
 
-def counted(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
+def count_progress(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
     """A function of (done, of all) that reports ``what`` and the numbers, at most every two seconds and at the end."""
     last = time.perf_counter()
 
@@ -121,12 +121,12 @@ def counted(report: Callable[[str], None], what: str) -> Callable[[int, int], No
     return heard
 
 
-def total(laps: Sequence[TimedOperation]) -> float:
+def total_seconds(laps: Sequence[TimedOperation]) -> float:
     """Seconds of the whole step."""
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
-def settled(times: Sequence[float], alike: float = ALIKE) -> bool:
+def is_confirmed(times: Sequence[float], alike: float = ALIKE) -> bool:
     """True if enough other times lie near the fastest."""
     return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
@@ -141,17 +141,19 @@ def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
     operations = 1
     with without_garbage_collection():
         ends = time.perf_counter() + SETTLING_S
-        while len(plain) < turns or (time.perf_counter() < ends and not (settled(plain) and settled(watched))):
+        while len(plain) < turns or (
+            time.perf_counter() < ends and not (is_confirmed(plain) and is_confirmed(watched))
+        ):
             began = time.perf_counter()
             step()
             plain.append(time.perf_counter() - began)
-            seen = laps(step)
-            watched.append(total(seen))
+            seen = time_operations(step)
+            watched.append(total_seconds(seen))
             operations = len(seen)
     return max(0.0, (min(watched) - min(plain)) / operations)
 
 
-def timed(
+def add_times(
     events: Sequence[Event], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
 ) -> list[Event]:
     """The events with the times of the same step's laps, each reduced by one crossing: from the gap before the operation

@@ -13,7 +13,7 @@ import numpy as np
 
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.contract.plan.precision import resolved, this_device
+from trainer.contract.plan.precision import this_device, with_chosen_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
@@ -31,11 +31,14 @@ def make_run(
 
     Raises: TrainerError, KernelError.
     """
-    recipe = resolved(recipe, this_device()).model_copy(update={"compile": compile})
+    recipe = with_chosen_precision(recipe, this_device()).model_copy(update={"compile": compile})
     recipe = recipe if compile else recipe.model_copy(update={"cuda_graphs": "off"})
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
-        folder, documents(recipe, wanted, whole_rows), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+        folder,
+        random_documents(recipe, wanted, whole_rows),
+        vocab_size=recipe.model.vocab_size,
+        tokenizer_sha256="0" * 64,
     )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
@@ -43,7 +46,7 @@ def make_run(
     return Run(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
-def smallest(recipe: Recipe) -> Recipe:
+def smallest_recipe(recipe: Recipe) -> Recipe:
     """The recipe with two narrow, dense layers and eight short rows: the same lines, over tensors of a few kilobytes."""
     sizes = {"vocab_size": 512, "d_model": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head_dim": 16, "d_ff": 64}
     model = recipe.model.model_copy(update=sizes | {"context": 32, "experts": None, "nope_every": None})
@@ -51,7 +54,7 @@ def smallest(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model, "batch": batch})
 
 
-def documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:
+def random_documents(recipe: Recipe, tokens: int, whole_rows: bool = False) -> Iterator[TokenizedDocument]:
     """Random documents, ``tokens`` tokens of them or a little more. A document of T + 1 tokens fills a row of T positions."""
     generator = np.random.default_rng(recipe.seed)
     made = number = 0

@@ -70,7 +70,7 @@ class Request:
     temperature: float | None = None
     reply_tokens: int = 16_000
 
-    def body(self) -> dict[str, Any]:
+    def request_body(self) -> dict[str, Any]:
         """The body of the request, for the chat completions API."""
         made: dict[str, Any] = {"model": self.model, "messages": list(self.messages)}
         made |= {"max_completion_tokens": self.reply_tokens}
@@ -83,7 +83,7 @@ class Request:
     @property
     def most_tokens(self) -> Usage:
         """An upper bound of the usage: no token is shorter than a byte, and a chat template adds less than JSON does."""
-        return Usage(len(json.dumps(self.body())), self.reply_tokens)
+        return Usage(len(json.dumps(self.request_body())), self.reply_tokens)
 
 
 @dataclass(frozen=True)

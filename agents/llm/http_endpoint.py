@@ -56,7 +56,7 @@ class HttpEndpoint:
 
         self._reading = _Reading(self.policy)
         try:
-            body = request.body() | {"stream": True, "stream_options": {"include_usage": True}}
+            body = request.request_body() | {"stream": True, "stream_options": {"include_usage": True}}
             body[self.policy.limit_parameter] = body.pop("max_completion_tokens")
             with self._open().chat.completions.create(**body) as stream:
                 return self._collect(stream, request)

@@ -19,7 +19,7 @@ class SavedRunError(CodedError):
 
 
 @contextmanager
-def opened(saved: Path | str) -> Iterator[Any]:
+def open_checkpointer(saved: Path | str) -> Iterator[Any]:
     """A LangGraph checkpointer over a SQLite file, or over the database at a ``postgresql://`` address. Raises: SavedRunError."""
     with _sqlite(saved) if isinstance(saved, Path) else _postgres(saved) as saver:
         yield saver

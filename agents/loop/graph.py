@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from agents.core.proposal import Edit, Proposal, gain_with_unit
-from agents.core.untrusted import one_line, visible
+from agents.core.untrusted import limited_text, one_line
 from agents.core.workbench import Workbench
 from agents.llm.client import LlmClient
 from agents.llm.exchange import ChatMessage
@@ -59,14 +59,14 @@ class LoopRun:
     say: Callable[[str], None] = lambda _: None
 
 
-def work(run: LoopRun) -> tuple[Proposal | None, str]:
+def run_agent(run: LoopRun) -> tuple[Proposal | None, str]:
     """(the proposal or None, the reason why the run ended). After a kill, a call with the same number continues the run.
 
     Raises: TargetError; LlmError; CheckpointError; what the workbench's sandbox raises. The run can be continued after each.
     """
     from langgraph.types import Command
 
-    with checkpoints.opened(run.saved) as saver:
+    with checkpoints.open_checkpointer(run.saved) as saver:
         graph = _Loop(run).graph().compile(checkpointer=saver)
         steps = 4 * (run.client.policy.exchanges + run.client.policy.rounds) + 20
         config: Any = {"configurable": {"thread_id": _thread(run.role.name, run.number)}, "recursion_limit": steps}
@@ -87,10 +87,10 @@ def work(run: LoopRun) -> tuple[Proposal | None, str]:
     return draft, Message.from_json(state.get("ended") or state.get("problem") or "")
 
 
-def forget(saved: Path | str, agent: str, number: int) -> None:
+def delete_run(saved: Path | str, agent: str, number: int) -> None:
     """Delete the checkpoints of a run that is over. Raises: SavedRunError."""
     if isinstance(saved, str) or saved.exists():
-        with checkpoints.opened(saved) as saver:
+        with checkpoints.open_checkpointer(saved) as saver:
             saver.delete_thread(_thread(agent, number))
 
 
@@ -231,7 +231,7 @@ class _Loop:
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
             self.run.say(Message("loop.nothing_left", "  no proposals are left: the run ends with what it has"))
             return {"problem": state.get("problem", "")}
-        text = prompts.STEER.format(text=visible(answer, 4000))
+        text = prompts.STEER.format(text=limited_text(answer, 4000))
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
 
 
@@ -244,7 +244,7 @@ def _question(state: State) -> str:
         edits = ", ".join(one_line(path, 100) for path, _ in draft["edits"])
         problem = Message.from_json(state.get("problem", ""))
         lines += [f"round {state['rounds']}: {draft['title']}", f"  {draft['hypothesis']}", f"  edits {edits}"]
-        lines.append(f"  {_passes()}" if taken else f"  {visible(problem, 1500)}")
+        lines.append(f"  {_passes()}" if taken else f"  {limited_text(problem, 1500)}")
     enter = Message("loop.send", "send it to the gate") if taken else Message("loop.continue", "continue")
     return Message(
         "loop.question",

@@ -27,7 +27,7 @@ class DraftError(CodedError):
 
 
 @dataclass(frozen=True)
-class Aim:
+class Task:
     """What one run works on. ``prompt``: the first message to the model. ``about``: a line for people. ``facts``: plain JSON, passed to
     the role with each call."""
 
@@ -46,7 +46,7 @@ class Role(Protocol):
     tools: Sequence[JsonObject]
     """As of the chat completions API; ``tools.PROPOSE`` is one of them."""
 
-    def aim(self, rounds: int) -> Aim | str:
+    def aim(self, rounds: int) -> Task | str:
         """What to work on with ``rounds`` proposals, or the reason why there is nothing to do. Raises: TargetError."""
         ...
 
@@ -82,13 +82,13 @@ def read_object(arguments: str) -> dict[str, Any]:
 
 def title_and_hypothesis(raw: dict[str, Any]) -> tuple[str, str]:
     """One line each, not empty."""
-    title, hypothesis = (one_line(text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
+    title, hypothesis = (one_line(read_text(raw, key), limit) for key, limit in (("title", 80), ("hypothesis", 2000)))
     if not title or not hypothesis:
         raise DraftError("loop.empty", "title and hypothesis must not be empty.")
     return title, hypothesis
 
 
-def text(raw: dict[str, Any], key: str, where: str = "") -> str:
+def read_text(raw: dict[str, Any], key: str, where: str = "") -> str:
     value = raw.get(key)
     if not isinstance(value, str):
         raise DraftError("loop.not_text", "{where}{key} is not a text.", where=where, key=key)
@@ -101,7 +101,7 @@ def text(raw: dict[str, Any], key: str, where: str = "") -> str:
     return value
 
 
-def number(raw: dict[str, Any], key: str) -> float:
+def read_number(raw: dict[str, Any], key: str) -> float:
     """A number between −1e30 and 1e30."""
     value = raw.get(key)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -LARGEST < value < LARGEST:
@@ -114,6 +114,6 @@ def did_you_mean(near: str) -> Message:
     return Message("loop.near", "Did you mean {near!r}?", near=near)
 
 
-def choices(known: Sequence[str]) -> Message:
+def list_choices(known: Sequence[str]) -> Message:
     """The hint of an error that knows no name close to the given one."""
     return Message("loop.known", "Choose one of: {known}.", known=list(known))

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from agents.core.untrusted import one_line, quoted
+from agents.core.untrusted import one_line, quote_as_data
 from agents.core.workbench import EarlierProposal, QuickCheck, ReadError, Workbench
 
 MOST_FILE_LINES = 400
@@ -16,19 +16,19 @@ TRY = "try_patch"
 TEXT, WHOLE, NUMBER = {"type": "string"}, {"type": "integer"}, {"type": "number"}
 
 
-def tool(name: str, about: str, required: tuple[str, ...] = (), **properties: dict[str, Any]) -> dict[str, Any]:
+def make_tool(name: str, about: str, required: tuple[str, ...] = (), **properties: dict[str, Any]) -> dict[str, Any]:
     """A tool's definition, as of the chat completions API."""
     parameters = {"type": "object", "properties": properties, "required": list(required)}
     return {"type": "function", "function": {"name": name, "description": about, "parameters": parameters}}
 
 
 READING = (
-    tool("list_files", "The files that you may read."),
-    tool("read_file", "Lines of a file.", ("path",), path=TEXT, first=WHOLE, last=WHOLE),
+    make_tool("list_files", "The files that you may read."),
+    make_tool("read_file", "Lines of a file.", ("path",), path=TEXT, first=WHOLE, last=WHOLE),
 )
 
 
-def answered(known: Mapping[str, Callable[..., str]], name: str, arguments: str) -> str:
+def answer_call(known: Mapping[str, Callable[..., str]], name: str, arguments: str) -> str:
     """The tool's answer, or the reason why the call cannot be answered."""
     if name not in known:
         return f"There is no tool {one_line(name, 60)!r}; there are: {', '.join([*known, PROPOSE])}."
@@ -44,7 +44,7 @@ def answered(known: Mapping[str, Callable[..., str]], name: str, arguments: str)
 
 
 def list_files(workbench: Workbench) -> str:
-    return quoted("files", "\n".join(workbench.files()))
+    return quote_as_data("files", "\n".join(workbench.files()))
 
 
 def read_file(workbench: Workbench, path: str, first: int = 1, last: int = MOST_FILE_LINES) -> str:
@@ -53,7 +53,7 @@ def read_file(workbench: Workbench, path: str, first: int = 1, last: int = MOST_
     lines = workbench.read(path).split("\n")
     first = max(1, first)
     last = min(last, len(lines), first + MOST_FILE_LINES - 1)
-    text = quoted(f"{path}, lines {first} to {last} of {len(lines)}", "\n".join(lines[first - 1 : last]), 40_000)
+    text = quote_as_data(f"{path}, lines {first} to {last} of {len(lines)}", "\n".join(lines[first - 1 : last]), 40_000)
     return authors_of_lines(workbench, path, first, last) + text
 
 
@@ -71,11 +71,13 @@ def authors_of_lines(workbench: Workbench, path: str, first: int, last: int) -> 
     return "".join(words[:MOST_AUTHORS]) + left_out
 
 
-def earlier(attempts: Iterable[EarlierProposal]) -> str:
+def earlier_proposals(attempts: Iterable[EarlierProposal]) -> str:
     """Earlier proposals and their verdicts."""
-    return quoted("earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts) or "none")
+    return quote_as_data(
+        "earlier proposals", "\n".join(f"{a.outcome}: {a.title}: {a.reason}" for a in attempts) or "none"
+    )
 
 
-def problems_of(found: QuickCheck) -> str:
+def quote_problems(found: QuickCheck) -> str:
     """The problems that the quick check found, as data; '' if it found none."""
-    return "" if found.ok else quoted(f"quick check, {found.stage}", "\n".join(found.problems), 6000)
+    return "" if found.ok else quote_as_data(f"quick check, {found.stage}", "\n".join(found.problems), 6000)

@@ -59,10 +59,10 @@ class NamedCause:
     why: str
 
 
-Row = tuple[Callable[[Findings], bool], tuple[str, ...], Message]
+CauseRule = tuple[Callable[[Findings], bool], tuple[str, ...], Message]
 
 # The first row whose condition holds gives the answer. A row may rely on the rows above it.
-TABLE: tuple[Row, ...] = (
+TABLE: tuple[CauseRule, ...] = (
     (
         lambda f: f.repeatable is False,
         (HARDWARE,),
@@ -306,12 +306,12 @@ TABLE: tuple[Row, ...] = (
 )
 
 
-def name(findings: Findings) -> NamedCause | None:
+def name_cause(findings: Findings) -> NamedCause | None:
     """The cause, or None if the findings are not yet enough. ``finished`` findings always give a cause.
 
-    >>> name(Findings("loss_spike", repeatable=False)).causes
+    >>> name_cause(Findings("loss_spike", repeatable=False)).causes
     ('hardware',)
-    >>> name(Findings("loss_spike", repeatable=True, fires={"same again": True})) is None
+    >>> name_cause(Findings("loss_spike", repeatable=True, fires={"same again": True})) is None
     True
     """
     return next((NamedCause(causes, why) for when, causes, why in TABLE if when(findings)), None)

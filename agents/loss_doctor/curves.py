@@ -105,33 +105,35 @@ class Symptom:
     excess: float  # the largest, in the unit of the quantity; infinite where it was not finite
 
     @classmethod
-    def seen(cls, kind: str, before: Sequence[StepPoint], window: Sequence[StepPoint], where: str = "") -> Symptom:
+    def from_live_run(
+        cls, kind: str, before: Sequence[StepPoint], window: Sequence[StepPoint], where: str = ""
+    ) -> Symptom:
         """From the live run's own steps. ``where``: the domain or layer that it is about.
 
         >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
-        >>> Symptom.seen("loss_spike", calm, [StepPoint(8, 5.0, 0.6), StepPoint(9, 2.1, 0.5)]).excess
+        >>> Symptom.from_live_run("loss_spike", calm, [StepPoint(8, 5.0, 0.6), StepPoint(9, 2.1, 0.5)]).excess
         3.0
         """
         quantity = quantity_of(kind, where)
-        usual = UsualValue.of(values_of(before, quantity))
+        usual = UsualValue.of(values_by_step(before, quantity))
         symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
         return cls(kind, quantity, symptom.low, usual, symptom.excess_of(window, usual))
 
     def excess_of(self, window: Sequence[StepPoint], usual: UsualValue) -> float:
         """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
-        values = values_of(window, self.quantity)
+        values = values_by_step(window, self.quantity)
         if self.kind == "non_finite" or not all(map(math.isfinite, values)):
             odd = any(not math.isfinite(x) for point in window for x in (point.loss, point.grad_norm))
             return math.inf if odd else 0.0
         sign = -1.0 if self.low else 1.0
         return max((sign * (value - usual.center) for value in values), default=0.0)
 
-    def fires(self, window: Sequence[StepPoint]) -> bool | None:
+    def is_present(self, window: Sequence[StepPoint]) -> bool | None:
         """True if the anomaly is there, False if it is gone, None if it is neither.
 
         >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
-        >>> spike = Symptom.seen("loss_spike", calm, [StepPoint(8, 5.0, 0.6)])
-        >>> [spike.fires([StepPoint(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
+        >>> spike = Symptom.from_live_run("loss_spike", calm, [StepPoint(8, 5.0, 0.6)])
+        >>> [spike.is_present([StepPoint(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
         [True, None, False, True]
         """
         excess = self.excess_of(window, self.usual)
@@ -142,16 +144,16 @@ class Symptom:
         share = excess / self.excess
         return True if share >= THERE else False if share <= GONE else None
 
-    def unnoticed(self, window: Sequence[StepPoint]) -> bool:
-        """True if no detector would notice the window. Stricter than ``fires`` if the live run's excess was large."""
+    def is_unnoticed(self, window: Sequence[StepPoint]) -> bool:
+        """True if no detector would notice the window. Stricter than ``is_present`` if the live run's excess was large."""
         excess = self.excess_of(window, self.usual)
-        return self.fires(window) is False and excess <= UNNOTICED * self.usual.deviation
+        return self.is_present(window) is False and excess <= UNNOTICED * self.usual.deviation
 
-    def contrast(self, shown: Sequence[StepPoint], without: Sequence[StepPoint]) -> float:
+    def largest_difference(self, shown: Sequence[StepPoint], without: Sequence[StepPoint]) -> float:
         """The largest distance of one replay beyond another at the same step, in the symptom's direction: the effect of what the other leaves out.
 
         >>> spike = Symptom("loss_spike", "loss", False, UsualValue(2.0, 0.1), 3.0)
-        >>> spike.contrast([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
+        >>> spike.largest_difference([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
         2.5
         """
         if self.kind == "non_finite":
@@ -166,15 +168,15 @@ class Symptom:
         )
 
 
-def values_of(points: Sequence[StepPoint], quantity: str) -> list[float]:
+def values_by_step(points: Sequence[StepPoint], quantity: str) -> list[float]:
     """The quantity at each step that has it."""
     return [value for point in points if (value := point.value(quantity)) is not None]
 
 
-def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
+def points_of_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
     """The points of lines of metrics.jsonl, by step. If a step was done twice, the later line counts. A step without a loss has no point.
 
-    >>> points([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
+    >>> points_of_metrics([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
     [StepPoint(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
     """
     number = lambda value: float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
@@ -187,17 +189,17 @@ def points(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
     return [found[step] for step in sorted(found)]
 
 
-def onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: float = 4.0) -> int:
+def find_onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: float = 4.0) -> int:
     """The step at which an anomaly began that was noticed at ``step``. Norms may climb before the loss does (BLOOM's did for five steps).
 
     Goes back over at most ``reach`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
 
     >>> calm = [StepPoint(s, 2.0, 0.5) for s in range(40)]
-    >>> onset([*calm, StepPoint(40, 2.0, 3.0), StepPoint(41, 2.0, 9.0), StepPoint(42, 7.0, 30.0)], 42)
+    >>> find_onset([*calm, StepPoint(40, 2.0, 3.0), StepPoint(41, 2.0, 9.0), StepPoint(42, 7.0, 30.0)], 42)
     40
     """
     earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]
-    usual = {key: UsualValue.of(values_of(earlier, key)) for key in ("loss", "grad_norm")}
+    usual = {key: UsualValue.of(values_by_step(earlier, key)) for key in ("loss", "grad_norm")}
     before = {point.step: point for point in lines}
     while step - 1 in before and reach and earlier:
         point = before[step - 1]

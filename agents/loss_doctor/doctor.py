@@ -27,9 +27,26 @@ from agents.loss_doctor.arms import (
     arms_against_large_steps,
     without_accumulation,
 )
-from agents.loss_doctor.causes import BAD_DATA, CODE, LOSS_MASK, SHARES, SPREAD, UNKNOWN, Findings, NamedCause, name
+from agents.loss_doctor.causes import (
+    BAD_DATA,
+    CODE,
+    LOSS_MASK,
+    SHARES,
+    SPREAD,
+    UNKNOWN,
+    Findings,
+    NamedCause,
+    name_cause,
+)
 from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.suspects import find_odd_documents, learnt, rank_documents, shards_kind, smallest, suspects
+from agents.loss_doctor.suspects import (
+    find_odd_documents,
+    find_suspects,
+    find_typical_of_shards,
+    has_learnt,
+    rank_documents,
+    smallest_masked_set,
+)
 from kernels.contract.message import Message
 
 NOTICED = 8.0  # robust deviations: an anomaly of its own
@@ -70,7 +87,7 @@ def diagnose(bench: ReplayBench) -> Diagnosis:
     try:
         naming = consultation.run()
     except BudgetSpent as spent:
-        naming = name(consultation.findings) or NamedCause((UNKNOWN,), spent.message)
+        naming = name_cause(consultation.findings) or NamedCause((UNKNOWN,), spent.message)
     return consultation.diagnosis(naming)
 
 
@@ -111,12 +128,12 @@ class _Consultation:
                 reason = self.outcomes[0].failed
                 why = Message("loss_doctor.no_replay", "nothing could be replayed: {problem}", problem=reason)
                 return NamedCause((UNKNOWN,), why)
-            if (naming := name(self.findings)) is not None:
+            if (naming := name_cause(self.findings)) is not None:
                 return naming
             if self.findings.masked_clears and self.findings.guilty_share <= SPREAD:
                 break  # documents trigger it; nothing else can say more
         self.findings = replace(self.findings, finished=True)
-        naming = name(self.findings)
+        naming = name_cause(self.findings)
         assert naming is not None
         if naming.causes == (CODE, UNKNOWN):
             changed = self.case.environment_changed
@@ -160,9 +177,9 @@ class _Consultation:
         """Undo each known change."""
         if self.findings.resumed and self.case.has_earlier:
             self._tried(EARLIER)
-        if name(self.findings) is None and self.case.has_previous_mixture:
+        if name_cause(self.findings) is None and self.case.has_previous_mixture:
             self._tried(MIXTURE)
-        if name(self.findings) is None and self.case.was_otherwise:
+        if name_cause(self.findings) is None and self.case.was_otherwise:
             self._tried_rate(arms_against_large_steps(self.case)[0])
 
     def _numerics(self) -> None:
@@ -170,13 +187,13 @@ class _Consultation:
             self._tried(FP32)
         if not self.case.all_reference:
             self._tried(KERNELS)
-        if name(self.findings) is None and (arm := without_accumulation(self.case.recipe)) is not None:
+        if name_cause(self.findings) is None and (arm := without_accumulation(self.case.recipe)) is not None:
             self._tried(arm)
 
     def _commit(self) -> None:
         if self.case.has_previous_commit:
             self._tried(COMMIT)
-        if name(self.findings) is None and self.case.has_previous_environment:
+        if name_cause(self.findings) is None and self.case.has_previous_environment:
             self._tried(ENVIRONMENT)
 
     def _joined(self) -> None:
@@ -189,7 +206,7 @@ class _Consultation:
 
     def _documents(self) -> None:
         scores = self.bench.scores("newest")
-        odd, common = suspects(scores), shards_kind(scores)
+        odd, common = find_suspects(scores), find_typical_of_shards(scores)
         self.findings = replace(self.findings, strange=bool(find_odd_documents(scores)))
         if math.isinf(self.case.symptom.excess):
             odd, common = rank_documents(scores), set()  # any document may make a value that is not finite
@@ -199,7 +216,7 @@ class _Consultation:
         if not self.findings.masked_clears and not (odd and self._cleared_without(odd)):
             self._learnt()
             if self.findings.low:
-                self._excused(suspects(scores, excuse=False))
+                self._excused(find_suspects(scores, excuse=False))
             return
         if common & set(self.ranked) and not self.findings.low:
             self.triggers = sorted(self.ranked)
@@ -214,7 +231,7 @@ class _Consultation:
                 self.findings = replace(self.findings, older_fires=False)
                 return
         try:
-            self.triggers = sorted(smallest(self.ranked, self._gone))
+            self.triggers = sorted(smallest_masked_set(self.ranked, self._gone))
         except _TooMany:
             self.triggers = sorted(self.ranked)
             return
@@ -243,7 +260,7 @@ class _Consultation:
     def _learnt(self) -> None:
         """Find out whether the new shards were learnt by the segment's end, if their documents are odd."""
         if self.findings.strange and self.case.has_end:
-            found = learnt(self.bench.scores("newest"), self.bench.scores("end"))
+            found = has_learnt(self.bench.scores("newest"), self.bench.scores("end"))
             self.findings = replace(self.findings, learnt=found)
 
     def _order(self) -> None:
@@ -263,7 +280,7 @@ class _Consultation:
         outcomes = [[self._tried(arm) for arm in pair] for pair in arms]
         if any(outcome.failed for pair in outcomes for outcome in pair):
             return None
-        here, there = (self.case.symptom.contrast(*map(self._window, pair)) for pair in outcomes)
+        here, there = (self.case.symptom.largest_difference(*map(self._window, pair)) for pair in outcomes)
         if math.isinf(here) or math.isinf(there):
             return math.isinf(there)
         share = there / here if here > 0 else 0.0
@@ -273,7 +290,7 @@ class _Consultation:
         if share >= ALIKE or noticed:
             return True
         # In between, the documents' own loss and gradient at that checkpoint decide, if they say the same of all documents.
-        odd = set(triggers) & set(suspects(self.bench.scores("older weights"), most=1.0))
+        odd = set(triggers) & set(find_suspects(self.bench.scores("older weights"), most=1.0))
         return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
@@ -287,7 +304,7 @@ class _Consultation:
         return self._tried(ReplayArm(_named(masked), masked=tuple(sorted(masked)), start="onset"))
 
     def _unnoticed(self, outcome: ArmOutcome) -> bool:
-        return self.case.symptom.unnoticed(self._window(outcome))
+        return self.case.symptom.is_unnoticed(self._window(outcome))
 
     def _window(self, outcome: ArmOutcome) -> list[StepPoint]:
         return [point for point in outcome.curve if self.case.onset <= point.step <= self.case.last]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from agents.core.untrusted import quoted
+from agents.core.untrusted import quote_as_data
 from agents.loop.prompts import MATERIAL
 
 MOST_CLAIMS = 6  # sentences of an explanation
@@ -27,11 +27,14 @@ an outcome or a number that is not that evidence's own, another arm's name in th
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task(
+def task_message(
     causes: Sequence[str], others: Sequence[str], named: str, arms: str, documents: Sequence[tuple[str, str]]
 ) -> str:
     """The model's task, each part cut to a limit and marked as data. ``others``: causes that no sentence may name."""
-    parts = [quoted("facts", named), quoted("arms: what the anomaly is in each", arms or "none was replayed")]
-    parts += [quoted(f"the beginning of a document, {name}", beginning, 1000) for name, beginning in documents]
+    parts = [
+        quote_as_data("facts", named),
+        quote_as_data("arms: what the anomaly is in each", arms or "none was replayed"),
+    ]
+    parts += [quote_as_data(f"the beginning of a document, {name}", beginning, 1000) for name, beginning in documents]
     parts.append(f"The cause is: {' or '.join(causes)}. Causes that no sentence may name: {', '.join(others)}.")
     return "\n\n".join(parts)

@@ -22,14 +22,14 @@ LEARNT = 0.75  # share of the odd documents that must have been learnt
 FAR_BETTER = 0.8  # of the loss of a predictor that knows only the tokens' frequencies
 
 
-def suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
+def find_suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bool = True) -> list[str]:
     """Keys of the window's documents that stand out among all that were scored, the worst first; at most the share ``most`` of them.
 
     A document stands out by the norm of its own gradient or by its loss, too high or too low: a leaked or repeated document is too easy.
     With ``excuse``, a document that is as odd as some earlier ones is left out: it is hard, not bad.
 
     >>> calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(9)]
-    >>> suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
+    >>> find_suspects([*calm, DocumentScore("bad", 9.0, 30.0)])
     ['bad']
     """
     window = [score for score in scores if score.in_window]
@@ -53,7 +53,7 @@ def rank_documents(scores: Sequence[DocumentScore]) -> list[str]:
 
 
 def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
-    """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``suspects``.
+    """Keys of all of the window's documents that stand out among the earlier documents, by the rule of ``find_suspects``.
 
     In a window that is mostly bad, a comparison within the window fails. Without earlier documents every document is a stranger.
 
@@ -80,7 +80,7 @@ def sample_joined(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
     return [score for score in scores if not score.in_window and score.joined]
 
 
-def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
+def find_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str]:
     """Keys of the window's odd documents that are like many others of the shards that joined: the oddity is the shards' kind.
 
     The shards have a new form, or are mostly bad. Single documents are not at fault in either case.
@@ -88,7 +88,7 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
     >>> window = [DocumentScore("odd", 6.0, 60.0, joined=True), DocumentScore("fair", 2.0, 20.0)]
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
     >>> joined = [DocumentScore(f"n{n}", 6.0 if n < 30 else 2.0, 60.0 if n < 30 else 20.0, 1, False, True) for n in range(90)]
-    >>> shards_kind([*window, *before, *joined]), shards_kind([*window, *before, *joined[28:]])
+    >>> find_typical_of_shards([*window, *before, *joined]), find_typical_of_shards([*window, *before, *joined[28:]])
     ({'odd'}, set())
     """
     before, joined = sample_before(scores), sample_joined(scores)
@@ -100,7 +100,7 @@ def shards_kind(scores: Sequence[DocumentScore]) -> set[str]:
     return {score.key for score in odd if joined and has_peers(score, joined, before, MANY, LEAST_MANY)}
 
 
-def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
+def has_learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
     """True if the model learnt the odd documents of the shards that joined between two checkpoints, whose scores are given.
 
     Most odd documents of the sample must be predicted better than before, and far better than by token frequency alone (all that can be
@@ -108,7 +108,7 @@ def learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> boo
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
     >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True, 5.5) for n in range(90)]
-    >>> [learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (3.5, 5.2, 0.1)]
+    >>> [has_learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (3.5, 5.2, 0.1)]
     [True, False, False]
     """
     then, now = sample_before(newest), sample_before(end)
@@ -167,7 +167,7 @@ def largest_deviation(score: DocumentScore, among: Sequence[DocumentScore]) -> f
     return max(found)
 
 
-def smallest(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
+def smallest_masked_set(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> list[str]:
     """A smallest set of documents whose masking makes the anomaly go: without any one of them it stays.
 
     First a search by halves finds the shortest beginning of the ranking that is enough: more masked documents cannot bring the anomaly
@@ -176,7 +176,7 @@ def smallest(ranked: Sequence[str], gone: Callable[[tuple[str, ...]], bool]) -> 
 
     >>> asked = []
     >>> def gone(masked): asked.append(masked); return {"b", "e"} <= set(masked)
-    >>> sorted(smallest(list("abcdefgh"), gone)), len(asked) < 12
+    >>> sorted(smallest_masked_set(list("abcdefgh"), gone)), len(asked) < 12
     (['b', 'e'], True)
     """
     low, high = 1, len(ranked)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from agents.core.untrusted import one_line
 from agents.llm.client import LlmClient
-from agents.loop.role import DraftError, read_object, text
-from agents.loop.tools import TEXT, tool
+from agents.loop.role import DraftError, read_object, read_text
+from agents.loop.tools import TEXT, make_tool
 from agents.loss_doctor.causes import TABLE
-from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM, task
+from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS, SYSTEM, task_message
 from kernels.contract.message import Message
 
 AGENT = "loss-doctor"
@@ -26,7 +26,7 @@ CLAIM = {
     "properties": {"says": TEXT, "rests_on": TEXT, "shows": TEXT},
     "required": ["says", "rests_on", "shows"],
 }
-TOOLS = (tool(EXPLAIN, "Explain the diagnosis.", ("claims",), claims={"type": "array", "items": CLAIM}),)
+TOOLS = (make_tool(EXPLAIN, "Explain the diagnosis.", ("claims",), claims={"type": "array", "items": CLAIM}),)
 
 CAUSES = sorted({cause for _, causes, _ in TABLE for cause in causes})
 PLAIN = re.compile(r"[\w\s.,;:()'’“”\"%×+–—=-]+")  # no markup, no addresses, no shell commands
@@ -83,7 +83,7 @@ class Wording:
     dropped: tuple[str, ...] = ()
 
 
-def word(client: LlmClient, label: str, facts: DiagnosisFacts) -> Wording:
+def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> Wording:
     """Ask the model once. Raises: LlmError if no answer came; DraftError if it cannot be read."""
     called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
     reply = client.ask(label, called, TOOLS)
@@ -121,7 +121,7 @@ def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
     if not isinstance(raw, dict):
         return Message("loss_doctor.not_an_object", "it is not an object")
     try:
-        name, says, shown = (text(raw, key).strip() for key in ("rests_on", "says", "shows"))
+        name, says, shown = (read_text(raw, key).strip() for key in ("rests_on", "says", "shows"))
     except DraftError as error:
         return Message.from_json(error.message)
     if (known := facts.about(name)) is None:
@@ -208,4 +208,4 @@ def _task(facts: DiagnosisFacts) -> str:
     arms = "\n".join(f"{name}: {arm.shows}; {arm.steps} steps replayed" for name, arm in facts.arms.items())
     named = "\n".join(f"{name}: {value}" for name, value in facts.facts.items())
     others = [cause for cause in CAUSES if cause not in facts.causes]
-    return task(facts.causes, others, named, arms, facts.documents)
+    return task_message(facts.causes, others, named, arms, facts.documents)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from agents.core.yaml_edit import Scalar, written
+from agents.core.yaml_edit import Scalar, yaml_text
 from agents.recipe_scout.course import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.plan.run_plan import lr_by_rule
@@ -36,12 +36,12 @@ class RecipeChange:
         return ".".join(self.path)
 
     @property
-    def words(self) -> str:
-        return f"{self.key} {written(self.old)} → {written(self.new)}"
+    def title(self) -> str:
+        return f"{self.key} {yaml_text(self.old)} → {yaml_text(self.new)}"
 
 
 @dataclass(frozen=True)
-class Tried:
+class RejectedDirections:
     """The directions in which the gate rejected a change of one key from its present value."""
 
     higher: bool = False
@@ -49,13 +49,19 @@ class Tried:
     rejected: int = 0
 
 
-def all_changes(course: TrainingRecord, tried_rate: Tried) -> list[RecipeChange]:
+def all_changes(course: TrainingRecord, tried_rate: RejectedDirections) -> list[RecipeChange]:
     """Every change for which the record gives a reason, largest predicted gain first."""
-    sources = (rates(course, tried_rate), mixture(course), batch(course), schedule(course), change_regularisers(course))
+    sources = (
+        change_rates(course, tried_rate),
+        change_mixture(course),
+        change_batch(course),
+        change_schedule(course),
+        change_regularisers(course),
+    )
     return sorted((change for source in sources for change in source), key=lambda change: -change.gain)
 
 
-def rates(course: TrainingRecord, tried: Tried) -> Iterator[RecipeChange]:
+def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[RecipeChange]:
     """Rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected change."""
     rate = course.recipe.optimizer.lr
     tokens = course.tokens + course.judged_tokens
@@ -98,7 +104,7 @@ def rates(course: TrainingRecord, tried: Tried) -> Iterator[RecipeChange]:
             yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_speed(1.05), reason)
 
 
-def mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
+def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
     """One domain's weight times 1.5 or 2/3. Each domain's loss follows its own slope in its own tokens.
 
     The shares of supervised tokens that are best for the mean over domains are proportional to the slopes.
@@ -134,7 +140,7 @@ def mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
             yield RecipeChange(("mixture", "weights", name), weight, new, gain, why)
 
 
-def batch(course: TrainingRecord) -> Iterator[RecipeChange]:
+def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
     """Half the batch, where the noise scale allows it: the tokens needed grow as 1 + batch / scale (arXiv 1812.06162 §2.3)."""
     sequences, scale = course.recipe.batch.sequences, course.noise_scale
     if scale and course.supervised and sequences % 2 == 0 and not course.recipe.batch.warmup:
@@ -151,7 +157,7 @@ def batch(course: TrainingRecord) -> Iterator[RecipeChange]:
         yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.gain_of_speed(speed), why)
 
 
-def schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
+def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
     """A longer anneal if it is short, and the shape 1 − sqrt."""
     rule = course.recipe.schedule
     share = rule.anneal_steps / (rule.anneal_steps + rule.trunk_steps.later)

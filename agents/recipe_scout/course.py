@@ -82,11 +82,11 @@ def make_record(
         clipped=fmean(norm > recipe.stability.grad_clip for norm in norms) if norms else 0.0,
         z_share=fmean(z_losses) / fmean(losses) if z_losses and losses else 0.0,
         trouble=sum(anomalies.get(kind, 0) for kind in TROUBLE),
-        sample=sampled(lines),
+        sample=sample_metrics(lines),
     )
 
 
-def sampled(lines: Lines) -> tuple[str, ...]:
+def sample_metrics(lines: Lines) -> tuple[str, ...]:
     """Some lines of the metrics in short form: more of them from the start, where the loss falls fast, and always the last one."""
     places = {round(len(lines) ** (i / SAMPLED)) - 1 for i in range(SAMPLED)} | {len(lines) - 1}
     said = []

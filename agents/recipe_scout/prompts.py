@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from agents.loop.prompts import MATERIAL
-from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, tool
+from agents.loop.tools import NUMBER, PROPOSE, READING, TEXT, make_tool
 from agents.recipe_scout.course import TrainingRecord
 
 MOST_CHANGES = 3  # of one proposal: the effects of many changes cannot be separated
@@ -30,7 +30,7 @@ counts, not steps: half the batch gets twice the steps."""
 SYSTEM = f"{RULES}\n\n{MATERIAL}"
 
 
-def task(course: TrainingRecord, keys: Sequence[str], asked: str, evidence: str, rounds: int) -> str:
+def task_message(course: TrainingRecord, keys: Sequence[str], asked: str, evidence: str, rounds: int) -> str:
     """The first message: what may be changed, how long it is judged, and the evidence."""
     wanted = f"One of the changed keys must be {asked}.\n" if asked else ""
     return (
@@ -47,10 +47,10 @@ CHANGE = {
 }
 TOOLS = (
     *READING,
-    tool("record", "The trunk's course: losses, gradients, anomalies, slopes."),
-    tool("ideas", "Changes that simple rules suggest, with the gain that they predict."),
-    tool("earlier_proposals", "Which changes were tried before, and why they were kept or not."),
-    tool(
+    make_tool("record", "The trunk's course: losses, gradients, anomalies, slopes."),
+    make_tool("ideas", "Changes that simple rules suggest, with the gain that they predict."),
+    make_tool("earlier_proposals", "Which changes were tried before, and why they were kept or not."),
+    make_tool(
         PROPOSE,
         "Propose the change.",
         ("changes", "hypothesis", "predicted_gain"),

@@ -11,15 +11,25 @@ from functools import partial
 from typing import Any
 
 from agents.core.proposal import QUALITY, Edit, Proposal, gain_with_unit
-from agents.core.untrusted import one_line, quoted
+from agents.core.untrusted import one_line, quote_as_data
 from agents.core.workbench import Workbench
-from agents.core.yaml_edit import Scalar, change_recipe, values, written
+from agents.core.yaml_edit import Scalar, change_recipe, values_by_key, yaml_text
 from agents.loop import tools
-from agents.loop.role import Aim, DraftError, JsonObject, TargetError, choices, did_you_mean, number, read_object, text
+from agents.loop.role import (
+    DraftError,
+    JsonObject,
+    TargetError,
+    Task,
+    did_you_mean,
+    list_choices,
+    read_number,
+    read_object,
+    read_text,
+)
 from agents.recipe_scout import prompts
 from agents.recipe_scout.changes import all_changes
 from agents.recipe_scout.course import TrainingRecord
-from agents.recipe_scout.scout import AGENT, refuted_by, tried
+from agents.recipe_scout.scout import AGENT, refuted_by, rejected_directions
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -38,24 +48,26 @@ class RecipeScout:
     def __init__(self, course: TrainingRecord, workbench: Workbench, asked: str = "") -> None:
         self.course, self.workbench, self.asked = course, workbench, asked
 
-    def aim(self, rounds: int) -> Aim | str:
+    def aim(self, rounds: int) -> Task | str:
         """The recipe with its record. Raises: TargetError if ``asked`` is a key that may not be changed, or that no recipe has."""
         course = self.course
-        keys = [key for key in values(course.recipe) if course.may_change(key)]
+        keys = [key for key in values_by_key(course.recipe) if course.may_change(key)]
         if self.asked and self.asked not in keys:
             near = difflib.get_close_matches(self.asked, keys, n=1)
             raise TargetError(
                 "recipe_scout.not_changeable",
                 "target {target!r} is not a key of the recipe that may be changed. {hint}",
                 target=self.asked,
-                hint=did_you_mean(near[0]) if near else choices(keys),
+                hint=did_you_mean(near[0]) if near else list_choices(keys),
             )
         if not keys:
             return Message("recipe_scout.no_key", "The recipe gate allows no key of the recipe to be changed.")
         text = self.workbench.read(course.path)
         lines = len(text.splitlines())
-        recipe = tools.authors_of_lines(self.workbench, course.path, 1, lines) + quoted(course.path, text, 40_000)
-        evidence = "\n\n".join((recipe, self.record(), self.ideas(), self.earlier_proposals()))
+        recipe = tools.authors_of_lines(self.workbench, course.path, 1, lines) + quote_as_data(
+            course.path, text, 40_000
+        )
+        evidence = "\n\n".join((recipe, self.record_text(), self.ideas_text(), self.earlier_proposals()))
         about = Message(
             "recipe_scout.aim",
             "recipe {recipe} at step {step}; its loss falls by {slope:.3f} bits per byte for e times the tokens",
@@ -63,17 +75,17 @@ class RecipeScout:
             step=course.step,
             slope=course.slope,
         )
-        return Aim(prompts.task(course, keys, self.asked, evidence, rounds), about, {})
+        return Task(prompts.task_message(course, keys, self.asked, evidence, rounds), about, {})
 
     def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
             "read_file": partial(tools.read_file, self.workbench),
-            "record": self.record,
-            "ideas": self.ideas,
+            "record": self.record_text,
+            "ideas": self.ideas_text,
             "earlier_proposals": self.earlier_proposals,
         }
-        return tools.answered(known, tool, arguments)
+        return tools.answer_call(known, tool, arguments)
 
     def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
@@ -81,28 +93,30 @@ class RecipeScout:
 
     def check(self, facts: JsonObject, draft: Proposal) -> str:
         """The problems that the stages scope and static find; '' if none."""
-        return tools.problems_of(self.workbench.check(draft.edits))
+        return tools.quote_problems(self.workbench.check(draft.edits))
 
-    def record(self) -> str:
-        return quoted("record of the trunk", "\n".join(prompts.record_lines(self.course)))
+    def record_text(self) -> str:
+        return quote_as_data("record of the trunk", "\n".join(prompts.record_lines(self.course)))
 
-    def ideas(self) -> str:
-        rate_tried = tried(self.course.recipe.optimizer.lr, self.workbench.history(f"{QUALITY}:optimizer.lr"))
+    def ideas_text(self) -> str:
+        rate_tried = rejected_directions(
+            self.course.recipe.optimizer.lr, self.workbench.history(f"{QUALITY}:optimizer.lr")
+        )
         found = [c for c in all_changes(self.course, rate_tried) if self.course.may_change(c.key)][:MOST_IDEAS]
         words = [
             Message(
                 "recipe_scout.idea",
                 "{change}: {gain}, because {why}",
-                change=c.words,
+                change=c.title,
                 gain=gain_with_unit(f"{QUALITY}:{c.key}", c.gain),
                 why=c.why,
             )
             for c in found
         ]
-        return quoted("ideas of simple rules", "\n".join(words) or "nothing")
+        return quote_as_data("ideas of simple rules", "\n".join(words) or "nothing")
 
     def earlier_proposals(self) -> str:
-        return tools.earlier(self.workbench.history(f"{QUALITY}:"))
+        return tools.earlier_proposals(self.workbench.history(f"{QUALITY}:"))
 
 
 def read_change(arguments: str, course: TrainingRecord, recipe: str, required: str) -> Proposal:
@@ -111,10 +125,10 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
     Raises: DraftError.
     """
     raw = read_object(arguments)
-    hypothesis = one_line(text(raw, "hypothesis"), 2000)
+    hypothesis = one_line(read_text(raw, "hypothesis"), 2000)
     if not hypothesis:
         raise DraftError("recipe_scout.no_hypothesis", "hypothesis must not be empty.")
-    gain = number(raw, "predicted_gain")
+    gain = read_number(raw, "predicted_gain")
     if not course.least_gain <= gain <= MOST_PREDICTED:
         raise DraftError(
             "recipe_scout.gain_out_of_range",
@@ -123,7 +137,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
             least=course.least_gain,
             most=MOST_PREDICTED,
         )
-    before = values(course.recipe)
+    before = values_by_key(course.recipe)
     new_values = _changes(raw.get("changes"), course)
     if required and required not in new_values:
         raise DraftError("recipe_scout.required_key", "One of the changed keys must be {key}.", key=required)
@@ -136,10 +150,10 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
                 "recipe_scout.wrong_value",
                 "{key} cannot be {value}: {problem}",
                 key=key,
-                value=written(value),
+                value=yaml_text(value),
                 problem=one_line(str(error), 300),
             ) from None
-    after = values(made)
+    after = values_by_key(made)
     if differing := {key for key in before | after if before.get(key) != after.get(key)} ^ set(new_values):
         raise DraftError(
             "recipe_scout.other_keys",
@@ -147,7 +161,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
             keys=sorted(differing),
         )
     words_of_each = [
-        f"{key} {written(before[key]) if key in before else 'unset'} → {written(value)}"
+        f"{key} {yaml_text(before[key]) if key in before else 'unset'} → {yaml_text(value)}"
         for key, value in new_values.items()
     ]
     title = f"recipe {course.recipe.name}: {' and '.join(words_of_each)}{' together' if len(words_of_each) > 1 else ''}"
@@ -171,7 +185,7 @@ def _changes(raw: Any, course: TrainingRecord) -> dict[str, Scalar]:
     for count, change in enumerate(raw, 1):
         if not isinstance(change, dict):
             raise DraftError("recipe_scout.not_a_change", "change {number} is not an object.", number=count)
-        key, value = text(change, "key", f"change {count}: "), change.get("value")
+        key, value = read_text(change, "key", f"change {count}: "), change.get("value")
         if not course.may_change(key) or not all(WORD.fullmatch(part) for part in key.split(".")):
             raise DraftError(
                 "recipe_scout.wrong_key",
@@ -186,7 +200,7 @@ def _changes(raw: Any, course: TrainingRecord) -> dict[str, Scalar]:
                 number=count,
                 key=key,
             )
-        found[key] = value if isinstance(value, str) else _plain(number(change, "value"))
+        found[key] = value if isinstance(value, str) else _plain(read_number(change, "value"))
     return found
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from agents.core.proposal import QUALITY, Edit, Proposal
 from agents.core.workbench import EarlierProposal, Workbench
-from agents.core.yaml_edit import change_recipe, written
-from agents.recipe_scout.changes import RecipeChange, Tried, all_changes
+from agents.core.yaml_edit import change_recipe, yaml_text
+from agents.recipe_scout.changes import RecipeChange, RejectedDirections, all_changes
 from agents.recipe_scout.course import TrainingRecord
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
@@ -18,10 +18,10 @@ REFUSED = "reject"  # a proposal that was held for lack of evidence may be tried
 DISCOURAGED = 0.5  # factor on a prediction for each rejection on its key
 
 
-def propose(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
+def propose_change(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
     """The most promising change as a proposal, or None if no change is predicted to gain what the gate asks for."""
     text = workbench.read(course.path)
-    rate_tried = tried(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
+    rate_tried = rejected_directions(course.recipe.optimizer.lr, workbench.history(f"{QUALITY}:optimizer.lr"))
     ranked = []
     for change in all_changes(course, rate_tried):
         history = workbench.history(f"{QUALITY}:{change.key}")
@@ -41,12 +41,12 @@ def propose(course: TrainingRecord, workbench: Workbench) -> Proposal | None:
 
 def _waits(change: RecipeChange, history: Sequence[EarlierProposal]) -> bool:
     """True if the key is closed, or if the gate promoted another change from its present value (which waits for approval, or was reverted)."""
-    begins = f": {change.key} {written(change.old)} → "
+    begins = f": {change.key} {yaml_text(change.old)} → "
     return any(attempt.closed or (attempt.outcome == "promote" and begins in attempt.title) for attempt in history)
 
 
-def tried(value: float, history: Sequence[EarlierProposal]) -> Tried:
-    """The directions from ``value`` in which the gate rejected changes, read from titles that ``RecipeChange.words`` made."""
+def rejected_directions(value: float, history: Sequence[EarlierProposal]) -> RejectedDirections:
+    """The directions from ``value`` in which the gate rejected changes, read from titles that ``RecipeChange.title`` made."""
     higher = lower = False
     rejected = [attempt for attempt in history if attempt.outcome == REFUSED]
     for attempt in rejected:
@@ -59,7 +59,7 @@ def tried(value: float, history: Sequence[EarlierProposal]) -> Tried:
             continue
         if abs(old - value) <= 1e-3 * abs(value):
             higher, lower = higher or new > old, lower or new < old
-    return Tried(higher, lower, len(rejected))
+    return RejectedDirections(higher, lower, len(rejected))
 
 
 def _write(
@@ -86,12 +86,12 @@ def _write(
         "over domains, after the anneal that ends every run. {refuted}{earlier}",
         step=course.step,
         why=change.why,
-        change=change.words,
+        change=change.title,
         gain=gain,
         refuted=refuted_by(gain),
         earlier=earlier,
     )
-    title = f"recipe {course.recipe.name}: {change.words}"
+    title = f"recipe {course.recipe.name}: {change.title}"
     return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(course.path, text),))
 
 

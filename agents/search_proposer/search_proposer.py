@@ -15,7 +15,7 @@ from typing import Any
 from agents.core.proposal import Edit, Proposal
 from agents.core.workbench import Measurement, MeasurementError, ReadError, Workbench
 from agents.core.yaml_edit import change_recipe, set_value
-from kernels.contract.choice import automatic, device_section
+from kernels.contract.choice import auto_ops, device_section
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -45,7 +45,7 @@ class Candidate:
     predicted_gain: float
 
 
-def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
+def propose_implementations(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) -> list[Proposal]:
     """Up to ``count`` proposals, the best of each target, largest predicted gain first. ``profile`` is a parsed profile.json.
 
     An op that is ``auto`` in kernels.yaml is left out: 'factory tune' chose the fastest implementation for it. A patch that the gate
@@ -53,12 +53,13 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     """
     policy = workbench.read(POLICY)
     device = profile["device_kind"]
-    tuned = automatic(device_section(policy, device))
+    tuned = auto_ops(device_section(policy, device))
     untuned = {**profile, "ops": [op for op in profile["ops"] if op["op"] not in tuned]}
     drafts = [
-        write(candidate, profile, policy, device) for candidate in candidates(untuned, workbench, MOST_MEASURED * count)
+        write_proposal(candidate, profile, policy, device)
+        for candidate in measure_candidates(untuned, workbench, MOST_MEASURED * count)
     ]
-    knobs = [propose_compiled_blocks(profile, workbench, AGENT), micro_batches(profile, workbench, AGENT)]
+    knobs = [propose_compiled_blocks(profile, workbench, AGENT), propose_micro_batch(profile, workbench, AGENT)]
     best: dict[str, Proposal] = {}
     for proposal in sorted([*drafts, *filter(None, knobs)], key=lambda p: -p.predicted_gain):
         if proposal.predicted_gain < LEAST_GAIN or len(best) == count:
@@ -70,7 +71,7 @@ def propose(profile: Mapping[str, Any], workbench: Workbench, count: int = 1) ->
     return list(best.values())
 
 
-def candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
+def measure_candidates(profile: Mapping[str, Any], workbench: Workbench, most: int = MOST_MEASURED) -> list[Candidate]:
     """Measure up to ``most`` implementations of the hottest ops; those that cannot be measured are left out."""
     step = profile["recipe_step_s"] or profile["eager_step_s"]
     found: list[Candidate] = []
@@ -110,7 +111,7 @@ def amdahl_speedup(share: float, ratio: float) -> float:
     return 1.0 / (1.0 - share + share / ratio)
 
 
-def write(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
+def write_proposal(candidate: Candidate, profile: Mapping[str, Any], policy: str, device: str) -> Proposal:
     """The proposal of a candidate: its texts and its one edited line."""
     c, m = candidate, candidate.measured
     hot = [line for line in profile["lines"] if line["op"] == c.op][:3]
@@ -148,7 +149,7 @@ def _covers(fusions: Sequence[Fusion]) -> Message:
     return Message(
         "search_proposer.covers",
         "It covers these fusion candidates of the profile: {fusions}. ",
-        fusions=in_words(fusions),
+        fusions=list_fusions(fusions),
     )
 
 
@@ -180,7 +181,7 @@ def _op(line: str) -> str:
     return line.partition("#")[2]
 
 
-def in_words(fusions: Sequence[Fusion]) -> str:
+def list_fusions(fusions: Sequence[Fusion]) -> str:
     """The largest candidates by name, and the number of the others."""
     named = [
         f"{' → '.join(f['lines'])} ({f['bytes_saved'] / 1e6:,.0f} MB, {f['gain_s'] * 1e3:.1f} ms)"
@@ -217,7 +218,7 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
             candidates=len(fusions),
             megabytes=megabytes,
             share=share,
-            fusions=in_words(fusions),
+            fusions=list_fusions(fusions),
             refuted=_refuted(gain),
         ),
         predicted_gain=gain,
@@ -225,7 +226,7 @@ def propose_compiled_blocks(profile: Mapping[str, Any], workbench: Workbench, ag
     )
 
 
-def micro_batches(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
+def propose_micro_batch(profile: Mapping[str, Any], workbench: Workbench, agent: str) -> Proposal | None:
     """A proposal of the recipe's key ``batch.micro_sequences``: how many rows of a step go through the model at once. None if no number gains,
     or if it cannot be measured.
 

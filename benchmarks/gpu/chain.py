@@ -57,14 +57,14 @@ def small_recipe(settings: Settings) -> Recipe:
 # -- a segment -------------------------------------------------------------------------------------------------------------
 def segment(folder: Path, recipe: Recipe, shards: Path, steps: int) -> Path:
     """A segment's folder with its spec, as ``python -m trainer`` takes it; the token shard is made once."""
-    from agents.line_profiler.workload import documents
+    from agents.line_profiler.workload import random_documents
     from trainer.contract.data.data_plan import DataPlan
     from trainer.contract.data.token_shard import write_token_shard
 
     folder.mkdir(parents=True)
     wanted = steps * recipe.tokens_per_step * 2
     shard = write_token_shard(
-        shards, documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
+        shards, random_documents(recipe, wanted), vocab_size=recipe.model.vocab_size, tokenizer_sha256="0" * 64
     )
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
@@ -113,7 +113,7 @@ def killed_and_resumed(folder: Path, seconds: float) -> int:
 
     ends = time.monotonic() + seconds
     with training(folder) as process:
-        while not (found := checkpoints.steps_in(folder / "checkpoints")):
+        while not (found := checkpoints.saved_steps(folder / "checkpoints")):
             if process.poll() is not None or time.monotonic() > ends:
                 raise RuntimeError("the trainer ended, or its time did, before its first checkpoint")
             time.sleep(0.002)
@@ -128,7 +128,7 @@ def distance(ours: Path, theirs: Path) -> tuple[int, int, float]:
     """(tensors equal to the bit, tensors, the largest relative distance) of two segments' last checkpoints."""
     from trainer.contract.checkpoint import format as checkpoints
 
-    a, b = (checkpoints.load(checkpoints.steps_in(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
+    a, b = (checkpoints.load(checkpoints.saved_steps(folder / "checkpoints")[-1][1]) for folder in (ours, theirs))
     pairs = [(a.model[name], b.model[name]) for name in b.model]
     pairs += [(a.optimizer[name], b.optimizer[name]) for name in b.optimizer]
     equal = sum(torch.equal(x, y) for x, y in pairs)
@@ -183,7 +183,7 @@ def profiler(context: Context) -> None:
     dry = context.settings.dry
     if dry:  # its times tell nothing: none is worth waiting for
         session.LEAST_S = session.SETTLING_S = 0.0
-    found = session.measure(
+    found = session.measure_profile(
         small_recipe(context.settings),
         KERNELS,
         steps=1 if dry else 4,
@@ -217,20 +217,20 @@ def sandbox(context: Context) -> None:
     from factory.core import devices
     from factory.sandbox import filter, live
 
-    if refusal := live.refusal():
+    if refusal := live.find_refusal():
         context.not_run("a segment in the live sandbox", refusal)
         return
     folder = Path(context.settings.scratch) / "sandbox"
     recipe = small_recipe(context.settings)
     steps = DRY_STEPS if context.settings.dry else STEPS
     made = segment(folder / "segment", recipe, folder / "shards", steps)
-    nodes = devices.nodes(every=True)
+    nodes = devices.device_files(every=True)
     context.number("device files in the sandbox", len(nodes), "", note=" ".join(nodes))
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).is_dir()]
 
     def inside(words: list[str], log: Path) -> int:
         with open(log, "wb") as out:
-            process = live.start(
+            process = live.start_in_sandbox(
                 [sys.executable, *words],
                 writable=[made],
                 readonly=[folder / "shards", *map(Path, libraries)],
@@ -260,7 +260,7 @@ def sandbox(context: Context) -> None:
             if not (calls := [name for name in hinders if name in filter.CALLS]):
                 return
             filter.CALLS.pop(calls[0])  # in this process: is that all that hinders?
-            filter.program.cache_clear()
+            filter.assemble_filter.cache_clear()
     began = time.monotonic()
     code = inside(["-m", "trainer", str(made)], folder / "log")
     if code:
@@ -283,13 +283,13 @@ def what_hinders(answer: Callable[[], str]) -> list[str]:
     def without(what: str, module: Any, name: str, value: Any) -> None:
         usual = getattr(module, name)
         setattr(module, name, value)
-        filter.program.cache_clear()
+        filter.assemble_filter.cache_clear()
         try:
             if answer() == "0":
                 found.append(what)
         finally:
             setattr(module, name, usual)
-            filter.program.cache_clear()
+            filter.assemble_filter.cache_clear()
 
     without("any filter of system calls", filter, "ARCHITECTURES", {})
     if found and found[0] == "any filter of system calls":
@@ -360,8 +360,8 @@ def staged(recipe: dict[str, Any], context: Context) -> None:
 
     policy = IsolatedPolicy(pairs=pairs_of(context), wall_seconds=max(5.0, context.left / 3), tries=1)
     try:
-        with devices.one():
-            found = isolated.compare(
+        with devices.hold_device():
+            found = isolated.time_switched_ops(
                 policy, [ChangedOp(*SWITCHED)], recipe, ROOT, Path(context.settings.scratch) / "gate"
             )
     except IsolationError as error:

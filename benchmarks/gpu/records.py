@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from benchmarks.gpu import page
-from kernels.contract.files import finite, finite_json, write_atomically
+from kernels.contract.files import finite_json, finite_values, write_atomically
 
 Record = dict[str, Any]
 
@@ -73,7 +73,7 @@ class Records:
 
     def take(self, record: Mapping[str, Any]) -> Record:
         """Keep a record, on disk before this returns."""
-        kept: Record = finite(dict(record))
+        kept: Record = finite_values(dict(record))
         self.every.append(kept)
         if self._lines is not None:
             self._write(kept)

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.parts import Item, Settings
 from benchmarks.gpu.worker import Context, poisoned, short
 from kernels.contract.op import CASES, Implementation, Op, OracleCase, Shape
-from kernels.contract.oracle import HOSTILE, judge
+from kernels.contract.oracle import HOSTILE, compare_with_fp64
 from kernels.contract.registry import OPS
 
 # Most telling first: what only a GPU shows lies in the ops that a step spends its time in.
@@ -137,7 +137,9 @@ def verdict(
             if instead := op.implementation(implementation).fallback(check.case.shape, check.dtype):
                 found.skipped.append((str(check), f"another computes instead: {instead}"))
                 continue
-            result = judge(op, implementation, check.case, dtype=check.dtype, device=device, values=check.values)
+            result = compare_with_fp64(
+                op, implementation, check.case, dtype=check.dtype, device=device, values=check.values
+            )
             if result.ok:
                 found.right += 1
             elif op.name == "attention" and check.values in EXTREME and all(t.finite for t in result.tensors):
@@ -176,7 +178,7 @@ def run(item: str, context: Context) -> None:
     settings = context.settings
     name, implementation = item.split("/")
     op = OPS[name]
-    if not op.implementation(implementation).runs_on(settings.device):
+    if not op.implementation(implementation).can_run_on(settings.device):
         context.not_run(item, "it is for a GPU alone, and not Triton's, whose interpreter could run it here")
         return
     found = Verdict()

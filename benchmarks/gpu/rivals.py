@@ -44,7 +44,11 @@ class Rival:
 def rivals(op: Op, device: str) -> Iterator[Rival]:
     """Ours first, then torch eager and torch.compile, then all others, whether or not they are installed."""
     for implementation in op.implementations.values():
-        if implementation.name not in NOT_OURS and implementation.runs_on(device) and "cuda" in implementation.devices:
+        if (
+            implementation.name not in NOT_OURS
+            and implementation.can_run_on(device)
+            and "cuda" in implementation.devices
+        ):
             side = "torch" if (op.name, implementation.name) == ("adamw", "fused") else "ours"
             yield Rival(implementation.name, side, as_in_a_layer(implementation), implementation=implementation.name)
     yield Rival("eager", "torch", given(op.reference), judged=False)
@@ -65,7 +69,7 @@ def as_in_a_layer(implementation: Implementation) -> Callable[[Inputs], Function
     def prepare(inputs: Inputs) -> Function:
         if implementation.prepare is None:
             return implementation.function
-        made = implementation.prepared(inputs)[-1]
+        made = implementation.prepare_inputs(inputs)[-1]
         return lambda *given: implementation.function(*given[:-1], made)
 
     return prepare

@@ -32,13 +32,13 @@ from benchmarks.support.waits import waits
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import Batch, prefetch
-from trainer.checkpoint_writer import Writer
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import gpu_named
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.sizing import Layout, memory_parts, needed
+from trainer.contract.plan.sizing import Layout, memory_parts, total_bytes
 from trainer.contract.recipe import Recipe
 from trainer.run import Run
 
@@ -96,7 +96,7 @@ def planned_bytes(recipe: Recipe, memory: float) -> float:
     """What ``factory plan`` counts for a step of the whole batch at once on one GPU, without its reserve."""
     optimizer = recipe.optimizer.name
     parts = memory_parts(recipe.model, Layout(1, micro_sequences=recipe.batch.sequences), memory, optimizer=optimizer)
-    return needed(part for part in parts if part.name != "reserve")
+    return total_bytes(part for part in parts if part.name != "reserve")
 
 
 def seconds_of(
@@ -374,9 +374,9 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
 
 
 @contextmanager
-def writing(run: Run, folder: Path) -> Iterator[Writer]:
+def writing(run: Run, folder: Path) -> Iterator[CheckpointWriter]:
     reserve = run.checkpoint_bytes() if run.ranks.device.type == "cuda" else 0  # as ``trainer.segment`` has it
-    writer = run.writer = Writer(folder, 1, reserve=reserve)
+    writer = run.writer = CheckpointWriter(folder, 1, reserve=reserve)
     try:
         yield writer
     finally:

@@ -160,7 +160,7 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     from benchmarks.headline import facts, models
     from benchmarks.headline.page import FROM_OURS, OURS, THEIRS, TRIGRAM
     from benchmarks.support.best_here import tuned_kernels
-    from kernels.contract.machine import here
+    from kernels.contract.machine import this_machine
 
     terminal = Terminal(Console(highlight=False, stderr=True))
     load = os.getloadavg()[0]
@@ -202,7 +202,7 @@ def measure(chosen: argparse.Namespace, words: list[str]) -> dict[str, Any]:
     return {
         "command": shlex.join(["python", "-m", "benchmarks.headline", *words]),
         "commit": commit(),
-        "machine": here("cpu").to_json(),
+        "machine": this_machine("cpu").to_json(),
         "model": {
             "parameters": model.parameters,
             "layers": model.layers,

@@ -17,7 +17,7 @@ from packaging.utils import canonicalize_name
 
 from factory.core.workspace import Workspace
 from factory.demo.summary import Judged, judged_shards
-from factory.ledger.reader import Reader
+from factory.ledger.reader import LedgerReader
 from trainer.contract.plan.rates import matmul_rate
 
 ROOT = Path(__file__).parents[2]
@@ -91,5 +91,5 @@ def clone_bytes() -> tuple[int, int] | None:
 
 def last_judged(workspace: Workspace) -> list[Judged]:
     """The shards of the newest candidate that was the first for some, from the ledger alone. Raises: WorkspaceError."""
-    every = judged_shards(Reader(workspace))
+    every = judged_shards(LedgerReader(workspace))
     return [one for one in every if one.candidate == every[-1].candidate]

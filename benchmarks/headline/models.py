@@ -26,16 +26,16 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from factory.backups.backups import make_or_open_ledger
 from factory.core.progress import Progress
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.corpus import write_corpus
 from factory.demo.demo import _write_data_policy
-from factory.evals.baselines import baselines
+from factory.evals.baselines import measure_baselines
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import build_suite
-from factory.evals.tasks import ScoredText, bits_per_byte, encode_documents, ratio_bits
+from factory.evals.tasks import ScoredText, bits_per_byte_by_domain, encode_documents, score_bits_per_byte
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.inbox import arrived, ingest_and_file
+from factory.ingest.inbox import ingest_and_file, list_complete_files
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
 from kernels.contract.host_memory import keep_freed_memory
@@ -48,7 +48,7 @@ from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import RecipeError
 from trainer.contract.json_lines import read_lines
-from trainer.contract.plan.precision import DTYPES, resolved, this_device
+from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
@@ -123,16 +123,16 @@ def recipe_of(steps: int, width: int, lr: float, compile: bool = True) -> Recipe
     raw["schedule"] |= {"trunk_steps": trunk, "anneal_steps": anneal, "warmup_steps": warm_up}
     raw["optimizer"] |= {"lr": lr}
     raw["stability"] = {"noise_scale_every": 0}  # it would split a batch of each 32 steps in two, and compile halves
-    return resolved(Recipe.parse(raw), this_device())
+    return with_chosen_precision(Recipe.parse(raw), this_device())
 
 
 def ingest_library(root: Path, progress: Progress, share: float = 1.0) -> Plant:
     """A workspace with the standard library's documents in its ledger, as the demo ingests them."""
-    workspace = Workspace.create(root, Config())
+    workspace = Workspace.create(root, WorkspaceConfig())
     _write_data_policy(workspace)
     plant = Plant(workspace, make_or_open_ledger(workspace), progress)
     write_corpus(workspace.inbox, progress, share)
-    for path in arrived(plant, settle=0.0):
+    for path in list_complete_files(plant, settle=0.0):
         ingest_and_file(plant, path)
     return plant
 
@@ -307,13 +307,15 @@ def step_seconds(task: Task, kernels: Path, seconds: float) -> tuple[list[float]
 def bits_of(task: Task, export: Path, progress: Progress) -> dict[str, float]:
     """Bits per byte of the held-out documents, by domain, by the release gate's evaluator."""
     with progress.task(f"bits per byte of {export.parent.name}/{export.name}", None) as bar:
-        return ratio_bits(bits_per_byte(ReferenceModel.load(export), task.texts, POLICY, bar.advance))
+        return bits_per_byte_by_domain(
+            score_bits_per_byte(ReferenceModel.load(export), task.texts, POLICY, bar.advance)
+        )
 
 
 def trigram(task: Task, progress: Progress) -> dict[str, float]:
     """Bits per byte of the byte trigram, by domain: fitted on the training text of that domain alone, as much as the evaluator gives it."""
     with progress.task("the byte trigram", None) as bar:
-        found = baselines(task.shards, task.texts, task.token_bytes, POLICY.baseline_bytes_per_domain, bar)
+        found = measure_baselines(task.shards, task.texts, task.token_bytes, POLICY.baseline_bytes_per_domain, bar)
     return {domain: float(values["trigram"]) for domain, values in found.items()}
 
 

@@ -38,8 +38,8 @@ from factory.evals.parity import CHECKS
 from factory.evals.statistics import CLOZE, holm_step_down
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.gate import measured
-from factory.gates.release.guards import detectable_gain, floors, guarded, set_aside
+from factory.gates.release.gate import evidence_of_evaluations
+from factory.gates.release.guards import detectable_gain, guard_floors, guard_names, guards_set_aside
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
@@ -117,7 +117,7 @@ def draw(kind: Kind, rng: np.random.Generator, gains: dict[str, float], sizes: S
 def evidence_of(pair: Pair, look: int, lost: dict[str, float]) -> ReleaseEvidence:
     """As ``factory.gates.release.gate`` gathers it, all checks passed."""
     ours, theirs = (_summary(side) for side in (pair.candidate, pair.champion))
-    found = measured(POLICY, DOMAINS, "candidate:1", (ours, pair.candidate), (theirs, pair.champion))
+    found = evidence_of_evaluations(POLICY, DOMAINS, "candidate:1", (ours, pair.candidate), (theirs, pair.champion))
     return replace(
         found,
         anomalies=(),
@@ -170,7 +170,7 @@ def calibrate(kind: Kind, pairs: int, seed: int) -> dict[str, Any]:
         false += promoted(honest)
         gaps += any(one.code in ("release.sealed_seen", "release.dev_fitted") for one in judge(POLICY, honest).reasons)
         seen += promoted(evidence_of(better_by(pair, SEEN, (TASK,)), 1, nothing))
-        low, high = target.bound(0.025), target.bound(0.025, above=True)
+        low, high = target.confidence_bound(0.025), target.confidence_bound(0.025, above=True)
         assert low is not None and high is not None
         held += low <= 0 <= high
         bad = dict.fromkeys(DOMAINS, 0.2) | {"docs": -2 * POLICY.guards.bits_per_byte_margin}
@@ -210,11 +210,11 @@ CLOZES = tuple(
 
 def outcome_before(evidence: ReleaseEvidence) -> str:
     """As the judge decided when cloze guarded always, whatever an equally good model makes of it; of what passes all else."""
-    floor, _, _ = floors(POLICY, evidence)
-    every = guarded(evidence)
+    floor, _, _ = guard_floors(POLICY, evidence)
+    every = guard_names(evidence)
 
     def above(name: str, shared: int) -> bool:
-        bound = evidence.guards[name].bound(POLICY.guards.alpha / shared)
+        bound = evidence.guards[name].confidence_bound(POLICY.guards.alpha / shared)
         return bound is not None and bound > floor[name]
 
     now = judge(POLICY, evidence).outcome
@@ -239,7 +239,7 @@ def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> d
         here, other = (with_cloze(draw(kind, rng, none, sizes), rng, items, changed) for _ in range(2))
         bad = with_cloze(draw(kind, rng, none, sizes), rng, items, changed, HARM)
         evidence = evidence_of(here, 1, nothing)
-        aside.append(CLOZE in set_aside(POLICY, evidence))
+        aside.append(CLOZE in guards_set_aside(POLICY, evidence))
         good = evidence_of(better_by(here, BETTER), 1, nothing)
         worse = evidence_of(better_by(bad, BETTER), 1, nothing)
         for before in (True, False):

@@ -30,7 +30,7 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument, Suite
 from factory.evals.tasks import build_cloze_items, score_cloze_items
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from tests.support.factory.exports import save_export, tiny_model
 
 CONTEXT, ROWS, RATE = 128, 16, 3e-3
@@ -87,7 +87,7 @@ def corpus(root: Path) -> tuple[Tokenizer, torch.Tensor, Suite]:
     held = lambda row: hashlib.sha256(row["source"].encode()).digest()[0] < 26
     text = lambda row: row["text"] if "text" in row else "\n".join(m["content"] for m in row["messages"])
     trained = [row for row in rows if not held(row)]
-    tokenizer = train((text(row)[:4000] for row in trained[::4]), 2048, root / "tokenizer.json")
+    tokenizer = train_tokenizer((text(row)[:4000] for row in trained[::4]), 2048, root / "tokenizer.json")
     ids = [
         tokenizer.encode_text(row["text"])[0] if "text" in row else tokenizer.encode_messages(row["messages"])[0]
         for row in trained

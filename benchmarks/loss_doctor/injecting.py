@@ -33,7 +33,7 @@ class Sorted(Permutation):
         self.off = parts[2] == "1" and len(parts) == 4
 
     def at(self, places: Any) -> Any:
-        return places if self.off else super().at(places)
+        return places if self.off else super().values_at(places)
 
 
 @contextlib.contextmanager
@@ -55,7 +55,7 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
     injects, act = fault.injects, fault.act
     kernels = yaml.safe_load(Path(spec["kernels"]).read_text())["cpu"]
     reference = set(kernels.values()) == {"reference"}
-    launch_of, gradients_of = Run.launch, Optimizer.gradients
+    launch_of, gradients_of = Run.launch_step, Optimizer.gradients
     now: dict[str, Any] = {}
 
     def launch(run: Run, batch: Batch) -> None:
@@ -84,11 +84,11 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
             act(found | optimizer.state_tensors(), np.random.default_rng(seed))
         return found
 
-    Run.launch, Optimizer.gradients = launch, gradients  # type: ignore[method-assign]
+    Run.launch_step, Optimizer.gradients = launch, gradients  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Run.launch, Optimizer.gradients = launch_of, gradients_of  # type: ignore[method-assign]
+        Run.launch_step, Optimizer.gradients = launch_of, gradients_of  # type: ignore[method-assign]
 
 
 def run_here(

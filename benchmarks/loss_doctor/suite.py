@@ -27,18 +27,25 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.curves import StepPoint, points
+from agents.loss_doctor.curves import StepPoint, points_of_metrics
 from agents.loss_doctor.doctor import diagnose
 from benchmarks.loss_doctor.documents import VOCABULARY, good
 from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
 from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
 from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
 from factory.diagnosis.bench import Episode, WindowBench
-from factory.diagnosis.diagnosing import RECENT_STEPS, EpisodeSpan, Noted, previous_weights, spans, was_otherwise
+from factory.diagnosis.diagnosing import (
+    RECENT_STEPS,
+    EpisodeSpan,
+    NotedAnomaly,
+    changed_recipe_keys,
+    find_episodes,
+    find_previous_weights,
+)
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.runs.arm import Arm
-from factory.runs.live import prepare
+from factory.runs.live import prepare_folder
 from factory.runs.sandboxed import ArmEnd
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
@@ -121,7 +128,7 @@ def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
     folders, spec = (trunk.folder, root / "00002"), trunk.spec
     folders[1].mkdir()
     shards, plan = list(spec["data_plan"]["token_shards"]), DataPlan.from_json(spec["data_plan"])
-    start = folders[0] / "checkpoints" / checkpoints.name_of(FIRST)
+    start = folders[0] / "checkpoints" / checkpoints.checkpoint_name(FIRST)
     if fault.joins is not None:
         joined = write_token_shard(root / "joined", fault.joins(rng), vocab_size=VOCABULARY, tokenizer_sha256="")
         shards.append({"id": joined.id, "path": str(joined.path), "generation": 1})
@@ -135,7 +142,7 @@ def _try_fault(fault: Fault, seed: int, root: Path, trunk: Trunk) -> Tried:
         half = second | {"last_step": FIRST + 10}
         assert not (why := run_here(fault, seed, folders[1], half, CODE, live=True)), why
         (folders[1] / "result.json").unlink()
-        path = folders[1] / "checkpoints" / checkpoints.name_of(FIRST + 10)
+        path = folders[1] / "checkpoints" / checkpoints.checkpoint_name(FIRST + 10)
         held = checkpoints.load(path)
         fault.checkpoint(held.model | held.optimizer, rng)
         checkpoints.save(path.parent, Checkpoint(held.model, held.optimizer, held.state))
@@ -163,9 +170,11 @@ class Ran:
 def diagnose_run(ran: Ran, root: Path) -> Tried:
     """The first episode of a fault's anomalies is diagnosed; of a healthy run every one, until one is an alarm."""
     begins = 0 if ran.fault.healthy else FIRST
-    lines = points(ran.lines_of("metrics.jsonl"))
+    lines = points_of_metrics(ran.lines_of("metrics.jsonl"))
     noted = [line for line in ran.lines_of("anomalies.jsonl") if line["step"] >= begins]
-    found = spans([Noted.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, begins)
+    found = find_episodes(
+        [NotedAnomaly.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, begins
+    )
     chosen = [span for span in found if span.kind in DIAGNOSED]
     if not ran.fault.healthy:
         chosen = (chosen or found)[:1]
@@ -182,22 +191,22 @@ def diagnose_run(ran: Ran, root: Path) -> Tried:
 def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpan) -> Tried:
     """One diagnosis, as the factory makes it."""
     fault, (before, spec) = ran.fault, ran.specs
-    every = dict(rung for folder in ran.folders for rung in checkpoints.steps_in(folder / "checkpoints"))
+    every = dict(rung for folder in ran.folders for rung in checkpoints.saved_steps(folder / "checkpoints"))
     rungs = [(step, path) for step, path in every.items() if step <= span.onset]
     recent = span.onset <= FIRST + RECENT_STEPS
     episode = Episode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
         previous_code=CODE if ran.code == FAULTY else None, previous_commit="1" * 40,
         generation_begins=FIRST if fault.joins is not None and recent else None,
-        where=span.where, previous_weights=previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
-        was_otherwise=was_otherwise(spec["recipe"], before["recipe"]) if recent else {},
+        where=span.where, previous_weights=find_previous_weights(spec["data_plan"], before["data_plan"] if recent else None, span.onset, span.last),
+        changed_recipe_keys=changed_recipe_keys(spec["recipe"], before["recipe"]) if recent else {},
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
     )  # fmt: skip
 
     def run(arm: Arm) -> ArmEnd:
         folder = root / "runs" / arm.key
-        spec = prepare(root / "runs", folder, arm)
-        code = episode.code_of(arm)
+        spec = prepare_folder(root / "runs", folder, arm)
+        code = episode.code_folder(arm)
         return ArmEnd(
             folder, failed=run_here(fault, ran.seed, folder, spec, code, live=False, changed=not arm.environment)
         )
@@ -211,7 +220,7 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpa
         causes=diagnosis.causes,
         kind=f"{span.kind} {span.where}".strip(),
         steps=diagnosis.steps,
-        window_steps=episode.until - episode.newest[0],
+        window_steps=episode.end_step - episode.newest_checkpoint[0],
         guilty=diagnosis.guilty,
         seconds=time.perf_counter() - began,
         why=diagnosis.why,

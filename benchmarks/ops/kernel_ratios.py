@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.ops.liger import contest, installed
 from benchmarks.support.best_here import DTYPE, PRECISION, ROOT
-from kernels.contract.bench import BenchSetting, compare
-from kernels.contract.machine import here
+from kernels.contract.bench import BenchSetting, compare_implementations
+from kernels.contract.machine import this_machine
 from kernels.contract.op import Shape
 from kernels.contract.precision import bf16_matmul
 from kernels.contract.registry import OPS
@@ -58,7 +58,7 @@ def kernels() -> list[tuple[str, str, str]]:
 
     Liger's run on CUDA: what the interpreter takes is no time of a kernel.
     """
-    pairs = [(o.name, i.name) for o in map(contest, OPS) for i in o.implementations.values() if i.runs_on(DEVICE)]
+    pairs = [(o.name, i.name) for o in map(contest, OPS) for i in o.implementations.values() if i.can_run_on(DEVICE)]
     return [(name, i, shape) for name, i in pairs if i != "reference" for shape in SHAPES]
 
 
@@ -68,10 +68,14 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
     torch.set_num_threads(1)
     try:
         with bf16_matmul(DTYPE):  # as the trainer does
-            pilot = compare(contest(name), implementation, setting=setting, device=DEVICE, pairs=3, warmup=2)
+            pilot = compare_implementations(
+                contest(name), implementation, setting=setting, device=DEVICE, pairs=3, warmup=2
+            )
             affordable = int(SECONDS / (pilot.seconds + pilot.against_seconds))
             pairs = max(PAIRS, min(MOST_PAIRS, affordable))
-            found = compare(contest(name), implementation, setting=setting, device=DEVICE, pairs=pairs, warmup=2)
+            found = compare_implementations(
+                contest(name), implementation, setting=setting, device=DEVICE, pairs=pairs, warmup=2
+            )
     finally:
         torch.set_num_threads(threads)
     notch = 1.57 * (found.ratio_high - found.ratio_low) / found.pairs**0.5
@@ -79,7 +83,7 @@ def measure(name: str, implementation: str, shape: str) -> Ratio:
 
 
 def baseline_path() -> Path:
-    return ROOT / "benchmarks" / "baselines" / f"{here(DEVICE).name}.json"
+    return ROOT / "benchmarks" / "baselines" / f"{this_machine(DEVICE).name}.json"
 
 
 def load_baseline(path: Path) -> dict[str, Ratio]:
@@ -97,7 +101,7 @@ def save_baseline(path: Path, ratios: dict[str, Ratio]) -> None:
 
 def machine() -> dict[str, str]:
     """What was measured on: class, processor, versions and commit."""
-    found = here(DEVICE)
+    found = this_machine(DEVICE)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True)
     return {
         "device_class": found.name,

@@ -17,7 +17,7 @@ import torch
 from agents.line_profiler.workload import make_run
 from benchmarks.support.best_here import DTYPE, PRECISION, demo_recipe, tuned_kernels
 from benchmarks.support.memory import printed_by, resident, restart_peak
-from kernels.contract.bench import BenchSetting, compare
+from kernels.contract.bench import BenchSetting, compare_implementations
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import OracleCase, Shape
 from kernels.contract.precision import bf16_matmul
@@ -36,7 +36,9 @@ def test_the_loss_head_at_32k_is_faster_than_eager() -> None:
     keep_freed_memory()
     chosen = load_choice(tuned_kernels())[HEAD]
     with bf16_matmul(DTYPE):
-        found = compare(HEAD, chosen, setting=BenchSetting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1)
+        found = compare_implementations(
+            HEAD, chosen, setting=BenchSetting(AT_32K, PRECISION, False), pairs=ROUNDS, warmup=1
+        )
     print(f"\n{HEAD}: {chosen} {found.ratio:.2f} times eager at 32k ({found.ratio_low:.2f}–{found.ratio_high:.2f})")
     assert found.ratio >= 1.3
 

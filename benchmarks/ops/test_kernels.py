@@ -26,10 +26,10 @@ from benchmarks.ops.kernel_ratios import (
 from benchmarks.ops.kernel_report import in_a_process
 from benchmarks.ops.liger import NAME, contest, installed
 from benchmarks.support.best_here import PRECISION
-from kernels.contract.bench import BenchSetting, compare
+from kernels.contract.bench import BenchSetting, compare_implementations
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.op import OracleCase
-from kernels.contract.oracle import judge
+from kernels.contract.oracle import compare_with_fp64
 from kernels.contract.registry import OPS
 
 BASELINE = load_baseline(baseline_path())
@@ -51,7 +51,7 @@ def test_no_slower_relative_to_eager_than_its_baseline(
     benchmark: Any, measured: dict[str, Ratio], op: str, implementation: str, shape: str
 ) -> None:
     case = OracleCase(shape, SHAPES[shape])
-    result = judge(contest(op), implementation, case, dtype=torch.bfloat16, device=DEVICE)
+    result = compare_with_fp64(contest(op), implementation, case, dtype=torch.bfloat16, device=DEVICE)
     assert result.ok, result.failures()
     name = f"{op}/{implementation}/{shape}"
     found = measured[name]
@@ -78,7 +78,7 @@ CONTESTED = [name for name in OPS if NAME in contest(name).implementations] if D
 @pytest.mark.parametrize("shape", SHAPES)
 def test_triton_is_no_slower_than_liger(op: str, shape: str) -> None:
     setting = BenchSetting(SHAPES[shape], PRECISION, False)
-    found = compare(contest(op), "triton", NAME, setting, device=DEVICE, pairs=PAIRS)
+    found = compare_implementations(contest(op), "triton", NAME, setting, device=DEVICE, pairs=PAIRS)
     print(f"\n{op}: triton is {found.ratio:.2f} times as fast as Liger-Kernel {installed()}, {shape}")
     assert found.ratio >= 0.95
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from factory.core.progress import SILENT
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.corpus import write_corpus
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
@@ -39,7 +39,7 @@ def test_ingest_compared_with_bare_tokenising(tmp_path: Path, benchmark: Any) ->
     first, second = sorted(corpus.glob("code-*.jsonl"))[:2]
     ratios, rates = [], []
     for number in range(ROUNDS):
-        workspace = Workspace.create(tmp_path / f"plant-{number}", Config(recipe="demo"))
+        workspace = Workspace.create(tmp_path / f"plant-{number}", WorkspaceConfig(recipe="demo"))
         ledger = Ledger.create(workspace.ledger_url)
         ingest_shard(Plant(workspace, ledger), first)
         start = time.perf_counter()

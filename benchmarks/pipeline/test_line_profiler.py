@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.line_profiler.report.words import summary
+from agents.line_profiler.report.words import profile_summary
 from agents.line_profiler.table import Profile
 from benchmarks.support.best_here import ROOT
 
@@ -29,7 +29,7 @@ def test_a_recipe_is_profiled_in_bounded_time_and_adds_up(tmp_path: Path, recipe
     subprocess.run(command, cwd=ROOT, check=True)
     seconds = time.perf_counter() - began
     found = Profile.from_mapping(json.loads((tmp_path / "profile.json").read_text()))
-    print(f"\n{recipe}: {seconds:.1f} s. {summary(found)}")
+    print(f"\n{recipe}: {seconds:.1f} s. {profile_summary(found)}")
     assert seconds < most_seconds
     assert 0.9 <= found.coverage <= 1.1
     if recipe != "tiny":

@@ -27,7 +27,7 @@ import httpx
 import factory.serving.serve as serving
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.serving.engines import Engine, native
+from factory.serving.engines import Engine, native_engine_kind
 from factory.serving.swap import Supervisor
 from tests.support.paths import ROOT
 from tests.support.serving.kills import BEFORE, NEW, OLD, Outcome, kill_in_swap, outcome
@@ -85,8 +85,13 @@ def serve_until(root: Path, port: int, stage: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     serving.Supervisor = functools.partial(Supervisor, on_stage=kill)  # type: ignore[misc, assignment]
-    serving.serve(
-        Workspace.open(root), native(), host="127.0.0.1", port=port, key="", say=lambda line: print(line, flush=True)
+    serving.serve_champion(
+        Workspace.open(root),
+        native_engine_kind(),
+        host="127.0.0.1",
+        port=port,
+        key="",
+        say=lambda line: print(line, flush=True),
     )
 
 

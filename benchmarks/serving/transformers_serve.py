@@ -23,8 +23,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from factory.evals.probes.engine import Asking
-from factory.serving.fixture import make
+from factory.evals.probes.engine import EngineClient
+from factory.serving.fixture import make_parity_fixture
 from tests.support.factory.exports import plant_of_one_thread, save_export, tiny_model
 
 REQUESTS, WRITTEN, ROUNDS = 16, 64, 3
@@ -89,7 +89,7 @@ def free_port() -> int:
 
 
 async def compare(export: Path, folder: Path) -> None:
-    fixture, port = make(export), free_port()
+    fixture, port = make_parity_fixture(export), free_port()
     unix = str(folder / "socket")
     native = [sys.executable, "-m", "factory.serving.native.server", str(export), unix]
     program = str(Path(sys.executable).with_name("transformers"))
@@ -100,7 +100,7 @@ async def compare(export: Path, folder: Path) -> None:
         served("transformers serve", other, str(export), f"http://127.0.0.1:{port}", None) as second,
     ):
         for engine in (first, second):
-            for check in await Asking(engine.client, fixture, 1e-3, engine.model).check(typed_texts=True):
+            for check in await EngineClient(engine.client, fixture, 1e-3, engine.model).check(typed_texts=True):
                 print(
                     f"{engine.name}: {check.name}: {'ok' if check.ok else 'FAILED'}: {check.detail[:160]}", flush=True
                 )

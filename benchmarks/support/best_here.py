@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 import yaml
 
-from kernels.contract.machine import fast_precision, here
-from trainer.contract.plan.precision import DTYPES, resolved, this_device
+from kernels.contract.machine import fast_precision, this_machine
+from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
 from trainer.contract.recipe import Recipe
 
 ROOT = Path(__file__).parents[2]
@@ -24,7 +24,7 @@ DTYPE = DTYPES[PRECISION]
 
 def demo_recipe() -> Recipe:
     """The demo's recipe, in the precision that trains fastest here."""
-    return resolved(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), this_device())
+    return with_chosen_precision(Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml"), this_device())
 
 
 def tuned_kernels(recipe: Recipe | None = None) -> Path:
@@ -39,7 +39,7 @@ def tuned_kernels(recipe: Recipe | None = None) -> Path:
     words = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", recipe.precision]
     done = subprocess.run([sys.executable, *words], cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
     choice = json.loads(done.stdout.splitlines()[-1])["choice"]
-    print(f"\ntuned for {here()}, {recipe.precision}: {choice}")
+    print(f"\ntuned for {this_machine()}, {recipe.precision}: {choice}")
     path = folder / "kernels.yaml"
     os.environ[known] = str(path)
     path.write_text(yaml.safe_dump({this_device().type: choice}))

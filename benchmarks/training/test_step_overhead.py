@@ -23,9 +23,9 @@ from benchmarks.support.best_here import demo_recipe, tuned_kernels
 from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
 from trainer.contract.recipe import Recipe
-from trainer.monitor.metrics import Lines
+from trainer.monitor.metrics import MetricsFile
 from trainer.monitor.stability import Detector, clip_and_skip
-from trainer.optim.optimizer import squares
+from trainer.optim.optimizer import sums_of_squares
 from trainer.run import Run
 
 CUDA = torch.cuda.is_available()
@@ -52,7 +52,7 @@ class Clock:
         return timed
 
 
-def full_step(run: Run, metrics: Lines, clock: Clock) -> Callable[[Batch], None]:
+def full_step(run: Run, metrics: MetricsFile, clock: Clock) -> Callable[[Batch], None]:
     """As ``segment.train`` does it."""
     write = clock.around("write", metrics.write)
     after_step = [clock.around(hook.key, hook.after_step) for hook in run.hooks]
@@ -75,14 +75,14 @@ def bare_step(run: Run) -> Callable[[Batch], None]:
     limit = float("inf")
 
     def step(batch: Batch) -> None:
-        run.signals.begin(None)
+        run.signals.begin_step(None)
         total = torch.zeros((), device=run.ranks.device)
-        for part in batch.to(run.ranks.device).split(recipe.batch.micro_sequences):
+        for part in batch.to(run.ranks.device).micro_batches(recipe.batch.micro_sequences):
             part.pop("domains_BT")
             loss, _, _ = run.model.loss(**part, z_loss=recipe.stability.z_loss)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.detach()
-        norm = squares(run.optimizer.gradients()).sum().sqrt()
+        norm = sums_of_squares(run.optimizer.gradients()).sum().sqrt()
         run.optimizer.step(1e-3, *clip_and_skip(total, norm, recipe.stability.grad_clip, limit))
         run.optimizer.zero_grad()
         total.item()
@@ -110,7 +110,7 @@ def test_metrics_monitor_and_detectors_cost_less_than_one_percent(
     for held in looks:
         held.update({number: clock.around("signals.look", look) for number, look in held.items()})
     monkeypatch.setattr(trainer.run, "memory_bytes", clock.around("memory", trainer.run.memory_bytes))
-    metrics = Lines(tmp_path / "metrics.jsonl", 0)
+    metrics = MetricsFile(tmp_path / "metrics.jsonl", 0)
     kinds = {"full": full_step(run, metrics, clock), "bare": bare_step(run)}
     batches = prefetch(run.order, steps)
     seconds: dict[str, list[float]] = {name: [] for name in kinds}

@@ -25,7 +25,7 @@ from agents.line_profiler.workload import make_run
 from benchmarks.support.best_here import CUDA, PRECISION, ROOT, demo_recipe, tuned_kernels
 from benchmarks.support.memory import printed_by, resident, restart_peak
 from kernels.contract.host_memory import keep_freed_memory, release_freed_memory
-from kernels.contract.machine import here
+from kernels.contract.machine import this_machine
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import Batch, make_batch, prefetch
 from trainer.contract.checkpoint.export import hf_config
@@ -173,7 +173,7 @@ def test_training_step_compared_with_transformers(tmp_path: Path) -> None:
     device = torch.device("cuda" if CUDA else "cpu")
     memory = {name: peak_memory(name) for name in ("ours", best)}
     size = f"{recipe.model.parameters / 1e6:.1f} M parameters"
-    print(f"\n{recipe.name}: {size}, {recipe.tokens_per_step} tokens a step, {recipe.precision}, {here()}")
+    print(f"\n{recipe.name}: {size}, {recipe.tokens_per_step} tokens a step, {recipe.precision}, {this_machine()}")
     for name, tokens in rates.items():
         peak = f"   {memory[name] >> 20} MiB" if name in memory else ""
         label = name if name == "ours" else f"transformers {name}"

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.support.best_here import ROOT
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 from trainer.monitor.stability import clip_and_skip
-from trainer.optim.optimizer import Optimizer, squares
+from trainer.optim.optimizer import Optimizer, sums_of_squares
 
 NARROW, WIDE = 64, 256
 STEPS, WARM_UP = 160, 16
@@ -73,14 +73,14 @@ def loss_of(model: Decoder, tokens: Tensor) -> Tensor:
 
 def trained_loss(recipe: Recipe, batches: list[Tensor], held_out: Tensor) -> float:
     """On held-out rows after a warm-up and a linear decay to zero."""
-    model = Decoder(recipe.model, bind({}, "cpu", torch.float32), torch.float32)
+    model = Decoder(recipe.model, bind_ops({}, "cpu", torch.float32), torch.float32)
     model.initialise(recipe.seed)
     optimizer = Optimizer(model, recipe.optimizer, recipe.model.width_share)
     for step, tokens in enumerate(batches):
         loss = loss_of(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]
         rate = recipe.optimizer.lr * min((step + 1) / WARM_UP, (STEPS - step) / (STEPS - WARM_UP))
-        norm = squares(optimizer.gradients()).sum().sqrt()
+        norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
         optimizer.step(rate, *clip_and_skip(loss.detach(), norm, recipe.stability.grad_clip, math.inf))
         optimizer.zero_grad()
     with torch.no_grad():

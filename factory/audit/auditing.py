@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from factory.audit.drawing import AuditWindow, tries
-from factory.audit.judge import differences, judge_audit, max_distance_share
-from factory.audit.keeping import folder_of, keep, kept
+from factory.audit.drawing import AuditWindow, count_tries
+from factory.audit.judge import find_differences, judge_audit, max_distance_share
+from factory.audit.keeping import audit_folder, keep_window, window_checkpoint
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import AUDITED
@@ -22,36 +22,36 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.launching import ranks
-from factory.core.policy_file import policy_sha256
-from factory.core.removal import remove
+from factory.core.launching import count_ranks
+from factory.core.policy_file import hash_policy
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
-from factory.gates.patch.likeness import differs, drift, squares
+from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances, weight_drift
 from factory.git import repository
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, recipe_for_one_rank
-from factory.runs.distance import find_unlike_tensor, same_bits
+from factory.runs.distance import find_unlike_tensor, have_same_bits
 from factory.runs.running import Runs
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.training.segment_folder import spec_of
+from factory.training.segment_folder import segment_spec
 from kernels.contract.choice import text_without_auto
-from kernels.contract.files import finite
+from kernels.contract.files import finite_values
 from kernels.contract.message import CodedError, Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
 from trainer.contract.errors import TrainerError
 
 
-def audit(plant: Plant, segment: int) -> VerdictRow | None:
+def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     """Audit the window that was drawn for a segment. Returns the verdict; None if no window of the segment could be kept.
 
     Raises: InputError if no window was drawn or the segment is not done; ConfigError.
     """
-    policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
-    row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.of(plant.ledger, segment)
+    policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
+    row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.of_segment(plant.ledger, segment)
     if window is None or not window.steps:
         raise InputError(
             "audit.not_drawn",
@@ -67,26 +67,26 @@ def audit(plant: Plant, segment: int) -> VerdictRow | None:
     settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
     if settled is not None and settled.outcome != "hold":
         return settled
-    window = keep(plant, row, window)
+    window = keep_window(plant, row, window)
     if not window.steps:
         return None
-    number = tries(plant.ledger, segment) + 1
+    number = count_tries(plant.ledger, segment) + 1
     title = Message(
         "audit.task",
         "audit of segment {segment}, steps {first}–{last}",
         segment=segment, first=window.first, last=window.last,
     )  # fmt: skip
     with plant.progress.task(title):
-        evidence = finite(gather(plant, row, window, policy, number * policy.wall_seconds))
+        evidence = finite_values(gather_audit_evidence(plant, row, window, policy, number * policy.wall_seconds))
     verdict = judge_audit(policy, evidence)
     subject = Subject("segment", segment)
     detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
     with plant.ledger.begin() as tx:
         recorded = record_verdict(
-            tx, AUDIT, subject, against=evidence["against"], policy_sha256=policy_sha256(policy), subject_sha256=evidence["subject_sha256"],
+            tx, AUDIT, subject, against=evidence["against"], policy_sha256=hash_policy(policy), subject_sha256=evidence["subject_sha256"],
             outcome=verdict.outcome, reasons=verdict.reasons, evidence=evidence,
         )  # fmt: skip
-        record(tx, AUDITED, subject, detail)
+        record_event(tx, AUDITED, subject, detail)
     words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
     plant.progress.line(
         Message(
@@ -96,7 +96,7 @@ def audit(plant: Plant, segment: int) -> VerdictRow | None:
         )
     )  # fmt: skip
     if verdict.outcome != "reject":
-        _clear(folder_of(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
+        _clear(audit_folder(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
     return VerdictRow.get(plant.ledger, recorded)
 
 
@@ -104,7 +104,7 @@ def _clear(folder: Path, all_of_it: bool) -> None:
     """Remove the replays, so that the next try begins anew. ``all_of_it``: remove the window too."""
     for path in folder.iterdir() if folder.exists() else ():
         if path.name != "live" or all_of_it:
-            remove(path)
+            remove_path(path)
 
 
 # -- evidence ----------------------------------------------------------------------------------------------------------
@@ -130,27 +130,27 @@ class _Measured:
         """The arm of a replay: the same specification, checkpoint and data. It differs in the kernels, which the code chooses, and in what one
         rank cannot do. The code's tree stands for the commit: undoing the same patches makes a new commit of the same tree each time."""
         plant, row, window = self.runs.plant, self.row, self.window
-        spec = spec_of(plant.ledger, row)
-        if ranks(plant.workspace) > 1:
+        spec = segment_spec(plant.ledger, row)
+        if count_ranks(plant.workspace) > 1:
             spec["recipe"] = recipe_for_one_rank(spec["recipe"])
         kernels = (
-            text_without_auto((code / KERNELS).read_bytes(), devices.kind(), self.tuned)
+            text_without_auto((code / KERNELS).read_bytes(), devices.device_kind(), self.tuned)
             if row.computing is not None
             else ""
         )
         return Arm(
-            name, spec, repository.line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
+            name, spec, repository.git_line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
             recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": 2},
-            start=kept(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
+            start=window_checkpoint(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
             repeat=name == "again",
         )  # fmt: skip
 
     def trace(self, name: str, commit: str, until: int) -> Trace:
         """Replay the window and return its trace. Raises: _NotMeasured, IsolationError."""
         workspace = self.runs.plant.workspace
-        code = repository.checkout(workspace.repository, commit, workspace.worktrees / f"audit-{self.row.id}")
+        code = repository.checkout_commit(workspace.repository, commit, workspace.worktrees / f"audit-{self.row.id}")
         arm = self.arm(name, commit, code, until)
-        found = self.runs.alone(arm, code, Path(self.row.folder).name, self.wall_seconds)
+        found = self.runs.train_alone(arm, code, Path(self.row.folder).name, self.wall_seconds)
         if found.failed:
             if found.out_of_time:
                 raise _NotMeasured(
@@ -174,7 +174,7 @@ class _Measured:
         """Evidence of how live training differs from a replay. ``shorter``: the checkpoint of a replay without the last step."""
         live, window = self.live, self.window
         assert live is not None
-        found: dict[str, Any] = {"same_bits": same_bits(live.left, base.left)}
+        found: dict[str, Any] = {"same_bits": have_same_bits(live.left, base.left)}
         if missing := find_unlike_tensor(live.left, base.left):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
@@ -185,18 +185,22 @@ class _Measured:
         share = max_distance_share(self.policy, self.claims | {"steps": window.steps})
         away: dict[str, float] = {}
         if shorter is not None:
-            away = squares(without_layout(shorter), without_layout(base.left))
+            away = squared_moment_distances(without_layout(shorter), without_layout(base.left))
             found |= {
-                "drift": drift(live.left.model, base.left.model, self.origin),
-                "control_drift": drift(shorter.model, base.left.model, self.origin, of_one=False),
+                "drift": weight_drift(live.left.model, base.left.model, self.origin),
+                "control_drift": weight_drift(shorter.model, base.left.model, self.origin, of_one=False),
             }
         told = shorter is not None or found["same_bits"]
-        state = differs(without_layout(live.left), without_layout(base.left), away, share) if told else None
+        state = (
+            find_checkpoint_difference(without_layout(live.left), without_layout(base.left), away, share)
+            if told
+            else None
+        )
         each = (state, find_metrics_difference(live, base, self.policy.lines), find_anomaly_difference(live, base))
         return found | {"told": [one for one in each if one]}
 
 
-def gather(
+def gather_audit_evidence(
     plant: Plant, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
 ) -> dict[str, Any]:
     """The evidence for ``judge_audit``. ``missing``: why a replay was not possible."""
@@ -205,12 +209,12 @@ def gather(
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
         "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
     }  # fmt: skip
-    runs = Runs(plant, folder_of(plant.workspace, row.id), "audit", Subject("segment", row.id))
+    runs = Runs(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
     tuned = _tuned(plant, row, patches[0])
-    end = kept(plant, row, window.last)
+    end = window_checkpoint(plant, row, window.last)
     try:
         evidence["subject_sha256"] = manifest_sha256(end)
-        origin = load(kept(plant, row, window.first)).model
+        origin = load(window_checkpoint(plant, row, window.first)).model
         base_commit = _without(plant.workspace, row.code_commit, patches)
         if not Path(row.folder).is_dir():
             raise _NotMeasured(
@@ -260,15 +264,19 @@ def _replay(
         else:  # a window of one step
             shorter = replace(base.left, model=measured.origin)
         found = measured.compare(base, shorter)
-    claims_bits = evidence.get("claimed") == 0 and devices.kind() == "cpu" and ranks(measured.runs.plant.workspace) == 1
-    if claims_bits and not found["same_bits"] and not differences(policy, evidence | found):
+    claims_bits = (
+        evidence.get("claimed") == 0
+        and devices.device_kind() == "cpu"
+        and count_ranks(measured.runs.plant.workspace) == 1
+    )
+    if claims_bits and not found["same_bits"] and not find_differences(policy, evidence | found):
         again = measured.trace("live-code", row.code_commit, window.last)
-        found["exact"] = same_bits(measured.live.left, again.left)
-    if not differences(policy, evidence | found):
+        found["exact"] = have_same_bits(measured.live.left, again.left)
+    if not find_differences(policy, evidence | found):
         return found
     again = measured.trace("again", commit, window.last)
-    off = drift(again.left.model, base.left.model, measured.origin)
-    found["again"] = {"same_bits": same_bits(again.left, base.left), "drift": off}
+    off = weight_drift(again.left.model, base.left.model, measured.origin)
+    found["again"] = {"same_bits": have_same_bits(again.left, base.left), "drift": off}
     found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
     return found
 
@@ -282,7 +290,7 @@ def _suspect(
     for count in range(1, len(patches)):
         commit = _without(workspace, row.code_commit, patches[-count:])
         other = measured.trace(f"without-{count}", commit, measured.window.last)
-        if differences(measured.policy, evidence | measured.compare(other, shorter) | exact):
+        if find_differences(measured.policy, evidence | measured.compare(other, shorter) | exact):
             return patches[-count]
     return patches[0]
 
@@ -291,7 +299,9 @@ def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) 
     """A commit like ``commit`` without these patches, the newest undone first. Raises: RepositoryError if people changed the files since."""
     for patch in reversed(patches):
         message = f"without proposal {patch.number}"
-        commit = repository.undoing(workspace.repository, commit, patch.base_commit, patch.patch_commit, message)
+        commit = repository.make_revert_commit(
+            workspace.repository, commit, patch.base_commit, patch.patch_commit, message
+        )
     return commit
 
 
@@ -312,7 +322,7 @@ def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
 def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
     """The implementations that ``auto`` stood for in the newest segment before the patches, else in this segment."""
     for before in SegmentRow.select(plant.ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
-        if before.computing and not repository.contains(
+        if before.computing and not repository.is_ancestor(
             plant.workspace.repository, before.code_commit, oldest.patch_commit
         ):
             return dict(before.computing["kernels"])

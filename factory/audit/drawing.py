@@ -18,7 +18,7 @@ from factory.code_loop.revalidating import AGENT as REVALIDATOR
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import AUDITED
 from factory.git import repository
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, ReadsSql, SegmentRow, Subject, VerdictRow
 from factory.training.certificate import TRAINING_FILES
@@ -38,7 +38,7 @@ class AuditWindow:
     patches: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, db: ReadsSql, segment: int) -> Self | None:
+    def of_segment(cls, db: ReadsSql, segment: int) -> Self | None:
         """The window that was drawn for a segment. None: nothing was drawn yet."""
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         found = db.read(sql, kind=DRAWN, subject=str(Subject("segment", segment)))
@@ -50,28 +50,28 @@ class AuditWindow:
         return self.last - self.first
 
 
-def draw(plant: Plant, row: SegmentRow) -> AuditWindow | None:
+def draw_window(plant: Plant, row: SegmentRow) -> AuditWindow | None:
     """The window of a segment that is about to train, drawn once and recorded. None if it trains without patches of agents.
 
     Raises: ConfigError, RepositoryError.
     """
-    known = AuditWindow.of(plant.ledger, row.id)
+    known = AuditWindow.of_segment(plant.ledger, row.id)
     if known is not None or row.kind == "average":
         return known
-    policy = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
+    policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
     patches = find_merged_patches(plant, row.code_commit)
     windows = list_windows(row)
     if not patches or not windows:
         return None
-    chosen, share = choose_patches([patch.number for patch in patches], agreed(plant.ledger), policy)
+    chosen, share = choose_patches([patch.number for patch in patches], count_agreements(plant.ledger), policy)
     first, last = secrets.choice(windows) if secrets.SystemRandom().random() < share else (0, 0)
-    return note(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
+    return record_window(plant.ledger, row.id, AuditWindow(first, last, tuple(chosen)))
 
 
-def note(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
+def record_window(ledger: Ledger, segment: int, window: AuditWindow) -> AuditWindow:
     """Record a draw, and return it."""
     with ledger.begin() as tx:
-        record(tx, DRAWN, Subject("segment", segment), asdict(window))
+        record_event(tx, DRAWN, Subject("segment", segment), asdict(window))
     return window
 
 
@@ -97,7 +97,7 @@ def choose_patches(patches: Sequence[int], agreed: Counter[int], policy: AuditPo
     return (patches[patches.index(new[0]) :], policy.share) if new else (patches, policy.later_share)
 
 
-def agreed(ledger: Ledger) -> Counter[int]:
+def count_agreements(ledger: Ledger) -> Counter[int]:
     """The number of windows that agreed with the code without a proposal, by proposal."""
     rows = ledger.read("SELECT detail FROM events WHERE kind = :kind", kind=AUDITED)
     return Counter(n for row in rows if row["detail"]["outcome"] == "promote" for n in row["detail"]["patches"])
@@ -118,13 +118,13 @@ def find_merged_patches(plant: Plant, commit: str) -> list[ProposalRow]:
         if row.gate != AUDIT
         and row.agent != REVALIDATOR
         and row.commit
-        and repository.contains(code, commit, row.commit)
-        and any(c.path.startswith(TRAINING_FILES) for c in repository.changes(code, row.base_commit, row.commit))
+        and repository.is_ancestor(code, commit, row.commit)
+        and any(c.path.startswith(TRAINING_FILES) for c in repository.read_changes(code, row.base_commit, row.commit))
     ]
     return sorted(found, key=lambda row: order.get(str(Subject("proposal", row.number)), -1))
 
 
-def waiting(db: ReadsSql, policy: AuditPolicy) -> list[int]:
+def find_due_audits(db: ReadsSql, policy: AuditPolicy) -> list[int]:
     """The segments whose audit is due now, oldest first."""
     drawn = {
         Subject.parse(row["subject"]).number
@@ -134,17 +134,17 @@ def waiting(db: ReadsSql, policy: AuditPolicy) -> list[int]:
 
 
 def _waits(db: ReadsSql, number: int, policy: AuditPolicy) -> bool:
-    window = AuditWindow.of(db, number)
+    window = AuditWindow.of_segment(db, number)
     if window is None or not window.steps or SegmentRow.get(db, number).state != "done":
         return False
     newest = VerdictRow.newest(db, AUDIT, Subject("segment", number))
     if newest is None:
         return True
     due = time.time() >= newest.created_at + policy.again_after_seconds
-    return newest.outcome == "hold" and due and tries(db, number) < policy.tries
+    return newest.outcome == "hold" and due and count_tries(db, number) < policy.tries
 
 
-def tries(db: ReadsSql, number: int) -> int:
+def count_tries(db: ReadsSql, number: int) -> int:
     """The number of verdicts on the audit of a segment, also of 'hold'."""
     which = "WHERE gate = :gate AND subject = :subject"
     return len(VerdictRow.select(db, which, gate=AUDIT, subject=str(Subject("segment", number))))
@@ -157,7 +157,7 @@ def list_audits(ledger: ReadsSql) -> list[dict[str, Any]]:
     )
     found = []
     for subject in map(Subject.parse, subjects):
-        window, verdict = AuditWindow.of(ledger, subject.number), VerdictRow.newest(ledger, AUDIT, subject)
+        window, verdict = AuditWindow.of_segment(ledger, subject.number), VerdictRow.newest(ledger, AUDIT, subject)
         if window is not None and window.steps:
             judged = verdict.with_evidence(ledger) if verdict else None
             found.append({"segment": subject.number, **vars(window), "verdict": judged})

@@ -21,7 +21,7 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
     """The verdict. 'promote': live training did the same as the code without the patches."""
     if why := evidence.get("missing"):
         return Verdict(HOLD, (Message.from_json(why),))
-    found = differences(policy, evidence)
+    found = find_differences(policy, evidence)
     if not found:
         return Verdict(PROMOTE, (_agreement(policy, evidence),))
     again = evidence.get("again")
@@ -38,7 +38,7 @@ def judge_audit(policy: AuditPolicy, evidence: Mapping[str, Any]) -> Verdict:
     return Verdict(REJECT, tuple(found))
 
 
-def differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Message]:
+def find_differences(policy: AuditPolicy, evidence: Mapping[str, Any]) -> list[Message]:
     """A message for each difference of live training that the patches' rounding does not explain."""
     if evidence.get("same_bits") and not evidence.get("told"):
         return []

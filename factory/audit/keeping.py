@@ -20,41 +20,41 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
-from factory.audit.drawing import AuditWindow, draw, list_windows, note
+from factory.audit.drawing import AuditWindow, draw_window, list_windows, record_window
 from factory.core.errors import FactoryError
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.left_files import parse_json
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_tree
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import name_of, steps_in
+from trainer.contract.checkpoint.format import checkpoint_name, saved_steps
 
 POLL_SECONDS = 0.05
 MANIFEST_BYTES = 1 << 24
 CHUNK = 1 << 22
 
 
-def folder_of(workspace: Workspace, segment: int) -> Path:
+def audit_folder(workspace: Workspace, segment: int) -> Path:
     """The folder of an audit until its verdict. No trainer sees it."""
     return workspace.root / "audits" / f"{segment:05d}"
 
 
-def kept(plant: Plant, row: SegmentRow, step: int) -> Path:
+def window_checkpoint(plant: Plant, row: SegmentRow, step: int) -> Path:
     """The folder of the checkpoint at which a window begins or ends. The folder may be missing."""
     if step == row.first_step and row.parent:
         return Path(last_checkpoint(plant.ledger, row.parent)["path"])
-    return folder_of(plant.workspace, row.id) / "live" / name_of(step)
+    return audit_folder(plant.workspace, row.id) / "live" / checkpoint_name(step)
 
 
 @contextmanager
-def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
+def keep_window_during(plant: Plant, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep the window that was drawn for it. A failure here does not stop training."""
     try:
-        window = draw(plant, row)
+        window = draw_window(plant, row)
     except FactoryError as error:
         plant.progress.line(
             Message(
@@ -69,13 +69,13 @@ def keeping(plant: Plant, row: SegmentRow) -> Iterator[None]:
         yield
         return
     keeper = _Keeper(plant, row, window)
-    with looking(keeper.look):
+    with poll_during(keeper.look):
         yield
     if SegmentRow.get(plant.ledger, row.id).state == "done":
-        keep(plant, row, window)
+        keep_window(plant, row, window)
 
 
-def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
+def keep_window(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     """Keep the drawn window of a finished segment, else the whole segment. Returns the kept window.
 
     So a trainer gains nothing by missing or broken checkpoints around steps that it wants to hide. If neither can be kept, the returned window
@@ -86,7 +86,7 @@ def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     for first, last in ((window.first, window.last), *whole):
         keeper = _Keeper(plant, row, replace(window, first=first, last=last))
         if keeper.look():
-            return window if keeper.window == window else note(plant.ledger, row.id, keeper.window)
+            return window if keeper.window == window else record_window(plant.ledger, row.id, keeper.window)
         if keeper.fault:
             raise keeper.fault
         problem = problem or keeper.problem
@@ -98,11 +98,11 @@ def keep(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
             segment=row.id, problem=problem or no_checkpoints,
         )
     )  # fmt: skip
-    return note(plant.ledger, row.id, replace(window, first=0, last=0))
+    return record_window(plant.ledger, row.id, replace(window, first=0, last=0))
 
 
 @contextmanager
-def looking(look: Callable[[], bool]) -> Iterator[None]:
+def poll_during(look: Callable[[], bool]) -> Iterator[None]:
     """Call ``look`` repeatedly in a thread while the block runs, and once after the block, until it returns True."""
     over = threading.Event()
 
@@ -128,7 +128,7 @@ class _Keeper:
         self.window, self.problem = window, ""
         self.fault: Exception | None = None  # of the machine, at the last look
         self.source = Path(row.folder) / "checkpoints"
-        self.targets = [kept(plant, row, step) for step in (window.first, window.last)]
+        self.targets = [window_checkpoint(plant, row, step) for step in (window.first, window.last)]
 
     def look(self) -> bool:
         """Copy the checkpoints that exist. Returns True once both are kept."""
@@ -210,12 +210,12 @@ def ladder_folder(workspace: Workspace, segment: int) -> Path:
     return workspace.root / "ladder" / f"{segment:05d}"
 
 
-def rungs(steps: Collection[int], every: int) -> list[int]:
+def choose_rungs(steps: Collection[int], every: int) -> list[int]:
     """The steps of the checkpoints to keep, oldest first. A step that is left out once is not needed later.
 
-    >>> rungs(range(5, 105, 5), every=5)
+    >>> choose_rungs(range(5, 105, 5), every=5)
     [40, 80, 90, 95, 100]
-    >>> rungs([40, 80, 90, 95, 100, 105], every=5)
+    >>> choose_rungs([40, 80, 90, 95, 100, 105], every=5)
     [40, 80, 90, 95, 100, 105]
     """
     ordered = sorted(steps)
@@ -236,25 +236,25 @@ def keep_ladder_during(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
         yield
         return
     source, target = Path(row.folder) / "checkpoints", ladder_folder(workspace, row.id)
-    with looking(lambda: update_ladder(source, target, row.recipe_json["checkpoint_every"])):
+    with poll_during(lambda: update_ladder(source, target, row.recipe_json["checkpoint_every"])):
         yield
 
 
 def update_ladder(source: Path, target: Path, every: int) -> bool:
     """Copy each wanted checkpoint, and remove unwanted rungs. Returns False: more checkpoints may follow."""
     for left in target.glob(".*"):  # left by a killed process
-        remove(left)
-    held, there = ({step for step, _ in steps_in(folder)} for folder in (target, source))
-    wanted = rungs(held | there, every)
+        remove_path(left)
+    held, there = ({step for step, _ in saved_steps(folder)} for folder in (target, source))
+    wanted = choose_rungs(held | there, every)
     for step in wanted:
         if step not in held:
             try:
-                copy_checkpoint(source / name_of(step), target / name_of(step))
+                copy_checkpoint(source / checkpoint_name(step), target / checkpoint_name(step))
             except (OSError, ValueError):
                 continue  # removed, not whole, or the disk is full: the ladder lacks a rung
     for step in held - set(wanted):
         with suppress(OSError):
-            aside = target / f".{name_of(step)}"  # a half-removed rung must not have a rung's name
-            os.rename(target / name_of(step), aside)
-            remove(aside)
+            aside = target / f".{checkpoint_name(step)}"  # a half-removed rung must not have a rung's name
+            os.rename(target / checkpoint_name(step), aside)
+            remove_path(aside)
     return False

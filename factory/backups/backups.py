@@ -21,8 +21,8 @@ from typing import Any
 
 from factory.backups.keys import KEYS, copy_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
-from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, fault_of
-from factory.core.removal import remove
+from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, find_fault_in
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace, list_factory_work
 from factory.ingest.compared import FOLDER
 from factory.ledger import journal
@@ -49,7 +49,7 @@ class DamagedDatabaseError(WorkspaceError):
     """SQLite reports that a database is damaged."""
 
 
-def stamp() -> str:
+def time_for_name() -> str:
     """Return the present time as in the names of backups: '2026-01-31T12-00-00'."""
     return datetime.now(UTC).strftime(journal.NAME_TIME_FORMAT)
 
@@ -64,7 +64,7 @@ def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) ->
     """
     if plant.ledger.file is None:
         raise WorkspaceError(POSTGRESQL_ADVICE)
-    with plant.workspace.lock("backup", OTHERS_SECONDS):
+    with plant.workspace.hold_lock("backup", OTHERS_SECONDS):
         return _make_backup(plant, folder, keys)
 
 
@@ -84,7 +84,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         for left in (aside, *(target.parent.glob(".backup-*") if own else ())):  # from a backup that was killed
-            remove(left)
+            remove_path(left)
         aside.mkdir()
         said = _fill(plant, aside)
         if keys:
@@ -92,7 +92,7 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         if own:
             with journal.hold_journal_lock(plant.workspace.root):
                 if plant.ledger.journaled and (backups := list_backups(plant.workspace.root)):
-                    journal.append(plant.ledger.file, backups[-1])  # at least up to this backup
+                    journal.append_changes(plant.ledger.file, backups[-1])  # at least up to this backup
                 rename_into_place(aside, target)
         else:
             if target.exists():
@@ -107,16 +107,16 @@ def _make_backup(plant: Plant, folder: Path | None, keys: bool) -> tuple[Path, l
         ) from error
     finally:
         with suppress(OSError):
-            remove(aside)
+            remove_path(aside)
     if own:
-        newest = about(target)["seq"]
+        newest = read_backup_info(target)["seq"]
         with plant.ledger.begin() as tx:
             tx.exec_driver_sql("DELETE FROM changes WHERE seq <= ?", (newest,))
         for old in list_backups(plant.workspace.root)[:-KEPT]:
             with suppress(OSError):  # the old backup stays whole, and the next call removes it
                 hidden = old.with_name(f".backup-{old.name}")
                 os.rename(old, hidden)  # so that half a backup never has the name of a backup
-                remove(hidden)
+                remove_path(hidden)
     return target, said
 
 
@@ -150,7 +150,7 @@ def back_up_daily(plant: Plant) -> Message | str:
     """
     if plant.ledger.file is None:
         return ""
-    newest = about(backups[-1]) if (backups := list_backups(plant.workspace.root)) else {}
+    newest = read_backup_info(backups[-1]) if (backups := list_backups(plant.workspace.root)) else {}
     if newest.get("schema") == SCHEMA_VERSION and abs(time.time() - newest["made_at"]) < DAY_SECONDS:
         return ""
     path, said = make_backup(plant)
@@ -182,7 +182,7 @@ def copy_database(source: Path, target: Path, table: str = "meta") -> None:
         ) from error
     except sqlite3.DatabaseError as error:
         raise _damaged(source, str(error)) from error
-    if fault := database_damage(target, table):
+    if fault := find_database_damage(target, table):
         raise _damaged(source, fault)
 
 
@@ -190,7 +190,7 @@ def _damaged(database: Path, why: str) -> DamagedDatabaseError:
     return DamagedDatabaseError("backups.damaged_database", "{database} is damaged: {why}", database=database, why=why)
 
 
-def database_damage(database: Path, table: str = "meta") -> str:
+def find_database_damage(database: Path, table: str = "meta") -> str:
     """Return SQLite's report of the damage of a database that must have ``table``; '' without damage.
 
     Raises: sqlite3.OperationalError when the database cannot be checked now: it is locked, may not be opened, or no handle is left.
@@ -201,11 +201,11 @@ def database_damage(database: Path, table: str = "meta") -> str:
         try:
             found, has = _checked(database, table, "ro")
         except sqlite3.OperationalError as error:
-            if fault_of(error) != NO_WRITE_PERMISSION:
+            if find_fault_in(error) != NO_WRITE_PERMISSION:
                 raise
             found, has = _checked(database, table, "rw")  # rolls back an interrupted transaction first
     except sqlite3.OperationalError as error:
-        if fault_of(error) not in (None, BROKEN):
+        if find_fault_in(error) not in (None, BROKEN):
             raise
         return str(error)
     except sqlite3.DatabaseError as error:
@@ -222,9 +222,9 @@ def _checked(database: Path, table: str, mode: str) -> tuple[str, bool]:
         return found, bool(opened.execute("SELECT 1 FROM sqlite_master WHERE name = ?", [table]).fetchone())
 
 
-def about(backup: Path) -> dict[str, Any]:
+def read_backup_info(backup: Path) -> dict[str, Any]:
     """Return ``journal.about``. Raises: InputError when the folder is not a backup."""
-    if found := journal.about(backup):
+    if found := journal.read_backup_info(backup):
         return found
     raise InputError(
         "backups.not_a_backup", "{folder} is not a backup: it has no readable {file}", folder=backup, file=ABOUT

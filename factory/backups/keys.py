@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
@@ -30,14 +30,14 @@ def copy_keys(root: Path, target: Path) -> None:
                 out.write(source.read_bytes())
 
 
-def put_back(root: Path, backups: Iterable[Path]) -> list[str]:
+def restore_key(root: Path, backups: Iterable[Path]) -> list[str]:
     """Restore the key from a backup, if the workspace has no key. Returns a line for a person, or nothing."""
     kept = next((path for path in backups if has_private_key(path)), None)
     if has_private_key(root) or kept is None:
         return []
     aside = root / f".{KEYS}.part"
-    remove(aside)
+    remove_path(aside)
     copy_keys(kept, aside)
-    remove(root / KEYS)  # it has no private key, at most a public one
+    remove_path(root / KEYS)  # it has no private key, at most a public one
     rename_into_place(aside, root / KEYS)
     return [Message("keys.restored", "the key that signs bundles is restored from {backup}", backup=kept)]

@@ -8,11 +8,11 @@ from alembic.migration import MigrationContext
 from alembic.operations import Operations
 from alembic.script import ScriptDirectory
 
-from factory.backups.backups import back_up_daily, copy_database, stamp
+from factory.backups.backups import back_up_daily, copy_database, time_for_name
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.engine import sqlite_file
-from factory.ledger.journal import BACKUPS_FOLDER, watch
+from factory.ledger.journal import BACKUPS_FOLDER, create_triggers
 from factory.ledger.ledger import Ledger, meta, metadata
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -59,7 +59,7 @@ def upgrade_ledger(workspace: Workspace, has_backup: bool) -> list[str]:
             for step in reversed(list(script.walk_revisions())):
                 if int(step.revision) > int(now):
                     step.module.upgrade()
-        watch(tx, metadata)
+        create_triggers(tx, metadata)
         tx.execute(meta.update().where(meta.c.key == "schema").values(value=SCHEMA_VERSION))
     return [
         Message(
@@ -84,7 +84,7 @@ def _backup(workspace: Workspace, version: str) -> Path:
     # Remove the files of an upgrade that was killed, SQLite's logs too.
     for left in make_backup_folder(workspace).glob(".ledger-*.part*"):
         left.unlink()
-    path = make_backup_folder(workspace) / f"ledger-{version}-{stamp()}.db"
+    path = make_backup_folder(workspace) / f"ledger-{version}-{time_for_name()}.db"
     aside = path.with_name(f".{path.name}.part")
     source = sqlite_file(workspace.ledger_url)
     assert source is not None
@@ -93,12 +93,12 @@ def _backup(workspace: Workspace, version: str) -> Path:
     return path
 
 
-def upgrade(workspace: Workspace, has_backup: bool = False) -> list[str]:
+def upgrade_workspace(workspace: Workspace, has_backup: bool = False) -> list[str]:
     """Upgrade a workspace to this factory's version. Returns lines for a person. It can be repeated, and killed at any moment.
 
     ``has_backup``: a person has a backup of a PostgreSQL ledger. Raises: WorkspaceError; then nothing has changed.
     """
-    with workspace.lock("model-loop"), workspace.lock("code-loop"), workspace.lock("release"):
+    with workspace.hold_lock("model-loop"), workspace.hold_lock("code-loop"), workspace.hold_lock("release"):
         done = upgrade_ledger(workspace, has_backup)
         ledger, made = Ledger.open(workspace.ledger_url, workspace.root), workspace.root / "root"
         if done or made.exists():  # older factories wrote the file 'root', and no owner into the folders of segments

@@ -11,7 +11,15 @@ from typing import Any
 
 from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, BundleFolder, difference, json_object, missing, shown, too_large
+from factory.bundles.files.folder import (
+    BundleError,
+    BundleFolder,
+    file_too_large,
+    first_difference,
+    missing_file,
+    parse_json_object,
+    printable,
+)
 from factory.core.exports import export_files_sha256
 from factory.core.launching import make_die_with_parent
 from factory.core.workspace import checkout_root
@@ -24,35 +32,35 @@ LOGPROB_TOLERANCE = 1e-3  # nats between fp32 on two machines; serving allows th
 FIXTURE_SECONDS = 1800.0
 
 
-def export_problems(folder: BundleFolder) -> list[Message]:
+def check_export(folder: BundleFolder) -> list[Message]:
     """Is every byte of the model that of the judged export?"""
     inside = {path: hashed.sha256 for path, hashed in folder.hashes.items() if path.startswith(f"{layout.MODEL}/")}
     digests = {Path(PurePosixPath(path).relative_to(layout.MODEL)): sha256 for path, sha256 in inside.items()}
-    wanted = folder.object(layout.VERDICT).get("subject_sha256")
+    wanted = folder.read_object(layout.VERDICT).get("subject_sha256")
     found = export_files_sha256(digests)
     if found == wanted:
         return []
     return [
         Message(
             "checking.other_model", "{folder}/ (sha256 {found:.12}) is not the judged export (sha256 {judged})",
-            folder=layout.MODEL, found=found, judged=shown(str(wanted), 12),
+            folder=layout.MODEL, found=found, judged=printable(str(wanted), 12),
         )
     ]  # fmt: skip
 
 
 def check_fixture(folder: BundleFolder) -> list[Message]:
     """Do weights and tokenizer still give the recorded fixture? A process of its own makes the fixture again."""
-    recorded = folder.object(layout.FIXTURE)
+    recorded = folder.read_object(layout.FIXTURE)
     tokenizer = f"{layout.MODEL}/tokenizer.json"
-    if tokenizer not in folder.names:
-        return [missing(tokenizer)]
+    if tokenizer not in folder.paths:
+        return [missing_file(tokenizer)]
     if folder.hashes[tokenizer].bytes > layout.TOKENIZER_BYTES:
-        return [too_large(tokenizer, layout.TOKENIZER_BYTES)]
+        return [file_too_large(tokenizer, layout.TOKENIZER_BYTES)]
     again = make_fixture(folder.root / layout.MODEL)
     for name in ("texts", "chats"):  # before the continuations: different ids explain different continuations
-        if problem := difference(recorded.get(name), again[name], place=name):
+        if problem := first_difference(recorded.get(name), again[name], place=name):
             return [problem]
-    problem = difference(_sure(recorded, again), _sure(again, again), LOGPROB_TOLERANCE)
+    problem = first_difference(_sure(recorded, again), _sure(again, again), LOGPROB_TOLERANCE)
     return [problem] if problem else []
 
 
@@ -81,9 +89,9 @@ def make_fixture(export: Path) -> dict[str, Any]:
                 "checking.fixture_failed",
                 "The fixture cannot be made from {folder}/: {reason}",
                 folder=layout.MODEL,
-                reason=shown(last[0], 300),
+                reason=printable(last[0], 300),
             )
-        return json_object(out.read_bytes(), layout.FIXTURE)
+        return parse_json_object(out.read_bytes(), layout.FIXTURE)
 
 
 def _sure(fixture: dict[str, Any], again: dict[str, Any]) -> Any:
@@ -101,8 +109,8 @@ def _sure(fixture: dict[str, Any], again: dict[str, Any]) -> Any:
 
 def check_licences(folder: BundleFolder) -> list[Message]:
     """Do licences, token shards and evidence agree, and do they allow the release?"""
-    stored, evidence = folder.object(layout.LICENCES), folder.object(layout.EVIDENCE)
-    rows = list(folder.rows(layout.SHARDS))
+    stored, evidence = folder.read_object(layout.LICENCES), folder.read_object(layout.EVIDENCE)
+    rows = list(folder.read_rows(layout.SHARDS))
     tokens: dict[str, int] = {}
     allows: dict[str, bool] = {}
     try:
@@ -117,13 +125,13 @@ def check_licences(folder: BundleFolder) -> list[Message]:
                 "checking.odd_shard_rows",
                 "{file}: a row cannot be read: {reason}",
                 file=layout.SHARDS,
-                reason=shown(repr(error)),
+                reason=printable(repr(error)),
             )
         ]
-    policy = parse(ReleasePolicy, folder.object(layout.POLICY), layout.POLICY, BundleError)
+    policy = parse(ReleasePolicy, folder.read_object(layout.POLICY), layout.POLICY, BundleError)
     wanted = {"supervised_tokens": tokens, "release_allowed": allows, "not_releasable": shares}
     told = {key: stored.get(key) for key in wanted}
-    found = [problem] if (problem := difference(told, wanted, 1e-9)) else []
+    found = [problem] if (problem := first_difference(told, wanted, 1e-9)) else []
     found += _synthetic_problems(stored.get("synthetic"), rows)
     if sum(shares.values()) > policy.not_releasable_max:
         found.append(
@@ -132,7 +140,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
                 share=sum(shares.values()),
             )
         )  # fmt: skip
-    if (problem := difference(evidence.get("not_releasable"), shares, 1e-6, "not_releasable")) and shares:
+    if (problem := first_difference(evidence.get("not_releasable"), shares, 1e-6, "not_releasable")) and shares:
         found.append(
             Message(
                 "checking.other_evidence",
@@ -155,21 +163,21 @@ def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message
                 files=[layout.LICENCES, layout.SHARDS],
             )
         ]  # fmt: skip
-    problem = difference(sum(counts), sum(counted), place="synthetic")
+    problem = first_difference(sum(counts), sum(counted), place="synthetic")
     return [problem] if problem else []
 
 
 def check_document(folder: BundleFolder, path: str) -> list[Message]:
     """Is a generated document the one that the other files give?"""
-    if path not in folder.names:
-        return [missing(path)]
+    if path not in folder.paths:
+        return [missing_file(path)]
     again = generate_document(folder, path)
     if isinstance(again, str):
-        problem = difference(
+        problem = first_difference(
             folder.read(path).decode(errors="replace").split("\n"), again.split("\n"), place="the text"
         )
     else:
-        problem = difference(folder.object(path), again)
+        problem = first_difference(folder.read_object(path), again)
     if problem is None:
         return []
     return [
@@ -179,25 +187,25 @@ def check_document(folder: BundleFolder, path: str) -> list[Message]:
 
 def check_data(folder: BundleFolder) -> list[Message]:
     """Does every document in the bundle have a licence that allows its release, and is no such document missing?"""
-    included = {str(row.get("license")): 0 for row in folder.rows(layout.SHARDS) if row.get("included") is True}
-    if layout.DOCUMENTS not in folder.names:
-        return [missing(layout.DOCUMENTS)] if included else []
+    included = {str(row.get("license")): 0 for row in folder.read_rows(layout.SHARDS) if row.get("included") is True}
+    if layout.DOCUMENTS not in folder.paths:
+        return [missing_file(layout.DOCUMENTS)] if included else []
     wanted = dict(included)
-    for row in folder.rows(layout.SHARDS):
+    for row in folder.read_rows(layout.SHARDS):
         if (
             row.get("included") is True
             and isinstance(row.get("documents"), int)
             and isinstance(row.get("quarantined"), int)
         ):
             wanted[str(row["license"])] += row["documents"] - row["quarantined"]
-    for number, row in enumerate(folder.rows(layout.DOCUMENTS, None), 1):
+    for number, row in enumerate(folder.read_rows(layout.DOCUMENTS, None), 1):
         licence = str(row.get("license") or NONE)
         if licence not in included:
             return [
                 Message(
                     "checking.licence_not_included", "{file}, line {line}: licence {licence} is not among the licences that may be passed on",
-                    file=layout.DOCUMENTS, line=number, licence=shown(licence),
+                    file=layout.DOCUMENTS, line=number, licence=printable(licence),
                 )
             ]  # fmt: skip
         included[licence] += 1
-    return [problem] if (problem := difference(included, wanted, place="documents")) else []
+    return [problem] if (problem := first_difference(included, wanted, place="documents")) else []

@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.shards import planned_shards, shard_rows
+from factory.bundles.shards import shard_rows, token_shards_of_lineage
 from factory.core.errors import InputError
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.data.synthetic import count_synthetic
-from factory.evals.evaluator import items_of
+from factory.evals.evaluator import read_items_of_evaluation
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import documents_of, hash_held_out_document, hash_suite
+from factory.evals.suite import hash_held_out_document, hash_suite, read_held_out_documents
 from factory.evals.tasks import DEV, EvalItem
-from factory.gates.release.licences import NONE, count_tokens_by_licence, find_masked_documents, not_releasable
+from factory.gates.release.licences import NONE, count_tokens_by_licence, find_masked_documents, shares_not_releasable
 from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.document import read_maker
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.anomalies import every_anomaly
+from factory.ledger.anomalies import list_anomalies
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -39,7 +39,7 @@ NOT_TOLD = (
 VERDICT_COLUMNS = " ".join(("outcome", "reasons", "against", "policy_sha256", "subject", "subject_sha256"))
 
 
-def gather(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
+def read_release_files(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool) -> Files:
     """The files of a release's bundle. Raises: InputError if licences, policy or evidence do not allow a bundle."""
     verdict = VerdictRow.get(plant.ledger, release.verdict)
     evidence = verdict.evidence(plant.ledger)
@@ -56,11 +56,11 @@ def gather(plant: Plant, release: ReleaseRow, licence: str, with_documents: bool
         if number is not None:
             summary = EvaluationRow.get(plant.ledger, number).summary
             summaries[who] = {key: value for key, value in summary.items() if key not in NOT_TOLD}
-            found = items_of(plant.ledger, number)
+            found = read_items_of_evaluation(plant.ledger, number)
             items += [{"of": who, **vars(item)} for item in found]
             if who == layout.CANDIDATE:
                 held = _held_out(plant, found, summary, evidence.get("suite_sha256"))
-    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+    rules = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
     of_tasks = _task_items(plant.ledger, evidence)
     return ({layout.TASK_ITEMS: of_tasks} if of_tasks else {}) | {
         layout.POLICY: policy.model_dump_json(),
@@ -83,14 +83,17 @@ def _task_items(ledger: Ledger, evidence: Mapping[str, Any]) -> list[dict[str, A
             if number is not None:
                 costs = EvaluationRow.get(ledger, number).summary.get("costs", ())
                 about = {"of": who, "measured_in": task}
-                found += [about | {"cost": item.task in costs} | vars(item) for item in items_of(ledger, number)]
+                found += [
+                    about | {"cost": item.task in costs} | vars(item)
+                    for item in read_items_of_evaluation(ledger, number)
+                ]
     return found
 
 
 def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
     """The policy of the verdict, as it was recorded with the verdict."""
     policy = parse(ReleasePolicy, evidence.get("policy") or {}, "its policy", InputError)
-    if policy_sha256(policy) != verdict.policy_sha256:
+    if hash_policy(policy) != verdict.policy_sha256:
         raise InputError(
             "gathering.no_policy",
             "The policy of verdict {verdict} (sha256 {policy_sha256:.12}…) was not recorded. No bundle was made. Make a bundle of a later release",
@@ -100,9 +103,9 @@ def _policy(verdict: VerdictRow, evidence: dict[str, Any]) -> ReleasePolicy:
 
 
 def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence: str) -> dict[str, Any]:
-    rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+    rules = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
     tokens = count_tokens_by_licence(plant.ledger, release.segment, rules)
-    other = not_releasable(rules, tokens)
+    other = shares_not_releasable(rules, tokens)
     if not any(tokens.values()):
         raise InputError(
             "gathering.unknown_licences",
@@ -119,12 +122,12 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
             limit=policy.not_releasable_max,
             named=[f"{name} ({share:.0%})" for name, share in list(other.items())[:5]],
         )
-    written = count_synthetic(plant.ledger, planned_shards(plant.ledger, release.segment))
+    written = count_synthetic(plant.ledger, token_shards_of_lineage(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
     for row in find_masked_documents(plant.ledger, release.segment).values():
         if maker := read_maker(row["detail"]):
             synthetic[maker] -= row["supervised_tokens"]
-    allows = {name or NONE: rules.of(name).release for name in tokens}
+    allows = {name or NONE: rules.find_licence(name).release for name in tokens}
     return {
         "model": licence,
         "supervised_tokens": {name or NONE: count for name, count in sorted(tokens.items())},
@@ -136,7 +139,7 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
 
 def _verdict(ledger: Ledger, release: ReleaseRow, verdict: VerdictRow) -> dict[str, Any]:
     """``judge`` names the code that judged. The verdict of an older factory has no such key."""
-    told = verdict.only(VERDICT_COLUMNS)
+    told = verdict.select_fields(VERDICT_COLUMNS)
     sql = "SELECT detail FROM events WHERE kind = 'judged' AND subject = :subject ORDER BY id DESC"
     events = (row["detail"] or {} for row in ledger.read(sql, subject=verdict.subject))
     judge = next((event.get("judge") for event in events if event.get("verdict") == verdict.id), None)
@@ -158,11 +161,11 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
     """Hashes of the held-out documents, and the parts of the suite's hash if the hash can still be computed."""
     halves = {}
     for name, task in (("items", TASK), ("dev", DEV)):
-        documents = documents_of(plant.ledger, sorted({item.item for item in items if item.task == task}))
+        documents = read_held_out_documents(plant.ledger, sorted({item.item for item in items if item.task == task}))
         halves[name] = list(map(hash_held_out_document, documents))
     parts = {
         "tasks": summary.get("task_versions"),
-        "policy": policy_sha256(EvalPolicy.load(plant.workspace.policy("evals.yaml"))),
+        "policy": hash_policy(EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))),
         "tokenizer": summary.get("tokenizer_sha256"),
     }
     whole = hash_suite(parts | halves) == suite
@@ -172,7 +175,7 @@ def _held_out(plant: Plant, items: Sequence[EvalItem], summary: dict[str, Any], 
 def _anomalies(ledger: Ledger, segment: int) -> dict[str, Any]:
     """The anomalies of the segments that trained the model, and the documents that were quarantined from its data."""
     lineage = {row.id for row in SegmentRow.lineage(ledger, segment)}
-    used = planned_shards(ledger, segment)
+    used = token_shards_of_lineage(ledger, segment)
     sql = "SELECT key, id, token_shard, detail FROM documents WHERE fate = 'quarantined' ORDER BY key"
     taken = [row for row in ledger.read(sql) if row["token_shard"] in used]
-    return {"anomalies": [row for row in every_anomaly(ledger) if row["segment"] in lineage], "quarantined": taken}
+    return {"anomalies": [row for row in list_anomalies(ledger) if row["segment"] in lineage], "quarantined": taken}

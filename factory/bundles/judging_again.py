@@ -13,19 +13,26 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, BundleFolder, difference, not_an_object, shown, unexpected_key
+from factory.bundles.files.folder import (
+    BundleError,
+    BundleFolder,
+    first_difference,
+    no_object_error,
+    printable,
+    unexpected_key,
+)
 from factory.bundles.two_verdicts import VerdictComparison
 from factory.core.errors import InputError
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.evals.statistics import Gain
 from factory.evals.suite import hash_suite
-from factory.evals.tasks import EvalItem, ratio_bits
+from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
-from factory.gates.release.gate import measured
+from factory.gates.release.gate import evidence_of_evaluations
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded import evidence_of, evidence_sha256, judged_again
-from factory.tasks.comparing import TaskEvidence, gains, scores
-from kernels.contract.files import finite
+from factory.gates.release.recorded import evidence_sha256, judge_again, read_evidence
+from factory.tasks.comparing import TaskEvidence, compare_evaluations, score_metrics
+from kernels.contract.files import finite_values
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 
@@ -43,13 +50,13 @@ def check_policy(folder: BundleFolder) -> list[Message]:
     """Is this the policy of the verdict? Raises: BundleError."""
     raw = folder.read(layout.POLICY)
     _policy(folder)
-    wanted = folder.object(layout.VERDICT).get("policy_sha256")
+    wanted = folder.read_object(layout.VERDICT).get("policy_sha256")
     if hashlib.sha256(raw).hexdigest() != wanted:
         return [
             Message(
                 "judging_again.other_policy",
                 "The verdict names another policy (sha256 {sha256})",
-                sha256=shown(str(wanted), 12),
+                sha256=printable(str(wanted), 12),
             )
         ]
     return []
@@ -57,7 +64,7 @@ def check_policy(folder: BundleFolder) -> list[Message]:
 
 def check_evidence(folder: BundleFolder) -> list[Message]:
     """Do items and measurements give the recorded evidence? Raises: BundleError."""
-    stored = folder.object(layout.EVIDENCE)
+    stored = folder.read_object(layout.EVIDENCE)
     if stored.get("sha256") != evidence_sha256(stored):
         return [
             Message(
@@ -65,7 +72,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
             )
         ]
     evidence, tasks = _evidence(stored)
-    summaries, items = folder.object(layout.MEASUREMENTS), _items(folder)
+    summaries, items = folder.read_object(layout.MEASUREMENTS), _items(folder)
     first = evidence.against == FIRST_RELEASE
     wanted = {layout.CANDIDATE} if first else {layout.CANDIDATE, layout.CHAMPION}
     if set(summaries) != wanted or set(items) - wanted:
@@ -78,7 +85,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     sides = {who: (_mapping(summaries[who], who), items.get(who, [])) for who in wanted}
     found = [problem for who, side in sides.items() if (problem := _summary_problem(who, *side))]
     try:
-        again = measured(
+        again = evidence_of_evaluations(
             _policy(folder),
             evidence.domains,
             str(evidence.against),
@@ -92,13 +99,13 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
                 "judging_again.odd_measurements",
                 "{file} cannot be evaluated: {reason}",
                 file=layout.MEASUREMENTS,
-                reason=shown(repr(error)),
+                reason=printable(repr(error)),
             ),
         ]
-    values, recorded = finite(asdict(again)), finite(asdict(evidence))
+    values, recorded = finite_values(asdict(again)), finite_values(asdict(evidence))
     for name in RECORDED:
         del values[name], recorded[name]
-    if problem := difference(recorded, values, TOLERANCE):
+    if problem := first_difference(recorded, values, TOLERANCE):
         found.append(
             Message(
                 "judging_again.other_evidence",
@@ -117,21 +124,21 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     return found
 
 
-def two_verdicts(folder: BundleFolder) -> VerdictComparison:
+def compare_verdicts(folder: BundleFolder) -> VerdictComparison:
     """The recorded verdict, and this judge's verdict on the same policy and evidence. Raises: BundleError."""
-    stored = folder.object(layout.EVIDENCE)
+    stored = folder.read_object(layout.EVIDENCE)
     evidence, _ = _evidence(stored)
     try:
-        verdict = judged_again(_policy(folder), stored, layout.EVIDENCE)
+        verdict = judge_again(_policy(folder), stored, layout.EVIDENCE)
     except InputError as error:
         raise BundleError(_shown_error(error)) from None
     against = None if evidence.against == FIRST_RELEASE else evidence.against
-    return VerdictComparison(folder.object(layout.VERDICT), verdict, against, str(stored.get("sha256")))
+    return VerdictComparison(folder.read_object(layout.VERDICT), verdict, against, str(stored.get("sha256")))
 
 
 def check_held_out(folder: BundleFolder) -> list[Message]:
     """Do the items belong to the suite that the evidence names? Raises: BundleError."""
-    stored, evidence = folder.object(layout.HELD_OUT), folder.object(layout.EVIDENCE)
+    stored, evidence = folder.read_object(layout.HELD_OUT), folder.read_object(layout.EVIDENCE)
     if stored.get("suite_sha256") != evidence.get("suite_sha256"):
         return [
             Message(
@@ -151,7 +158,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
                 )
             ]
     if extra := sorted(stored.keys() - {"suite_sha256", "identity", *halves}):
-        return [unexpected_key(shown(extra[0]))]
+        return [unexpected_key(printable(extra[0]))]
     if isinstance(identity, dict) and hash_suite(identity | halves) != stored["suite_sha256"]:
         return [Message("judging_again.other_suite_hash", "The held-out documents do not have the suite's hash")]
     known = {row[0]: (row[1], row[2]) for listed in halves.values() for row in listed or ()}
@@ -161,7 +168,7 @@ def check_held_out(folder: BundleFolder) -> list[Message]:
                 return [
                     Message(
                         "judging_again.unknown_item", "{file}: item {item} of the {model} is not a held-out document of the suite",
-                        file=layout.ITEMS, item=shown(item.item), model=who,
+                        file=layout.ITEMS, item=printable(item.item), model=who,
                     )
                 ]  # fmt: skip
     return []
@@ -181,14 +188,17 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
     scored = [item for item in items if item.task == "bpb"]
     if any(item.weight <= 0 for item in scored):
         return Message("judging_again.empty_item", "An item of the {model} has no bytes", model=who)
-    bits = {item.domain: ratio_bits([i for i in scored if i.domain == item.domain])[item.domain] for item in scored}
-    if problem := difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
+    bits = {
+        item.domain: bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]
+        for item in scored
+    }
+    if problem := first_difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
         return _other_totals(who, problem)
     cloze = [item.value for item in items if item.task == "cloze"]
     totals = {"items": len(cloze), "share_right": sum(cloze) / len(cloze) if cloze else None}
     told = summary.get("cloze")
     told = {key: told.get(key) for key in totals} if isinstance(told, dict) else told
-    if problem := difference(told, totals, TOLERANCE, "cloze"):
+    if problem := first_difference(told, totals, TOLERANCE, "cloze"):
         return _other_totals(who, problem)
     counted = summary.get("documents")
     for domain in bits:
@@ -196,7 +206,7 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
         if not isinstance(count, int) or count < sum(item.domain == domain for item in scored):
             return Message(
                 "judging_again.too_many_items", "The {model} has more items of domain {domain} than held-out documents",
-                model=who, domain=shown(domain),
+                model=who, domain=printable(domain),
             )  # fmt: skip
     return None
 
@@ -207,12 +217,12 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
         return None
     of_task: dict[str, dict[str, list[EvalItem]]] = {}
     costs = set[str]()
-    for number, row in enumerate(folder.rows(layout.TASK_ITEMS), 1):
+    for number, row in enumerate(folder.read_rows(layout.TASK_ITEMS), 1):
         task, cost = row.pop("measured_in", None), row.pop("cost", None)
         if not isinstance(task, str) or task not in tasks.evaluations:
             raise BundleError(
                 "judging_again.unknown_task", "{file}, line {line}: task {task} was not judged",
-                file=layout.TASK_ITEMS, line=number, task=shown(str(task)),
+                file=layout.TASK_ITEMS, line=number, task=printable(str(task)),
             )  # fmt: skip
         if not isinstance(cost, bool):
             raise BundleError(
@@ -228,16 +238,16 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
     over: dict[str, Gain] = {}
     for sides in of_task.values():
         ours, theirs = (sides.get(who, []) for who in (layout.CANDIDATE, layout.CHAMPION))
-        values |= {metric: gain.gain for metric, gain in scores(ours).items()}
-        over |= (gains(ours, theirs, sorted(costs)) or {}) if theirs else {}
+        values |= {metric: gain.gain for metric, gain in score_metrics(ours).items()}
+        over |= (compare_evaluations(ours, theirs, sorted(costs)) or {}) if theirs else {}
     told = {"values": dict(tasks.values), "gains": {name: asdict(gain) for name, gain in tasks.gains.items()}}
     again = {"values": values, "gains": {name: asdict(gain) for name, gain in over.items()}}
-    return difference(finite(told), finite(again), TOLERANCE)
+    return first_difference(finite_values(told), finite_values(again), TOLERANCE)
 
 
 def _items(folder: BundleFolder) -> dict[str, list[EvalItem]]:
     found: dict[str, list[EvalItem]] = {}
-    for number, row in enumerate(folder.rows(layout.ITEMS), 1):
+    for number, row in enumerate(folder.read_rows(layout.ITEMS), 1):
         who, item = _item(layout.ITEMS, number, row)
         found.setdefault(who, []).append(item)
     return found
@@ -252,12 +262,12 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
         first = error.errors(include_url=False)[0]
         raise BundleError(
             "judging_again.odd_item", "{file}, line {line}: {key}: {reason}",
-            file=name, line=number, key=shown(".".join(map(str, first["loc"]))), reason=shown(str(first["msg"])),
+            file=name, line=number, key=printable(".".join(map(str, first["loc"]))), reason=printable(str(first["msg"])),
         ) from None  # fmt: skip
     if who not in (layout.CANDIDATE, layout.CHAMPION):
         raise BundleError(
             "judging_again.unknown_model", "{file}, line {line}: {model} is not one of: {models}",
-            file=name, line=number, model=shown(str(who)), models=[layout.CANDIDATE, layout.CHAMPION],
+            file=name, line=number, model=printable(str(who)), models=[layout.CANDIDATE, layout.CHAMPION],
         )  # fmt: skip
     if set(row) != (known := {field.name for field in fields(EvalItem)}):
         raise BundleError(
@@ -272,18 +282,18 @@ def _item(name: str, number: int, row: dict[str, Any]) -> tuple[str, EvalItem]:
 
 def _evidence(stored: dict[str, Any]) -> tuple[ReleaseEvidence, TaskEvidence]:
     try:
-        return evidence_of(stored, layout.EVIDENCE)
+        return read_evidence(stored, layout.EVIDENCE)
     except InputError as error:
         raise BundleError(_shown_error(error)) from None
 
 
 def _policy(folder: BundleFolder) -> ReleasePolicy:
-    raw = folder.object(layout.POLICY)
+    raw = folder.read_object(layout.POLICY)
     try:
         policy = parse(ReleasePolicy, raw, layout.POLICY, InputError)
     except InputError as error:
         raise BundleError(_shown_error(error)) from None
-    if hashlib.sha256(folder.read(layout.POLICY)).hexdigest() != policy_sha256(policy):
+    if hashlib.sha256(folder.read(layout.POLICY)).hexdigest() != hash_policy(policy):
         raise BundleError(
             "judging_again.odd_policy",
             "{file} has other keys or another format than this factory writes",
@@ -294,10 +304,10 @@ def _policy(folder: BundleFolder) -> ReleasePolicy:
 
 def _shown_error(error: InputError) -> Message:
     """An error that quotes a bundle, safe to print."""
-    return Message.restored(error.code, shown(str(error), 300), error.data)
+    return Message.restored(error.code, printable(str(error), 300), error.data)
 
 
 def _mapping(value: Any, who: str) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise not_an_object(f"{layout.MEASUREMENTS}: {who}")
+        raise no_object_error(f"{layout.MEASUREMENTS}: {who}")
     return value

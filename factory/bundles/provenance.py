@@ -10,8 +10,8 @@ from importlib.metadata import version as installed
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleFolder, FileHash, difference, shown
-from factory.git.version import version
+from factory.bundles.files.folder import BundleFolder, FileHash, first_difference, printable
+from factory.git.version import describe_version
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
 from kernels.contract.message import Message
@@ -36,7 +36,7 @@ OF_SEGMENT = " ".join(
 )
 
 
-def statement(
+def build_statement(
     ledger: Ledger, release: ReleaseRow, hashes: Mapping[str, FileHash], shards: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """The statement's JSON object. ``hashes``: of the bundle's files so far; ``shards``: the rows of its token shards."""
@@ -45,7 +45,7 @@ def statement(
     candidate = CandidateRow.get(ledger, release.candidate)
     return {
         "_type": STATEMENT,
-        "subject": subjects(hashes),
+        "subject": model_subjects(hashes),
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": {
@@ -59,7 +59,7 @@ def statement(
                 "resolvedDependencies": _dependencies(ledger, lineage, shards),
             },
             "runDetails": {
-                "builder": {"id": "urn:llm-factory:builder", "version": {"factory": version(), **_environment()}},
+                "builder": {"id": "urn:llm-factory:builder", "version": {"factory": describe_version(), **_environment()}},
                 "metadata": {
                     "invocationId": f"segment:{last.id}",
                     "startedOn": _time(lineage[0].created_at),
@@ -71,15 +71,15 @@ def statement(
     }  # fmt: skip
 
 
-def subjects(hashes: Mapping[str, FileHash]) -> list[dict[str, Any]]:
+def model_subjects(hashes: Mapping[str, FileHash]) -> list[dict[str, Any]]:
     """The statement's subjects: the model's files."""
     listed = sorted(path for path in hashes if path.startswith(f"{layout.MODEL}/"))
     return [{"name": path, "digest": {"sha256": hashes[path].sha256}} for path in listed]
 
 
-def problems(folder: BundleFolder) -> list[Message]:
+def check_provenance(folder: BundleFolder) -> list[Message]:
     """The differences between a bundle's provenance and its files. Raises: BundleError."""
-    stored = folder.object(layout.PROVENANCE)
+    stored = folder.read_object(layout.PROVENANCE)
     if (stored.get("_type"), stored.get("predicateType")) != (STATEMENT, PREDICATE):
         return [
             Message(
@@ -88,7 +88,7 @@ def problems(folder: BundleFolder) -> list[Message]:
                 file=layout.PROVENANCE,
             )
         ]
-    found = [difference(stored.get("subject"), subjects(folder.hashes), place="subject")]
+    found = [first_difference(stored.get("subject"), model_subjects(folder.hashes), place="subject")]
     try:
         predicate = stored["predicate"]
         build = predicate["buildDefinition"]
@@ -104,11 +104,11 @@ def problems(folder: BundleFolder) -> list[Message]:
                 "provenance.incomplete",
                 "{file} lacks a value: {reason}",
                 file=layout.PROVENANCE,
-                reason=shown(repr(error)),
+                reason=printable(repr(error)),
             )
         ]
     there = {path: folder.hashes[path].sha256 for path in BYPRODUCTS if path in folder.hashes}
-    found.append(difference(listed, there, place="byproducts"))
+    found.append(first_difference(listed, there, place="byproducts"))
     if not parents:
         found.append(
             Message(
@@ -125,7 +125,7 @@ def problems(folder: BundleFolder) -> list[Message]:
                 file=layout.PROVENANCE,
             )
         )
-    rows = {f"token-shard:{row.get('token_shard')}" for row in folder.rows(layout.SHARDS)}
+    rows = {f"token-shard:{row.get('token_shard')}" for row in folder.read_rows(layout.SHARDS)}
     if rows != trained:
         found.append(
             Message(
@@ -135,7 +135,7 @@ def problems(folder: BundleFolder) -> list[Message]:
                 shards=layout.SHARDS,
             )
         )
-    if release != folder.object(layout.VERDICT).get("release"):
+    if release != folder.read_object(layout.VERDICT).get("release"):
         found.append(
             Message(
                 "provenance.other_release",
@@ -151,7 +151,7 @@ def _segment(row: SegmentRow) -> dict[str, Any]:
     machine = (row.computing or {}).get("machine")
     result = row.result or {}
     told = {key: result[key] for key in ("tokens", "averaged") if result.get(key)}
-    return row.only(OF_SEGMENT) | {"machine": machine, "ranks": (row.computing or {}).get("ranks")} | told
+    return row.select_fields(OF_SEGMENT) | {"machine": machine, "ranks": (row.computing or {}).get("ranks")} | told
 
 
 def _dependencies(ledger: Ledger, lineage: list[SegmentRow], shards: list[dict[str, Any]]) -> list[dict[str, Any]]:

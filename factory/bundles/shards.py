@@ -12,7 +12,7 @@ import numpy as np
 from factory.core.errors import InputError
 from factory.gates.release.licences import NONE, find_masked_documents
 from factory.ingest.document import SYNTHETIC_PREFIX, read_maker
-from factory.ingest.rules.claims import counted
+from factory.ingest.rules.claims import find_relicensed_documents
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
@@ -24,7 +24,7 @@ from trainer.contract.data.token_shard import TokenShard
 COUNTS = ("documents", "tokens", "supervised_tokens", "synthetic_tokens", "quarantined")
 
 
-def planned_shards(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
+def token_shards_of_lineage(ledger: Ledger, segment: int) -> dict[str, dict[str, Any]]:
     """The token shards in the data plans of a segment and of all segments before it, by id.
 
     Each is the newest plan's entry, with the path at which the token shard is now.
@@ -41,8 +41,8 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
 
     ``quarantined``: documents that were trained on and were quarantined or removed later. No bundle includes them.
     """
-    used = planned_shards(ledger, segment)
-    moved = counted(ledger, licences)
+    used = token_shards_of_lineage(ledger, segment)
+    moved = find_relicensed_documents(ledger, licences)
     sql = f"""SELECT d.key, d.token_shard, d.shard, s.name, s.bytes, d.license, 1 AS documents, d.tokens, d.supervised_tokens,
         CASE WHEN d.detail LIKE '{SYNTHETIC_PREFIX}%' THEN d.supervised_tokens ELSE 0 END AS synthetic_tokens,
         CASE WHEN d.fate <> 'train' THEN 1 ELSE 0 END AS quarantined
@@ -61,11 +61,11 @@ def shard_rows(ledger: Ledger, segment: int, licences: Licences, with_documents:
             continue
         for row in ledger.read(f"{sql} AND d.key = :key", key=key):
             _add(found, row, row["license"], -1)
-            _add(found, row, conflict.counts_as(licences), 1)
+            _add(found, row, conflict.effective_licence(licences), 1)
     rows = []
     for (number, licence), row in sorted(found.items()):
         if number in used and row["documents"]:
-            allowed = licences.of(licence or None).release
+            allowed = licences.find_licence(licence or None).release
             rows.append(
                 {
                     "token_shard": number,
@@ -97,8 +97,8 @@ def releasable_documents(
 
     Quarantined documents are left out. Raises: InputError for a token shard that is missing or damaged.
     """
-    moved = counted(ledger, licences)
-    for number, place in planned_shards(ledger, segment).items():
+    moved = find_relicensed_documents(ledger, licences)
+    for number, place in token_shards_of_lineage(ledger, segment).items():
         if fault := find_token_shard_damage(root / place["path"], deep=True):
             raise InputError(
                 "shards.damaged",
@@ -109,9 +109,9 @@ def releasable_documents(
         sql = "SELECT key, domain, source, license, detail FROM documents WHERE token_shard = :shard AND fate = 'train'"
         kept = {row["key"]: row for row in ledger.read(sql, shard=number)}
         for key in kept.keys() & moved.keys():
-            kept[key]["license"] = moved[key].counts_as(licences) or None
+            kept[key]["license"] = moved[key].effective_licence(licences) or None
         for row in shard.documents.to_pylist():
-            if row["key"] in kept and licences.of(kept[row["key"]]["license"]).release:
+            if row["key"] in kept and licences.find_licence(kept[row["key"]]["license"]).release:
                 start, stop = row["start"], row["start"] + row["length"]
                 ids, mask = shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
                 own = kept[row["key"]]
@@ -119,7 +119,7 @@ def releasable_documents(
                 named["synthetic_by"] = read_maker(own["detail"])
                 yield {
                     "id": row["id"],
-                    **tokenizer.content(ids, mask),
+                    **tokenizer.decode_document(ids, mask),
                     **{key: value for key, value in named.items() if value},
                 }
 

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from factory.backups.keys import KEY, KEYS, PUBLIC
-from factory.bundles.files.folder import BundleError, shown
+from factory.bundles.files.folder import BundleError, printable
 from factory.bundles.files.layout import SIGNATURE
 from factory.core.errors import InputError
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 
@@ -30,7 +30,7 @@ CURVES = ("secp256r1", "secp384r1", "secp521r1")  # the library supports only th
 KEY_BYTES = 1 << 16
 
 
-def own_key(root: Path) -> Path:
+def ensure_own_key(root: Path) -> Path:
     """The path of the workspace's private key. Makes the key if there is none. Raises: InputError if other users can read it."""
     path = root / KEYS / KEY
     if not path.exists():
@@ -61,7 +61,7 @@ def _make(folder: Path) -> None:
         write_atomically(folder / PUBLIC, _pem(key.public_key()))
         rename_into_place(aside / KEY, folder / KEY)
     finally:
-        remove(aside)
+        remove_path(aside)
 
 
 def read_public_key(private: Path) -> bytes:
@@ -82,7 +82,7 @@ def read_public_key(private: Path) -> bytes:
     return _pem(key.public_key())
 
 
-def fingerprint(pem: bytes, where: str) -> str:
+def fingerprint_of_key(pem: bytes, where: str) -> str:
     """The SHA-256 of a public key in DER form. Raises: BundleError unless the key can verify a signature."""
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
@@ -95,7 +95,7 @@ def fingerprint(pem: bytes, where: str) -> str:
             "signing.no_public_key",
             "{path} is not a public key in PEM format: {reason}",
             path=where,
-            reason=shown(str(error)),
+            reason=printable(str(error)),
         ) from None
     if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in CURVES:
         raise BundleError(_other_curve(where))
@@ -134,7 +134,7 @@ def check_signature(folder: Path, public: Path) -> None:
             reason = Message("signing.changed_files", "these files changed after it was made: {files}", files=changed)
         raise BundleError(
             "signing.other_signature", "{file} is not a signature of these files by this key: {reason}",
-            file=SIGNATURE, reason=shown(reason, 300),
+            file=SIGNATURE, reason=printable(reason, 300),
         ) from error  # fmt: skip
 
 

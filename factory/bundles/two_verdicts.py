@@ -13,10 +13,10 @@ from functools import cached_property
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, difference, shown
+from factory.bundles.files.folder import BundleError, first_difference, printable
 from factory.gates.release.guards import ESTIMATE_CODES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
-from factory.gates.release.judged_by import JudgeVersion, judged_by
+from factory.gates.release.judged_by import JudgeVersion, judge_version
 from factory.gates.release.recorded import find_not_overridable
 from kernels.contract.message import Message
 
@@ -66,7 +66,7 @@ class VerdictComparison:
     @property
     def same_judge(self) -> bool:
         """Did this version of the judge give the recorded verdict?"""
-        return self.by is not None and self.by.sha256 == judged_by().sha256
+        return self.by is not None and self.by.sha256 == judge_version().sha256
 
     @cached_property
     def otherwise(self) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class VerdictComparison:
             here["reasons"] = [str(reason) for reason in self.again.reasons]
         told = {key: self.recorded.get(key) for key in here}
         found: list[Message] = []
-        if problem := difference(told, here):
+        if problem := first_difference(told, here):
             found.append(
                 Message(
                     "two_verdicts.other_verdict", "Judged again, the outcome is {outcome}. The bundle differs: {problem}",
@@ -129,7 +129,7 @@ class VerdictComparison:
                 Message(
                     "two_verdicts.not_overridable",
                     "Nobody can override the reason for this hold: {reason}",
-                    reason=shown(reason, 300),
+                    reason=printable(reason, 300),
                 )
             ]
         return []
@@ -141,8 +141,8 @@ class VerdictComparison:
             outcome = Message(
                 "two_verdicts.overridden",
                 "the outcome is hold, and {by} overrode it ({why})",
-                by=shown(over["by"]),
-                why=shown(over["why"], 500),
+                by=printable(over["by"]),
+                why=printable(over["why"], 500),
             )
         if self.same_judge:
             return Message("two_verdicts.same", "Judged again, {outcome}. All reasons are the same", outcome=outcome)
@@ -159,18 +159,18 @@ class VerdictComparison:
             judges=self._judges(),
             differing=len(self.otherwise),
             reasons=len(self.recorded["reasons"]),
-            first=[shown(reason) for reason in self.otherwise[:NAMED]],
+            first=[printable(reason) for reason in self.otherwise[:NAMED]],
         )
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON-ready values."""
         by = self.by.to_json() if self.by else None
-        facts = {"same": self.same_judge, "recorded": by, "here": judged_by().to_json()}
+        facts = {"same": self.same_judge, "recorded": by, "here": judge_version().to_json()}
         return facts | {"worded_otherwise": [] if self.same_judge else list(self.otherwise)}
 
     def _judges(self) -> Message:
         """Names both versions of the judge."""
-        here = _named(judged_by())
+        here = _named(judge_version())
         if self.by is None:
             return Message(
                 "two_verdicts.unknown_judge",
@@ -189,10 +189,10 @@ class VerdictComparison:
             if own := ours.get(NUMBER.sub("#", reason)):
                 return Message(
                     "two_verdicts.other_number", "Judged again, a reason has other numbers: {recorded!r}, expected {expected!r}",
-                    recorded=shown(reason, 300), expected=own,
+                    recorded=printable(reason, 300), expected=own,
                 )  # fmt: skip
         return None
 
 
 def _named(by: JudgeVersion) -> str:
-    return f"{shown(by.version)}, sha256 {by.sha256[:12]}"
+    return f"{printable(by.version)}, sha256 {by.sha256[:12]}"

@@ -11,11 +11,11 @@ from typing import Any
 
 from factory.bundles import checking, judging_again, provenance
 from factory.bundles.files import layout, manifest
-from factory.bundles.files.folder import BundleError, BundleFolder, shown, unreadable
-from factory.bundles.judging_again import two_verdicts
-from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint
+from factory.bundles.files.folder import BundleError, BundleFolder, printable, unreadable_error
+from factory.bundles.judging_again import compare_verdicts
+from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint_of_key
 from factory.core.errors import FactoryError
-from factory.evals.probes.checks import Check, joined
+from factory.evals.probes.checks import Check, join_sentences
 from kernels.contract.message import Message
 
 
@@ -26,11 +26,11 @@ def _same_document(path: str) -> Message:
 # The checks, in order: name → (function that returns the problems, text of a passed check or a function that returns that text).
 CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Callable[[BundleFolder], Message]]] = {
     "files": (
-        manifest.problems,
+        manifest.check_manifest,
         Message("verifying.same_files", "The folder holds exactly the files of the manifest, with their hashes"),
     ),
     "export": (
-        checking.export_problems,
+        checking.check_export,
         Message("verifying.same_model", "The model is the judged export, byte for byte"),
     ),
     "policy": (judging_again.check_policy, Message("verifying.same_policy", "The policy is the verdict's policy")),
@@ -38,7 +38,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         judging_again.check_evidence,
         Message("verifying.same_evidence", "The items give the recorded evidence"),
     ),
-    "verdict": (lambda folder: two_verdicts(folder).problems(), lambda folder: two_verdicts(folder).words()),
+    "verdict": (lambda folder: compare_verdicts(folder).problems(), lambda folder: compare_verdicts(folder).words()),
     "held_out": (
         judging_again.check_held_out,
         Message("verifying.same_suite", "The items belong to the suite that the evidence names"),
@@ -52,7 +52,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         Message("verifying.licences_allow", "Licences, token shards and evidence agree and allow the release"),
     ),
     "provenance": (
-        provenance.problems,
+        provenance.check_provenance,
         Message("verifying.same_provenance", "The provenance names these files, this evidence and these token shards"),
     ),
     "card": (partial(checking.check_document, path=layout.CARD), _same_document(layout.CARD)),
@@ -91,7 +91,7 @@ class VerifyResult:
         return facts | {"checks": [asdict(c) for c in self.checks]}
 
 
-def verify(root: Path, public_key: Path | None = None) -> VerifyResult:
+def verify_bundle(root: Path, public_key: Path | None = None) -> VerifyResult:
     """Run every check of a bundle: the files, the signature, then the rest of ``CHECKS``. A failed check does not raise.
 
     ``public_key``: the signer's key, from its publisher. Without it, the folder's own key is used, which proves nothing about the signer.
@@ -104,18 +104,18 @@ def verify(root: Path, public_key: Path | None = None) -> VerifyResult:
         skipped = Message("verifying.skipped", "Skipped, because the folder is not safe to read")
         unasked = [Check(name, None, skipped) for name in others]
         return VerifyResult((Check("files", False, error.message), *unasked), None, public_key is not None)
-    found = {name: ask(name, folder) for name in CHECKS}
+    found = {name: run_check(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
     return VerifyResult((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
 
 
-def ask(name: str, folder: BundleFolder) -> Check:
+def run_check(name: str, folder: BundleFolder) -> Check:
     """Run the check ``name`` of ``CHECKS``."""
     problems_of, passed = CHECKS[name]
     try:
         problems = problems_of(folder)
-        detail = joined(problems) if problems else passed if isinstance(passed, Message) else passed(folder)
+        detail = join_sentences(problems) if problems else passed if isinstance(passed, Message) else passed(folder)
     except FactoryError as error:
         return Check(name, False, _shown_error(error))
     return Check(name, not problems, detail)
@@ -123,12 +123,12 @@ def ask(name: str, folder: BundleFolder) -> Check:
 
 def _shown_error(error: FactoryError) -> Message:
     """An error that quotes a bundle, safe to print."""
-    return Message.restored(error.code, shown(str(error), 500), error.data)
+    return Message.restored(error.code, printable(str(error), 500), error.data)
 
 
 def _judge(folder: BundleFolder) -> dict[str, Any] | None:
     try:
-        return two_verdicts(folder).to_json()
+        return compare_verdicts(folder).to_json()
     except FactoryError:  # the check of the verdict reports it
         return None
 
@@ -138,7 +138,7 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[Check, st
     signer = None
     try:
         pem = folder.read(layout.PUBLIC_KEY, KEY_BYTES) if public_key is None else _given(public_key)
-        signer = fingerprint(pem, layout.PUBLIC_KEY if public_key is None else str(public_key))
+        signer = fingerprint_of_key(pem, layout.PUBLIC_KEY if public_key is None else str(public_key))
         folder.read(layout.SIGNATURE)  # raises if it is missing or too large
         with tempfile.TemporaryDirectory(prefix="factory-key-") as aside:
             key = Path(aside) / "key.pem"
@@ -163,4 +163,4 @@ def _given(path: Path) -> bytes:
         with open(path, "rb") as file:
             return file.read(KEY_BYTES)
     except OSError as error:
-        raise unreadable(str(path), error) from error
+        raise unreadable_error(str(path), error) from error

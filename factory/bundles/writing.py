@@ -17,20 +17,20 @@ from factory.bundles.checking import make_fixture
 from factory.bundles.documents.generated import generate_document
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
-from factory.bundles.files.manifest import manifest
-from factory.bundles.gathering import gather
-from factory.bundles.provenance import statement
+from factory.bundles.files.manifest import build_manifest
+from factory.bundles.gathering import read_release_files
+from factory.bundles.provenance import build_statement
 from factory.bundles.shards import releasable_documents, to_json_line
-from factory.bundles.verifying import VerifyResult, verify
+from factory.bundles.verifying import VerifyResult, verify_bundle
 from factory.core.errors import InputError
 from factory.core.exports import export_folder_sha256
-from factory.core.left_files import DEPTH, open_file
-from factory.core.removal import remove
-from factory.evals.probes.checks import joined
+from factory.core.left_files import DEPTH, open_regular_file
+from factory.core.removal import remove_path
+from factory.evals.probes.checks import join_sentences
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import rewound_segments_of_lineage
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from factory.release.checks import check_export_unchanged
@@ -71,7 +71,7 @@ def _copy_folder(source: Path, target: Path, depth: int) -> None:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    with open_file(source) as inside, open(target, "xb") as out:
+    with open_regular_file(source) as inside, open(target, "xb") as out:
         shutil.copyfileobj(inside, out, 1 << 22)
 
 
@@ -92,24 +92,24 @@ class BundleOptions:
 
 
 @dataclass(frozen=True)
-class Written:
+class WrittenBundle:
     """A bundle that was written."""
 
     folder: Path
     signer: str  # fingerprint of the public key
 
 
-def write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
+def write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenBundle:
     """Write the bundle of a release and verify it.
 
     Raises: InputError if the output folder exists, if the export is not the judged one, if licences forbid it, or if the bundle does not
     verify. Then nothing is left.
     """
-    with plant.workspace.lock("bundle"):
+    with plant.workspace.hold_lock("bundle"):
         return _write_bundle(plant, number, options)
 
 
-def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
+def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> WrittenBundle:
     release = ReleaseRow.get(plant.ledger, number)
     if not LICENCE.fullmatch(options.licence):
         raise InputError(
@@ -133,8 +133,8 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             release=number, segment=spoiled[0],
         )  # fmt: skip
     check_export_unchanged(plant.ledger, release.candidate)
-    files = gather(plant, release, options.licence, options.data)
-    private = options.key or signing.own_key(plant.workspace.root)
+    files = read_release_files(plant, release, options.licence, options.data)
+    private = options.key or signing.ensure_own_key(plant.workspace.root)
     public = signing.read_public_key(private)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -143,7 +143,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             "writing.no_parent", "{folder} cannot be made: {reason}", folder=out.parent, reason=error.strerror
         ) from error
     for left in out.parent.glob(f".{glob.escape(out.name)}.{'?' * 12}.part"):  # a killed process left it
-        remove(left)
+        remove_path(left)
     aside = out.with_name(f".{out.name}.{uuid.uuid4().hex[:12]}.part")
     try:
         aside.mkdir()
@@ -151,7 +151,7 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
         for path, value in files.items():
             _write(aside, path, value)
         if options.data:
-            rules = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+            rules = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
             known = plant.workspace.root, plant.ledger, Tokenizer.load(plant.workspace.tokenizer)
             _write_lines(aside / layout.DOCUMENTS, releasable_documents(*known, release.segment, rules))
         if options.traces:
@@ -162,11 +162,13 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
         _write(aside, layout.FIXTURE, make_fixture(aside / layout.MODEL))
         _write(aside, layout.PUBLIC_KEY, public.decode())
         shards = files[layout.SHARDS]
-        _write(aside, layout.PROVENANCE, statement(plant.ledger, release, BundleFolder.open(aside).hashes, shards))
+        _write(
+            aside, layout.PROVENANCE, build_statement(plant.ledger, release, BundleFolder.open(aside).hashes, shards)
+        )
         folder = BundleFolder.open(aside)
         for path in layout.GENERATED:
             _write(aside, path, generate_document(folder, path))
-        _write(aside, layout.MANIFEST, manifest(f"release {number}", BundleFolder.open(aside).hashes))
+        _write(aside, layout.MANIFEST, build_manifest(f"release {number}", BundleFolder.open(aside).hashes))
         signing.sign(aside, private)
         plant.progress.line(Message("writing.verifying", "  release {release}: verifying its bundle", release=number))
         verified = _refuse_unverified(number, aside)
@@ -177,16 +179,16 @@ def _write_bundle(plant: Plant, number: int, options: BundleOptions) -> Written:
             )
         rename_into_place(aside, out)
     finally:
-        remove(aside)
-    signer = signing.fingerprint(public, str(private))
+        remove_path(aside)
+    signer = signing.fingerprint_of_key(public, str(private))
     with plant.ledger.begin() as tx:
-        record(
+        record_event(
             tx,
             "bundled",
             Subject("release", number),
-            {"folder": plant.ledger.inside(out), "signer": signer, "data": options.data},
+            {"folder": plant.ledger.to_stored_path(out), "signer": signer, "data": options.data},
         )
-    return Written(out, signer)
+    return WrittenBundle(out, signer)
 
 
 def _copy_export(release: ReleaseRow, aside: Path) -> None:
@@ -202,13 +204,13 @@ def _copy_export(release: ReleaseRow, aside: Path) -> None:
 
 
 def _refuse_unverified(number: int, aside: Path) -> VerifyResult:
-    verified = verify(aside)
+    verified = verify_bundle(aside)
     failed = [check for check in verified.checks if not check.ok]
     if failed:
         raise InputError(
             "writing.not_verified", "The bundle of release {release} does not verify and was removed. {problems}",
             release=number, checks=[check.name for check in failed],
-            problems=joined([Message("writing.failed_check", "{check}: {detail}", check=one.name, detail=one.detail) for one in failed]),
+            problems=join_sentences([Message("writing.failed_check", "{check}: {detail}", check=one.name, detail=one.detail) for one in failed]),
         )  # fmt: skip
     return verified
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.app import Say, app, command, person
+from factory.cli.app import AnswerPrinter, app, current_user, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -18,10 +18,10 @@ app.add_typer(anomalies, name="anomalies")
 Number = Annotated[int, typer.Argument(help="The anomaly's number, as 'factory anomalies list' prints it.")]
 
 
-@command(app)
+@register_command(app)
 def diagnose(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     anomaly: Annotated[
         int | None, typer.Argument(help="The anomaly's number (default: the oldest one without a diagnosis).")
     ] = None,
@@ -41,7 +41,7 @@ def diagnose(
     from factory.ledger.anomalies import AnomalyRow, next_undiagnosed_anomaly
     from factory.show.catching_up import show_missing
 
-    kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
+    kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
     number = next_undiagnosed_anomaly(plant.ledger, kinds) if anomaly is None else anomaly
     if number is None:
         say({}, Message("anomalies.none_waits", "  No anomaly waits for a diagnosis."))
@@ -57,12 +57,12 @@ def diagnose(
     say(found, f"    {found['why']}")
 
 
-@command(anomalies, "list")
-def list_anomalies(plant: Plant, say: Say) -> None:
+@register_command(anomalies, "list")
+def list_anomalies(plant: Plant, say: AnswerPrinter) -> None:
     """List every anomaly: its segment and step, the cause that the loss doctor found, and its state."""
-    from factory.ledger.anomalies import every_anomaly
+    from factory.ledger.anomalies import list_anomalies
 
-    found = every_anomaly(plant.ledger)
+    found = list_anomalies(plant.ledger)
     say(found, (_line(row) for row in found), nothing=Message("anomalies.none", "  No anomaly was reported yet."))
 
 
@@ -72,8 +72,8 @@ def _line(row: dict[str, Any]) -> str:
     return f"anomaly {row['id']}  segment {row['segment']}, step {row['step']}  {row['kind']}  {row['state']}{causes}{ended}"
 
 
-@command(anomalies, "show")
-def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
+@register_command(anomalies, "show")
+def show_anomaly(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """Show the diagnosis of one anomaly: every replay, the documents involved, and the report."""
     from factory.ledger.anomalies import (
         DIAGNOSED,
@@ -81,13 +81,13 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
         AnomalyRow,
         describe_explanation,
         draft_proposal_for_rate,
-        every_anomaly,
         find_explanation,
+        list_anomalies,
         newest_details_by_anomaly,
     )
 
     AnomalyRow.get(plant.ledger, number)
-    row = next(row for row in every_anomaly(plant.ledger) if row["id"] == number)
+    row = next(row for row in list_anomalies(plant.ledger) if row["id"] == number)
     diagnosis = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
     said = find_explanation(plant.ledger, number)
     say(row | {"diagnosis": diagnosis, "words": said}, _line(row))
@@ -121,26 +121,26 @@ def show_anomaly(plant: Plant, say: Say, number: Number) -> None:
     say.line(f"    report: {diagnosis['report']}")
 
 
-@command(anomalies, "accept")
-def accept_diagnosis(plant: Plant, say: Say, number: Number) -> None:
+@register_command(anomalies, "accept")
+def accept_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """Do what the diagnosis proposes, and close the anomaly.
 
     A diagnosis may propose to quarantine documents and rewind, or to rewind and train with another learning rate for a while. Where it
     proposes nothing, the anomaly is only closed.
     """
-    from factory.diagnosis.acting import accept
+    from factory.diagnosis.acting import accept_diagnosis
 
-    said = accept(plant.ledger, number, person())
+    said = accept_diagnosis(plant.ledger, number, current_user())
     say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")
 
 
-@command(anomalies, "reject")
-def reject_diagnosis(plant: Plant, say: Say, number: Number) -> None:
+@register_command(anomalies, "reject")
+def reject_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     """Say that the diagnosis is wrong, and close the anomaly.
 
     From the next segment on, the documents quarantined for this diagnosis are trained on again, and a learning rate lowered for it is back.
     """
-    from factory.diagnosis.acting import reject
+    from factory.diagnosis.acting import reject_diagnosis
 
-    said = reject(plant.ledger, number, person())
+    said = reject_diagnosis(plant.ledger, number, current_user())
     say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")

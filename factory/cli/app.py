@@ -9,22 +9,31 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import DEFAULT, JsonOption, Say, WorkspaceOption, command, open_plant, person, print_json
+from factory.cli.core.options import (
+    DEFAULT,
+    AnswerPrinter,
+    JsonOption,
+    WorkspaceOption,
+    current_user,
+    open_plant,
+    print_json,
+    register_command,
+)
 from factory.core import devices, stopping
 from factory.core.errors import FactoryError
-from factory.core.faults import fault_of
+from factory.core.faults import find_fault_in
 from kernels.contract.message import Message, plain, titled
 
 __all__ = [
     "DEFAULT",
     "JsonOption",
-    "Say",
+    "AnswerPrinter",
     "WorkspaceOption",
     "app",
-    "command",
+    "register_command",
     "main",
     "open_plant",
-    "person",
+    "current_user",
     "print_json",
 ]
 
@@ -47,9 +56,9 @@ Start with 'factory demo', which runs everything once on this machine. Or run 'f
 
 def _version(asked: bool) -> None:
     if asked:
-        from factory.git.version import version
+        from factory.git.version import describe_version
 
-        print(version())
+        print(describe_version())
         raise typer.Exit
 
 
@@ -90,12 +99,12 @@ def exit_code(error: BaseException) -> int | None:
         return error.exit_code
     if isinstance(error, BrokenPipeError):
         return 141
-    if isinstance(error, Exception) and (fault := fault_of(error)):
+    if isinstance(error, Exception) and (fault := find_fault_in(error)):
         said = Message(
             "cli.machine_fault",
             "{fault}. Nothing recorded was lost. To continue, {remedy} and run the same command again",
-            fault=fault.says,
-            remedy=fault.do,
+            fault=fault.description,
+            remedy=fault.remedy,
         )
         print(f"factory: error[{said.code}]: {said}", file=sys.stderr)
         return fault.exit_code

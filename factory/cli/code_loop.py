@@ -1,4 +1,4 @@
-"""Commands of the code loop: ``propose``, ``proposals`` (list, show, approve, reject, revert) and ``audit``."""
+"""Commands of the code loop: ``propose``, ``proposals`` (list, show, approve, reject, revert) and ``audit_segment``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,17 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, JsonOption, Say, WorkspaceOption, app, command, open_plant, person, print_json
+from factory.cli.app import (
+    DEFAULT,
+    AnswerPrinter,
+    JsonOption,
+    WorkspaceOption,
+    app,
+    current_user,
+    open_plant,
+    print_json,
+    register_command,
+)
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -75,7 +85,7 @@ def propose(
                 Message("cli.no_llm_endpoint", "  No LLM endpoint is configured, so the search proposer works.")
             )
     try:
-        with plant.workspace.lock("code-loop"):
+        with plant.workspace.hold_lock("code-loop"):
             numbers = propose_patch(plant, agent=agent, options=options, count=count)
     finally:  # also shows what was judged before an error
         show_missing(plant)
@@ -98,10 +108,10 @@ def _ask(question: str) -> str:
 def _show_proposal(workspace: Workspace, number: int, as_json: bool) -> None:
     from agents.core.proposal import gain_with_unit
     from agents.core.untrusted import one_line
-    from factory.ledger.reader import Reader
+    from factory.ledger.reader import LedgerReader
     from factory.ledger.rows import ProposalRow
 
-    db = Reader(workspace)
+    db = LedgerReader(workspace)
     row = ProposalRow.get(db, number)
     if as_json:
         print_json(vars(row) | {"evidence": row.evidence(db) or None})
@@ -174,12 +184,12 @@ def _named(context: typer.Context, where: Path) -> Path:
 
 
 def _list_proposals(where: Path, as_json: bool) -> None:
-    from factory.ledger.reader import Reader
+    from factory.ledger.reader import LedgerReader
     from factory.ledger.rows import ProposalRow
 
-    listed = ProposalRow.select(Reader(Workspace.open(where)))
+    listed = ProposalRow.select(LedgerReader(Workspace.open(where)))
     if as_json:
-        print_json([row.only("number agent title branch state predicted_gain outcome") for row in listed])
+        print_json([row.select_fields("number agent title branch state predicted_gain outcome") for row in listed])
         return
     for row in listed:
         state = row.state if row.state in SETTLED else row.outcome or row.state
@@ -208,7 +218,7 @@ def approve_proposal(context: typer.Context, number: Number, where: WorkspaceOpt
     """
     from factory.code_loop.approvals import approve
 
-    _decide(context, where, number, lambda plant: approve(plant, number, person()))
+    _decide(context, where, number, lambda plant: approve(plant, number, current_user()))
 
 
 @proposals_app.command("reject")
@@ -216,7 +226,7 @@ def reject_proposal(context: typer.Context, number: Number, where: WorkspaceOpti
     """Reject a judged proposal, whatever its verdict is. Its branch is kept."""
     from factory.code_loop.approvals import reject
 
-    _decide(context, where, number, lambda plant: reject(plant.ledger, number, person(), why))
+    _decide(context, where, number, lambda plant: reject(plant.ledger, number, current_user(), why))
 
 
 @proposals_app.command("revert")
@@ -224,7 +234,7 @@ def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOpti
     """Undo an approved proposal by a new commit."""
     from factory.code_loop.approvals import revert
 
-    _decide(context, where, number, lambda plant: revert(plant, number, person(), why))
+    _decide(context, where, number, lambda plant: revert(plant, number, current_user(), why))
 
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
@@ -232,16 +242,16 @@ def _decide(context: typer.Context, where: Path, number: int, decision: Callable
     from factory.show.catching_up import show_missing
 
     plant, _ = open_plant(_named(context, where))
-    with plant.workspace.lock("code-loop"):
+    with plant.workspace.hold_lock("code-loop"):
         decision(plant)
     show_missing(plant)
     _show_proposal(plant.workspace, number, False)
 
 
-@command(app)
+@register_command(app)
 def audit(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     segment: Annotated[
         int | None, typer.Option(help="Audit this segment now, even if its last audits measured nothing.")
     ] = None,
@@ -251,8 +261,8 @@ def audit(
     Prints all audits. A difference opens a proposal that undoes the patch. The daemon audits by itself when it has nothing else to do.
     While it runs, this command asks it to audit in its next pass.
     """
-    from factory.audit.auditing import audit
-    from factory.audit.drawing import list_audits, waiting
+    from factory.audit.auditing import audit_segment
+    from factory.audit.drawing import find_due_audits, list_audits
     from factory.audit.policy import AuditPolicy
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.code_loop.reverting import open_reverts
@@ -260,7 +270,7 @@ def audit(
     from factory.show.catching_up import show_missing
 
     numbers = (
-        waiting(plant.ledger, AuditPolicy.load(plant.workspace.policy("gates/audit.yaml")))
+        find_due_audits(plant.ledger, AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml")))
         if segment is None
         else [segment]
     )
@@ -271,7 +281,7 @@ def audit(
                 say({"segments": numbers, "says": said}, f"  {said}")
                 return
             for number in numbers:
-                audit(plant, number)
+                audit_segment(plant, number)
             open_reverts(plant)
             show_missing(plant)
     found = list_audits(plant.ledger)

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from factory.cli.app import DEFAULT, JsonOption, WorkspaceOption, app, print_json
-from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import Config, Workspace, checkout_root, load_yaml
+from factory.core.errors import ConfigError, InputError, suggest_name
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root, load_yaml
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from factory.cli.policy_sources import Value
+    from factory.cli.policy_sources import Setting
 
 NAMES = (
     "factory", "data", "evals", "agents", "anomalies", "gates/audit", "gates/certificate", "gates/patch", "gates/recipe",
@@ -48,10 +48,12 @@ def show(
             "config.no_configuration",
             "No configuration is named {name!r}{nearest}",
             name=name,
-            nearest=nearest(name, NAMES),
+            nearest=suggest_name(name, NAMES),
         )
     if where == DEFAULT and not where.exists():
-        workspace = Workspace(where.resolve(), Config())  # before 'factory init' the shipped files are in force
+        workspace = Workspace(
+            where.resolve(), WorkspaceConfig()
+        )  # before 'factory init' the shipped files are in force
     else:
         workspace = Workspace.open(where)
     found = {one: read_settings(workspace, one) for one in ([name] if name else NAMES)}
@@ -65,7 +67,7 @@ def show(
 
 
 @commands.command("set")
-def set_(
+def set_key(
     name: Annotated[str, typer.Argument(help="A policy's name, as 'factory config show' prints it, or 'recipe'.")],
     key: Annotated[
         str, typer.Argument(help="The key, with dots between its sections, such as licences.missing or held_out.share.")
@@ -85,13 +87,16 @@ def set_(
     workspace = Workspace.open(where)
     if name not in _schemas():
         raise InputError(
-            "config.no_policy", "No policy is named {name!r}{nearest}", name=name, nearest=nearest(name, _schemas())
+            "config.no_policy",
+            "No policy is named {name!r}{nearest}",
+            name=name,
+            nearest=suggest_name(name, _schemas()),
         )
-    path = change(workspace, name, key, value)
+    path = write_key(workspace, name, key, value)
     print(f"{path}: {key}: {value}")
 
 
-def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
+def write_key(workspace: Workspace, name: str, key: str, value: str) -> Path:
     """Write the key and return the file. Raises: InputError for invalid YAML; ConfigError for a value that the schema refuses."""
     import yaml
 
@@ -100,8 +105,8 @@ def change(workspace: Workspace, name: str, key: str, value: str) -> Path:
     from kernels.contract.strict_yaml import read_yaml
     from trainer.contract.errors import TrainerError
 
-    source = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
-    own = workspace.own_recipe() if name == "recipe" else workspace.root / "policies" / f"{name}.yaml"
+    source = workspace.recipe_path() if name == "recipe" else workspace.policy_path(f"{name}.yaml")
+    own = workspace.own_recipe_path() if name == "recipe" else workspace.root / "policies" / f"{name}.yaml"
     text = source.read_text("utf-8") if source.exists() else ""
     try:
         if not all(key.split(".")):
@@ -147,9 +152,9 @@ def _leaves(place: list[str], value: object) -> Iterator[tuple[list[str], Any]]:
         yield place, value
 
 
-def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
+def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Setting]]:
     """The file in force, and every key with its value. Raises: ConfigError for an invalid file."""
-    from factory.cli.policy_sources import values
+    from factory.cli.policy_sources import list_settings
     from trainer.contract.errors import TrainerError
 
     if name == "factory":
@@ -157,9 +162,9 @@ def read_settings(workspace: Workspace, name: str) -> tuple[Path, list[Value]]:
     if name == "kernels":
         path = workspace.repository / "policies" / "kernels.yaml"
         return path, _kernels(workspace, path)
-    path = workspace.recipe_path() if name == "recipe" else workspace.policy(f"{name}.yaml")
+    path = workspace.recipe_path() if name == "recipe" else workspace.policy_path(f"{name}.yaml")
     try:
-        return path, list(values(_schemas()[name](path), load_yaml(path), _source(workspace, path)))
+        return path, list(list_settings(_schemas()[name](path), load_yaml(path), _source(workspace, path)))
     except TrainerError as error:
         raise ConfigError(error.message) from None
 
@@ -206,27 +211,27 @@ def _source(workspace: Workspace, path: Path) -> str:
     return "shipped" if path.is_relative_to(checkout_root() / "policies") else "repository"
 
 
-def _configuration(workspace: Workspace) -> list[Value]:
+def _configuration(workspace: Workspace) -> list[Setting]:
     from factory.cli.policy_sources import DEFAULT as UNSET
-    from factory.cli.policy_sources import Value, field_docs
+    from factory.cli.policy_sources import Setting, field_docs
 
     path = workspace.root / "factory.yaml"
     given = load_yaml(path) if path.exists() else None
-    about = field_docs(Config)
+    about = field_docs(WorkspaceConfig)
     chosen = {
         key: PASSWORD.sub(r"\1***@", str(getattr(workspace, key))) for key in ("repository", "ledger_url", "mlflow_uri")
     }
     return [
-        Value(
+        Setting(
             key, chosen.get(key, value), "workspace" if isinstance(given, dict) and key in given else UNSET, about[key]
         )
         for key, value in vars(workspace.config).items()
     ]
 
 
-def _kernels(workspace: Workspace, path: Path) -> list[Value]:
+def _kernels(workspace: Workspace, path: Path) -> list[Setting]:
     """The implementation chosen for each op and kind of device, as committed. ``auto`` is resolved when a segment is planned."""
-    from factory.cli.policy_sources import Value
+    from factory.cli.policy_sources import Setting
     from factory.computing.tuned_kernels import live_kernels_file
     from kernels.contract.registry import KernelError, load_choice
 
@@ -243,10 +248,10 @@ def _kernels(workspace: Workspace, path: Path) -> list[Value]:
     assert isinstance(raw, dict)
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]
     found += [(key, value) for key, value in raw.items() if not isinstance(value, dict)]
-    return [Value(key, value, source, "") for key, value in found]
+    return [Setting(key, value, source, "") for key, value in found]
 
 
-def _print(name: str, path: Path, values: list[Value]) -> None:
+def _print(name: str, path: Path, values: list[Setting]) -> None:
     from rich import box
     from rich.table import Table
     from rich.text import Text

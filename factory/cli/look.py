@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, JsonOption, Say, WorkspaceOption, app, command, print_json
+from factory.cli.app import DEFAULT, AnswerPrinter, JsonOption, WorkspaceOption, app, print_json, register_command
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
@@ -28,12 +28,12 @@ def status(
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
     from factory.core.moments import replace_moments_by_iso
-    from factory.status.status import facts, screen
+    from factory.status.status import status_facts, status_lines
 
     workspace = Workspace.open(where)
     while True:
         try:
-            found = facts(workspace)
+            found = status_facts(workspace)
         except WorkspaceError as error:  # the ledger is locked, or is being upgraded
             if not watch:
                 raise
@@ -43,23 +43,23 @@ def status(
                 from rich.console import Console
 
                 Console().clear()
-            print_json(replace_moments_by_iso(found)) if as_json else print("\n".join(screen(found)))
+            print_json(replace_moments_by_iso(found)) if as_json else print("\n".join(status_lines(found)))
         if not watch:
             return
         time.sleep(WATCH_SECONDS)
 
 
-@command(app)
-def duties(plant: Plant, say: Say) -> None:
+@register_command(app)
+def duties(plant: Plant, say: AnswerPrinter) -> None:
     """List the daemon's duties, in the order of their priority.
 
     For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
     """
     from factory.core.moments import replace_moments_by_iso
-    from factory.duties.listing import facts, lines
+    from factory.duties.listing import duty_facts, duty_lines
 
-    found = facts(plant)
-    say(replace_moments_by_iso(found), lines(found))
+    found = duty_facts(plant)
+    say(replace_moments_by_iso(found), duty_lines(found))
 
 
 @app.command()
@@ -75,8 +75,8 @@ def log(
     from factory.status import log as daemon_log
 
     workspace = Workspace.open(where)
-    show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.describe
-    for entry in daemon_log.follow(workspace, lines) if follow else daemon_log.entries(workspace, lines):
+    show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.format_entry
+    for entry in daemon_log.follow_entries(workspace, lines) if follow else daemon_log.read_entries(workspace, lines):
         print(show(entry), flush=True)
 
 
@@ -102,8 +102,8 @@ def ui(
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Serve the MLflow UI of this workspace, and print the pages to begin with: releases, candidates, training, proposals."""
-    from factory.core.listening import is_loopback, listen
-    from factory.show.mlflow.login import login
+    from factory.core.listening import is_loopback, open_listening_socket
+    from factory.show.mlflow.login import make_login
     from factory.show.mlflow.names import bracket_ipv6, server_names
     from factory.show.mlflow.registry import list_start_pages
     from factory.show.mlflow.store import mlflow_ui_command
@@ -115,8 +115,10 @@ def ui(
     if others := [each.host for each in names if not user and not is_loopback(each.host.strip("[]"))]:
         raise _login_needed("--name", others[0])
     if not show:
-        listen(host, port).close()  # a port in use is an error now; MLflow itself would end later, with a traceback
-    secrets, password = login(workspace, user) if user else (None, None)
+        open_listening_socket(
+            host, port
+        ).close()  # a port in use is an error now; MLflow itself would end later, with a traceback
+    secrets, password = make_login(workspace, user) if user else (None, None)
     command, environment = mlflow_ui_command(workspace, port, host, secrets, name or ())
     if show:
         print(" ".join(command))
@@ -178,7 +180,7 @@ def check(
     """
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
-    from factory.machine_check import examine
+    from factory.machine_check import run_checks
 
     try:
         workspace: Workspace | None = Workspace.open(where)
@@ -197,7 +199,7 @@ def check(
         show_missing(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")
-    found = examine(workspace, deep, progress)
+    found = run_checks(workspace, deep, progress)
     if as_json:
         print_json({"checks": found, "repaired": done} if mend else found)
     else:

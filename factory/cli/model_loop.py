@@ -1,5 +1,5 @@
-"""Commands of the model loop: ``init``, ``tune``, ``run``, ``train``, ``certify``, ``anneal``, ``average``, ``evaluate``, ``release`` and
-``serve``."""
+"""Commands of the model loop: ``init``, ``tune_kernels``, ``run_daemon``, ``train_segment``, ``certify``, ``anneal``, ``average``, ``evaluate``, ``release_candidate`` and
+``serve_champion``."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, Say, WorkspaceOption, app, command, open_plant, person
-from factory.core.errors import InputError, nearest
+from factory.cli.app import DEFAULT, AnswerPrinter, WorkspaceOption, app, current_user, open_plant, register_command
+from factory.core.errors import InputError, suggest_name
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
@@ -56,10 +56,10 @@ def init(
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running it again changes nothing."""
     from factory.core.console import Terminal
-    from factory.presets.making import InitOptions, make
+    from factory.presets.making import InitOptions, make_workspace
 
     code = Path(repository).resolve() if repository else None
-    workspace = make(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
+    workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
     if tune:
         from factory.training.tuning import tune_if_needed
 
@@ -82,10 +82,10 @@ def init(
     )
 
 
-@command(app)
+@register_command(app)
 def tune(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     seconds: Annotated[float, typer.Option(min=1, help="Stop timing after this many seconds.")] = 60.0,
 ) -> None:
     """Time every registered kernel that gives correct results on this machine, at the recipe's shapes.
@@ -93,11 +93,11 @@ def tune(
     From the next segment on, each op that policies/kernels.yaml sets to 'auto' uses the fastest kernel. A certificate checks that the
     change does not alter training.
     """
-    from factory.computing.tuned_kernels import describe, read
-    from factory.training.tuning import tune as measure
+    from factory.computing.tuned_kernels import describe_tuning, read_tuning
+    from factory.training.tuning import tune_kernels as measure
 
-    found = read(measure(plant.workspace, plant.progress, seconds))
-    say([found], describe(found))
+    found = read_tuning(measure(plant.workspace, plant.progress, seconds))
+    say([found], describe_tuning(found))
 
 
 @app.command()
@@ -111,14 +111,14 @@ def run(
     """
     from factory.core.console import Terminal
     from factory.duties.back_off import retry_faults
-    from factory.duties.runner import run as run_daemon
+    from factory.duties.runner import run_daemon as run_daemon
     from factory.status.log import LoggedProgress
-    from factory.status.metrics import serving
+    from factory.status.metrics import serve_metrics
 
     def start() -> None:
         plant, terminal = open_plant(where)
         terminal.keeps_on = not once
-        with serving(plant.workspace) as port:
+        with serve_metrics(plant.workspace) as port:
             progress = LoggedProgress(plant.workspace, terminal)
             if port:
                 progress.line(
@@ -128,7 +128,7 @@ def run(
                         port=port,
                     )
                 )
-            run_daemon(plant.reporting_to(progress), once=once)
+            run_daemon(plant.with_progress(progress), once=once)
 
     if once:
         start()
@@ -143,16 +143,16 @@ def train(
 ) -> None:
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
-    from factory.duties.training import train as train_segment
+    from factory.duties.training import train_segment as train_segment
     from factory.repairs.mending import call_with_repairs
     from factory.retrying.asking import refuse_paused
-    from factory.retrying.tries import open_segment
+    from factory.retrying.tries import find_open_segment
     from factory.training.planning import plan_trunk
 
     plant, terminal = open_plant(where)
-    with plant.workspace.lock(MODEL_LOOP):
+    with plant.workspace.hold_lock(MODEL_LOOP):
         refuse_paused(plant.ledger)
-        waiting = open_segment(plant.ledger)
+        waiting = find_open_segment(plant.ledger)
         if waiting:
             terminal.line(
                 Message(
@@ -166,20 +166,20 @@ def train(
         train_segment(plant, call_with_repairs(plant, plan))
 
 
-@command(app)
+@register_command(app)
 def certify(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     take: Annotated[
         int | None,
         typer.Option("--accept", help="Let this segment start without a certificate. The ledger keeps your name."),
     ] = None,
 ) -> None:
     """List the certificates of code changes: old and new code trained on the same data, and their difference compared with seed noise."""
-    from factory.training.certifying import accept, list_certificates
+    from factory.training.certifying import accept_code, list_certificates
 
     if take is not None:  # one transaction, so it works while the daemon runs
-        accept(plant, take, person())
+        accept_code(plant, take, current_user())
     found = list_certificates(plant.ledger)
     say(found)
     if not found:
@@ -209,17 +209,17 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
     """Train an anneal branch off the trunk, with a decaying learning rate, and export it as a candidate."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.releasing import find_unexported_segments
-    from factory.duties.training import train as train_segment
+    from factory.duties.training import train_segment as train_segment
     from factory.repairs.mending import call_with_repairs
     from factory.retrying.asking import refuse_paused
-    from factory.retrying.tries import open_segment
+    from factory.retrying.tries import find_open_segment
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal
 
     plant, terminal = open_plant(where)
-    with plant.workspace.lock(MODEL_LOOP):
+    with plant.workspace.hold_lock(MODEL_LOOP):
         refuse_paused(plant.ledger)
-        waiting = open_segment(plant.ledger)
+        waiting = find_open_segment(plant.ledger)
         if waiting:
             train_segment(plant, waiting)
         number = next(
@@ -232,10 +232,10 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
         terminal.line(f"  candidate {export_candidate(plant, number)}")
 
 
-@command(app)
+@register_command(app)
 def average(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     last: Annotated[
         int | None,
         typer.Option(min=2, help="How many of the newest kept checkpoints to average (default: up to 5)."),
@@ -249,12 +249,12 @@ def average(
 ) -> None:
     """Average kept checkpoints of one segment and export the result as a candidate, without training. Safe to repeat."""
     from factory.core.workspace import MODEL_LOOP
-    from factory.duties.training import train as make
+    from factory.duties.training import train_segment as make
     from factory.ledger.rows import SegmentRow
     from factory.training.averaging import plan_average
     from factory.training.exporting import export_candidate
 
-    with plant.workspace.lock(MODEL_LOOP):
+    with plant.workspace.hold_lock(MODEL_LOOP):
         number = plan_average(plant, "held-out-loss" if by_held_out_loss else "uniform", segment, last)
         make(plant, number)
         candidate = export_candidate(plant, number)
@@ -268,10 +268,10 @@ def average(
     say(found, said)
 
 
-@command(app)
+@register_command(app)
 def evaluate(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     candidate: Annotated[int | None, typer.Argument(help="Candidate number (default: the newest).")] = None,
 ) -> None:
     """Measure a candidate on held-out documents and judge it against the champion.
@@ -279,7 +279,7 @@ def evaluate(
     While the daemon runs, this command asks it to do so in its next pass.
     """
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
-    from factory.duties.releasing import judge
+    from factory.duties.releasing import judge_candidate
     from factory.ledger.rows import EvaluationRow, VerdictRow
     from factory.show.catching_up import show_missing
 
@@ -288,7 +288,7 @@ def evaluate(
         if said := lock_or_ask_daemon(held, plant, [f"judge {number}"]):
             say({"candidate": number, "says": said}, f"  {said}")
             return
-        verdict = judge(plant, number)
+        verdict = judge_candidate(plant, number)
         show_missing(plant)
     evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
     shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
@@ -326,10 +326,10 @@ def release(
 
     Where the policy requires a person's approval, this command gives it.
     """
-    from factory.ledger.rows import champion
+    from factory.ledger.rows import find_champion
     from factory.release.checks import get_newest_verdict
-    from factory.release.releases import release as release_verdict
-    from factory.release.releases import rollback as roll_back
+    from factory.release.releases import release_candidate as release_verdict
+    from factory.release.releases import roll_back_to as roll_back
     from factory.show.catching_up import show_missing
 
     asked = [
@@ -350,7 +350,7 @@ def release(
     plant, terminal = open_plant(where)
     if bundle is not None:
         from factory.bundles.writing import BundleOptions
-        from factory.cli.releases.bundle import write as write_bundle
+        from factory.cli.releases.bundle import write_and_print_bundle as write_bundle
 
         write_bundle(plant, bundle, BundleOptions(out, data, traces, key, licence or BundleOptions.licence))
         return
@@ -360,9 +360,9 @@ def release(
         terminal.line(Message("model_loop.rolled_back", "  Release {release} is champion again.", release=rollback))
         return
     verdict = get_newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
-    done = release_verdict(plant, verdict.id, approved_by=person())
+    done = release_verdict(plant, verdict.id, approved_by=current_user())
     show_missing(plant)
-    best = champion(plant.ledger)
+    best = find_champion(plant.ledger)
     if best and best.number == done:
         terminal.line(Message("model_loop.is_champion", "  Release {release} is champion.", release=done))
         return
@@ -420,17 +420,17 @@ def serve(
     At a release or a rollback, a second engine starts beside the first. The factory checks its export's hash and compares its answers
     with the judge's own model. Then the second engine takes over, and the first one ends. Memory for both is needed.
     """
-    from factory.serving.engines import native
-    from factory.serving.serve import serve as serve_champion
-    from factory.serving.vllm import vllm
+    from factory.serving.engines import native_engine_kind
+    from factory.serving.serve import serve_champion as serve_champion
+    from factory.serving.vllm import vllm_engine_kind
 
     if engine not in ENGINES:
         raise InputError(
             "model_loop.no_engine",
             "--engine: no engine is named {engine!r}{nearest}",
             engine=engine,
-            nearest=nearest(engine, ENGINES),
+            nearest=suggest_name(engine, ENGINES),
         )
     workspace = Workspace.open(where)
-    kind = native() if engine == "native" else vllm()
+    kind = native_engine_kind() if engine == "native" else vllm_engine_kind()
     serve_champion(workspace, kind, host=host, port=port, key=key, say=lambda line: print(line, flush=True))

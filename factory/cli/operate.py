@@ -1,6 +1,6 @@
-"""Commands that steer a running factory: ``pause``, ``resume``, ``retry``, ``abandon``, ``rewind`` and ``quarantine``, and ``clean``.
+"""Commands that steer a running factory: ``pause_daemon``, ``resume_daemon``, ``request_retry``, ``abandon_segment``, ``rewind_segment`` and ``quarantine_documents``, and ``remove_unneeded``.
 
-Each, except ``clean``, writes one transaction to the ledger, which the daemon reads. ``clean`` removes what the retention policy does not keep.
+Each, except ``remove_unneeded``, writes one transaction to the ledger, which the daemon reads. ``remove_unneeded`` removes what the retention policy does not keep.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import Say, app, command, person
+from factory.cli.app import AnswerPrinter, app, current_user, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 Why = Annotated[str, typer.Option(help="The reason; the ledger keeps it.")]
 
 
-@command(app)
+@register_command(app)
 def pause(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     everything: Annotated[
         bool, typer.Option("--everything", help="Pause the inbox, judging and releases too, not only training.")
     ] = False,
@@ -32,7 +32,7 @@ def pause(
     """
     from factory.retrying import asking
 
-    found = asking.pause(plant.ledger, asking.EVERYTHING if everything else asking.TRAINING, person(), why)
+    found = asking.pause_daemon(plant.ledger, asking.EVERYTHING if everything else asking.TRAINING, current_user(), why)
     say(vars(found), f"  {found}")
     say.line(
         Message(
@@ -42,20 +42,20 @@ def pause(
     )
 
 
-@command(app)
-def resume(plant: Plant, say: Say) -> None:
+@register_command(app)
+def resume(plant: Plant, say: AnswerPrinter) -> None:
     """End a pause that 'factory pause' began."""
     from factory.retrying import asking
 
-    ended = asking.resume(plant.ledger, person())
+    ended = asking.resume_daemon(plant.ledger, current_user())
     said = Message("operate.resumed", "  The pause of {what} by {by} is over.", what=ended.what, by=ended.by)
     say({"resumed": vars(ended)}, said)
 
 
-@command(app)
+@register_command(app)
 def retry(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     segment: Annotated[
         int | None, typer.Argument(help="A parked segment; it continues from its newest checkpoint.")
     ] = None,
@@ -63,23 +63,25 @@ def retry(
     """Retry at once all actions that wait after a failure. With a segment's number, also continue that parked segment."""
     from factory.retrying import tries
 
-    said = tries.retry(plant.ledger, segment, person())
+    said = tries.request_retry(plant.ledger, segment, current_user())
     say({"segment": segment, "says": said}, f"  {said}")
 
 
-@command(app)
-def abandon(plant: Plant, say: Say, segment: Annotated[int, typer.Argument(help="A parked segment.")]) -> None:
+@register_command(app)
+def abandon(
+    plant: Plant, say: AnswerPrinter, segment: Annotated[int, typer.Argument(help="A parked segment.")]
+) -> None:
     """Give up a parked segment: its steps are dropped, and training continues from the segment before it."""
     from factory.retrying import tries
 
-    said = tries.abandon(plant.ledger, segment, person())
+    said = tries.abandon_segment(plant.ledger, segment, current_user())
     say({"segment": segment, "says": said}, f"  {said}")
 
 
-@command(app)
+@register_command(app)
 def rewind(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     segment: Annotated[
         int, typer.Argument(help="The segment's number. All segments that continue from it are rewound too.")
     ],
@@ -91,14 +93,14 @@ def rewind(
     """
     from factory.diagnosis import acting
 
-    said = acting.rewind(plant.ledger, segment, person(), why)
+    said = acting.rewind_segment(plant.ledger, segment, current_user(), why)
     say({"segment": segment, "says": said}, f"  {said}")
 
 
-@command(app)
+@register_command(app)
 def quarantine(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     names: Annotated[list[str], typer.Argument(help="Ids or keys of documents.")],
     why: Why = "",
     undo: Annotated[
@@ -111,14 +113,18 @@ def quarantine(
     """
     from factory.diagnosis import acting
 
-    said = acting.free(plant.ledger, names, person()) if undo else acting.quarantine(plant.ledger, names, person(), why)
+    said = (
+        acting.free_documents(plant.ledger, names, current_user())
+        if undo
+        else acting.quarantine_documents(plant.ledger, names, current_user(), why)
+    )
     say({"documents": names, "says": said}, f"  {said}")
 
 
-@command(app, "clean")
+@register_command(app, "clean")
 def clean_up(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Remove nothing: print what would be removed, and why the rest is kept.")
     ] = False,
@@ -128,29 +134,34 @@ def clean_up(
     The daemon does this after each segment.
     """
     from factory.core.workspace import MODEL_LOOP
-    from factory.retention.cleaning import CleaningResult, clean, describe, examine
+    from factory.retention.cleaning import CleaningResult, describe_cleaning, list_choices, remove_unneeded
     from factory.show.catching_up import show_missing
 
     if dry_run:
-        choices = examine(plant)
+        choices = list_choices(plant)
         cleaned = CleaningResult(choices, 0)
     else:
-        with plant.workspace.lock(MODEL_LOOP):
-            cleaned = clean(plant)
+        with plant.workspace.hold_lock(MODEL_LOOP):
+            cleaned = remove_unneeded(plant)
         show_missing(plant)
-    sizes = {choice.what.path: choice.what.bytes() if dry_run or not choice.goes else 0 for choice in cleaned.choices}
+    sizes = {
+        choice.folder.path: choice.folder.size_on_disk() if dry_run or not choice.is_removed else 0
+        for choice in cleaned.choices
+    }
     told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.goes, "why": one.why}
-    say([told(one) | {"bytes": sizes[one.what.path]} for one in cleaned.choices])
+    say([told(one) | {"bytes": sizes[one.folder.path]} for one in cleaned.choices])
     for choice in cleaned.gone():
         word = "to remove" if dry_run else "removed"
-        say.line(f"  {word}  {choice.what.path.relative_to(plant.workspace.root)}: {choice.why}")
-    stays = sorted((one for one in cleaned.choices if not one.goes), key=lambda one: (one.what.kind, one.why))
-    for (kind, why), group in groupby(stays, key=lambda one: (one.what.kind, one.why)):
+        say.line(f"  {word}  {choice.folder.path.relative_to(plant.workspace.root)}: {choice.reason}")
+    stays = sorted(
+        (one for one in cleaned.choices if not one.is_removed), key=lambda one: (one.folder.kind, one.reason)
+    )
+    for (kind, why), group in groupby(stays, key=lambda one: (one.folder.kind, one.reason)):
         listed = list(group)
-        size = sum(sizes[one.what.path] for one in listed)
+        size = sum(sizes[one.folder.path] for one in listed)
         say.line(f"  kept     {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
     if dry_run:
-        size = sum(sizes[one.what.path] for one in cleaned.gone())
+        size = sum(sizes[one.folder.path] for one in cleaned.gone())
         say.line(Message("operate.would_free", "  This would free {megabytes:,.1f} MB.", megabytes=size / 1e6))
     else:
-        say.line(f"  {describe(cleaned)}")
+        say.line(f"  {describe_cleaning(cleaned)}")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from factory.cli.app import JsonOption, app, print_json
-from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.errors import ConfigError, InputError, suggest_name
 from factory.core.workspace import checkout_root
 from kernels.contract.message import Message
 
@@ -53,14 +53,14 @@ def plan(
     from trainer.contract.plan.gpus import GPUS
     from trainer.contract.plan.hf_config import read_config
     from trainer.contract.plan.plan_report import as_json as plan_json
-    from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, active, plan_run
-    from trainer.contract.plan.sizing import GB, shape_of
+    from trainer.contract.plan.run_plan import PRICE, PlanRequest, SizingError, active_parameters, plan_run
+    from trainer.contract.plan.sizing import GB, model_shape_of
 
     if bool(params) + bool(recipe) + bool(config) != 1:
         raise InputError("plan.no_model", "Give exactly one of --params 8e9, --recipe NAME and --config FILE.")
     if gpu not in GPUS:
         raise InputError(
-            "plan.no_gpu", "--gpu: no kind of GPU is named {gpu!r}{nearest}", gpu=gpu, nearest=nearest(gpu, GPUS)
+            "plan.no_gpu", "--gpu: no kind of GPU is named {gpu!r}{nearest}", gpu=gpu, nearest=suggest_name(gpu, GPUS)
         )
     given = {
         "--gpus": gpus,
@@ -93,7 +93,7 @@ def plan(
         elif asked:
             shape = asked.model
         else:
-            shape = shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
+            shape = model_shape_of(size, vocab or (128_256 if size >= LARGE else 32_000), context or 4096)
         if expert_parallel > 1 and (
             shape.experts is None or gpus % expert_parallel or shape.experts.count % expert_parallel
         ):
@@ -122,12 +122,12 @@ def plan(
                 fp8=fp8 or asked.precision == "fp8" and shape.experts is None,  # routed experts multiply in bf16
                 replicas=asked.parallel.replicas,
             )
-        if wanted < active(ask.model):
+        if wanted < active_parameters(ask.model):
             raise InputError(
                 "plan.few_tokens",
                 "--tokens: {tokens:,.0f} tokens for {parameters:,} parameters are too few. The scaling rules need one token per parameter.",
                 tokens=wanted,
-                parameters=active(ask.model),
+                parameters=active_parameters(ask.model),
             )
         found = plan_run(ask)
     except SizingError as error:
@@ -193,7 +193,7 @@ def _recipe(name: str) -> Recipe:
                 "plan.no_recipe",
                 "--recipe: no recipe is named {name!r}{nearest}",
                 name=name,
-                nearest=nearest(name, {p.stem for p in folder.glob("*.yaml")}),
+                nearest=suggest_name(name, {p.stem for p in folder.glob("*.yaml")}),
             )
     return Recipe.load(path)
 
@@ -212,8 +212,8 @@ def _show(plan: RunPlan) -> None:
     from rich.table import Table
 
     from factory.core.console import table_console
-    from trainer.contract.plan.plan_report import lines, plan_warnings
-    from trainer.contract.plan.sizing import GB, needed
+    from trainer.contract.plan.plan_report import plan_warnings, report_lines
+    from trainer.contract.plan.sizing import GB, total_bytes
 
     console = table_console()
 
@@ -226,13 +226,13 @@ def _show(plan: RunPlan) -> None:
         return made
 
     run = table("the run")
-    for line in lines(plan):
+    for line in report_lines(plan):
         run.add_row(line.name, line.text, line.formula, line.source)
     there = plan.ask.gpu.memory
     memory = table(Message("plan.memory_title", "memory of one GPU with {gigabytes:g} GB", gigabytes=there / GB))
     for part in plan.memory:
         memory.add_row(part.name, f"{part.bytes / GB:.2f} GB", part.formula, part.source)
-    whole = needed(plan.memory)
+    whole = total_bytes(plan.memory)
     memory.add_section()
     memory.add_row(
         "in all",

@@ -19,7 +19,7 @@ _ABSENT = object()
 
 
 @dataclass(frozen=True)
-class Value:
+class Setting:
     """One key in force. ``source``: ``DEFAULT`` for a key that the file leaves out, otherwise where the file comes from."""
 
     key: str
@@ -28,21 +28,21 @@ class Value:
     about: str
 
 
-def values(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Value]:
+def list_settings(policy: BaseModel, raw: object, source: str, above: str = "") -> Iterator[Setting]:
     """Every key of a loaded policy. ``raw``: the parsed file. A key in the file has ``source`` as its source."""
     about = field_docs(type(policy))
     for name in type(policy).model_fields:
         yield from _value(f"{above}{name}", getattr(policy, name), _given(raw, name), source, about.get(name, ""))
 
 
-def _value(key: str, value: Any, given: object, source: str, about: str) -> Iterator[Value]:
+def _value(key: str, value: Any, given: object, source: str, about: str) -> Iterator[Setting]:
     if isinstance(value, BaseModel):
-        yield from values(value, given, source, f"{key}.")
+        yield from list_settings(value, given, source, f"{key}.")
     elif isinstance(value, dict) and value:
         for name, inner in value.items():
             yield from _value(f"{key}.{name}", inner, _given(given, name), source, about)
     else:
-        yield Value(key, _plain(value), DEFAULT if given is _ABSENT else source, about)
+        yield Setting(key, _plain(value), DEFAULT if given is _ABSENT else source, about)
 
 
 def _given(raw: object, name: str) -> object:

@@ -60,7 +60,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
-    from factory.code_loop.profiling import profile as profile_step
+    from factory.code_loop.profiling import profile_live_code as profile_step
     from factory.core.console import Terminal
     from factory.show.catching_up import show_missing
 
@@ -78,30 +78,30 @@ def profile(
         path = profile_checkout(out or Path("profile"), SILENT if as_json else terminal, options)
     else:
         plant, _ = open_plant(where, as_json)
-        with plant.workspace.lock("code-loop"):
+        with plant.workspace.hold_lock("code-loop"):
             number = profile_step(plant, options)
         show_missing(plant)
         path = Path(plant.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))
         return
-    from agents.line_profiler.report.report import table
+    from agents.line_profiler.report.report import profile_table
     from agents.line_profiler.table import Profile
 
-    terminal.console.print(table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
+    terminal.console.print(profile_table(Profile.from_mapping(json.loads(path.read_text(encoding="utf-8")))))
     terminal.line(f"  files: {path.with_suffix('.html')}, {path}, {path.with_name('trace.json')}")
 
 
 def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) -> None:
-    from factory.code_loop.profiling import sweep
+    from factory.code_loop.profiling import sweep_shapes
     from factory.core.progress import SILENT
 
-    path = sweep(out, SILENT if as_json else terminal, options)
+    path = sweep_shapes(out, SILENT if as_json else terminal, options)
     words = path.read_text(encoding="utf-8")
     if as_json:
         print(words)
         return
-    from agents.line_profiler.sweep.sweep import Sweep, text
+    from agents.line_profiler.sweep.sweep import Sweep, sweep_table
 
-    terminal.line(text(Sweep.from_mapping(json.loads(words))))
+    terminal.line(sweep_table(Sweep.from_mapping(json.loads(words))))
     terminal.line(f"  file: {path}")

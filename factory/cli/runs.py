@@ -9,26 +9,26 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import Say, app, command
+from factory.cli.app import AnswerPrinter, app, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-@command(app)
+@register_command(app)
 def runs(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     lines: Annotated[int, typer.Option("--lines", "-n", min=1, help="How many of the newest runs to print.")] = 40,
 ) -> None:
     """List the training runs besides the segments, one line each.
 
     Certificates, preflights, audits, diagnoses, replicas and the gates of patches start such runs.
     """
-    from factory.runs.running import in_words, list_runs
+    from factory.runs.running import list_runs, run_line
 
     found = list_runs(plant.ledger, lines)
     nothing = Message(
         "runs.none",
         "  No run besides the segments was started yet. Certificates, preflights, audits, diagnoses and gates start such runs.",
     )
-    say(found, map(in_words, found), nothing=nothing)
+    say(found, map(run_line, found), nothing=nothing)

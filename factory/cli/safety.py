@@ -1,4 +1,4 @@
-"""Commands that keep a factory's state safe: ``backup``, ``restore`` and ``upgrade``."""
+"""Commands that keep a factory's state safe: ``backup``, ``restore_ledger`` and ``upgrade_workspace``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.app import DEFAULT, JsonOption, Say, WorkspaceOption, app, command, print_json
+from factory.cli.app import DEFAULT, AnswerPrinter, JsonOption, WorkspaceOption, app, print_json, register_command
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-@command(app)
+@register_command(app)
 def backup(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     folder: Annotated[
         Path | None,
         typer.Argument(help="An empty folder, for example on another disk (default: a new one in backups/)."),
@@ -76,7 +76,7 @@ def restore(
     from factory.core.console import Terminal
     from factory.core.progress import SILENT
     from factory.repairs.lost_ledger import describe_start
-    from factory.repairs.lost_ledger import restore as restore_ledger
+    from factory.repairs.lost_ledger import restore_ledger as restore_ledger
 
     terminal = Terminal()
     done = restore_ledger(where, name, SILENT if as_json else terminal)
@@ -103,7 +103,7 @@ def upgrade(
     file to its old place and use the older factory. A PostgreSQL ledger is not copied: make a backup with pg_dump, and then add
     --i-have-a-backup.
     """
-    from factory.backups.upgrade import upgrade as upgrade_workspace
+    from factory.backups.upgrade import upgrade_workspace as upgrade_workspace
 
     workspace = Workspace.open(where)
     done = upgrade_workspace(workspace, has_backup)

@@ -32,17 +32,17 @@ from agents.llm.file_endpoint import FileEndpoint
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
 from agents.loop.checkpoints import SavedRunError
-from agents.loop.graph import LoopRun, forget, work
+from agents.loop.graph import LoopRun, delete_run, run_agent
 from agents.loop.role import Role, TargetError
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.served import find_served_champion
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER
-from factory.ledger.ledger import agent_runs, exchanges, meta, record
+from factory.ledger.ledger import agent_runs, exchanges, meta, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
-from factory.ledger.writing import insert
+from factory.ledger.writing import insert_row
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -70,7 +70,9 @@ class ExchangeBooks:
                 ("today (UTC)", self.policy.per_day, exchanges.c.at >= now - now % DAY),
             ):
                 self._afford(tx, which, budget, where, tokens, usd)
-            return insert(tx, exchanges, at=now, run=self.run, label=label, state="reserved", tokens=tokens, usd=usd)
+            return insert_row(
+                tx, exchanges, at=now, run=self.run, label=label, state="reserved", tokens=tokens, usd=usd
+            )
 
     def _afford(
         self, tx: sa.Connection, which: str, budget: Budget, where: sa.ColumnElement[bool], tokens: int, usd: float
@@ -103,7 +105,7 @@ class ExchangeBooks:
             "input_tokens": exchange.usage.input_tokens,
             "output_tokens": exchange.usage.output_tokens,
             "usd": exchange.usd,
-            "request": exchange.request.body(),
+            "request": exchange.request.request_body(),
             "reply": {"error": exchange.error} if exchange.reply is None else exchange.reply.message(),
         }
         folder = self.workspace.logs / "exchanges"
@@ -114,7 +116,7 @@ class ExchangeBooks:
             "state": "failed" if exchange.reply is None else "done",
             "tokens": exchange.usage.tokens,
             "usd": exchange.usd,
-            "file": self.ledger.inside(path),
+            "file": self.ledger.to_stored_path(path),
         }
         with self.ledger.begin() as tx:
             tx.execute(exchanges.update().where(exchanges.c.id == entry).values(**values))
@@ -184,7 +186,7 @@ class AgentRuns:
                 "code_loop.count_and_target",
                 "--count above 1 cannot be used with --target or --interactive: each run chooses its own target.",
             )
-        policy = AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
+        policy = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
         policy = policy.for_diagnosis() if work == "diagnosis" else policy
         if endpoint_of(policy, options) == CHAMPION:
@@ -195,13 +197,13 @@ class AgentRuns:
         agent_runs.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than this table
         return cls(plant, agent, options, policy, endpoint, work, by)
 
-    def unfinished(self, base: str, count: int) -> list[AgentRun]:
+    def find_unfinished(self, base: str, count: int) -> list[AgentRun]:
         """Up to ``count`` runs to continue. Unfinished runs of another commit or target are abandoned; those of another beginner are left alone."""
         found: list[AgentRun] = []
         mine = (agent_runs.c.state == "running") & (agent_runs.c.agent == self.agent)
         events = self.plant.ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=BEGAN)
         begun_by = {event["subject"]: event["detail"].get("by", "") for event in events}
-        for row in self.plant.ledger.rows(sa.select(agent_runs).where(mine).order_by(agent_runs.c.id)):
+        for row in self.plant.ledger.select_rows(sa.select(agent_runs).where(mine).order_by(agent_runs.c.id)):
             if begun_by.get(str(Subject("agent_run", row["id"])), "") != self.by:
                 continue
             wanted = row["base_commit"] == base and (count > 1 or row["asked"] == self.options.target)
@@ -209,31 +211,31 @@ class AgentRuns:
                 found.append(self._run(row))
             else:
                 why = Message("code_loop.other_target", "another commit or target was asked for")
-                self.end(row["id"], "abandoned", why=str(why))
+                self.record_end(row["id"], "abandoned", why=str(why))
         return found
 
-    def begin(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
+    def begin_run(self, base: str, target: str, profile: int = NO_PROFILE) -> AgentRun:
         """A new run, recorded in the ledger. ``target``: '' if the agent chooses; ``profile``: the id of its line profile."""
         values = {"agent": self.agent, "asked": target, "base_commit": base, "profile": profile, "state": "running"}
         with self.plant.ledger.begin() as tx:
-            number = insert(tx, agent_runs, **values, created_at=time.time())
+            number = insert_row(tx, agent_runs, **values, created_at=time.time())
             by = {"by": self.by} if self.by else {}
-            record(tx, BEGAN, Subject("agent_run", number), {"agent": self.agent, **by})
+            record_event(tx, BEGAN, Subject("agent_run", number), {"agent": self.agent, **by})
         return self._run(self.plant.ledger.read("SELECT * FROM agent_runs WHERE id = :id", id=number)[0])
 
-    def draft(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
+    def draft_proposal(self, run: AgentRun, role: Role, bench: Workbench) -> Proposal | None:
         """The agent's proposal, or None after a line that says why. Raises: InputError for a target that does not exist; ModelError."""
         saved = checkpoint_place(self.plant.workspace)
         try:
-            drafted, why = work(
+            drafted, why = run_agent(
                 LoopRun(run.number, role, bench, run.client, saved, self.options.person, self.plant.progress.line)
             )
         except TargetError as error:
-            self.end(run.number, "abandoned", why=str(error))
+            self.record_end(run.number, "abandoned", why=str(error))
             raise InputError(error.message) from None
         except BudgetError as error:
             if error.lasting:
-                self.end(run.number, "nothing", why=str(error))
+                self.record_end(run.number, "nothing", why=str(error))
             raise ModelError(error.message, over=error.lasting) from None
         except LlmError as error:
             raise ModelError(
@@ -246,7 +248,7 @@ class AgentRuns:
             raise ModelError(error.message) from error
         if drafted is None:
             say_nothing_proposed(self.plant, why)
-            self.end(run.number, "nothing", why=str(why))
+            self.record_end(run.number, "nothing", why=str(why))
         return drafted
 
     def judged_before(self, run: AgentRun, drafted: Proposal) -> int | None:
@@ -262,18 +264,18 @@ class AgentRuns:
         client = LlmClient(self.endpoint, self.policy, books, self.plant.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
-    def end(self, number: int, state: str, **values: Any) -> None:
+    def record_end(self, number: int, state: str, **values: Any) -> None:
         """Record how a run ended: 'proposed', 'worded', 'nothing' or 'abandoned'."""
         with self.plant.ledger.begin() as tx:
             tx.execute(agent_runs.update().where(agent_runs.c.id == number).values(state=state, **values))
-            record(tx, f"agent_{state}", Subject("agent_run", number), values)
+            record_event(tx, f"agent_{state}", Subject("agent_run", number), values)
         with contextlib.suppress(sqlite3.DatabaseError, SavedRunError):  # nothing reads a finished run's checkpoints
-            forget(checkpoint_place(self.plant.workspace), self.agent, number)
+            delete_run(checkpoint_place(self.plant.workspace), self.agent, number)
 
 
 def say_nothing_proposed(plant: Plant, why: str) -> None:
     """Tell the person why an agent made no proposal."""
-    plant.say(Message("code_loop.nothing_proposed", "  nothing proposed: {why}", why=why))
+    plant.print_line(Message("code_loop.nothing_proposed", "  nothing proposed: {why}", why=why))
 
 
 def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:
@@ -284,7 +286,7 @@ def endpoint_of(policy: LlmPolicy, options: AgentOptions) -> str:
 def has_endpoint(workspace: Workspace) -> bool:
     """True if the policy or ``OPENAI_BASE_URL`` names a language model, or if the policy cannot be read (its use then reports the error)."""
     try:
-        policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
+        policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
     except ConfigError:
         return True
     return endpoint_of(policy, DEFAULTS) not in ("", NONE)
@@ -299,7 +301,7 @@ def needs_model(workspace: Workspace, options: AgentOptions) -> bool:
                 "--endpoint none cannot be used with --model, --target or --interactive: these options need a language model.",
             )
         return False
-    policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
+    policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
     return options != DEFAULTS or bool(endpoint_of(policy, options))
 
 

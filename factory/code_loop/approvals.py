@@ -26,16 +26,16 @@ from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
 from factory.code_loop.revalidating import AUDIT, record_validated
 from factory.code_loop.reverting import reopen_revert
-from factory.code_loop.submitting import PROPOSED, clear_and_get_live_commit, run_under_lock, submit
+from factory.code_loop.submitting import PROPOSED, clear_and_get_live_commit, run_under_lock, submit_proposal
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patience import find_only_missing_stage, ran_out
-from factory.gates.training_start import find_start
+from factory.gates.patience import find_only_missing_stage, was_out_of_time
+from factory.gates.training_start import find_training_start
 from factory.git import repository
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
@@ -62,14 +62,14 @@ def approve(plant: Plant, number: int, by: str) -> str | None:
         )
     code = plant.workspace.repository
     live = repository.get_live_commit(code)
-    if not repository.contains(code, live, row.patch_commit):
+    if not repository.is_ancestor(code, live, row.patch_commit):
         _check_patch(plant.workspace, row)
         if live != row.base_commit:
             again = judge_again(plant, row, live)
             promoted = ProposalRow.get(plant.ledger, again).outcome == "promote"
             return approve(plant, again, by) if promoted else None
         _record_decision(plant.ledger, "proposal_approved", row, by)
-        repository.advance(code, live, row.patch_commit)
+        repository.advance_branch(code, live, row.patch_commit)
     _become(plant.ledger, row, "approved")
     _after_merge(plant.ledger, row)
     plant.progress.line(
@@ -115,21 +115,23 @@ def revert(plant: Plant, number: int, by: str, why: str = "") -> str:
         reason=reason,
         commit=row.patch_commit,
     )
-    undone = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
+    undone = repository.make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
     _record_decision(plant.ledger, "proposal_reverted", row, by, why)
-    repository.advance(code, live, undone)
+    repository.advance_branch(code, live, undone)
     _become(plant.ledger, row, "reverted")
     return undone
 
 
-def follow(plant: Plant, word_of: Callable[[int], str | None]) -> int:
+def carry_out_decisions(plant: Plant, word_of: Callable[[int], str | None]) -> int:
     """Carry out the decisions of the policy, or of a person, about waiting proposals; returns how many were settled.
 
     ``word_of``: a person's word elsewhere about a proposal, 'approved' or 'rejected'; any other value is no decision. A proposal that cannot
     be merged is reported once, and stops nothing.
     """
     waiting = _waiting(plant.ledger)
-    automatic = bool(waiting) and PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval == "automatic"
+    automatic = (
+        bool(waiting) and PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml")).approval == "automatic"
+    )
     settled = 0
     for number in waiting:
         word, by = ("approved", "policy") if automatic else (word_of(number), "mlflow")
@@ -188,7 +190,7 @@ def _check_patch(workspace: Workspace, row: ProposalRow) -> None:
             branch=row.branch,
         )
     judged = (row.patch_commit, row.judged_sha256)
-    if (commit, repository.patch_sha256(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
+    if (commit, repository.hash_patch(code, row.base_commit, commit)) != judged or row.patch_sha256 != judged[1]:
         raise InputError(
             "code_loop.other_patch",
             "The branch {branch} does not hold the patch that was judged: it was {judged}, it is {found}. Only the judged patch can be "
@@ -205,7 +207,7 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     undone = ProposalRow.first(ledger, "WHERE number = :number", number=int(number)) if kind == UNDO_TARGET else None
     if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
-    elif start := find_start(ledger):
+    elif start := find_training_start(ledger):
         record_validated(ledger, row.number, start)
 
 
@@ -216,8 +218,8 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
         _become(plant.ledger, row, "superseded")
         return number
     code = plant.workspace.repository
-    changes = repository.changes(code, row.base_commit, row.patch_commit)
-    moved = {change.path for change in repository.changes(code, row.base_commit, live)}
+    changes = repository.read_changes(code, row.base_commit, row.patch_commit)
+    moved = {change.path for change in repository.read_changes(code, row.base_commit, live)}
     if both := sorted(moved & {change.path for change in changes} - {KERNELS}):
         raise InputError(
             "code_loop.files_changed",
@@ -234,7 +236,7 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
         )
     )
     edits = tuple(Edit(change.path, _moved_on(code, row, change, live)) for change in changes)
-    number = submit(plant, Proposal(**row.only(PROPOSED), edits=edits), live)
+    number = submit_proposal(plant, Proposal(**row.select_fields(PROPOSED), edits=edits), live)
     _become(plant.ledger, row, "superseded")
     return number
 
@@ -242,7 +244,7 @@ def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
 def judge_due_patches_again(plant: Plant) -> list[int]:
     """Have the patches that are due judged again, as new proposals; returns their numbers."""
     made = []
-    for row in due(plant.ledger, PatchPolicy.load(plant.workspace.policy("gates/patch.yaml"))):
+    for row in due_proposals(plant.ledger, PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml"))):
         words = Message("code_loop.not_again", "proposal {proposal} cannot be judged again now", proposal=row.number)
         made.append(
             run_under_lock(
@@ -263,7 +265,7 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
         if waits_for_this_device(row.evidence(plant.ledger))
         else Message("code_loop.time_limit", "a time limit")
     )
-    plant.say(
+    plant.print_line(
         Message(
             "code_loop.judged_again",
             "  only {held_by} held proposal {proposal} back; the gate judges it again",
@@ -274,12 +276,12 @@ def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
     return judge_again(plant, row, live)
 
 
-def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
+def due_proposals(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
     """The proposals to judge again now, oldest first."""
     held = [
         (row, evidence)
         for row in ProposalRow.select(ledger, "WHERE outcome = 'hold' ORDER BY number")
-        if ran_out(evidence := row.evidence(ledger)) or waits_for_this_device(evidence)
+        if was_out_of_time(evidence := row.evidence(ledger)) or waits_for_this_device(evidence)
     ]
     times: dict[str, int] = {}
     for _, evidence in held:
@@ -297,10 +299,10 @@ def due(ledger: Ledger, policy: PatchPolicy) -> list[ProposalRow]:
 
 def waits_for_this_device(evidence: Mapping[str, Any]) -> bool:
     """True if a patch was held back only because a device was missing that this machine has."""
-    return find_only_missing_stage(evidence).get("waits_for") == devices.kind()
+    return find_only_missing_stage(evidence).get("waits_for") == devices.device_kind()
 
 
-def _moved_on(code: Path, row: ProposalRow, change: Change, live: str) -> str:
+def _moved_on(code: Path, row: ProposalRow, change: FileChange, live: str) -> str:
     """The patch's version of a file, applied to the live file. In kernels.yaml, choices of other ops that were merged meanwhile stay.
 
     Raises: InputError if both chose for the same op, or if the patch changed more in kernels.yaml than choices.

@@ -54,7 +54,7 @@ class BegunStage:
     until: float  # seconds since 1970: its end, the next one's beginning, or now
 
 
-def stages(db: ReadsSql, now: float) -> list[BegunStage]:
+def newest_stages(db: ReadsSql, now: float) -> list[BegunStage]:
     """The newest stages, oldest first."""
     sql = f"SELECT id, at, kind, detail FROM events WHERE kind IN ('{BEGAN}', '{ENDED}') ORDER BY id DESC LIMIT {REMEMBERED}"
     events = db.read(sql)[::-1]
@@ -67,7 +67,7 @@ def stages(db: ReadsSql, now: float) -> list[BegunStage]:
     return found
 
 
-def used(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
+def budget_use(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
     """The use in the 24 hours before ``now``: by the stages that ended in them, and by the exchanges of stages with a language model."""
     since = now - DAY
     seconds = sum(one.left["seconds"] * one.left["devices"] for one in done if one.left and one.until >= since)
@@ -85,14 +85,14 @@ def used(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
 
 def improve_policy_as_written(workspace: Workspace) -> dict[str, Any]:
     """``improve`` of agents.yaml, not checked by its schema. Raises: ConfigError for a file that is not YAML."""
-    policy = load_yaml(workspace.policy("agents.yaml"))
+    policy = load_yaml(workspace.policy_path("agents.yaml"))
     section = policy.get("improve", {}) if isinstance(policy, dict) else {}
     return section if isinstance(section, dict) else {"when": section}
 
 
-def facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
-    """The data for 'factory status'. ``policy``: ``improve`` of agents.yaml as it is written."""
-    done = stages(db, now)
+def improvement_facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> dict[str, Any]:
+    """The data for 'factory status'. ``policy_path``: ``improve`` of agents.yaml as it is written."""
+    done = newest_stages(db, now)
     sql = f"SELECT at, detail FROM events WHERE kind = '{WAITS}' ORDER BY id DESC LIMIT 1"
     waits = [row["detail"]["why"] for row in db.read(sql) if not done or row["at"] >= done[-1].at]
     begun = next(({"at": one.at, **one.began} for one in done[-1:] if one.left is None), None)
@@ -102,19 +102,22 @@ def facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> dict[str, Any]
         "begun": begun,
         "last": ended,
         "waits": "".join(waits),
-        "used": asdict(used(db, done, now)),
+        "used": asdict(budget_use(db, done, now)),
     }
 
 
-def lines(found: Mapping[str, Any], running: bool) -> list[str]:
-    """``facts`` as lines for a person. ``running``: the daemon runs."""
-    from factory.core.moments import local
+def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
+    """``improvement_facts`` as lines for a person. ``running``: the daemon runs."""
+    from factory.core.moments import format_local_time
 
     begun, last, spent = found["begun"], found["last"], found["used"]
     doing: str = ""
     if begun and running:
         doing = Message(
-            "code_loop.now", "; now {stage}, since {since}", stage=in_words(begun), since=local(begun["at"])
+            "code_loop.now",
+            "; now {stage}, since {since}",
+            stage=stage_name(begun),
+            since=format_local_time(begun["at"]),
         )
     first = Message("code_loop.improve", "improve   {when}{now}", when=found["when"], now=doing)
     if last is None:
@@ -123,9 +126,9 @@ def lines(found: Mapping[str, Any], running: bool) -> list[str]:
     done = Message(
         "code_loop.last",
         "          last {at}: {stage}: {outcome}{then}",
-        at=local(last["at"]),
-        stage=in_words(last),
-        outcome=outcome(last),
+        at=format_local_time(last["at"]),
+        stage=stage_name(last),
+        outcome=stage_result(last),
         then=then,
     )
     cost = Message(
@@ -138,9 +141,9 @@ def lines(found: Mapping[str, Any], running: bool) -> list[str]:
     return [first, done, cost]
 
 
-def in_words(stage: Mapping[str, Any]) -> str:
+def stage_name(stage: Mapping[str, Any]) -> str:
     """
-    >>> in_words({"stage": "judge", "proposal": 3}), in_words({"stage": "propose", "agent": "search"}), in_words({"stage": "profile"})
+    >>> stage_name({"stage": "judge", "proposal": 3}), stage_name({"stage": "propose", "agent": "search"}), stage_name({"stage": "profile"})
     ('judge proposal 3', 'propose by search', 'profile')
     """
     if stage["stage"] == "propose":
@@ -148,7 +151,7 @@ def in_words(stage: Mapping[str, Any]) -> str:
     return f"{stage['stage']} proposal {stage['proposal']}" if "proposal" in stage else str(stage["stage"])
 
 
-def outcome(left: Mapping[str, Any]) -> str:
+def stage_result(left: Mapping[str, Any]) -> str:
     """The result of a stage, as text."""
     if "failed" in left:
         return f"failed: {left['failed']}"

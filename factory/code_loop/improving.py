@@ -23,7 +23,7 @@ from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.search_proposer.search_proposer import AGENT as SEARCH
 from factory.code_loop.agent_runs import DEFAULTS, FILES, IMPROVE, NONE, ModelError, endpoint_of
-from factory.code_loop.approvals import follow
+from factory.code_loop.approvals import carry_out_decisions
 from factory.code_loop.improvements import (
     ALONE,
     BEGAN,
@@ -32,31 +32,31 @@ from factory.code_loop.improvements import (
     WAITS,
     BegunStage,
     BudgetUse,
-    in_words,
-    stages,
-    used,
+    budget_use,
+    newest_stages,
+    stage_name,
 )
-from factory.code_loop.profiling import QUICK, profile
-from factory.code_loop.proposing import AGENTS, workbench
+from factory.code_loop.profiling import QUICK, profile_live_code
+from factory.code_loop.proposing import AGENTS, make_workbench
 from factory.code_loop.submitting import (
     LOCK,
     WRITTEN,
     fail_stale_proposals,
-    give_up,
-    judge,
+    judge_proposal,
+    mark_as_failed,
     refuse_without_isolation,
-    write,
+    write_branch,
 )
 from factory.core.errors import WorkspaceError
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.gates.patch.policy import PatchPolicy
 from factory.git import repository
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import agent_runs, events, exchanges, record
+from factory.ledger.ledger import agent_runs, events, exchanges, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, ReadsSql, SegmentRow, Subject
-from factory.ledger.writing import insert, record_event_once
-from kernels.contract.machine import here
+from factory.ledger.writing import insert_row, record_event_once
+from kernels.contract.machine import this_machine
 from kernels.contract.message import Message
 
 PROFILE, PROPOSE, JUDGE, MERGE = "profile", "propose", "judge", "merge"
@@ -72,13 +72,13 @@ class LoopStage:
     agent: str = ""
     proposal: int | None = None
 
-    def detail(self) -> dict[str, Any]:
+    def event_detail(self) -> dict[str, Any]:
         """The stage as it is written in an event."""
         named = {"stage": self.name, "agent": self.agent, "proposal": self.proposal}
         return {key: value for key, value in named.items() if value}
 
     def __str__(self) -> str:
-        return in_words(self.detail())
+        return stage_name(self.event_detail())
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def next_stage(seen: LoopState) -> LoopStage | str:
     """The stage to do now, or the reason why there is none. Pure. A stage that was begun is ended first, even beyond the budget."""
     if seen.policy.when == OFF:
         return Message("code_loop.off", "improve is off in agents.yaml")
-    if not seen.policy.awake(seen.minute):
+    if not seen.policy.allows_stage_at(seen.minute):
         return Message("code_loop.waits_for_night", "it waits for the night ({hours})", hours=seen.policy.night)
     if seen.promoted is not None:
         return LoopStage(MERGE, proposal=seen.promoted)
@@ -138,68 +138,68 @@ class Situation:
     agents: AgentsPolicy
 
     @classmethod
-    def of(cls, plant: Plant, db: ReadsSql) -> Situation:
+    def read_situation(cls, plant: Plant, db: ReadsSql) -> Situation:
         """Raises: ConfigError, that names an unknown agent."""
-        return cls(plant, db, AgentsPolicy.load(plant.workspace.policy("agents.yaml")))
+        return cls(plant, db, AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")))
 
     @cached_property
     def base(self) -> str:
         return repository.get_live_commit(self.plant.workspace.repository)
 
     @cached_property
-    def name(self) -> str:
+    def situation_hash(self) -> str:
         """A hash of all that the result of an attempt depends on."""
         recipe = hashlib.sha256(self.plant.workspace.recipe_path().read_bytes()).hexdigest()
-        parts = [self.base, recipe, here().to_json(), policy_sha256(self.agents)]
+        parts = [self.base, recipe, this_machine().to_json(), hash_policy(self.agents)]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
     @cached_property
-    def past(self) -> list[BegunStage]:
-        return stages(self.db, time.time())
+    def past_stages(self) -> list[BegunStage]:
+        return newest_stages(self.db, time.time())
 
     @property
-    def here(self) -> list[BegunStage]:
+    def past_stages_here(self) -> list[BegunStage]:
         """The past stages of this situation."""
-        return [one for one in self.past if one.began["situation"] == self.name]
+        return [one for one in self.past_stages if one.began["situation"] == self.situation_hash]
 
     @property
-    def closed(self) -> frozenset[int]:
+    def closed_proposals(self) -> frozenset[int]:
         """The proposals whose targets are left alone: this situation's, and those on this commit that wait for a person."""
         told = [
-            one.began | (one.left or {}) for one in self.here
+            one.began | (one.left or {}) for one in self.past_stages_here
         ]  # for a stage that was killed, the judgement's stage names the proposal
         mine = {one["proposal"] for one in told if "proposal" in one}
         which = "WHERE base_commit = :base AND state = 'judged' AND outcome = 'promote'"
         return frozenset(mine | {row.number for row in ProposalRow.select(self.db, which, base=self.base)})
 
-    def seen(self) -> LoopState:
-        ended = [(one.began, one.left) for one in self.here if one.left]
-        killed = Counter(in_words(one.began) for one in self.here if one.left is None)
+    def loop_state(self) -> LoopState:
+        ended = [(one.began, one.left) for one in self.past_stages_here if one.left]
+        killed = Counter(stage_name(one.began) for one in self.past_stages_here if one.left is None)
         written = ProposalRow.first(self.db, "WHERE state = 'written' ORDER BY number")
         now = time.time()
         clock = time.localtime(now)
         return LoopState(
             self.agents.improve,
             clock.tm_hour * 60 + clock.tm_min,
-            tuple(agent for agent in self.agents.improve.agents if agent != KERNEL_ENGINEER or self.model),
+            tuple(agent for agent in self.agents.improve.agents if agent != KERNEL_ENGINEER or self.has_model),
             frozenset(began["agent"] for began, left in ended if left.get("nothing")),
             next((left["profile"] for _, left in reversed(ended) if "profile" in left), None),
             (written.number, written.agent) if written else None,
             self._promoted(),
             killed,
             bool(ended) and "profile" in ended[-1][1],
-            used(self.db, self.past, now),
+            budget_use(self.db, self.past_stages, now),
         )
 
     @cached_property
-    def model(self) -> bool:
+    def has_model(self) -> bool:
         """True if a language model is configured that answers without a person."""
         where = endpoint_of(self.agents.llm, DEFAULTS)
         return where not in ("", NONE) and not where.startswith(FILES)
 
     def _promoted(self) -> int | None:
         """The first proposal that only waits to be merged. One whose merge failed is left to the daily attempt of ``approvals``."""
-        if PatchPolicy.load(self.plant.workspace.policy("gates/patch.yaml")).approval != "automatic":
+        if PatchPolicy.load(self.plant.workspace.policy_path("gates/patch.yaml")).approval != "automatic":
             return None
         for row in ProposalRow.select(self.db, "WHERE state = 'judged' AND outcome = 'promote' ORDER BY number"):
             refused = "SELECT id FROM events WHERE kind = 'decision_refused' AND subject = :subject LIMIT 1"
@@ -208,35 +208,35 @@ class Situation:
         return None
 
 
-def due(plant: Plant, db: ReadsSql) -> list[LoopStage]:
+def due_stages(plant: Plant, db: ReadsSql) -> list[LoopStage]:
     """The stages to do now, one for each agent that has something to do; the caller does the first that does not rest. Raises: ConfigError."""
-    situation = Situation.of(plant, db)
+    situation = Situation.read_situation(plant, db)
     policy = situation.agents.improve
     if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
         return []
-    found = next_stages(situation.seen())
+    found = next_stages(situation.loop_state())
     if not found:
         return []
     try:
-        with plant.workspace.lock(LOCK):
+        with plant.workspace.hold_lock(LOCK):
             return found
     except WorkspaceError:  # 'factory propose' is at work
         return []
 
 
-def do(plant: Plant, stage: LoopStage) -> None:
+def do_stage(plant: Plant, stage: LoopStage) -> None:
     """Do one stage, and record its result and its cost. Raises: as ``propose`` and the gates do."""
-    situation = Situation.of(plant, plant.ledger)
-    seen = situation.seen()
+    situation = Situation.read_situation(plant, plant.ledger)
+    seen = situation.loop_state()
     if stage not in next_stages(seen):
         return  # the situation changed since
     for table in (agent_runs, exchanges):
         table.create(plant.ledger.engine, checkfirst=True)  # a ledger may be older than these tables
     _introduce(plant, situation, stage)
-    model = situation.model and stage.name == PROPOSE and stage.agent != SEARCH
+    model = situation.has_model and stage.name == PROPOSE and stage.agent != SEARCH
     with plant.ledger.begin() as tx:
-        began = {**stage.detail(), "situation": situation.name, "model": model}
-        number = insert(tx, events, at=time.time(), kind=BEGAN, subject=SUBJECT, detail=began)
+        began = {**stage.event_detail(), "situation": situation.situation_hash, "model": model}
+        number = insert_row(tx, events, at=time.time(), kind=BEGAN, subject=SUBJECT, detail=began)
     started = time.monotonic()
     left: dict[str, Any] = {}
     try:
@@ -247,28 +247,28 @@ def do(plant: Plant, stage: LoopStage) -> None:
     finally:
         cost = {"seconds": round(time.monotonic() - started, 3), "devices": _devices()}
         with plant.ledger.begin() as tx:
-            record(tx, ENDED, SUBJECT, {"began": number, **left, **cost})
-    after = next_stage(Situation.of(plant, plant.ledger).seen())
+            record_event(tx, ENDED, SUBJECT, {"began": number, **left, **cost})
+    after = next_stage(Situation.read_situation(plant, plant.ledger).loop_state())
     if isinstance(after, str):
         with plant.ledger.begin() as tx:
-            record(tx, WAITS, SUBJECT, {"why": str(after)})
-        plant.say(Message("code_loop.improve_waits", "  improve: {why}", why=after))
+            record_event(tx, WAITS, SUBJECT, {"why": str(after)})
+        plant.print_line(Message("code_loop.improve_waits", "  improve: {why}", why=after))
 
 
 def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
     """Tell the person which stage begins, and once which agents are left out for want of a language model."""
-    if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.model:
+    if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.has_model:
         if record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
-            plant.say(
+            plant.print_line(
                 Message(
                     "code_loop.agent_left_out",
                     "  improve: no LLM endpoint is configured (llm.endpoint in agents.yaml, OPENAI_BASE_URL): {agent} is left out",
                     agent=KERNEL_ENGINEER,
                 )
             )
-    elif situation.model:
+    elif situation.has_model:
         record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": []})
-    plant.say(
+    plant.print_line(
         Message(
             "code_loop.stage_begins",
             "  improve: {stage}, on commit {commit}",
@@ -281,18 +281,18 @@ def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
 def _stage(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     """Do the stage. Returns its result, as its event records it."""
     if stage.name == MERGE:
-        follow(plant, lambda number: None)  # takes the lock itself
+        carry_out_decisions(plant, lambda number: None)  # takes the lock itself
         return {"outcome": ProposalRow.get(plant.ledger, stage.proposal or 0).state}
-    with plant.workspace.lock(LOCK):
+    with plant.workspace.hold_lock(LOCK):
         if stage.name == PROFILE:
-            return {"profile": profile(plant, QUICK)}
+            return {"profile": profile_live_code(plant, QUICK)}
         return _judge(plant, seen, stage) if stage.name == JUDGE else _propose(plant, situation, seen, stage)
 
 
 def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
-    bench = workbench(plant)
+    bench = make_workbench(plant)
     assert bench is not None, "due without a checkpoint"
-    bench = replace(bench, profile=seen.profile, closed=situation.closed, by=IMPROVE)
+    bench = replace(bench, profile=seen.profile, closed=situation.closed_proposals, by=IMPROVE)
     try:
         numbers = AGENTS[stage.agent](bench, DEFAULTS, 1, _write)
     except ModelError as error:
@@ -303,7 +303,7 @@ def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopSta
 
 
 def _write(plant: Plant, drafted: Proposal, base: str) -> int:
-    return write(plant, drafted, base, WRITTEN)
+    return write_branch(plant, drafted, base, WRITTEN)
 
 
 def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
@@ -313,14 +313,14 @@ def _judge(plant: Plant, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
         why = Message(
             "code_loop.killed_often", "its process was killed {times:,|time|times} while it was judged", times=killed
         )
-        give_up(plant, stage.proposal, why)
-        plant.say(
+        mark_as_failed(plant, stage.proposal, why)
+        plant.print_line(
             Message("code_loop.given_up", "  proposal {proposal} is given up: {why}", proposal=stage.proposal, why=why)
         )
         return {"nothing": True}
     fail_stale_proposals(plant)
     refuse_without_isolation(plant.workspace)
-    judge(plant, stage.proposal)
+    judge_proposal(plant, stage.proposal)
     return {"outcome": ProposalRow.get(plant.ledger, stage.proposal).outcome}
 
 

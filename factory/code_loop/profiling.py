@@ -22,17 +22,17 @@ import yaml
 
 from factory.computing import computing
 from factory.core import devices
-from factory.core.errors import FactoryError, InputError, nearest
-from factory.core.left_files import read_object
+from factory.core.errors import FactoryError, InputError, suggest_name
+from factory.core.left_files import read_json_object
 from factory.core.progress import Progress
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace, checkout_root
 from factory.git import repository
-from factory.ledger.ledger import profiles, record
+from factory.ledger.ledger import profiles, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.ledger.writing import insert
-from factory.runs.folders import clear
+from factory.ledger.writing import insert_row
+from factory.runs.folders import remove_odd_files
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_segment
 from kernels.contract.message import Message
@@ -77,15 +77,15 @@ class ProfileOptions:
 QUICK = ProfileOptions(isolation_s=0)  # for proposers, which measure implementations themselves
 
 
-def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
+def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     """Time every line of the live code's training step; returns the profile's id.
 
     Raises: RepositoryError, ConfigError, InputError; ProfileError if the profiler fails.
     """
     recipe = plant.workspace.recipe_path() if options.recipe is None else find_recipe(options.recipe, plant.workspace)
     commit = repository.get_live_commit(plant.workspace.repository)
-    code = LiveCode.of(plant, commit)
-    changed = repository.changed_files(plant.workspace.repository)
+    code = LiveCode.of_commit(plant, commit)
+    changed = repository.list_changed_files(plant.workspace.repository)
     if changed:
         plant.progress.line(
             Message(
@@ -101,16 +101,16 @@ def profile(plant: Plant, options: ProfileOptions = ProfileOptions()) -> int:
     arguments = [*_as_trained(plant, recipe, code.folder, given), "--out", str(folder)]
     try:
         run_profiler(code, [*arguments, *options.arguments()], plant.progress, writable=[folder], readonly=[given])
-        clear(folder, plant.progress)
-        found = read_object(folder / "profile.json")
+        remove_odd_files(folder, plant.progress)
+        found = read_json_object(folder / "profile.json")
     except BaseException:
-        remove(folder)
+        remove_path(folder)
         raise
     summary = {key: value for key, value in found.items() if isinstance(value, (str, int, float, bool))}
-    path = plant.ledger.inside(folder / "profile.json")
+    path = plant.ledger.to_stored_path(folder / "profile.json")
     with plant.ledger.begin() as tx:
-        number = insert(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
-        record(tx, "profiled", Subject("profile", number), {"commit": commit})
+        number = insert_row(tx, profiles, code_commit=commit, path=path, summary=summary, created_at=time.time())
+        record_event(tx, "profiled", Subject("profile", number), {"commit": commit})
     return number
 
 
@@ -126,7 +126,7 @@ def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]
     last = last_segment(plant.ledger, "trunk")
     before = last.recipe_json["precision"] if last and last.recipe == recipe.name else ""
     kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
-    recipe, computed, _ = computing.decide(plant.workspace, recipe, kernels, before)
+    recipe, computed, _ = computing.decide_computing(plant.workspace, recipe, kernels, before)
     given = folder / "recipe.yaml"
     given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     return ["--recipe", str(given), "--kernels", str(computing.write_kernels(folder, computed))]
@@ -172,7 +172,7 @@ class SweepOptions:
         return [word for flag, value in given.items() if value is not None for word in (flag, str(value))]
 
 
-def sweep(out: Path, progress: Progress, options: SweepOptions) -> Path:
+def sweep_shapes(out: Path, progress: Progress, options: SweepOptions) -> Path:
     """Sweep over model shapes with this checkout's code; returns the path of sweep.json. Raises: InputError, ProfileError."""
     _run_checkout(out, options.arguments(), progress, "agents.line_profiler.sweep.sweep")
     return out / "sweep.json"
@@ -195,7 +195,7 @@ def run_profiler(
     ):
         process = code.start(
             command,
-            writable=writable, readonly=readonly, environment=devices.environment(), stdout=output, stderr=subprocess.PIPE,
+            writable=writable, readonly=readonly, environment=devices.device_environment(), stdout=output, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:
             for line in process.errors():
@@ -228,5 +228,5 @@ def find_recipe(name: str, workspace: Workspace | None) -> Path:
             return folder / f"{name}.yaml"
     known = {path.stem for folder in folders for path in folder.glob("*.yaml")}
     raise InputError(
-        "code_loop.no_recipe", "There is no recipe or file {name!r}{near}", name=name, near=nearest(name, known)
+        "code_loop.no_recipe", "There is no recipe or file {name!r}{near}", name=name, near=suggest_name(name, known)
     )

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 from agents.core.proposal import Proposal
 from agents.kernel_engineer.draft import AGENT as KERNEL_ENGINEER
 from agents.kernel_engineer.role import KernelEngineer
-from agents.kernel_engineer.targets import targets, worthwhile_targets
+from agents.kernel_engineer.targets import find_targets, worthwhile_targets
 from agents.loop.role import Role
 from agents.recipe_scout import scout
 from agents.recipe_scout.course import TrainingRecord, make_record
@@ -34,17 +34,17 @@ from factory.code_loop.agent_runs import (
     needs_model,
     say_nothing_proposed,
 )
-from factory.code_loop.profiling import QUICK, profile, read_profile
+from factory.code_loop.profiling import QUICK, profile_live_code, read_profile
 from factory.code_loop.revalidating import revalidate
-from factory.code_loop.submitting import WRITTEN, clear_and_get_live_commit, judge, submit
+from factory.code_loop.submitting import WRITTEN, clear_and_get_live_commit, judge_proposal, submit_proposal
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import run_in_parallel
-from factory.core.errors import InputError, nearest
+from factory.core.errors import InputError, suggest_name
 from factory.gates.case import NOTHING_HELD_OUT
-from factory.gates.patch.held_out import held_out_texts
+from factory.gates.patch.held_out import read_held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import find_unused_recipes, used_recipe_path
-from factory.gates.training_start import find_start
+from factory.gates.training_start import find_training_start
 from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
@@ -72,9 +72,12 @@ def propose(
     """
     if agent not in AGENTS:
         raise InputError(
-            "code_loop.unknown_agent", "There is no agent {agent!r}{near}", agent=agent, near=nearest(agent, AGENTS)
+            "code_loop.unknown_agent",
+            "There is no agent {agent!r}{near}",
+            agent=agent,
+            near=suggest_name(agent, AGENTS),
         )
-    bench = workbench(plant)
+    bench = make_workbench(plant)
     if bench is None:
         why = Message(
             "code_loop.no_checkpoint", "there is no trunk checkpoint to measure on yet; 'factory run' makes one"
@@ -84,15 +87,15 @@ def propose(
     revalidate(plant, bench.base)
     left = [row.number for row in ProposalRow.select(plant.ledger, f"WHERE state = '{WRITTEN}' ORDER BY number")]
     for number in left:
-        judge(plant, number)
+        judge_proposal(plant, number)
     if len(left) >= count:
         return left
-    return left + AGENTS[agent](bench, options, count - len(left), submit)
+    return left + AGENTS[agent](bench, options, count - len(left), submit_proposal)
 
 
-def workbench(plant: Plant) -> LiveWorkbench | None:
+def make_workbench(plant: Plant) -> LiveWorkbench | None:
     """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``clear_and_get_live_commit``."""
-    base, start = clear_and_get_live_commit(plant), find_start(plant.ledger)
+    base, start = clear_and_get_live_commit(plant), find_training_start(plant.ledger)
     return LiveWorkbench(plant, base, start) if start else None
 
 
@@ -103,7 +106,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
             "The agent 'search' takes no --endpoint, --model, --target or --interactive: these options need a language model.",
         )
     profiled = _read(bench.plant.ledger, _profile(bench))
-    drafts = search_proposer.propose(profiled, replace(bench, count=count), count)
+    drafts = search_proposer.propose_implementations(profiled, replace(bench, count=count), count)
     if not drafts:
         why = Message("code_loop.nothing_faster", "no change was found that measures faster than the present choice")
         say_nothing_proposed(bench.plant, why)
@@ -113,7 +116,7 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count, by=bench.by)
     work_on = runs_to_work_on(runs, bench, bench.base, count)
-    return _with_model(runs, work_on, bench, partial(role, bench.plant.ledger), submit)
+    return _with_model(runs, work_on, bench, partial(kernel_engineer_role, bench.plant.ledger), submit)
 
 
 def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
@@ -122,27 +125,27 @@ def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int
 
     Raises: ProfileError.
     """
-    found = runs.unfinished(base, count)
+    found = runs.find_unfinished(base, count)
     if len(found) < count:
         number = _profile(bench)
         aims = [runs.options.target]
         if count > 1:
-            promising = targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
+            promising = find_targets(_read(runs.plant.ledger, number), set(bench.files(patchable=True)))
             names = [target.name for target in worthwhile_targets(promising, bench.history)]
             # A run without a target chose the first.
             taken = {run.target or next(iter(names), "") for run in found}
             aims = [name for name in names if name not in taken] or ([] if found else aims)
-        found += [runs.begin(base, target, number) for target in aims[: count - len(found)]]
+        found += [runs.begin_run(base, target, number) for target in aims[: count - len(found)]]
     return found
 
 
-def role(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
+def kernel_engineer_role(ledger: Ledger, run: AgentRun, bench: LiveWorkbench) -> KernelEngineer:
     """The kernel engineer for a run. Raises: ProfileError if the profile cannot be read any more."""
     return KernelEngineer(_read(ledger, run.profile), bench, run.target)
 
 
 def _profile(bench: LiveWorkbench) -> int:
-    return profile(bench.plant, QUICK) if bench.profile is None else bench.profile
+    return profile_live_code(bench.plant, QUICK) if bench.profile is None else bench.profile
 
 
 def _read(ledger: Ledger, number: int) -> dict[str, Any]:
@@ -157,14 +160,14 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
         )
     model = needs_model(bench.plant.workspace, options)
     runs = AgentRuns.open(bench.plant, scout.AGENT, options, by=bench.by) if model else None
-    found = course(bench)
+    found = scout_input(bench)
     if isinstance(found, str):
         say_nothing_proposed(bench.plant, found)
         return []
     if runs:
-        work_on = runs.unfinished(bench.base, 1) or [runs.begin(bench.base, options.target)]
+        work_on = runs.find_unfinished(bench.base, 1) or [runs.begin_run(bench.base, options.target)]
         return _with_model(runs, work_on, bench, lambda run, bench: RecipeScout(found, bench, run.target), submit)
-    drafted = scout.propose(found, bench)
+    drafted = scout.propose_change(found, bench)
     if drafted is None:
         why = Message(
             "code_loop.all_rejected", "the gate rejected every change of the recipe that is worth a try before"
@@ -174,7 +177,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
     return [submit(bench.plant, drafted, bench.base)]
 
 
-def course(bench: LiveWorkbench) -> TrainingRecord | str:
+def scout_input(bench: LiveWorkbench) -> TrainingRecord | str:
     """The recipe scout's input: the live recipe and the metrics of its trunk; or the reason why there is none.
 
     Raises: ConfigError.
@@ -191,8 +194,8 @@ def course(bench: LiveWorkbench) -> TrainingRecord | str:
         recipe = Recipe.parse(read_yaml(bench.read(path), path, RecipeError), path)
     except TrainerError as error:
         return error.message
-    policy = RecipePolicy.load(workspace.policy("gates/recipe.yaml"))
-    texts, _ = held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, plant)
+    policy = RecipePolicy.load(workspace.policy_path("gates/recipe.yaml"))
+    texts, _ = read_held_out_texts(policy.runs.held_out_documents, policy.runs.held_out_bytes, plant)
     if not texts:
         return Message.from_json(NOTHING_HELD_OUT["reasons"][0])
     which = f"WHERE kind = 'trunk' AND state = 'done' ORDER BY id DESC LIMIT {SEGMENTS}"
@@ -202,7 +205,7 @@ def course(bench: LiveWorkbench) -> TrainingRecord | str:
     if not lines:
         return Message("code_loop.no_metrics", "the trunk left no metrics to work from")
     found = sa.select(anomalies.c.kind).where(anomalies.c.segment.in_([one.id for one in trunk]))
-    kinds = Counter(row["kind"] for row in plant.ledger.rows(found))
+    kinds = Counter(row["kind"] for row in plant.ledger.select_rows(found))
     tokens_bytes = sum(text.bytes for text in texts) / sum(int(text.scored.sum()) for text in texts)
     steps = policy.runs.steps + policy.runs.tail_steps
     return make_record(recipe, path, lines, dict(kinds), tokens_bytes, steps, policy.runs.min_gain, policy.allows)
@@ -219,13 +222,13 @@ def _with_model(
 
     def work(run: AgentRun) -> int | None:
         own = replace(bench)
-        drafted = runs.draft(run, role(run, own), own)
+        drafted = runs.draft_proposal(run, role(run, own), own)
         if drafted is None:
             return None
         number = runs.judged_before(run, drafted)
         if number is None:
             number = submit(bench.plant, drafted, bench.base)
-        runs.end(run.number, "proposed", proposal=number)
+        runs.record_end(run.number, "proposed", proposal=number)
         return number
 
     return [number for number in run_in_parallel([partial(work, run) for run in work_on]) if number is not None]

@@ -16,16 +16,16 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from factory.code_loop.submitting import clear_and_get_live_commit, run_under_lock, submit
+from factory.code_loop.submitting import clear_and_get_live_commit, run_under_lock, submit_proposal
 from factory.core.workspace import Workspace
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
-from factory.gates.training_start import Start, find_start
+from factory.gates.training_start import TrainingStart, find_training_start
 from factory.git import repository
-from factory.ledger.ledger import Ledger, anomalies, events, record
+from factory.ledger.ledger import Ledger, anomalies, events, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import UNDO_TARGET, ProposalRow, Subject, VerdictRow
-from kernels.contract.machine import here
+from kernels.contract.machine import this_machine
 from kernels.contract.message import Message
 
 AGENT = "revalidator"
@@ -34,9 +34,9 @@ VALIDATED = "proposal_validated"
 BENCHMARKS_FAILED = "benchmarks_fell"
 
 
-def follow(plant: Plant) -> list[int]:
+def revalidate_in_daemon(plant: Plant) -> list[int]:
     """Revalidate in a pass of the daemon: an error is shown once a day, and stops nothing else."""
-    start = find_start(plant.ledger)
+    start = find_training_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
     act = lambda: revalidate(plant, clear_and_get_live_commit(plant))
@@ -50,7 +50,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
     The caller holds the ``code-loop`` lock. Raises: IsolationError, RepositoryError.
     """
     made = []
-    start = find_start(plant.ledger)
+    start = find_training_start(plant.ledger)
     for row in _merged(plant.ledger) if start is not None else ():
         assert start is not None
         changed = _moved(plant.ledger, row.number, start)
@@ -68,18 +68,18 @@ def revalidate(plant: Plant, base: str) -> list[int]:
                 proposal=row.number,
             )
         )
-        drafted = undoing(plant.workspace, row, base, changed)
+        drafted = reverse_patch(plant.workspace, row, base, changed)
         if drafted is not None:
-            made.append(submit(plant, drafted, base))
+            made.append(submit_proposal(plant, drafted, base))
         record_validated(plant.ledger, row.number, start)
     return made
 
 
-def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
+def reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: list[str]) -> Proposal | None:
     """The reverse patch on top of ``base``; None if its files changed again since, or if it only added files."""
     code = workspace.repository
-    live = {change.path for change in repository.changes(code, row.patch_commit, base)}
-    back = [c for c in repository.changes(code, row.patch_commit, row.base_commit) if c.content is not None]
+    live = {change.path for change in repository.read_changes(code, row.patch_commit, base)}
+    back = [c for c in repository.read_changes(code, row.patch_commit, row.base_commit) if c.content is not None]
     if not back or any(change.path in live for change in back):
         return None
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in back)
@@ -94,13 +94,15 @@ def undoing(workspace: Workspace, row: ProposalRow, base: str, changed: list[str
     return Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
 
 
-def measure_surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
+def measure_surroundings(ledger: Ledger, start: TrainingStart) -> dict[str, str]:
     """The conditions on which a measured gain depends besides the code."""
-    machine = here()
+    machine = this_machine()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
     drops = sa.select(sa.func.max(anomalies.c.segment).label("newest")).where(anomalies.c.kind == "throughput_drop")
-    slow = ledger.one(drops)
-    fell = ledger.one(sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == BENCHMARKS_FAILED))
+    slow = ledger.select_first(drops)
+    fell = ledger.select_first(
+        sa.select(sa.func.max(events.c.id).label("newest")).where(events.c.kind == BENCHMARKS_FAILED)
+    )
     newest = VerdictRow.first(ledger, "WHERE gate = 'release' ORDER BY id DESC")
     return {
         "torch": machine.torch,
@@ -117,10 +119,10 @@ def measure_surroundings(ledger: Ledger, start: Start) -> dict[str, str]:
 def record_failed_benchmarks(ledger: Ledger, tests: Sequence[str]) -> None:
     """Record that the benchmarks ``tests`` failed."""
     with ledger.begin() as tx:
-        record(tx, BENCHMARKS_FAILED, "benchmarks", {"tests": list(tests)})
+        record_event(tx, BENCHMARKS_FAILED, "benchmarks", {"tests": list(tests)})
 
 
-def _moved(ledger: Ledger, number: int, start: Start) -> list[str] | None:
+def _moved(ledger: Ledger, number: int, start: TrainingStart) -> list[str] | None:
     """The conditions that changed since a merged patch was last judged; [] if it was judged under these before; None if none are recorded."""
     now, before = measure_surroundings(ledger, start), validated_surroundings(ledger, number)
     if not before:
@@ -137,10 +139,10 @@ def validated_surroundings(ledger: Ledger, number: int) -> list[dict[str, str]]:
     return [row["detail"] for row in ledger.read(sql, kind=VALIDATED, subject=str(Subject("proposal", number)))]
 
 
-def record_validated(ledger: Ledger, number: int, start: Start) -> None:
+def record_validated(ledger: Ledger, number: int, start: TrainingStart) -> None:
     """Record that a merged patch was judged in the present surroundings."""
     with ledger.begin() as tx:
-        record(tx, VALIDATED, Subject("proposal", number), measure_surroundings(ledger, start))
+        record_event(tx, VALIDATED, Subject("proposal", number), measure_surroundings(ledger, start))
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:

@@ -11,7 +11,12 @@ from functools import partial
 
 from agents.core.proposal import Proposal
 from factory.code_loop.revalidating import AUDIT
-from factory.code_loop.submitting import draft, fail_stale_proposals, record_verdict_without_stages, run_under_lock
+from factory.code_loop.submitting import (
+    fail_stale_proposals,
+    record_draft,
+    record_verdict_without_stages,
+    run_under_lock,
+)
 from factory.gates.release.judge import PROMOTE
 from factory.git import repository
 from factory.ledger.anomalies import (
@@ -20,7 +25,7 @@ from factory.ledger.anomalies import (
     DIAGNOSIS,
     REJECTED,
     find_explanation,
-    in_words,
+    format_claims,
     newest_details_by_anomaly,
 )
 from factory.ledger.ledger import Ledger
@@ -38,7 +43,7 @@ def open_reverts(plant: Plant) -> list[int]:
     made = []
     for number, why in {number: why for number, why in _blamed(plant.ledger) if why}.items():
         row = ProposalRow.get(plant.ledger, number)
-        if row.state == "approved" and opened(plant.ledger, number) is None:
+        if row.state == "approved" and newest_revert(plant.ledger, number) is None:
             words = Message(
                 "code_loop.undo_by_hand",
                 "proposal {proposal} made a difference and must be undone by hand",
@@ -87,7 +92,7 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
     hypothesis = Message(
         "code_loop.revert",
         "Segment {segment} trained with proposal {proposal} ({title}). {shown}: {reasons}{words}",
-        segment=why.number,
+        segment=why.subject_number,
         proposal=row.number,
         title=row.title[:100],
         shown=shown,
@@ -95,19 +100,21 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
         words=_in_words(plant.ledger, why),
     )
     message = f"{title}\n\n{hypothesis}\n\nThis reverts {row.patch_commit}.\n"
-    commit = repository.undoing(code, live, row.base_commit, row.patch_commit, message)
+    commit = repository.make_revert_commit(code, live, row.base_commit, row.patch_commit, message)
     drafted = Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", title, hypothesis, 1.0, ())
-    number, branch = draft(plant, drafted, live)
+    number, branch = record_draft(plant, drafted, live)
     repository.make_branch(code, branch, commit)
-    sha256 = repository.patch_sha256(code, live, commit)
+    sha256 = repository.hash_patch(code, live, commit)
     found = (
         Message(
             "code_loop.doctor_blames",
             "the loss doctor blames it for an anomaly of segment {segment}",
-            segment=why.number,
+            segment=why.subject_number,
         )
         if blamed
-        else Message("code_loop.audit_differs", "the audit of segment {segment} found a difference", segment=why.number)
+        else Message(
+            "code_loop.audit_differs", "the audit of segment {segment} found a difference", segment=why.subject_number
+        )
     )
     reasons = [found, *why.reasons]
     stages = {AUDIT: {"state": "passed", "reasons": reasons}}
@@ -137,10 +144,10 @@ def open_revert(plant: Plant, row: ProposalRow, why: VerdictRow) -> int:
 def _in_words(ledger: Ledger, why: VerdictRow) -> str:
     """A language model's explanation of the diagnosis behind a verdict, each sentence with its evidence; '' if there is none."""
     said = find_explanation(ledger, why.evidence(ledger)["anomaly"]) if why.gate == DIAGNOSIS else None
-    return in_words(said) if said else ""
+    return format_claims(said) if said else ""
 
 
-def opened(ledger: Ledger, number: int) -> ProposalRow | None:
+def newest_revert(ledger: Ledger, number: int) -> ProposalRow | None:
     """The audit's newest proposal to undo a proposal, whatever was decided about it; those that were given up are left out."""
     which = "WHERE agent = :agent AND target = :target AND state NOT IN ('failed', 'superseded') ORDER BY number DESC"
     return ProposalRow.first(ledger, which, agent=AGENT, target=f"{UNDO_TARGET}:{number}")

@@ -13,26 +13,26 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal, gain_with_unit
-from factory.code_loop.workbench import history
+from factory.code_loop.workbench import judged_proposals
 from factory.core import devices
 from factory.core.errors import FactoryError, WorkspaceError
-from factory.core.faults import fault_of
-from factory.core.removal import remove
+from factory.core.faults import find_fault_in
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.gates.case import read_reasons
-from factory.gates.patch.stages.gate import patch_gate
-from factory.gates.recipe.gate import count_tries, is_recipe_patch, recipe_gate
+from factory.gates.patch.stages.gate import make_patch_gate
+from factory.gates.recipe.gate import count_tries, is_recipe_patch, make_recipe_gate
 from factory.gates.release.judge import REJECT, Verdict
 from factory.gates.staged_gate import StagedGate, gate_folder
 from factory.git import repository
 from factory.git.repository import AppliedPatch, RepositoryError, ScopeError
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import Ledger, proposals, record
+from factory.ledger.ledger import Ledger, proposals, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, Subject
-from factory.ledger.writing import insert, record_event_once, record_verdict
+from factory.ledger.writing import insert_row, record_event_once, record_verdict
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
 DRAFTED = "drafted"  # a process is working on it
@@ -53,13 +53,13 @@ def run_under_lock(
     """``act()`` under the code loop's lock, for the daemon. Returns None if it was not done. Either another process proposes or decides now, and
     the next pass tries again. Or an error prevented it: that is told once a day, after ``words``, and stops nothing else."""
     try:
-        with plant.workspace.lock(LOCK):
+        with plant.workspace.hold_lock(LOCK):
             return act()
     except WorkspaceError:
         return None
     except FactoryError as error:
         if record_event_once(plant.ledger, kind, subject, {**detail, "why": str(error)}, REMIND_SECONDS):
-            plant.say(Message("code_loop.prevented", "  {what}: {problem}", what=words, problem=error.message))
+            plant.print_line(Message("code_loop.prevented", "  {what}: {problem}", what=words, problem=error.message))
         return None
 
 
@@ -75,21 +75,23 @@ def clear_and_get_live_commit(plant: Plant) -> str:
     return base
 
 
-def submit(plant: Plant, drafted: Proposal, base: str) -> int:
+def submit_proposal(plant: Plant, drafted: Proposal, base: str) -> int:
     """Turn an agent's proposal into a branch, judge it, record it; returns its number."""
-    number = write(plant, drafted, base)
+    number = write_branch(plant, drafted, base)
     if ProposalRow.get(plant.ledger, number).state == DRAFTED:
-        judge(plant, number)
+        judge_proposal(plant, number)
     return number
 
 
-def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> int:
+def write_branch(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> int:
     """Write the proposal as a commit on a branch of its own, in ``state``: DRAFTED if the caller judges it now, WRITTEN if a later pass does.
     A patch out of scope is rejected here, without a branch. Returns the proposal's number.
     """
-    agents = AgentsPolicy.load(plant.workspace.policy("agents.yaml"))
-    number, branch = draft(plant, drafted, base)
-    plant.say(Message("code_loop.proposal", "  proposal {proposal}: {title}", proposal=number, title=drafted.title))
+    agents = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml"))
+    number, branch = record_draft(plant, drafted, base)
+    plant.print_line(
+        Message("code_loop.proposal", "  proposal {proposal}: {title}", proposal=number, title=drafted.title)
+    )
     edits = [(edit.path, edit.new_text) for edit in drafted.edits]
     try:
         applied = repository.apply_proposal(
@@ -107,12 +109,12 @@ def write(plant: Plant, drafted: Proposal, base: str, state: str = DRAFTED) -> i
     except ScopeError as error:
         _out_of_scope(plant, number, drafted, base, error)
     except BaseException as error:
-        give_up(plant, number, f"{type(error).__name__}: {error}")
+        mark_as_failed(plant, number, f"{type(error).__name__}: {error}")
         raise
     return number
 
 
-def judge(plant: Plant, number: int) -> None:
+def judge_proposal(plant: Plant, number: int) -> None:
     """Judge a written proposal, and record the verdict. After a kill it can be called again.
 
     Raises: as the gate's stages do. The proposal has failed then, and its branch is removed.
@@ -121,7 +123,7 @@ def judge(plant: Plant, number: int) -> None:
     code, base = plant.workspace.repository, row.base_commit
     try:
         commit = repository.get_branch_commit(code, row.branch)
-        if commit is None or repository.patch_sha256(code, base, commit) != row.patch_sha256:
+        if commit is None or repository.hash_patch(code, base, commit) != row.patch_sha256:
             raise RepositoryError(
                 "code_loop.branch_differs",
                 "The branch {branch} does not hold the patch that was proposed.",
@@ -130,20 +132,20 @@ def judge(plant: Plant, number: int) -> None:
         drafted, patch_id = _drafted(plant, row, commit)
         try:
             folder = repository.checkout_folder(plant.workspace.worktrees, commit)
-            worktree = repository.checkout(code, commit, folder)
+            worktree = repository.checkout_commit(code, commit, folder)
             applied = AppliedPatch(row.branch, commit, base, row.patch_sha256, worktree)
             verdict_id, verdict, evidence = _decide(plant, number, drafted.target, patch_id, applied)
         finally:
             _remove_folders(plant.workspace, commit)  # before the branch moves on: give_up finds them by it
         commit = repository.reword_commit(code, applied, _message(drafted, verdict, evidence))
         record_judged(plant.ledger, number, commit, applied.patch_sha256, verdict_id)
-        plant.say(
+        plant.print_line(
             Message("code_loop.verdict", "  {outcome}: {why}", outcome=verdict.outcome.upper(), why=verdict.reasons[0])
         )
     except BaseException as error:
-        later = row.state == WRITTEN and (not isinstance(error, Exception) or fault_of(error) is not None)
+        later = row.state == WRITTEN and (not isinstance(error, Exception) or find_fault_in(error) is not None)
         if not later:  # after a kill or a fault of the machine, a later pass judges what is WRITTEN
-            give_up(plant, number, f"{type(error).__name__}: {error}")
+            mark_as_failed(plant, number, f"{type(error).__name__}: {error}")
         raise
 
 
@@ -154,38 +156,38 @@ def _drafted(plant: Plant, row: ProposalRow, commit: str) -> tuple[Proposal, str
     """
     which = "SELECT detail FROM events WHERE kind = 'drafted' AND subject = :subject ORDER BY id DESC LIMIT 1"
     noted = plant.ledger.read(which, subject=str(Subject("proposal", row.number)))[0]["detail"]
-    changed = repository.changes(plant.workspace.repository, row.base_commit, commit)
+    changed = repository.read_changes(plant.workspace.repository, row.base_commit, commit)
     edits = tuple(Edit(change.path, (change.content or b"").decode()) for change in changed)
-    return Proposal(**row.only(PROPOSED), edits=edits), str(noted["patch_id"])
+    return Proposal(**row.select_fields(PROPOSED), edits=edits), str(noted["patch_id"])
 
 
 def _decide(
     plant: Plant, number: int, target: str, patch_id: str, applied: AppliedPatch
 ) -> tuple[int, Verdict, dict[str, Any]]:
     learns = is_recipe_patch(plant.workspace, applied)
-    gate: StagedGate[Any] = recipe_gate(plant.workspace) if learns else patch_gate(plant.workspace)
-    with devices.one():
+    gate: StagedGate[Any] = make_recipe_gate(plant.workspace) if learns else make_patch_gate(plant.workspace)
+    with devices.hold_device():
         # The same edits under another target count as another try, and so does the same key of a recipe.
-        tries = sum(row.target == target or earlier == patch_id for row, earlier in history(plant.ledger))
+        tries = sum(row.target == target or earlier == patch_id for row, earlier in judged_proposals(plant.ledger))
         tries = 1 + max(tries, count_tries(plant, applied) if learns else 0)
-        return gate.decide(plant, number, applied, tries=tries, patch_id=patch_id)
+        return gate.judge_proposal(plant, number, applied, tries=tries, patch_id=patch_id)
 
 
 def _remove_folders(workspace: Workspace, commit: str) -> None:
     """The checkout of a judged commit, and the gate's folder beside it."""
     worktree = repository.checkout_folder(workspace.worktrees, commit)
     repository.remove_worktree(workspace.repository, worktree)
-    remove(gate_folder(worktree))
+    remove_path(gate_folder(worktree))
 
 
 def fail_stale_proposals(plant: Plant) -> None:
     """Mark proposals that a killed process left 'drafted' as 'failed', and remove their branches and worktrees."""
     for leftover in (plant.workspace.root / "cache").glob("check-*"):  # of a quick check that was killed
-        remove(leftover)
+        remove_path(leftover)
     for row in ProposalRow.select(plant.ledger, "WHERE state = 'drafted' ORDER BY number"):
         killed = Message("code_loop.killed", "the factory was killed while the proposal was judged")
-        give_up(plant, row.number, killed)
-        plant.say(
+        mark_as_failed(plant, row.number, killed)
+        plant.print_line(
             Message(
                 "code_loop.removed",
                 "  proposal {proposal} was not judged, because its process was killed; it is removed",
@@ -197,10 +199,10 @@ def fail_stale_proposals(plant: Plant) -> None:
 def refuse_without_isolation(workspace: Workspace) -> None:
     """Start the sandbox once. Raises: IsolationError, before time is spent on a proposal that could not be judged."""
     with tempfile.TemporaryDirectory(dir=workspace.worktrees) as folder:
-        sandbox.run([sys.executable, "-c", ""], output=Path(folder), limits=Limits(wall_seconds=30))
+        sandbox.run_in_sandbox([sys.executable, "-c", ""], output=Path(folder), limits=SandboxLimits(wall_seconds=30))
 
 
-def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
+def record_draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
     """(number, name of its branch): take the next number that neither the ledger nor a branch has, and record the draft."""
     with plant.ledger.begin() as tx:
         taken = {row[0] for row in tx.execute(sa.select(proposals.c.number))} | repository.list_branch_numbers(
@@ -210,8 +212,8 @@ def draft(plant: Plant, drafted: Proposal, base: str) -> tuple[int, str]:
         branch = repository.branch_name(drafted.agent, number, drafted.title)
         said = {name: getattr(drafted, name) for name in PROPOSED.split()}
         own = {"number": number, "base_commit": base, "branch": branch, "state": DRAFTED, "created_at": time.time()}
-        insert(tx, proposals, **said, **own)
-        record(tx, "drafted", Subject("proposal", number), {"branch": branch, "patch_id": drafted.patch_id})
+        insert_row(tx, proposals, **said, **own)
+        record_event(tx, "drafted", Subject("proposal", number), {"branch": branch, "patch_id": drafted.patch_id})
     return number, branch
 
 
@@ -239,7 +241,7 @@ def record_judged(ledger: Ledger, number: int, commit: str | None, patch_sha256:
         tx.execute(proposals.update().where(proposals.c.number == number).values(**values))
 
 
-def give_up(plant: Plant, number: int, why: str) -> None:
+def mark_as_failed(plant: Plant, number: int, why: str) -> None:
     """Mark a proposal without a verdict as failed: remove its branch and worktree, and record the reason."""
     row, code = ProposalRow.get(plant.ledger, number), plant.workspace.repository
     if commit := repository.get_branch_commit(code, row.branch):
@@ -247,7 +249,7 @@ def give_up(plant: Plant, number: int, why: str) -> None:
     repository.remove_branch(code, row.branch)
     with plant.ledger.begin() as tx:
         tx.execute(proposals.update().where(proposals.c.number == number).values(state="failed"))
-        record(tx, "proposal_failed", Subject("proposal", number), {"why": why[:2000]})
+        record_event(tx, "proposal_failed", Subject("proposal", number), {"why": why[:2000]})
 
 
 def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error: ScopeError) -> None:
@@ -260,7 +262,7 @@ def _out_of_scope(plant: Plant, number: int, drafted: Proposal, base: str, error
     record_verdict_without_stages(
         plant, number, None, "patch", reasons, evidence, outcome=REJECT, policy_sha256="", subject_sha256=drafted.patch_id
     )  # fmt: skip
-    plant.say(Message("code_loop.rejected", "  REJECT: {why}", why=reasons[0]))
+    plant.print_line(Message("code_loop.rejected", "  REJECT: {why}", why=reasons[0]))
 
 
 def _message(drafted: Proposal, verdict: Verdict | None, evidence: dict[str, Any] | None) -> str:

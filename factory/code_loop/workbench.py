@@ -24,19 +24,19 @@ from agents.core.workbench import AgentLines, EarlierProposal, Measurement, Meas
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
-from factory.core.removal import remove
-from factory.gates.patch.changed_ops import ChangedOp, changed_ops, find_other_devices, find_unknown_ops
+from factory.core.removal import remove_path
+from factory.gates.patch.changed_ops import ChangedOp, find_changed_ops, find_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patch.source_rules import problems as source_problems
+from factory.gates.patch.source_rules import find_source_problems as source_problems
 from factory.gates.patch.stages.oracle import run_quick_check
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.git import repository
-from factory.git.scope import AgentsPolicy, Change, problems
+from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
 # A program that imports the modules named in argv; an error is its last line of output.
@@ -66,7 +66,7 @@ class LiveWorkbench:
 
     plant: Plant
     base: str
-    start: Start
+    start: TrainingStart
     spent: float = 0.0  # seconds of measuring
     count: int = 1  # number of proposals that it serves; each may measure for the policy's seconds
     profile: int | None = None  # the id of the line profile to work from; None: a new one is made
@@ -78,11 +78,11 @@ class LiveWorkbench:
 
     @cached_property
     def agents(self) -> AgentsPolicy:
-        return AgentsPolicy.load(self.plant.workspace.policy("agents.yaml"))
+        return AgentsPolicy.load(self.plant.workspace.policy_path("agents.yaml"))
 
     @cached_property
-    def modes(self) -> dict[str, str]:
-        return repository.modes(self.plant.workspace.repository, self.base)
+    def recipe_modes(self) -> dict[str, str]:
+        return repository.read_modes(self.plant.workspace.repository, self.base)
 
     @cached_property
     def proposals(self) -> dict[str, ProposalRow]:
@@ -91,14 +91,14 @@ class LiveWorkbench:
         return {str(row.commit): row for row in rows}
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds of measuring that remain."""
         return self.agents.measure_seconds * self.count - self.spent
 
     def files(self, patchable: bool = False) -> list[str]:
-        """The live code's files in scope; ``patchable``: only those that agents may patch."""
-        wanted = self.agents.patchable if patchable else self.agents.readable
-        return sorted(filter(wanted, self.modes))
+        """The live code's files in scope; ``is_patchable``: only those that agents may patch."""
+        wanted = self.agents.is_patchable if patchable else self.agents.is_readable
+        return sorted(filter(wanted, self.recipe_modes))
 
     def read(self, path: str) -> str:
         """The text of a file of the live code. Raises: OutOfScopeError for a file that is not in scope."""
@@ -123,7 +123,7 @@ class LiveWorkbench:
         return self.written[path]
 
     def _refuse(self, path: str) -> None:
-        if not self.agents.readable(path) or path not in self.modes:
+        if not self.agents.is_readable(path) or path not in self.recipe_modes:
             raise OutOfScopeError("code_loop.not_readable", "{path!r} is not a file that agents may read.", path=path)
 
     def check(self, edits: Sequence[Edit], op: str = "", timed: bool = False) -> QuickCheck:
@@ -131,30 +131,30 @@ class LiveWorkbench:
 
         The check is quick, and not a verdict: the gate checks everything again, from git. Raises: IsolationError.
         """
-        if timed and self.left < 1:
+        if timed and self.seconds_left < 1:
             problem = Message("code_loop.no_timing_left", "the seconds for timing are used up: propose")
             return QuickCheck("budget", (problem,))
-        changes = repository.proposed(self.modes, [(edit.path, edit.new_text) for edit in edits])
-        if found := problems(self.agents, changes, self.modes):
+        changes = repository.edits_to_changes(self.recipe_modes, [(edit.path, edit.new_text) for edit in edits])
+        if found := find_scope_problems(self.agents, changes, self.recipe_modes):
             return QuickCheck("scope", tuple(found))
         baseline = repository.checkout_live_code(self.plant.workspace, self.base)
         for change in changes:
-            base = (baseline / change.path).read_bytes() if change.path in self.modes else None
+            base = (baseline / change.path).read_bytes() if change.path in self.recipe_modes else None
             refused = source_problems(change, base)
             if change.path == KERNELS:
                 refused += find_unknown_ops(change.content) + find_other_devices(base, change.content)
             if refused:
                 return QuickCheck("static", tuple(refused))
-        with devices.one():
+        with devices.hold_device():
             began, spent = time.monotonic(), self.spent
             checked = self._checked(baseline, changes, op, timed)
             if timed:
                 self.spent = spent + time.monotonic() - began
             return checked
 
-    def _checked(self, baseline: Path, changes: Sequence[Change], op: str, timed: bool) -> QuickCheck:
+    def _checked(self, baseline: Path, changes: Sequence[FileChange], op: str, timed: bool) -> QuickCheck:
         work = self.plant.workspace.root / "cache" / f"check-{threading.get_native_id()}"
-        remove(work)  # the folder of a process that was killed here
+        remove_path(work)  # the folder of a process that was killed here
         try:
             candidate = work / "code"
             shutil.copytree(baseline, candidate, ignore=shutil.ignore_patterns(".git", "__pycache__"))
@@ -163,14 +163,14 @@ class LiveWorkbench:
                 (candidate / change.path).write_bytes(change.content or b"")
             return self._run(baseline, candidate, work, [change.path for change in changes], op, timed)
         finally:
-            remove(work)
+            remove_path(work)
 
     def _run(self, baseline: Path, candidate: Path, work: Path, paths: list[str], op: str, timed: bool) -> QuickCheck:
-        device = devices.kind()
+        device = devices.device_kind()
         before, after = ((folder / KERNELS).read_bytes() for folder in (baseline, candidate))
-        ops = changed_ops(before, after, paths, device, self.start.kernels)
+        ops = find_changed_ops(before, after, paths, device, self.start.kernels)
         quick = [changed for changed in ops if changed.op == op or changed.before != changed.after]
-        policy = PatchPolicy.load(self.plant.workspace.policy("gates/patch.yaml")).oracle
+        policy = PatchPolicy.load(self.plant.workspace.policy_path("gates/patch.yaml")).oracle
         if quick:
             once = policy.patience.model_copy(
                 update={"again": 1.0}
@@ -182,8 +182,10 @@ class LiveWorkbench:
             return QuickCheck("oracle", (), self._times(candidate, work / "times", ops) if timed else ())
         names = [path.removesuffix(".py").replace("/", ".") for path in paths if path.endswith(".py")]
         command = [sys.executable, "-c", IMPORT, *names]
-        limits = Limits(wall_seconds=policy.patience.least_seconds)
-        done = sandbox.run(command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits)
+        limits = SandboxLimits(wall_seconds=policy.patience.least_seconds)
+        done = sandbox.run_in_sandbox(
+            command, output=work / "import", readonly=[candidate], cwd=candidate, limits=limits
+        )
         broken = Message("code_loop.no_import", "the changed files cannot be imported: {why}", why=done.why())
         problems = () if done.ok else (broken,)
         return QuickCheck("import", problems, (NOTHING_TO_TIME,) if timed and done.ok else ())
@@ -220,21 +222,21 @@ class LiveWorkbench:
         title = Message(
             "code_loop.timing", "timing {op}: {implementation}, alone", op=op, implementation=implementation
         )
-        with devices.one(), self.plant.progress.task(title):
+        with devices.hold_device(), self.plant.progress.task(title):
             # The next call uses again what approved kernels compiled.
-            folder = self.plant.workspace.root / "cache" / f"workbench{devices.label()}"
+            folder = self.plant.workspace.root / "cache" / f"workbench{devices.device_suffix()}"
             try:
                 measured = self._bench(
                     code, folder, op, implementation, against, {"micro_sequences": rows} if rows else {}
                 )
             except MeasurementError as error:
-                if self.left >= 1:
-                    self.plant.say(Message("code_loop.not_measured_here", "  {problem}", problem=error.message))
+                if self.seconds_left >= 1:
+                    self.plant.print_line(Message("code_loop.not_measured_here", "  {problem}", problem=error.message))
                 raise
         names = {"op": op, "implementation": implementation}
         if rows:
             ms = measured.seconds * 1e3
-            self.plant.say(
+            self.plant.print_line(
                 Message(
                     "code_loop.rows_timed",
                     "  {op}: {implementation} takes {ms:.1f} ms for {rows} rows, alone",
@@ -244,7 +246,7 @@ class LiveWorkbench:
                 )
             )
         else:
-            self.plant.say(
+            self.plant.print_line(
                 Message(
                     "code_loop.measured",
                     "  {op}: {implementation} is {ratio:.2f}x as fast as {against}, alone",
@@ -259,7 +261,7 @@ class LiveWorkbench:
         self, code: Path, output: Path, op: str, implementation: str, against: str, batch: dict[str, int]
     ) -> Measurement:
         """Run ``kernels.contract.bench`` of a checkout in the sandbox, which may write only in ``output``. Raises: MeasurementError."""
-        if self.left < 1:
+        if self.seconds_left < 1:
             raise MeasurementError(
                 "code_loop.no_seconds_left",
                 "{op}: {implementation} is not measured: the seconds for measuring are used up",
@@ -270,9 +272,9 @@ class LiveWorkbench:
         recipe = output.with_name(f"{output.name}-recipe.yaml")  # where an agent's code cannot write
         recipe.write_text(yaml.safe_dump(self.start.recipe | {"batch": self.start.recipe["batch"] | batch}))
         command = [sys.executable, "-m", "kernels.contract.bench", "--op", op, "--implementation", implementation]
-        command += ["--against", against, "--recipe", str(recipe), "--device", devices.kind()]
-        limits = Limits(wall_seconds=self.left)
-        done = sandbox.run(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
+        command += ["--against", against, "--recipe", str(recipe), "--device", devices.device_kind()]
+        limits = SandboxLimits(wall_seconds=self.seconds_left)
+        done = sandbox.run_in_sandbox(command, output=output, readonly=[code, recipe], cwd=code, limits=limits)
         self.spent += done.seconds
         if (measured := parse_measurement(done.stdout)) is None:
             raise MeasurementError(
@@ -291,7 +293,7 @@ class LiveWorkbench:
             EarlierProposal(
                 patch_id, row.outcome or "", "; ".join(row.reasons or [])[:500], row.title, row.number in self.closed
             )
-            for row, patch_id in history(self.plant.ledger)
+            for row, patch_id in judged_proposals(self.plant.ledger)
             if of_kind(row.target)
         ] + [  # proposals that could not be judged, and must not be tried again for now
             EarlierProposal("", "", Message("code_loop.not_judged", "it could not be judged"), row.title, True)
@@ -309,7 +311,7 @@ def parse_measurement(said: str) -> Measurement | None:
         return None
 
 
-def history(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
+def judged_proposals(ledger: Ledger) -> list[tuple[ProposalRow, str]]:
     """Judged proposals with the id of their patch, oldest first."""
     judged = ProposalRow.select(ledger, "WHERE verdict IS NOT NULL ORDER BY number")
     return [(row, row.evidence(ledger).get("patch_id") or "") for row in judged]

@@ -2,7 +2,7 @@
 
 >>> ours = [(float(step), 3.0 - step / 100) for step in range(40)]
 >>> theirs = [(step, value + (0.5 if step >= 20 else 0.0)) for step, value in ours]
->>> compare("loss", ours, theirs, floor=1e-4).first
+>>> compare_curves("loss", ours, theirs, floor=1e-4).first
 Divergence(metric='loss', x=20.0, ours=2.8, theirs=3.3, difference=-0.5, tolerance=0.0008)
 """
 
@@ -46,7 +46,7 @@ class MetricComparison:
     largest: float | None  # largest absolute difference
 
 
-def compare(
+def compare_curves(
     metric: str, ours: Curve, theirs: Curve, *, tolerance: float | None = None, floor: float = 0.0
 ) -> MetricComparison:
     """Compare two curves. ``tolerance``: the allowed absolute difference; None: ``ALLOWED_SPREADS`` times the spread of the difference.

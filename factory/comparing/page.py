@@ -8,25 +8,27 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from agents.core.pages import render
+from agents.core.pages import render_page
 from factory.comparing.comparing import ALLOWED_SPREADS, WINDOW, Divergence, MetricComparison
 from factory.comparing.reading import RunCurves
-from factory.show.pages.pictures import curves
+from factory.show.pages.pictures import draw_curves
 from kernels.contract.message import Message
 
 TEMPLATE = Path(__file__).with_name("comparison.html.jinja")
 SHOWN = 6  # a list of steps shows at most this many
 
 
-def first_of(found: Sequence[MetricComparison]) -> Divergence | None:
+def earliest_divergence(found: Sequence[MetricComparison]) -> Divergence | None:
     """The earliest divergence of all metrics."""
     return min((one.first for one in found if one.first), key=lambda first: first.x, default=None)
 
 
-def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, given: bool) -> list[str]:
+def comparison_lines(
+    found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, unit: str, given: bool
+) -> list[str]:
     """Lines for a person, the first divergence first. ``unit``: 'step' or 'token'. ``given``: whether a person gave the tolerance."""
     said: list[str] = []
-    if first := first_of(found):
+    if first := earliest_divergence(found):
         by_spread = Message(
             "comparing.by_spread",
             "{factor:g} times the spread of the difference over the last {window} points",
@@ -86,10 +88,10 @@ def words(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves,
     return [*said, *ours.notes, *theirs.notes]
 
 
-def to_json(
+def comparison_as_json(
     found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str]
 ) -> dict[str, Any]:
-    first = first_of(found)
+    first = earliest_divergence(found)
     return {
         "ours": ours.name,
         "theirs": theirs.name,
@@ -99,16 +101,22 @@ def to_json(
     }
 
 
-def page(found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str) -> str:
+def render_comparison(
+    found: Sequence[MetricComparison], ours: RunCurves, theirs: RunCurves, said: Sequence[str], unit: str
+) -> str:
     """The comparison as one self-contained HTML page."""
     drawn = []
     for one in found:
         marks = [(one.first.x, "they diverge")] if one.first else []
         lines = {"ours": [(x, a) for x, a, _ in one.grid], "theirs": [(x, b) for x, _, b in one.grid]}
         apart = {"ours minus theirs": [(x, a - b) for x, a, b in one.grid if math.isfinite(a) and math.isfinite(b)]}
-        drawn.append({"name": one.metric, "curves": curves(lines, marks=marks), "apart": curves(apart, marks=marks)})
+        drawn.append(
+            {"name": one.metric, "curves": draw_curves(lines, marks=marks), "apart": draw_curves(apart, marks=marks)}
+        )
     head = {"Ours": ours.name, "Theirs": theirs.name, "Compared by": f"{unit}s"}
-    return render(TEMPLATE, said=list(said), metrics=drawn, head=head, parted=first_of(found) is not None)
+    return render_page(
+        TEMPLATE, said=list(said), metrics=drawn, head=head, parted=earliest_divergence(found) is not None
+    )
 
 
 def _listed(xs: Sequence[float], unit: str) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from factory.core.errors import InputError, nearest
+from factory.core.errors import InputError, suggest_name
 from factory.data.metrics import read_metrics
 from factory.ledger.rows import SegmentRow
 from kernels.contract.message import Message
@@ -305,7 +305,7 @@ def _curves(
                 "{file} has no column {column!r}{nearest}",
                 file=path,
                 column=metric,
-                nearest=nearest(metric, list(known)[:200])[:400],
+                nearest=suggest_name(metric, list(known)[:200])[:400],
             )
         found.points[metric] = sorted(values[metric].items())
         if sources[metric] != metric:

@@ -22,7 +22,7 @@ import yaml
 from factory.computing import tuned_kernels
 from factory.core import devices
 from factory.core.errors import ConfigError
-from factory.core.launching import ranks, run_python
+from factory.core.launching import count_ranks, run_python
 from factory.core.workspace import Workspace, checkout_root
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Computing = dict[str, Any]
 
 
-def decide(
+def decide_computing(
     workspace: Workspace, recipe: Recipe, kernels: str, before: str = "", measured: dict[str, Any] | None = None
 ) -> tuple[Recipe, Computing, list[str]]:
     """(the recipe with its precision by name, the value of the column ``computing``, notes for a person).
@@ -42,25 +42,25 @@ def decide(
     ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the parent segment. ``measured``: the
     ``measure_precision``, where it is known. Raises: ConfigError for a precision that the device lacks, or an invalid tuning file.
     """
-    from kernels.contract.choice import automatic, device_section, resolve
-    from kernels.contract.machine import here
+    from kernels.contract.choice import auto_ops, device_section, replace_auto
+    from kernels.contract.machine import this_machine
 
     chosen = measured or measure_precision(recipe, before)
     notes = [chosen["warning"]] if chosen["warning"] else []
     resolved = recipe.model_copy(update={"precision": chosen["precision"]})
-    machine, section = here(), device_section(kernels, devices.kind())
+    machine, section = this_machine(), device_section(kernels, devices.device_kind())
     found = tuned_kernels.TunedKernels(None, "")
-    if automatic(section):
-        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, shape_of(resolved))
+    if auto_ops(section):
+        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, kernel_shape(resolved))
         notes += [found.note] if found.note else []
     document = yaml.safe_load(kernels) or {}
     computing = {
         "precision": chosen,
-        "kernels": resolve(section, found.choice, machine.name),
+        "kernels": replace_auto(section, found.choice, machine.name),
         "fallback": document.get("fallback", "") if isinstance(document, dict) else "",
         "tuning": found.source,
         "machine": machine.to_json(),
-        "ranks": ranks(workspace),
+        "ranks": count_ranks(workspace),
     }
     return resolved, computing, notes
 
@@ -72,13 +72,13 @@ def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
     """
     from trainer.contract.errors import RecipeError
 
-    if devices.kind() == "cpu":
+    if devices.device_kind() == "cpu":
         import torch
 
-        from trainer.contract.plan.precision import choose
+        from trainer.contract.plan.precision import choose_precision
 
         try:
-            return asdict(choose(recipe, torch.device("cpu"), before))
+            return asdict(choose_precision(recipe, torch.device("cpu"), before))
         except RecipeError as error:
             raise ConfigError(error.message) from error
     with tempfile.TemporaryDirectory() as folder:
@@ -94,7 +94,7 @@ def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def shape_of(recipe: Recipe) -> dict[str, int]:
+def kernel_shape(recipe: Recipe) -> dict[str, int]:
     """The sizes that kernels are tuned at, as ``kernels.contract.bench`` takes them from a recipe."""
     keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
     return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
@@ -102,7 +102,7 @@ def shape_of(recipe: Recipe) -> dict[str, int]:
     }
 
 
-def changed(before: SegmentRow, after: SegmentRow) -> list[str]:
+def describe_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
     """The differences in precision and kernels between two segments, one line each. A row of an older factory has only its precision."""
     old, new = before.recipe_json["precision"], after.recipe_json["precision"]
     lines = [f"precision: {old} → {new}"] if old != new else []
@@ -131,7 +131,7 @@ def write_kernels(folder: Path, computing: Computing | None) -> str | None:
     return str(folder / "kernels.yaml")
 
 
-def describe(computing: Computing | None) -> str:
+def describe_computing(computing: Computing | None) -> str:
     """One line for a person; empty for a segment of an older factory."""
     return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
 

@@ -73,7 +73,7 @@ def find_tuning(
             "Run 'factory tune'.", machine=machine.name, precision=precision,
         )  # fmt: skip
         return TunedKernels(None, "", note)
-    found = read(path)
+    found = read_tuning(path)
     made = found["machine"]
     if made["name"] != machine.name:
         raise ConfigError(
@@ -95,7 +95,7 @@ def find_tuning(
     return TunedKernels(found["choice"], str(path), note)
 
 
-def read(path: Path) -> dict[str, Any]:
+def read_tuning(path: Path) -> dict[str, Any]:
     """The content of a tuning file. Raises: ConfigError naming the file."""
     try:
         found = json.loads(path.read_text("utf-8"))
@@ -116,7 +116,7 @@ def read(path: Path) -> dict[str, Any]:
         ) from None  # fmt: skip
 
 
-def describe(tuning: Mapping[str, Any]) -> list[str]:
+def describe_tuning(tuning: Mapping[str, Any]) -> list[str]:
     """A tuning as lines for a person: the chosen kernels and the measured times."""
     from kernels.contract.machine import Machine
 

@@ -20,8 +20,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from agents.core.untrusted import visible
-from factory.core.progress import Task
+from agents.core.untrusted import limited_text
+from factory.core.progress import ProgressTask
 
 LONGEST_LINE = 20_000  # characters
 WIDTH = 150  # of tables without a terminal
@@ -95,7 +95,7 @@ class Terminal:
         """Print a line. Control characters are shown as �, since an agent may have written the text."""
         self.last_line_at = time.monotonic()
         with contextlib.suppress(*((OSError,) if self.keeps_on else ())):
-            self.console.print(visible(text, LONGEST_LINE), markup=False, emoji=False, soft_wrap=True)
+            self.console.print(limited_text(text, LONGEST_LINE), markup=False, emoji=False, soft_wrap=True)
             if not self.console.is_terminal:
                 sys.stdout.flush()
 
@@ -103,7 +103,7 @@ class Terminal:
         self.console.print(f"\n[bold]{text}[/bold]", soft_wrap=True)
 
     @contextmanager
-    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+    def task(self, title: str, total: float | None = None) -> Iterator[ProgressTask]:
         if not self.console.is_terminal:
             plain = _PlainTask(self, title, total)
             try:

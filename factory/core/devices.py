@@ -31,7 +31,7 @@ _held: ContextVar[str | None] = ContextVar("device", default=None)
 
 
 @contextmanager
-def one() -> Iterator[None]:
+def hold_device() -> Iterator[None]:
     """Wait for a free device and hold it until the block ends. A caller that already holds a device keeps it."""
     if _held.get() is not None:
         yield
@@ -47,39 +47,39 @@ def one() -> Iterator[None]:
         free.put(name)
 
 
-def kind() -> str:
+def device_kind() -> str:
     """Return the kind of device that trains on this machine, as kernels.yaml names it: 'cuda' or 'cpu'."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def compiled(root: Path, commit: str) -> Path:
+def compiled_code_folder(root: Path, commit: str) -> Path:
     """Return the folder of compiled kernels for the approved code of ``commit`` in the workspace ``root``: ``inductor/`` and ``triton/``.
 
     Each class of machine has its own folder, since compilers use instructions that other machines lack. Each commit has its own, since code
     that reads another commit's compiled kernels would run them. See ``factory.sandbox.view.cache_variables``.
     """
-    from kernels.contract.machine import here
+    from kernels.contract.machine import this_machine
 
-    return root / "cache" / f"code-{commit[:12]}-{here().name}"
+    return root / "cache" / f"code-{commit[:12]}-{this_machine().name}"
 
 
-def environment() -> dict[str, str]:
+def device_environment() -> dict[str, str]:
     """Return the environment variables that restrict a process to the held device; none on a CPU, or while no device is held."""
     name = _held.get()
     return {"CUDA_VISIBLE_DEVICES": name} if name else {}
 
 
-def label() -> str:
+def device_suffix() -> str:
     """Return a suffix for folders that belong to the held device alone; '' for the CPU."""
     return f"-{_held.get()}" if _held.get() else ""
 
 
-def nodes(every: bool = False) -> list[str]:
+def device_files(every: bool = False) -> list[str]:
     """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``every``).
 
-    They are the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``environment`` selects one of them.
+    They are the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``device_environment`` selects one of them.
     """
     found = [path for pattern in GPU_FILES for path in Path("/dev").glob(pattern)] if every or _held.get() else []
     return sorted(str(path) for path in found if not path.is_dir())
@@ -112,7 +112,7 @@ def run_in_parallel(jobs: Sequence[Callable[[], Found]]) -> list[Found]:
 
 
 @functools.cache
-def names() -> list[str]:
+def device_names() -> list[str]:
     """Return the names of the devices that this process may use: one for each GPU, or '' for the CPU."""
     import torch
 
@@ -125,6 +125,6 @@ def names() -> list[str]:
 def _free() -> queue.SimpleQueue[str]:
     """Return the queue of the names of free devices."""
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
-    for name in names():
+    for name in device_names():
         free.put(name)
     return free

@@ -82,7 +82,7 @@ class DiskFullError(SegmentError):
     exit_code = 74
 
 
-def nearest(word: str, known: Iterable[str]) -> Message:
+def suggest_name(word: str, known: Iterable[str]) -> Message:
     """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words when none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)

@@ -19,20 +19,20 @@ from kernels.contract.message import Message
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: ``what`` is wrong, the remedy (``do``), the exit code of a command that ends because of it (as in sysexits.h), and the path.
+    """A fault: ``problem`` is wrong, the remedy (``remedy``), the exit code of a command that ends because of it (as in sysexits.h), and the path.
 
-    Two faults are equal if their ``what`` is.
+    Two faults are equal if their ``problem`` is.
     """
 
-    what: Message
-    do: Message = field(compare=False)
+    problem: Message
+    remedy: Message = field(compare=False)
     exit_code: int = field(compare=False)
-    where: str = field(default="", compare=False)
+    path: str = field(default="", compare=False)
 
     @property
-    def says(self) -> Message:
-        """``what`` is wrong, with the path if one is known."""
-        return Message("faults.at", "{what} ({path})", what=self.what, path=self.where) if self.where else self.what
+    def description(self) -> Message:
+        """``problem`` is wrong, with the path if one is known."""
+        return Message("faults.at", "{what} ({path})", what=self.problem, path=self.path) if self.path else self.problem
 
 
 FREE_SPACE = Message("faults.free_space", "free some space")
@@ -96,7 +96,7 @@ PROBE_BYTES = 16 << 20  # written as a test: the count of free bytes shows neith
 PACKAGES_QUOTING_SQLITE = ("sqlalchemy", "mlflow")
 
 
-def fault_of(error: BaseException) -> Fault | None:
+def find_fault_in(error: BaseException) -> Fault | None:
     """Return the fault of the machine that caused an exception, directly or through its causes; None if no fault did."""
     for one in _with_causes(error):
         if isinstance(one, DiskFullError):
@@ -104,7 +104,7 @@ def fault_of(error: BaseException) -> Fault | None:
         if isinstance(one, MemoryError):
             return MEMORY
         if isinstance(one, OSError) and one.errno in FAULT_BY_ERRNO:
-            return replace(FAULT_BY_ERRNO[one.errno], where=os.fsdecode(one.filename) if one.filename else "")
+            return replace(FAULT_BY_ERRNO[one.errno], path=os.fsdecode(one.filename) if one.filename else "")
         if type(one).__module__.startswith("psycopg") and type(one).__name__ == "OperationalError":
             return NO_LEDGER_SERVER
         if isinstance(one, sqlite3.Error) or _quotes_sqlite(one):
@@ -118,7 +118,7 @@ def fault_of(error: BaseException) -> Fault | None:
 
 def is_machine_fault(error: BaseException) -> bool:
     """Return whether a fault of the machine caused the exception, so that the action is worth repeating."""
-    return fault_of(error) is not None
+    return find_fault_in(error) is not None
 
 
 def is_machine_fault_of_no_file(error: BaseException) -> bool:
@@ -126,15 +126,15 @@ def is_machine_fault_of_no_file(error: BaseException) -> bool:
 
     Untrusted code can leave a folder in the place of a file, or a file without permissions. Such an error counts against that code.
     """
-    return fault_of(error) not in (None, *FILE_FAULTS)
+    return find_fault_in(error) not in (None, *FILE_FAULTS)
 
 
 def is_disk_full(error: BaseException) -> bool:
     """Return whether a full disk caused the exception."""
-    return fault_of(error) == FULL
+    return find_fault_in(error) == FULL
 
 
-def fits(folder: Path, size: int) -> bool:
+def has_room_for(folder: Path, size: int) -> bool:
     """Return whether ``size`` bytes can be written in a folder. It allocates some of them for a moment.
 
     Raises: OSError for an error other than a full disk.
@@ -152,12 +152,12 @@ def fits(folder: Path, size: int) -> bool:
     return True
 
 
-def printed(words: str) -> OSError | None:
+def parse_printed_fault(words: str) -> OSError | None:
     """Return the fault of the machine that a program such as git printed at the end of a line, as an error; None if it printed none.
 
-    >>> printed("fatal: unable to create temporary file: No space left on device")
+    >>> parse_printed_fault("fatal: unable to create temporary file: No space left on device")
     OSError(28, 'No space left on device')
-    >>> printed("fatal: not a git repository") is None
+    >>> parse_printed_fault("fatal: not a git repository") is None
     True
     """
     for line in words.splitlines():
@@ -172,7 +172,7 @@ def is_unreadable_now(error: BaseException) -> bool:
 
     An error of the disk is another matter: then the file may be damaged.
     """
-    return fault_of(error) in (NO_FILE_HANDLES, MEMORY, AWAY)
+    return find_fault_in(error) in (NO_FILE_HANDLES, MEMORY, AWAY)
 
 
 def _quotes_sqlite(error: BaseException) -> bool:

@@ -34,8 +34,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoi
 LOG_BYTES = 256 * 1024  # so much of the end of a log is read
 
 
-def ranks(workspace: Workspace) -> int:
-    """Return how many ranks train: ``ranks`` of ``factory.yaml``. The default is one for each GPU of this machine, or one without a GPU."""
+def count_ranks(workspace: Workspace) -> int:
+    """Return how many ranks train: ``count_ranks`` of ``factory.yaml``. The default is one for each GPU of this machine, or one without a GPU."""
     if workspace.config.ranks:
         return workspace.config.ranks
     if not any(found for name in GPU_DEVICES for found in Path("/dev").glob(name)):
@@ -45,9 +45,9 @@ def ranks(workspace: Workspace) -> int:
     return max(1, torch.cuda.device_count())
 
 
-def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
+def check_ranks_fit(workspace: Workspace, recipe: Recipe) -> None:
     """Raises: ConfigError when the ranks of this machine cannot share the recipe's batch evenly."""
-    count = ranks(workspace)
+    count = count_ranks(workspace)
     try:
         recipe.batch.check_ranks(recipe.parallel.data_ranks(count, recipe.model))
     except TrainerError as error:
@@ -61,11 +61,11 @@ def check_ranks(workspace: Workspace, recipe: Recipe) -> None:
         ) from error
 
 
-def launcher(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
+def launcher_command(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None = None) -> list[str]:
     """Return the words of the command before ``-m trainer``. torchrun makes a folder in ``logs``.
 
     With ``count``, so many ranks start on this machine, whatever factory.yaml has.
-    Raises: ConfigError for a ``launcher`` that is not a shell command, or that comes without ``ranks``.
+    Raises: ConfigError for a ``launcher_command`` that is not a shell command, or that comes without ``count_ranks``.
     """
     where = workspace.root / "factory.yaml"
     if workspace.config.launcher and count is None:
@@ -87,7 +87,7 @@ def launcher(workspace: Workspace, logs: Path = Path("/tmp"), count: int | None 
                 why=str(error),
                 launcher=workspace.config.launcher,
             ) from error
-    count = count or ranks(workspace)
+    count = count or count_ranks(workspace)
     torchrun = (*TORCHRUN, f"--nproc-per-node={count}", f"--log-dir={logs}")
     return [sys.executable, *(torchrun if count > 1 else ())]
 
@@ -99,7 +99,7 @@ def remove_exit_codes(folder: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def exit_code(returncode: int, folders: Iterable[Path]) -> int:
+def read_exit_code(returncode: int, folders: Iterable[Path]) -> int:
     """Return the trainer's exit code: the one that a rank wrote into a folder, else that of the process."""
     left_files = (path for folder in folders for path in folder.glob("exit-*") if not path.is_dir())
     names = [path.name.removeprefix("exit-") for path in left_files]

@@ -1,7 +1,7 @@
 """Reads files that a trainer wrote. A trainer runs code that an agent may have written: its files are not trusted.
 
 While a trainer runs, these functions open its files: they follow no link, do not block on a pipe, and read a bounded number of bytes.
-After the trainer ended, ``sweep`` removes all entries that are neither files nor folders. From then on names can be trusted.
+After the trainer ended, ``remove_special_files`` removes all entries that are neither files nor folders. From then on names can be trusted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DIGITS = 18  # at most, of an integer: SQLite stores no more
 HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
 
 
-def open_file(path: Path) -> BinaryIO:
+def open_regular_file(path: Path) -> BinaryIO:
     """Open a regular file for reading.
 
     Raises: FileNotFoundError, also for an entry that is not a regular file and for a file with a lease; OSError.
@@ -43,7 +43,7 @@ def open_file(path: Path) -> BinaryIO:
 def read_tail(path: Path, limit: int) -> bytes:
     """Return the last ``limit`` bytes of a file; no bytes if the file does not exist."""
     try:
-        with open_file(path) as file:
+        with open_regular_file(path) as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
             return file.read(limit)
     except OSError:
@@ -53,7 +53,7 @@ def read_tail(path: Path, limit: int) -> bytes:
 def count_lines(path: Path) -> int:
     """Return the number of lines of a file; 0 if the file does not exist. Memory does not grow with the file."""
     try:
-        with open_file(path) as file:
+        with open_regular_file(path) as file:
             return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
     except OSError:
         return 0
@@ -65,7 +65,7 @@ def read_text(path: Path) -> str:
     Raises: SegmentError when the file is missing, is too long or is not UTF-8; OSError for a fault that no file can cause.
     """
     try:
-        with open_file(path) as file:
+        with open_regular_file(path) as file:
             found = file.read(JSON_BYTES + 1)
         if len(found) <= JSON_BYTES:
             return found.decode()
@@ -77,7 +77,7 @@ def read_text(path: Path) -> str:
     raise _unreadable(path, why)
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object of a file. Raises: SegmentError when the file is unreadable or is not one JSON object."""
     return parse_object_of_file(read_text(path), path)
 
@@ -94,7 +94,7 @@ def _unreadable(path: Path, why: str) -> SegmentError:
     return SegmentError("left_files.unreadable", "{path} cannot be read: {why}", path=path, why=why)
 
 
-def sweep(folder: Path) -> list[str]:
+def remove_special_files(folder: Path) -> list[str]:
     """Remove each entry below ``folder`` that is neither a regular file nor a folder. Returns their names.
 
     No process may still write there. Raises: SegmentError for folders nested deeper than any trainer makes them.

@@ -8,7 +8,7 @@ import socket
 from factory.core.errors import InputError
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listening_socket(host: str, port: int) -> socket.socket:
     """Return a TCP socket that listens. Raises: InputError when another program uses the address, or the machine does not have it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -10,7 +10,7 @@ from typing import Any
 MOMENTS = frozenset({"at", "created_at", "finished_at", "since", "doing_since", "ingested_at", "until"})
 
 
-def local(at: float) -> str:
+def format_local_time(at: float) -> str:
     """Format a moment (seconds since 1970) in this machine's time zone, for a person."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
@@ -24,10 +24,10 @@ def format_iso_time(at: float) -> str:
     return datetime.fromtimestamp(at).astimezone().isoformat(timespec="seconds")
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration for a person.
 
-    >>> span(4.2), span(250), span(7300), span(400000)
+    >>> format_duration(4.2), format_duration(250), format_duration(7300), format_duration(400000)
     ('4 s', '4 min', '2.0 h', '4.6 days')
     """
     if seconds < 90:

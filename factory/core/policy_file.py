@@ -32,6 +32,6 @@ def load_policy(schema: type[Policy], path: Path) -> Policy:
     return parse(schema, {} if data is None else data, str(path), ConfigError)
 
 
-def policy_sha256(policy: BaseModel) -> str:
+def hash_policy(policy: BaseModel) -> str:
     """Return a hash of a policy's values. Comments, spacing and defaults written out in its file do not change the hash."""
     return hashlib.sha256(policy.model_dump_json().encode()).hexdigest()

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 
-class Task(Protocol):
+class ProgressTask(Protocol):
     """One progress bar: ``advance`` moves the bar, ``note`` sets the text behind it."""
 
     def advance(self, amount: float = 1, note: str = "") -> None: ...
@@ -16,7 +16,7 @@ class Task(Protocol):
 class Progress(Protocol):
     """Receives the progress of long work: a bar for each task, and single lines."""
 
-    def task(self, title: str, total: float | None = None) -> AbstractContextManager[Task]: ...
+    def task(self, title: str, total: float | None = None) -> AbstractContextManager[ProgressTask]: ...
 
     def line(self, text: str) -> None: ...
 
@@ -30,7 +30,7 @@ class SilentProgress:
     """Progress that shows nothing, for tests and ``--json``."""
 
     @contextmanager
-    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+    def task(self, title: str, total: float | None = None) -> Iterator[ProgressTask]:
         yield SilentTask()
 
     def line(self, text: str) -> None:

@@ -17,7 +17,7 @@ TRIES = 2
 FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def remove(path: Path) -> None:
+def remove_path(path: Path) -> None:
     """Remove a file, a link (never its target), or a folder with its contents.
 
     A missing path is not an error. After a failure it tries once more. A path that cannot be removed (a mount, another user's file) stays:

@@ -35,14 +35,14 @@ def handle_signals() -> Callable[[], None]:
     received: list[int] = []
     lost: list[bool] = []
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    send_again = stopping.watch(numbers, UNWIND_SECONDS, end)
+    send_again = stopping.watch_signals(numbers, UNWIND_SECONDS, kill_all_and_exit)
     unraisable = sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         received.append(number)
         if (
             len(received) == 1 or lost
-        ):  # a second signal must not interrupt the unwinding: ``watch`` calls ``end`` for it
+        ):  # a second signal must not interrupt the unwinding: ``watch_signals`` calls ``kill_all_and_exit`` for it
             lost.clear()
             raise StopRequested
 
@@ -59,17 +59,17 @@ def handle_signals() -> Callable[[], None]:
 
     def end_if_stopped() -> None:
         if received:
-            end(received[0])
+            kill_all_and_exit(received[0])
 
     for number in numbers:
         signal.signal(number, stop)
     return end_if_stopped
 
 
-def end(number: int) -> NoReturn:
+def kill_all_and_exit(number: int) -> NoReturn:
     """Kill all processes that this process started, print how to continue, and exit with the code that a shell expects."""
     try:
-        stopping.kill(stopping.children(os.getpid()))
+        stopping.kill_with_descendants(stopping.child_processes(os.getpid()))
         with contextlib.suppress(OSError):  # the terminal is closed
             if os.isatty(1):
                 os.write(1, SHOW_CURSOR)

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.core.errors import ConfigError, WorkspaceError, nearest
-from factory.core.file_lock import LockedError, file_lock
+from factory.core.errors import ConfigError, WorkspaceError, suggest_name
+from factory.core.file_lock import LockedError, hold_file_lock
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
@@ -41,7 +41,7 @@ FOLDERS = (
 
 
 @dataclass(frozen=True)
-class Config:
+class WorkspaceConfig:
     """``factory.yaml``. Every key is optional."""
 
     version: int = VERSION
@@ -71,7 +71,7 @@ def checkout_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-class Folder:
+class WorkspaceFolder:
     """A descriptor: the workspace's folder that has the attribute's name."""
 
     def __set_name__(self, owner: type[Workspace], name: str) -> None:
@@ -84,17 +84,17 @@ class Folder:
 @dataclass(frozen=True)
 class Workspace:
     root: Path
-    config: Config
+    config: WorkspaceConfig
 
-    inbox = Folder()
-    quarantine = Folder()
-    shards = Folder()
-    tokenizer = Folder()
-    segments = Folder()
-    exports = Folder()
-    worktrees = Folder()
-    reports = Folder()
-    logs = Folder()
+    inbox = WorkspaceFolder()
+    quarantine = WorkspaceFolder()
+    shards = WorkspaceFolder()
+    tokenizer = WorkspaceFolder()
+    segments = WorkspaceFolder()
+    exports = WorkspaceFolder()
+    worktrees = WorkspaceFolder()
+    reports = WorkspaceFolder()
+    logs = WorkspaceFolder()
 
     @property
     def repository(self) -> Path:
@@ -112,7 +112,7 @@ class Workspace:
     def mlflow_artifacts(self) -> Path:
         return self.root / "mlartifacts"
 
-    def policy(self, name: str) -> Path:
+    def policy_path(self, name: str) -> Path:
         """Return the path of a policy file (``name`` like ``data.yaml``): the workspace's own copy if it exists, else the checkout's."""
         own = self.root / "policies" / name
         path = own if own.exists() else checkout_root() / "policies" / name
@@ -126,7 +126,7 @@ class Workspace:
             )
         return path
 
-    def own_recipe(self) -> Path:
+    def own_recipe_path(self) -> Path:
         """Return the path of the workspace's own copy of the recipe, which may not exist. Proposals do not change this copy."""
         return self.root / "policies" / "recipes" / f"{self.config.recipe}.yaml"
 
@@ -138,10 +138,10 @@ class Workspace:
         """
         name = f"recipes/{self.config.recipe}.yaml"
         live = self.repository / "policies" / name
-        if live.is_file() and not self.own_recipe().exists():
+        if live.is_file() and not self.own_recipe_path().exists():
             return live
         try:
-            return self.policy(name)
+            return self.policy_path(name)
         except ConfigError:
             known = {p.stem for d in (self.root, checkout_root()) for p in (d / "policies" / "recipes").glob("*.yaml")}
             where = self.root / "factory.yaml"
@@ -150,12 +150,14 @@ class Workspace:
                 "{file}: no recipe {recipe!r}{hint}",
                 file=where,
                 recipe=self.config.recipe,
-                hint=nearest(self.config.recipe, known),
+                hint=suggest_name(self.config.recipe, known),
             ) from None
 
     # -- making and finding -----------------------------------------------------------------------------------------
     @classmethod
-    def create(cls, root: Path, config: Config | None = None, policies: Mapping[str, str] | None = None) -> Workspace:
+    def create(
+        cls, root: Path, config: WorkspaceConfig | None = None, policies: Mapping[str, str] | None = None
+    ) -> Workspace:
         """Make a workspace: its folders, its own copies of ``policies`` (path in ``policies/`` → text) and, last, ``factory.yaml``.
 
         An existing workspace is opened, never overwritten. Raises: WorkspaceError for a folder with other contents.
@@ -178,7 +180,7 @@ class Workspace:
             raise WorkspaceError(
                 "workspace.not_empty", "{folder} is not empty and is not a workspace: name an empty folder", folder=root
             )
-        config = config or Config()
+        config = config or WorkspaceConfig()
         try:
             for folder in FOLDERS:
                 (root / folder).mkdir(parents=True, exist_ok=True)
@@ -229,14 +231,14 @@ class Workspace:
         return cls(root, config)
 
     @contextmanager
-    def lock(self, name: str, patience: float = 0.0) -> Iterator[None]:
-        """Hold ``<name>.lock`` during the block (``file_lock``).
+    def hold_lock(self, name: str, patience: float = 0.0) -> Iterator[None]:
+        """Hold ``<name>.lock`` during the block (``hold_file_lock``).
 
         Raises: WorkspaceError that names the other process when it does not release the lock within ``patience`` seconds.
         """
         with ExitStack() as held:
             try:
-                held.enter_context(file_lock(self.root / f"{name}.lock", patience))
+                held.enter_context(hold_file_lock(self.root / f"{name}.lock", patience))
             except LockedError as holder:
                 remedy = (
                     Message(
@@ -282,7 +284,7 @@ def _refuse_odd_name(root: Path) -> None:
         )
 
 
-def _write_config(path: Path, config: Config) -> None:
+def _write_config(path: Path, config: WorkspaceConfig) -> None:
     lines = [f"{CONFIG_HEADING}\n"]
     lines += [f"{key}: {value}\n" for key, value in vars(config).items() if value not in ("", 0)]
     path.write_text("".join(lines))
@@ -299,11 +301,11 @@ def load_yaml(path: Path) -> object:
     return read_yaml(text, str(path), ConfigError)
 
 
-def _read_config(path: Path) -> Config:
+def _read_config(path: Path) -> WorkspaceConfig:
     data = load_yaml(path) or {}
     if not isinstance(data, dict):
         raise ConfigError("workspace.config_not_keys", "{file}: each line must be 'key: value'", file=path)
-    known = {name: type(getattr(Config, name)) for name in Config.__dataclass_fields__}
+    known = {name: type(getattr(WorkspaceConfig, name)) for name in WorkspaceConfig.__dataclass_fields__}
     for key, value in data.items():
         if key not in known:
             raise ConfigError(
@@ -311,7 +313,7 @@ def _read_config(path: Path) -> Config:
                 "{file}: unknown key {key!r}{hint}",
                 file=path,
                 key=key,
-                hint=nearest(str(key), known),
+                hint=suggest_name(str(key), known),
             )
         if not isinstance(value, known[key]):
             raise ConfigError(
@@ -328,7 +330,7 @@ def _read_config(path: Path) -> Config:
             "{file}: training_sandbox cannot be {value!r}{hint}",
             file=path,
             value=chosen,
-            hint=nearest(chosen, TRAINING_SANDBOX),
+            hint=suggest_name(chosen, TRAINING_SANDBOX),
         )
     if isinstance(ranks := data.get("ranks", 0), bool) or ranks < 0:
         raise ConfigError(
@@ -341,4 +343,4 @@ def _read_config(path: Path) -> Config:
             file=path,
             value=port,
         )
-    return Config(**data)
+    return WorkspaceConfig(**data)

@@ -15,7 +15,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.corpus.library import Module, list_source_files, read_module
+from factory.corpus.library import SourceModule, list_source_files, read_module
 from factory.corpus.shards import LICENSE
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, token_shards
@@ -84,7 +84,7 @@ def _ingested_texts(plant: Plant) -> Iterator[str]:
         .order_by(d.key)
         .limit(2 * _OF_EACH)
     )
-    for found in plant.ledger.rows(statement):
+    for found in plant.ledger.select_rows(statement):
         shard = TokenShard(found["path"])
         place = shard.documents["key"].to_pylist().index(found["key"])
         start, length = (shard.documents[name][place].as_py() for name in ("start", "length"))
@@ -93,7 +93,7 @@ def _ingested_texts(plant: Plant) -> Iterator[str]:
 
 def _held_out_texts(ledger: Ledger) -> list[str]:
     h = held_out.c
-    rows = ledger.rows(sa.select(h.content).where(h.domain == "docs").order_by(h.key).limit(2 * _OF_EACH))
+    rows = ledger.select_rows(sa.select(h.content).where(h.domain == "docs").order_by(h.key).limit(2 * _OF_EACH))
     return [row["content"]["text"] for row in rows if "text" in row["content"]]
 
 
@@ -138,7 +138,7 @@ def _inventories(count: int) -> Iterator[str]:
             return
 
 
-def _inventory(module: Module) -> str:
+def _inventory(module: SourceModule) -> str:
     found = Counter(re.findall(r"[^\W\d]\w*", module.text)).most_common(40)
     lines = [f"An inventory of {module.name}", "", f"{module.source} counts {len(module.text.splitlines())} lines."]
     return "\n".join([*lines, *(f"- {name} occurs {count} times in {module.name}" for name, count in found)])

@@ -60,10 +60,10 @@ _PARAMETERS = (
 )
 
 
-def chats(described: Sequence[DescribedName]) -> Iterator[Messages]:
+def make_chats(described: Sequence[DescribedName]) -> Iterator[Messages]:
     """All chats about one module."""
     for one in described:
-        answer = summary_of(one.doc, _LONGEST_ANSWER)
+        answer = summarise_docstring(one.doc, _LONGEST_ANSWER)
         signature = f"{one.head} ..." if one.kind in ("function", "method") else ""
         parameters = tuple(name for name in one.members if name not in ("self", "cls"))
         usable = 0 < len(signature) <= _LONGEST_SIGNATURE and bool(one.doc or parameters)
@@ -74,7 +74,7 @@ def chats(described: Sequence[DescribedName]) -> Iterator[Messages]:
                 yield _turn(_PURPOSE, one, answer)
             if usable:
                 yield _turn(_SIGNATURE, one, signature)
-        short = summary_of(one.doc, 160)
+        short = summarise_docstring(one.doc, 160)
         if short and one.kind != "module" and one.name not in short and one.name != "__init__":
             yield _turn(_WHICH, one, f"`{one.path}`", short)
         if one.kind in ("module", "class") and len(one.members) >= 2:
@@ -83,7 +83,7 @@ def chats(described: Sequence[DescribedName]) -> Iterator[Messages]:
             yield _turn(_PARAMETERS, one, _listed(parameters))
 
 
-def summary_of(doc: str, longest: int) -> str:
+def summarise_docstring(doc: str, longest: int) -> str:
     """The first paragraphs of a docstring, up to ``longest`` characters; empty if the first does not fit."""
     kept: list[str] = []
     size = 0

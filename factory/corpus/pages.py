@@ -6,14 +6,14 @@ import ast
 from collections.abc import Iterator
 
 from factory.corpus.chat import DescribedName
-from factory.corpus.library import Module
+from factory.corpus.library import SourceModule
 
 _PAGE = 4000  # characters of a full page
 _LONGEST_PAGE = 6000
 _SHORTEST_PAGE = 200
 
 
-def describe(module: Module) -> Iterator[DescribedName]:
+def describe_module(module: SourceModule) -> Iterator[DescribedName]:
     """The module, its public functions and classes, and their methods, in the order of the source."""
     assert module.tree
     yield DescribedName(
@@ -47,7 +47,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
     return tuple(one.name for one in node.body if isinstance(one, kinds) and not one.name.startswith("_"))
 
 
-def render(one: DescribedName) -> str:
+def render_name(one: DescribedName) -> str:
     """The text of one name on a reference page; empty if it has no docstring."""
     if not one.doc:
         return ""

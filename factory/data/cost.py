@@ -11,7 +11,7 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.training.planning import last_segment
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import steps_in
+from trainer.contract.checkpoint.format import saved_steps
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RetrainingCost:
     checkpoint: str = ""  # to start from; '': from the beginning
     until: int = 0  # the trunk's newest step
     steps: int = 0
-    unknown: str = ""  # why the cost cannot be computed; '': it can
+    unknown_reason: str = ""  # why the cost cannot be computed; '': it can
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -32,9 +32,11 @@ class RetrainingCost:
     @property
     def message(self) -> Message:
         """The cost in words."""
-        if self.unknown:
+        if self.unknown_reason:
             return Message(
-                "data.cost_unknown", "the cost of training again without them is not known: {why}", why=self.unknown
+                "data.cost_unknown",
+                "the cost of training again without them is not known: {why}",
+                why=self.unknown_reason,
             )
         if self.first_step is None:
             return Message("data.no_cost", "the trunk was never trained on them, so no training must be repeated")
@@ -65,16 +67,16 @@ def estimate_retraining_cost(ledger: Ledger, exposure: Exposure) -> RetrainingCo
         return RetrainingCost()
     lineage = SegmentRow.lineage(ledger, trunk.id)
     try:
-        seen = next(((row, step) for row in lineage if (step := exposure.first(row)) is not None), None)
+        seen = next(((row, step) for row in lineage if (step := exposure.first_step(row)) is not None), None)
     except UnknownExposureError as error:
-        return RetrainingCost(unknown=str(error))
+        return RetrainingCost(unknown_reason=str(error))
     if seen is None:
         return RetrainingCost(until=trunk.last_step)
     row, first = seen
     sound = [
         (step, path)
         for one in lineage[: lineage.index(row) + 1]
-        for step, path in steps_in(Path(one.folder) / "checkpoints")
+        for step, path in saved_steps(Path(one.folder) / "checkpoints")
         if step <= first and (path / "manifest.json").is_file()
     ]
     start, checkpoint = max(sound, default=(0, None))
@@ -97,9 +99,9 @@ def find_releases_trained_on(
         for row in list_contributing_segments(ledger, segment):
             if row.id not in by_segment:
                 try:
-                    by_segment[row.id] = set(exposure.of(row)), True
+                    by_segment[row.id] = set(exposure.steps_by_document(row)), True
                 except UnknownExposureError:
-                    by_segment[row.id] = set(exposure.wanted(row)), False
+                    by_segment[row.id] = set(exposure.documents_in_plan(row)), False
             keys |= by_segment[row.id][0]
             exact = exact and by_segment[row.id][1]
         if keys:

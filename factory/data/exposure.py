@@ -17,8 +17,8 @@ from factory.data.metrics import read_metrics
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import ReadsSql, SegmentRow
-from factory.training.planning import last_checkpoint, plan_of
-from trainer.contract.checkpoint.format import read_state, steps_in
+from factory.training.planning import last_checkpoint, read_data_plan
+from trainer.contract.checkpoint.format import read_state, saved_steps
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.errors import TrainerError
@@ -32,7 +32,7 @@ MALFORMED_STATE_ERRORS = (
     AttributeError,
     AssertionError,
 )  # errors of a malformed state
-State = Mapping[str, Any] | None
+SamplerState = Mapping[str, Any] | None
 
 
 class UnknownExposureError(FactoryError):
@@ -54,21 +54,21 @@ class Exposure:
     def __init__(self, ledger: Ledger, documents: Mapping[str, str]) -> None:
         self.ledger, self.documents = ledger, documents
         self._orders: dict[str, DataOrder] = {}
-        self._ends: dict[int, State] = {}
+        self._ends: dict[int, SamplerState] = {}
 
-    def of(self, row: SegmentRow) -> dict[str, list[ExposureStep]]:
+    def steps_by_document(self, row: SegmentRow) -> dict[str, list[ExposureStep]]:
         """By key, the steps of a segment that trained on the document, in order. Raises: UnknownExposureError."""
         found: dict[str, list[ExposureStep]] = {}
-        for seen, key in self.each(row):
+        for seen, key in self.iterate_steps(row):
             if seen not in found.setdefault(key, []):
                 found[key].append(seen)
         return found
 
-    def first(self, row: SegmentRow) -> int | None:
+    def first_step(self, row: SegmentRow) -> int | None:
         """The first step of a segment that trained on any of the documents. Raises: UnknownExposureError."""
-        return next((seen.step for seen, _ in self.each(row)), None)
+        return next((seen.step for seen, _ in self.iterate_steps(row)), None)
 
-    def each(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
+    def iterate_steps(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
         """(step, key) in the order of the steps. Raises: UnknownExposureError."""
         try:
             yield from self._each(row)
@@ -82,15 +82,15 @@ class Exposure:
 
     def _each(self, row: SegmentRow) -> Iterator[tuple[ExposureStep, str]]:
         last = _trained_until(row)
-        if row.first_step >= last or not self.wanted(row):
+        if row.first_step >= last or not self.documents_in_plan(row):
             return
         order = self._order(row)
-        stops: list[tuple[int, State]] = [(row.first_step, self._start(row))]
+        stops: list[tuple[int, SamplerState]] = [(row.first_step, self._start(row))]
         stops += [(step, state) for step, state in _states(row) if row.first_step < step <= last]
         if stops[-1][0] < last:
             stops.append((last, None))
         for (first, state), (end, after) in zip(stops, stops[1:]):
-            walk = order.at(state) if state is not None else order.fork(first)
+            walk = order.copy_from_state(state) if state is not None else order.copy_at_step(first)
             if after is not None and not _drawn(walk, after):
                 continue
             while walk.step < end:
@@ -100,9 +100,9 @@ class Exposure:
                     if piece.document in stream.masked:
                         yield ExposureStep(row.id, step, piece.place // stream.pieces), stream.key(piece.document)
 
-    def wanted(self, row: SegmentRow) -> list[str]:
+    def documents_in_plan(self, row: SegmentRow) -> list[str]:
         """The keys of the documents that are in a segment's plan and carry loss there."""
-        plan = plan_of(self.ledger, row)
+        plan = read_data_plan(self.ledger, row)
         held, masked = {shard["id"] for shard in plan["token_shards"]}, set(plan.get("masked", ()))
         return [key for key, shard in self.documents.items() if shard in held and key not in masked]
 
@@ -111,14 +111,14 @@ class Exposure:
         identity = f"{row.data_plan} {row.recipe_sha256}"
         if identity not in self._orders:
             recipe = Recipe.parse(row.recipe_json)
-            plan = DataPlan.from_json(with_replaced_token_shards(self.ledger, plan_of(self.ledger, row)))
-            plan = plan.model_copy(update={"masked": self.wanted(row)})
+            plan = DataPlan.from_json(with_replaced_token_shards(self.ledger, read_data_plan(self.ledger, row)))
+            plan = plan.model_copy(update={"masked": self.documents_in_plan(row)})
             model = recipe.model
             order = DataOrder(plan, batch=recipe.batch, context=model.context, vocab_size=model.vocab_size)
             self._orders[identity] = order
         return self._orders[identity]
 
-    def _start(self, row: SegmentRow) -> State:
+    def _start(self, row: SegmentRow) -> SamplerState:
         """The sampler's state at a segment's start; None: the beginning of the data."""
         if row.parent is None:
             return None
@@ -128,10 +128,14 @@ class Exposure:
             self._ends[parent.id] = state if state is not None else self._walked(parent)
         return self._ends[parent.id]
 
-    def _walked(self, row: SegmentRow) -> State:
+    def _walked(self, row: SegmentRow) -> SamplerState:
         """The sampler's state at the end of a segment whose last checkpoint is gone."""
         state = self._start(row)
-        walk = self._order(row).at(state) if state is not None else self._order(row).fork(row.first_step)
+        walk = (
+            self._order(row).copy_from_state(state)
+            if state is not None
+            else self._order(row).copy_at_step(row.first_step)
+        )
         while walk.step < row.last_step:
             walk.next_rows()
         return walk.state_dict()
@@ -175,13 +179,13 @@ def _trained_until(row: SegmentRow) -> int:
     return min(row.last_step, lines[-1]["step"] + 1) if lines else row.first_step
 
 
-def _states(row: SegmentRow) -> Sequence[tuple[int, State]]:
+def _states(row: SegmentRow) -> Sequence[tuple[int, SamplerState]]:
     """(step, state of the sampler) of the remaining checkpoints of a segment, in order."""
-    listed = sorted(steps_in(Path(row.folder) / "checkpoints"))
+    listed = sorted(saved_steps(Path(row.folder) / "checkpoints"))
     return [(step, state) for step, path in listed if (state := _read(path)) is not None]
 
 
-def _read(checkpoint: Path) -> State:
+def _read(checkpoint: Path) -> SamplerState:
     try:
         return dict(read_state(checkpoint)["sampler"])
     except (TrainerError, OSError, *MALFORMED_STATE_ERRORS):

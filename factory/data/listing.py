@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from factory.data.selecting import COLUMN_NOUNS
-from factory.ingest.rules.claims import conflicts
+from factory.ingest.rules.claims import find_licence_conflicts
 from factory.ledger.ledger import Ledger
-from factory.ledger.removals import NO_LICENCE, REMOVED_FATE, removals
+from factory.ledger.removals import NO_LICENCE, REMOVED_FATE, list_removals
 from kernels.contract.message import Message
 
 GROUPS = {"domain": "d.domain", "source": "d.source", "license": "d.license"}
 
 
-def listed(ledger: Ledger, most: int) -> dict[str, Any]:
+def list_data(ledger: Ledger, most: int) -> dict[str, Any]:
     """``shards``; ``domain``, ``source`` and ``license`` (the ``most`` largest of each, by training tokens); ``licence_conflicts`` (numbers of
-    documents); ``removals``."""
+    documents); ``list_removals``."""
     sums = (
         ("documents", "1", "train"),
         ("tokens", "d.tokens", "train"),
@@ -35,9 +35,9 @@ def listed(ledger: Ledger, most: int) -> dict[str, Any]:
             "ORDER BY tokens DESC, name LIMIT :most",
             most=most,
         )
-    differing = conflicts(ledger)
-    found["licence_conflicts"] = {"documents": len(differing), "settled": sum(one.settled for one in differing)}
-    found["removals"] = [vars(one) for one in removals(ledger)]
+    differing = find_licence_conflicts(ledger)
+    found["licence_conflicts"] = {"documents": len(differing), "settled": sum(one.is_settled for one in differing)}
+    found["removals"] = [vars(one) for one in list_removals(ledger)]
     return found
 
 
@@ -47,8 +47,8 @@ def _value_of_fate(value: str, fate: str) -> str:
     return f"{when} THEN {value} ELSE 0 END"
 
 
-def lines(found: dict[str, Any]) -> list[str]:
-    """The result of ``listed`` as lines for a person."""
+def format_data_list(found: dict[str, Any]) -> list[str]:
+    """The result of ``list_data`` as lines for a person."""
     said: list[str] = []
     for group, rows in found.items():
         if group in ("removals", "licence_conflicts"):

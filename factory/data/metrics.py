@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from factory.core.left_files import open_file
+from factory.core.left_files import open_regular_file
 from factory.ledger.rows import SegmentRow
 
 
@@ -14,7 +14,7 @@ def read_metrics(row: SegmentRow) -> list[dict[str, Any]]:
     """The readable lines of a segment's metrics in the order of the steps; of each step only the newest line."""
     found: dict[int, dict[str, Any]] = {}
     try:
-        with open_file(Path(row.folder) / "metrics.jsonl") as file:
+        with open_regular_file(Path(row.folder) / "metrics.jsonl") as file:
             for line in file:
                 try:
                     one = json.loads(line)

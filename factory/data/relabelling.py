@@ -22,19 +22,19 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.data.selecting import AT_ONCE, DocumentSelection, find_keys_of_one, select_by_value, unknown_value_error
 from factory.ingest.document import LONGEST_NAME, refuse_domain
-from factory.ingest.rules.licence_names import folded
+from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.split import KINDS, Kind, breaks_tie_to_sealed, name_group, name_unit
+from factory.ingest.rules.split import KINDS, GroupKind, breaks_tie_to_sealed, name_group, name_unit
 from factory.ingest.shapes.mapping import original_file_name
-from factory.ledger.ledger import Ledger, documents, held_out, record, relabels, shards, token_shards
+from factory.ledger.ledger import Ledger, documents, held_out, record_event, relabels, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, refused
+from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, find_barred_labels
 from factory.ledger.rows import SegmentRow
-from factory.ledger.writing import insert
-from factory.training.planning import load_recipe, plan_of
+from factory.ledger.writing import insert_row
+from factory.training.planning import load_recipe, read_data_plan
 from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.token_shard import TokenShard, document_ranges, rows_of
+from trainer.contract.data.token_shard import TokenShard, document_ranges, document_rows
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 RELABELLED_EVENT = "relabelled"  # kind of its event
@@ -48,7 +48,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Filter:
+class DocumentFilter:
     """Selects documents with one of these domains, and one of these sources, and so on. An empty field selects all."""
 
     domain: Sequence[str] = ()
@@ -65,38 +65,38 @@ class NewLabels:
     domain: str | None = None
     source: str | None = None
     license: str | None = None
-    group: Kind | None = None
+    group: GroupKind | None = None
 
 
 @dataclass
 class Relabelling:
     """The changes of a relabel, and their consequences. ``documents``: by key, the new values of columns; ``held``: the same for held-out
-    documents. ``token_shards``: by id, rows by domain (``PlannedShard.moved``). ``said``: lines for a person."""
+    documents. ``token_shards``: by id, rows by domain (``PlannedShard.moved``). ``lines``: lines for a person."""
 
-    filter: Filter
+    filter: DocumentFilter
     change: NewLabels
     selected: int
     documents: dict[str, dict[str, Any]]
     held: dict[str, dict[str, Any]] = field(default_factory=dict)
     token_shards: dict[str, dict[str, str]] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
         counts = {"held_out": len(self.held), "token_shards": len(self.token_shards)}
         return {"selected": self.selected, "documents": len(self.documents), **counts}
 
 
-def look(plant: Plant, chosen: Filter, change: NewLabels) -> Relabelling:
+def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) -> Relabelling:
     """Find what a relabel would change; changes nothing. Raises: InputError for names that no document has, for a change without effect, for a
     change after which no segment can be planned, or one that a licence forbids."""
     if not any(vars(chosen).values()):
         raise InputError("data.no_filter", "choose documents with --domain, --source, --license, --shard or --document")
     if all(value is None for value in vars(change).values()):
         raise InputError("data.no_change", "give new labels with --to-domain, --to-source, --to-license or --group")
-    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     if change.domain is not None:
         refuse_domain(change.domain)
-    if change.license is not None and not policy.licences.of(_licence(change.license)).train:
+    if change.license is not None and not policy.licences.find_licence(_licence(change.license)).train:
         raise InputError(
             "data.licence_forbids",
             "the licence {licence!r} does not allow training (licences in data.yaml). To take these documents out, use 'factory data remove'",
@@ -115,7 +115,7 @@ def look(plant: Plant, chosen: Filter, change: NewLabels) -> Relabelling:
             documents=len(rows),
         )
     found = Relabelling(chosen, change, len(rows), changed)
-    found.held = _held(plant.ledger, changed, _trained_groups(plant.ledger, rows, changed), found.said)
+    found.held = _held(plant.ledger, changed, _trained_groups(plant.ledger, rows, changed), found.lines)
     found.token_shards = _moved(
         plant.ledger, [row for row in rows if "domain" in changed.get(row["key"], {})], change.domain
     )
@@ -123,10 +123,10 @@ def look(plant: Plant, chosen: Filter, change: NewLabels) -> Relabelling:
     return found
 
 
-def relabel(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
-    """Make the changes that ``look`` found; returns the number of the relabel. The caller has held the model loop's lock since before ``look``."""
+def apply_relabelling(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
+    """Make the changes that ``plan_relabelling`` found; returns the number of the relabel. The caller has held the model loop's lock since before ``plan_relabelling``."""
     with plant.ledger.begin() as tx:
-        number = insert(
+        number = insert_row(
             tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),
             filter={name: list(names) for name, names in vars(found.filter).items() if names},
             change={name: value for name, value in vars(found.change).items() if value is not None},
@@ -140,7 +140,7 @@ def relabel(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
         for (shard,) in tx.execute(sa.select(token_shards.c.shard).where(in_shards).distinct()).all():
             domains = _domains(tx, sa.and_(c.shard == shard, c.token_shard.is_not(None)))
             tx.execute(shards.update().where(shards.c.sha256 == shard).values(domains=domains))
-        record(tx, RELABELLED_EVENT, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
+        record_event(tx, RELABELLED_EVENT, f"relabel:{number}", {"by": by, "why": why, **found.to_json()})
     return number
 
 
@@ -182,10 +182,10 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
                 label=noun,
                 limit=LONGEST_NAME,
             )
-    known = refused(ledger)
+    known = find_barred_labels(ledger)
     sources = {str(name): number for name, number in known["source"].items()}
-    licences = {folded(name): number for name, number in known["license"].items()}
-    licence = None if change.license is None else folded(_licence(change.license))
+    licences = {fold_licence_name(name): number for name, number in known["license"].items()}
+    licence = None if change.license is None else fold_licence_name(_licence(change.license))
     for noun, name, number in (
         ("source", change.source, sources.get(change.source or "")),
         ("licence", change.license, None if licence is None else licences.get(licence)),
@@ -201,7 +201,7 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
             )
 
 
-def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
+def _selected(ledger: Ledger, chosen: DocumentFilter) -> list[dict[str, Any]]:
     where: list[sa.ColumnElement[bool]] = [c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))]
     if chosen.domain:
         where.append(
@@ -216,13 +216,13 @@ def _selected(ledger: Ledger, chosen: Filter) -> list[dict[str, Any]]:
     for column in ("source", "license"):
         if names := getattr(chosen, column):
             select_by_value(ledger, column, names)  # raises for a name that no document has
-            where.append(DocumentSelection(column, tuple(names)).own())
+            where.append(DocumentSelection(column, tuple(names)).own_row_condition())
     if not chosen.document:
-        return ledger.rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
+        return ledger.select_rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
     fitting = c.fate.in_((*REMOVABLE_FATES, REMOVED_FATE))
     keys = sorted({key for name in chosen.document for key in find_keys_of_one(ledger, name, fitting)})
     parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
-    return [row for part in parts for row in ledger.rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
+    return [row for part in parts for row in ledger.select_rows(sa.select(*COLUMNS).where(*where, c.key.in_(part)))]
 
 
 def _known(names: Sequence[str], noun: str, rows: Iterable[Mapping[str, Any]]) -> set[str]:
@@ -255,18 +255,18 @@ def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> d
         new["source"] = source
     if change.license is not None:
         new["license"] = _licence(change.license)
-        new["releasable"] = policy.licences.of(new["license"]).release
+        new["releasable"] = policy.licences.find_licence(new["license"]).release
     kind = change.group or _kind_of(row)
     if kind is not None:
         new["group_key"] = _group(kind, source, row)
     return {name: value for name, value in new.items() if value != row[name]}
 
 
-def _group(kind: Kind, source: str | None, row: Mapping[str, Any]) -> str | None:
+def _group(kind: GroupKind, source: str | None, row: Mapping[str, Any]) -> str | None:
     return name_group(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
 
 
-def _kind_of(row: Mapping[str, Any]) -> Kind | None:
+def _kind_of(row: Mapping[str, Any]) -> GroupKind | None:
     """The kind of group that a document's group key was made by; None: it is a group of its own. A new source changes the keys of some kinds."""
     if row["group_key"] is None:
         return None
@@ -286,7 +286,7 @@ def _trained_groups(
     }
     some = sa.select(c.group_key).where(c.token_shard.is_not(None))
     for name in sorted(names - found):
-        mine = ledger.rows(some.add_columns(c.key).where(c.group_key == name))
+        mine = ledger.select_rows(some.add_columns(c.key).where(c.group_key == name))
         if any(changed.get(row["key"], {}).get("group_key", name) == name for row in mine):
             found.add(name)
     return found & names
@@ -295,11 +295,11 @@ def _trained_groups(
 def _held(
     ledger: Ledger, changed: Mapping[str, Mapping[str, Any]], trained: set[str], said: list[str]
 ) -> dict[str, dict[str, Any]]:
-    """By key, the columns of ``held_out`` that change, with their new values. ``said`` gets a line about the halves of the new groups."""
+    """By key, the columns of ``held_out`` that change, with their new values. ``lines`` gets a line about the halves of the new groups."""
     h = held_out.c
     listed = sa.select(h.key, h.domain, h.group_key, h.sealed, c.fate, c.content_sha256)
     listed = listed.join(documents, c.key == h.key)
-    old = {row["key"]: row for row in ledger.rows(listed)}
+    old = {row["key"]: row for row in ledger.select_rows(listed)}
     new = {key: dict(row) for key, row in old.items()}
     for key in old.keys() & changed.keys():
         if "domain" in changed[key]:
@@ -378,7 +378,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
         if row["token_shard"]:
             of[row["token_shard"]].add(row["key"])
     found = {}
-    for row in ledger.rows(sa.select(token_shards)):
+    for row in ledger.select_rows(sa.select(token_shards)):
         if row["id"] not in of:
             continue
         try:
@@ -389,7 +389,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
                 "{error}. Nothing was changed. To make the token shard again: 'factory check --repair'",
                 error=error,
             ) from error
-        now = {number: name for name, text in (row["moved"] or {}).items() for number in rows_of(text)}
+        now = {number: name for name, text in (row["moved"] or {}).items() for number in document_rows(text)}
         now |= {number: str(domain) for number, key in enumerate(keys) if key in of[row["id"]]}
         found[row["id"]] = {
             name: document_ranges(number for number, other in now.items() if other == name)
@@ -400,7 +400,7 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
 
 # -- what follows ------------------------------------------------------------------------------------------------------
 def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], found: Relabelling) -> None:
-    change, said = found.change, found.said
+    change, said = found.change, found.lines
     fates = Counter(FATES.get(row["fate"], row["fate"]) for row in rows if row["key"] in found.documents)
     first = Message(
         "data.relabels",
@@ -417,14 +417,16 @@ def _say(plant: Plant, policy: DataPolicy, rows: Sequence[Mapping[str, Any]], fo
             Message("data.groups", "grouped by {kind}: {groups:,|group|groups}", kind=change.group, groups=len(groups))
         )
         others = sorted(
-            domain for domain in domains if policy.rules(domain).group not in (change.group, _same(change.group))
+            domain
+            for domain in domains
+            if policy.rules_of_domain(domain).group not in (change.group, _same(change.group))
         )
         said += [
             Message(
                 "data.policy_groups_otherwise",
                 "data.yaml groups the domain {domain} by {old}. For later documents, write 'group: {new}' there",
                 domain=domain,
-                old=policy.rules(domain).group,
+                old=policy.rules_of_domain(domain).group,
                 new=change.group,
             )
             for domain in others
@@ -451,14 +453,18 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
     other, gone = str(found.change.domain), {row["key"] for row in rows}
     trained = sa.select(c.key).where(c.token_shard.is_not(None))
     held = {
-        row["domain"] for row in plant.ledger.rows(sa.select(c.domain).where(c.token_shard.is_not(None)).distinct())
+        row["domain"]
+        for row in plant.ledger.select_rows(sa.select(c.domain).where(c.token_shard.is_not(None)).distinct())
     } | {other}
     for domain in {row["domain"] for row in rows} - {other}:
-        if all(row["key"] in gone for row in plant.ledger.rows(trained.where(c.domain == domain).limit(len(gone) + 1))):
+        if all(
+            row["key"] in gone
+            for row in plant.ledger.select_rows(trained.where(c.domain == domain).limit(len(gone) + 1))
+        ):
             held.discard(domain)  # all its training documents get the new domain
     try:
         plan = DataPlan.make(recipe.mixture, "trunk", [("a", "a", 0)], recipe.seed)
-        plan.of_arrived(held, 0, recipe.schedule.trunk_steps.first)
+        plan.without_missing_domains(held, 0, recipe.schedule.trunk_steps.first)
     except DataPlanError as error:
         raise InputError(
             "data.no_plan_left",
@@ -480,7 +486,7 @@ def _refuse_or_say_plans(plant: Plant, rows: Sequence[Mapping[str, Any]], found:
         )
     ids = set(found.token_shards)
     planned = SegmentRow.first(plant.ledger, "WHERE state = 'planned' ORDER BY id")
-    if planned and ids & {shard["id"] for shard in plan_of(plant.ledger, planned)["token_shards"]}:
+    if planned and ids & {shard["id"] for shard in read_data_plan(plant.ledger, planned)["token_shards"]}:
         said.append(
             Message(
                 "data.planned_with_old_labels",

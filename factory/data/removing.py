@@ -20,8 +20,16 @@ from factory.data.exposure import Exposure
 from factory.data.selecting import COLUMN_NOUNS, DocumentSelection, removable_fates
 from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ledger.anomalies import RELEASE_MARKED
-from factory.ledger.ledger import Ledger, documents, events, record
-from factory.ledger.removals import REMOVABLE_FATES, REMOVED, REMOVED_FATE, RETURNED, Removal, removal_rule, removals
+from factory.ledger.ledger import Ledger, documents, events, record_event
+from factory.ledger.removals import (
+    REMOVABLE_FATES,
+    REMOVED,
+    REMOVED_FATE,
+    RETURNED,
+    Removal,
+    list_removals,
+    removal_rule,
+)
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject
 from kernels.contract.message import Message
 
@@ -117,7 +125,7 @@ FATES = {
 }
 
 
-def look(ledger: Ledger, selection: DocumentSelection, erase: bool = False) -> PlannedRemoval:
+def plan_removal(ledger: Ledger, selection: DocumentSelection, erase: bool = False) -> PlannedRemoval:
     """Find what a removal would take out; changes nothing. Raises: InputError if there is nothing to take out, or if one of the named documents
     cannot be taken out."""
     wanted = removable_fates(erase)
@@ -125,8 +133,10 @@ def look(ledger: Ledger, selection: DocumentSelection, erase: bool = False) -> P
     domains: Counter[str] = Counter()
     trained: dict[str, str] = {}
     others: dict[str, str] = {}
-    for part in selection.parts():
-        for row in ledger.rows(sa.select(c.key, c.fate, c.domain, c.token_shard, c.supervised_tokens).where(part)):
+    for part in selection.conditions():
+        for row in ledger.select_rows(
+            sa.select(c.key, c.fate, c.domain, c.token_shard, c.supervised_tokens).where(part)
+        ):
             if row["fate"] not in wanted:
                 others[row["key"]] = row["fate"]
                 continue
@@ -145,19 +155,19 @@ def look(ledger: Ledger, selection: DocumentSelection, erase: bool = False) -> P
         dict(fates),
         dict(domains),
         find_releases_trained_on(ledger, exposure, segments),
-        planned.id if planned and exposure.wanted(planned) else None,
+        planned.id if planned and exposure.documents_in_plan(planned) else None,
         estimate_retraining_cost(ledger, exposure),
     )
 
 
-def remove(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "", erase: bool = False) -> Removal:
-    """Take out the documents that ``look`` found."""
+def apply_removal(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "", erase: bool = False) -> Removal:
+    """Take out the documents that ``plan_removal`` found."""
     selection, changed = found.selection, 0
     with ledger.begin() as tx:
         number = int(tx.execute(sa.select(sa.func.count()).where(events.c.kind == REMOVED)).scalar() or 0) + 1
         shards: set[str] = set()
         tokens = 0
-        for part in selection.parts():
+        for part in selection.conditions():
             held = sa.select(c.token_shard, sa.func.sum(c.supervised_tokens)).group_by(c.token_shard)
             fates = (*REMOVABLE_FATES, REMOVED_FATE) if erase else REMOVABLE_FATES
             for shard, count in tx.execute(held.where(part, c.fate.in_(fates), c.token_shard.is_not(None))):
@@ -173,15 +183,15 @@ def remove(ledger: Ledger, found: PlannedRemoval, by: str, why: str = "", erase:
             "by": by, "why": why, "column": selection.column, "names": list(selection.names), "documents": changed,
             "supervised_tokens": tokens, "token_shards": sorted(shards), "erase": erase,
         }  # fmt: skip
-        record(tx, REMOVED, Subject("removal", number), detail)
+        record_event(tx, REMOVED, Subject("removal", number), detail)
         for release, (keys, exact) in found.releases.items():
             _mark(tx, release, number, keys, exact)
-    return next(one for one in removals(ledger) if one.number == number)
+    return next(one for one in list_removals(ledger) if one.number == number)
 
 
-def undo(ledger: Ledger, number: int, by: str) -> str:
+def undo_removal(ledger: Ledger, number: int, by: str) -> str:
     """Put back the documents of a removal; returns a line for a person. Raises: InputError if the removal cannot be put back."""
-    known = {one.number: one for one in removals(ledger)}
+    known = {one.number: one for one in list_removals(ledger)}
     if number not in known:
         raise InputError(
             "data.no_removal",
@@ -206,7 +216,7 @@ def undo(ledger: Ledger, number: int, by: str) -> str:
                 )
                 changed += tx.execute(doctor.values(fate=fate, rule="loss_doctor")).rowcount
             changed += tx.execute(update.values(fate=fate, rule="person" if fate == "quarantined" else None)).rowcount
-        record(tx, RETURNED, Subject("removal", number), {"by": by, "documents": changed})
+        record_event(tx, RETURNED, Subject("removal", number), {"by": by, "documents": changed})
     return Message(
         "data.put_back",
         "{documents:,|document is|documents are} back. The next segment and the next evaluation use the documents again",
@@ -216,7 +226,7 @@ def undo(ledger: Ledger, number: int, by: str) -> str:
 
 def mark_new_releases(ledger: Ledger) -> list[str]:
     """Mark releases that were made after a removal, from segments that were planned before it; returns lines for a person."""
-    taken = [one for one in removals(ledger) if one.state != "returned" and one.token_shards]
+    taken = [one for one in list_removals(ledger) if one.state != "returned" and one.token_shards]
     if not taken:
         return []
     known = ledger.read("SELECT subject, detail FROM events WHERE kind = :kind", kind=RELEASE_MARKED)
@@ -248,14 +258,14 @@ def mark_new_releases(ledger: Ledger) -> list[str]:
 
 
 def _documents(ledger: Ledger, removal: Removal) -> dict[str, str]:
-    rules = [removal.rule(fate) for fate in REMOVABLE_FATES]
-    rows = ledger.rows(sa.select(c.key, c.token_shard).where(c.rule.in_(rules), c.token_shard.is_not(None)))
+    rules = [removal.rule_for_fate(fate) for fate in REMOVABLE_FATES]
+    rows = ledger.select_rows(sa.select(c.key, c.token_shard).where(c.rule.in_(rules), c.token_shard.is_not(None)))
     return {row["key"]: row["token_shard"] for row in rows}
 
 
 def _mark(tx: sa.Connection, release: int, removal: int, keys: Sequence[str], exact: bool) -> None:
     detail = {"anomaly": None, "removal": removal, "documents": keys[:SHOWN], "count": len(keys), "exact": exact}
-    record(tx, RELEASE_MARKED, Subject("release", release), detail)
+    record_event(tx, RELEASE_MARKED, Subject("release", release), detail)
 
 
 def _nothing(selection: DocumentSelection, others: dict[str, str]) -> Message:

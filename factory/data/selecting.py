@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.errors import InputError, nearest
+from factory.core.errors import InputError, suggest_name
 from factory.ingest.rules.claims import COPY_RULES
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE
@@ -27,7 +27,7 @@ class DocumentSelection:
     column: str
     names: tuple[str, ...]
 
-    def where(self, start: int = 0) -> sa.ColumnElement[bool]:
+    def condition(self, start: int = 0) -> sa.ColumnElement[bool]:
         """The condition on ``documents``; for keys: on at most ``AT_ONCE`` keys from number ``start`` on."""
         if self.column == "key":
             return documents.c.key.in_(self.names[start : start + AT_ONCE])
@@ -37,9 +37,9 @@ class DocumentSelection:
             return sa.or_(
                 self._licence(documents.c.license), documents.c.key.in_(came.where(self._licence(copy.c.license)))
             )
-        return self.own()
+        return self.own_row_condition()
 
-    def own(self) -> sa.ColumnElement[bool]:
+    def own_row_condition(self) -> sa.ColumnElement[bool]:
         """The condition that a document's own row, and not only a copy, has one of the names."""
         column = COLUMNS[self.column]
         return self._licence(column) if self.column == "license" else column.in_(self.names)
@@ -48,10 +48,10 @@ class DocumentSelection:
         named = column.in_(self.names)
         return sa.or_(named, column.is_(None), column == "") if NO_LICENCE in self.names else named
 
-    def parts(self) -> list[sa.ColumnElement[bool]]:
+    def conditions(self) -> list[sa.ColumnElement[bool]]:
         """Conditions that together select all documents; none of them is too long for a database."""
         count = len(self.names) if self.column == "key" else 1
-        return [self.where(start) for start in range(0, count, AT_ONCE)]
+        return [self.condition(start) for start in range(0, count, AT_ONCE)]
 
 
 def removable_fates(erase: bool) -> tuple[str, ...]:
@@ -59,7 +59,7 @@ def removable_fates(erase: bool) -> tuple[str, ...]:
     return (*REMOVABLE_FATES, REMOVED_FATE, "dropped") if erase else REMOVABLE_FATES
 
 
-def by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
+def select_by_name(ledger: Ledger, names: Sequence[str], fates: Sequence[str]) -> DocumentSelection:
     """The documents with these keys or ids. Raises: InputError as ``find_keys_of_one``."""
     keys = [key for name in names for key in find_keys_of_one(ledger, name, documents.c.fate.in_(fates))]
     return DocumentSelection("key", tuple(dict.fromkeys(keys)))
@@ -76,7 +76,7 @@ def find_keys_of_one(ledger: Ledger, name: str, *fitting: sa.ColumnElement[bool]
         return [name]
     c = documents.c
     columns = sa.select(c.key, c.content_sha256, c.source, c.fate, shards.c.name.label("shard"))
-    rows = ledger.rows(
+    rows = ledger.select_rows(
         columns.join(shards, shards.c.sha256 == c.shard, isouter=True).where(c.id == name, *fitting).order_by(c.key)
     )
     one_of_each = {row["content_sha256"] or row["key"]: row for row in rows}
@@ -104,12 +104,12 @@ def find_keys(ledger: Ledger, name: str) -> list[str]:
         return [row["key"] for row in rows]
     part = name.rsplit("/", 1)[-1][:40]
     like: Any = documents.c.id.contains(part, autoescape=True)
-    near = [row["id"] for row in ledger.rows(sa.select(documents.c.id).where(like).limit(200))] if part else []
+    near = [row["id"] for row in ledger.select_rows(sa.select(documents.c.id).where(like).limit(200))] if part else []
     raise InputError(
         "data.no_document",
         "no document {id!r} was ever ingested{near}",
         id=name,
-        near=nearest(name, near[:8]) if near else "",
+        near=suggest_name(name, near[:8]) if near else "",
     )
 
 
@@ -117,16 +117,20 @@ def select_by_value(ledger: Ledger, column: str, names: Sequence[str]) -> Docume
     """The documents of these sources or licences. Raises: InputError with a similar name for a name that no document has."""
     selection = DocumentSelection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:
-        if not ledger.one(sa.select(documents.c.key).where(DocumentSelection(column, (name,)).where()).limit(1)):
+        if not ledger.select_first(
+            sa.select(documents.c.key).where(DocumentSelection(column, (name,)).condition()).limit(1)
+        ):
             noun, values = COLUMN_NOUNS[column], COLUMNS[column]
-            known = ledger.rows(sa.select(values.label("name")).where(values.is_not(None)).distinct().limit(10_000))
+            known = ledger.select_rows(
+                sa.select(values.label("name")).where(values.is_not(None)).distinct().limit(10_000)
+            )
             raise unknown_value_error(noun, name, [row["name"] for row in known])
     return selection
 
 
 def unknown_value_error(noun: str, name: str, known: Collection[str]) -> InputError:
     """The error of a domain, source, licence or shard (``noun``) of this name that no document has. ``known``: the names that documents have."""
-    near = nearest(name, known)[:300] if known else ""
+    near = suggest_name(name, known)[:300] if known else ""
     return InputError(
         "data.no_document_has", "no document has the {noun} {name!r}{near}", noun=noun, name=name, near=near
     )

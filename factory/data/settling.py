@@ -6,35 +6,35 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from factory.core.errors import InputError, nearest
+from factory.core.errors import InputError, suggest_name
 from factory.data.selecting import find_keys_of_one
-from factory.ingest.rules.claims import SETTLED, LicenceConflict, conflicts
-from factory.ingest.rules.licence_names import folded
+from factory.ingest.rules.claims import SETTLED, LicenceConflict, find_licence_conflicts
+from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import Licences
 from factory.ingest.shapes.mapping import original_file_name
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.removals import NO_LICENCE
 from kernels.contract.message import Message
 
 NAMED = 5  # keys of a group's documents that are listed
 
 
-def grouped(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
+def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
     """Conflicts grouped by their claims, with the most supervised tokens first. Of each group: ``claims`` (licence and shard of each),
-    ``counts_as``, ``train`` and ``release`` (what that licence allows), ``settled``, ``fates``, ``documents``, ``supervised_tokens``, and some
+    ``effective_licence``, ``train`` and ``release`` (what that licence allows), ``is_settled``, ``fates``, ``documents``, ``supervised_tokens``, and some
     ``keys``."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for one in conflicts(ledger):
-        claims = tuple(dict.fromkeys((claim.license, claim.shard, claim.aside) for claim in one.claims))
-        counts_as = one.counts_as(policy)
+    for one in find_licence_conflicts(ledger):
+        claims = tuple(dict.fromkeys((claim.license, claim.shard, claim.is_set_aside) for claim in one.claims))
+        counts_as = one.effective_licence(policy)
         group = found.setdefault(
             claims,
             {
                 "claims": [dict(zip(("license", "shard", "aside"), claim)) for claim in claims],
                 "counts_as": counts_as,
-                "train": policy.of(counts_as or None).train,
-                "release": policy.of(counts_as or None).release,
-                "settled": one.settled,
+                "train": policy.find_licence(counts_as or None).train,
+                "release": policy.find_licence(counts_as or None).release,
+                "settled": one.is_settled,
                 "fates": Counter(),
                 "documents": 0,
                 "supervised_tokens": 0,
@@ -48,8 +48,8 @@ def grouped(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
     return sorted(found.values(), key=lambda group: (-group["supervised_tokens"], str(group["claims"])))
 
 
-def lines(found: Sequence[dict[str, Any]]) -> list[str]:
-    """The result of ``grouped`` as lines for a person."""
+def format_conflicts(found: Sequence[dict[str, Any]]) -> list[str]:
+    """The result of ``group_conflicts`` as lines for a person."""
     said: list[str] = []
     for group in found:
         if group["release"]:
@@ -92,7 +92,7 @@ def lines(found: Sequence[dict[str, Any]]) -> list[str]:
     return said or [Message("data.no_conflicts", "no text came under two licences")]
 
 
-def settle(
+def settle_licence(
     ledger: Ledger, licence: str, names: Sequence[str], shards: Sequence[str], by: str, why: str
 ) -> list[LicenceConflict]:
     """Set aside all claims except ``licence`` ('none': no licence) about the documents with these ids or keys, and about all documents on which
@@ -103,7 +103,7 @@ def settle(
     wanted = {key for name in names for key in find_keys_of_one(ledger, name)}
     about = [
         one
-        for one in conflicts(ledger)
+        for one in find_licence_conflicts(ledger)
         if wanted & {claim.key for claim in one.claims}
         or {name for claim in one.claims for name in (claim.shard, original_file_name(claim.shard))} & set(shards)
     ]
@@ -113,20 +113,20 @@ def settle(
             "no licence of {names} is in conflict. To list the conflicts: 'factory data claims'",
             names=[*names, *shards],
         )
-    known = "" if licence == NO_LICENCE else folded(licence)
+    known = "" if licence == NO_LICENCE else fold_licence_name(licence)
     for one in about:
         claimed = {claim.license or NO_LICENCE for claim in one.claims}
-        if known not in {folded(claim.license) for claim in one.claims}:
+        if known not in {fold_licence_name(claim.license) for claim in one.claims}:
             raise InputError(
                 "data.unclaimed_licence",
                 "{key}: no shard has this text under {licence!r}{near}; nothing was changed",
                 key=one.key,
                 licence=licence,
-                near=nearest(licence, claimed),
+                near=suggest_name(licence, claimed),
             )
-    aside = {one.key: [claim.key for claim in one.claims if folded(claim.license) != known] for one in about}
+    aside = {one.key: [claim.key for claim in one.claims if fold_licence_name(claim.license) != known] for one in about}
     with ledger.begin() as tx:
-        record(
+        record_event(
             tx,
             SETTLED,
             "data",

@@ -22,16 +22,16 @@ from factory.core import devices
 from factory.core.console import Terminal
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
-from factory.core.workspace import MODEL_LOOP, Config, Workspace, checkout_root
+from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, checkout_root
 from factory.demo import demo_size
-from factory.demo.demo_size import LADDER, DemoShape, Seen, Size
+from factory.demo.demo_size import LADDER, DemoShape, DemoSize, MeasuredSeconds
 from factory.demo.summary import summary
-from factory.duties.runner import work
-from factory.git.repository import fork, get_live_commit
-from factory.ingest.inbox import arrived, ingest_and_file
+from factory.duties.runner import run_pass
+from factory.git.repository import fork_repository, get_live_commit
+from factory.ingest.inbox import ingest_and_file, list_complete_files
 from factory.ledger.ledger import sa, shards
 from factory.ledger.plant import Plant
-from factory.ledger.status import snapshot
+from factory.ledger.status import read_status
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -48,7 +48,7 @@ def run_demo(
 ) -> None:
     """Run the demo. Raises: InputError for minutes out of range; WorkspaceError when the folder has files that no demo made."""
     began = time.monotonic()
-    demo_size.checked(minutes)
+    demo_size.check_minutes(minutes)
     root = where.expanduser().resolve()
     if root.exists() and any(root.iterdir()):
         if not (root / MARK).exists():
@@ -59,7 +59,7 @@ def run_demo(
             )
         if fresh:
             if (root / "factory.yaml").exists():
-                with Workspace.open(root).lock(MODEL_LOOP):  # refuses a folder in which a demo runs
+                with Workspace.open(root).hold_lock(MODEL_LOOP):  # refuses a folder in which a demo runs
                     pass
             shutil.rmtree(root)
     terminal.heading(
@@ -67,16 +67,16 @@ def run_demo(
     )
     root.mkdir(parents=True, exist_ok=True)
     (root / MARK).touch()
-    workspace = Workspace.create(root, Config(repository=CODE))
+    workspace = Workspace.create(root, WorkspaceConfig(repository=CODE))
     _write_data_policy(workspace)
     plant = Plant(workspace, make_or_open_ledger(workspace), terminal)
-    with workspace.lock(MODEL_LOOP):
+    with workspace.hold_lock(MODEL_LOOP):
         corpus = _corpus(workspace, terminal, minutes)
         first = [path for path in corpus if path.stem.endswith("-00")]
         terminal.heading(Message("demo.step_ingest", "2  Ingest the first shards"))
         _arrive(plant, first)
         ingesting = time.monotonic()
-        for path in arrived(plant, settle=0.0):
+        for path in list_complete_files(plant, settle=0.0):
             ingest_and_file(plant, path)
         if not workspace.repository.exists():
             terminal.heading(
@@ -84,7 +84,7 @@ def run_demo(
             )
             _fit(workspace, terminal, minutes, began, time.monotonic() - ingesting)
         terminal.heading(Message("demo.step_release", "4  Train, evaluate, judge and release candidate 1"))
-        work(plant, settle=0.0)
+        run_pass(plant, settle=0.0)
         terminal.heading(
             Message(
                 "demo.step_second",
@@ -92,7 +92,7 @@ def run_demo(
             )
         )
         _arrive(plant, [path for path in corpus if path not in first] + [_bad_shard(plant)])
-        work(plant, settle=0.0)
+        run_pass(plant, settle=0.0)
         terminal.heading(
             Message(
                 "demo.step_improve",
@@ -102,12 +102,12 @@ def run_demo(
         failure: FactoryError | None = None
         try:
             _improve_when_idle(workspace)
-            work(plant, settle=0.0)
+            run_pass(plant, settle=0.0)
         except FactoryError as error:  # for example without a sandbox; the earlier results stay
             failure = error
             terminal.line(Message("demo.no_code_loop", "  The code loop could not run: {error}", error=error))
     terminal.heading(Message("demo.step_summary", "7  What happened"))
-    for line in summary(workspace, snapshot(workspace), time.monotonic() - began):
+    for line in summary(workspace, read_status(workspace), time.monotonic() - began):
         terminal.line(line)
     if failure:
         raise failure
@@ -138,8 +138,8 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         if better == shape or attempt == 2 or (climbs and attempt == 1):  # the chosen shape must have been measured
             break
         shape = better
-    seen = Seen(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
-    size = demo_size.plan(minutes, seen)
+    seen = MeasuredSeconds(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
+    size = demo_size.plan_demo(minutes, seen)
     terminal.line(
         Message(
             "demo.chosen",
@@ -171,10 +171,10 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
     _write_policies(workspace, size)
     edits = {KERNELS: use_plain_kernels, RECIPE: lambda text: _recipe_text(text, shape, size)}
     title = Message("demo.commit", "Use plain kernels and a model that fits this machine, for the demo")
-    fork(checkout_root(), workspace.repository, edits, title)
-    measured_with = devices.compiled(workspace.root, MEASURING_COMMIT)
+    fork_repository(checkout_root(), workspace.repository, edits, title)
+    measured_with = devices.compiled_code_folder(workspace.root, MEASURING_COMMIT)
     if measured_with.is_dir():  # the factory's own checkout compiled it, so training may use it
-        own = devices.compiled(workspace.root, get_live_commit(workspace.repository))
+        own = devices.compiled_code_folder(workspace.root, get_live_commit(workspace.repository))
         shutil.rmtree(own, ignore_errors=True)
         measured_with.rename(own)
 
@@ -193,14 +193,14 @@ def _predicted(raw: dict[str, Any], found: dict[str, Any]) -> dict[DemoShape, fl
     """For each shape, the seconds of a step's matrix products, attention and loss head, from the probe's rates."""
     import torch
 
-    from trainer.contract.plan.precision import DTYPES, parts
+    from trainer.contract.plan.precision import DTYPES, timed_parts
     from trainer.contract.recipe import Recipe
 
     rates = found["probe"]["rates"][found["precision"]]
     threads = torch.get_num_threads() if found["probe"]["device"] == "cpu" else 1
     predicted = {}
     for shape in LADDER:
-        made = parts(Recipe.parse(shape.recipe(raw)), torch.device("cpu"), DTYPES[found["precision"]])
+        made = timed_parts(Recipe.parse(shape.recipe(raw)), torch.device("cpu"), DTYPES[found["precision"]])
         predicted[shape] = sum(part.flops / rates[name] for name, part in made.items()) / threads
     return predicted
 
@@ -216,7 +216,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     given.write_text(yaml.safe_dump(recipe))
     kernels.write_text(use_plain_kernels((checkout_root() / KERNELS).read_text("utf-8")))
     arguments = ["-m", "agents.line_profiler.step_rate", "--recipe", str(given), "--kernels", str(kernels)]
-    cache = str(devices.compiled(workspace.root, MEASURING_COMMIT) / "inductor")
+    cache = str(devices.compiled_code_folder(workspace.root, MEASURING_COMMIT) / "inductor")
     began = time.monotonic()
     with terminal.task(Message("demo.timing", "timing steps of {shape} (the first step compiles)", shape=title)):
         done = run_python(checkout_root(), *arguments, TORCHINDUCTOR_CACHE_DIR=cache)
@@ -229,7 +229,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
 
 
-def _recipe_text(text: str, shape: DemoShape, size: Size) -> str:
+def _recipe_text(text: str, shape: DemoShape, size: DemoSize) -> str:
     raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     comment = Message("demo.recipe_comment", "# 'factory demo' chose these sizes for this machine.\n")
@@ -249,7 +249,7 @@ def _write_data_policy(workspace: Workspace) -> None:
         path.write_text(text)
 
 
-def _write_policies(workspace: Workspace, size: Size) -> None:
+def _write_policies(workspace: Workspace, size: DemoSize) -> None:
     """Write copies of the policies with the shipped thresholds, and as much measuring as the time allows."""
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {
@@ -313,7 +313,7 @@ def _arrive(plant: Plant, files: list[Path]) -> None:
     """Copy shards that are not yet ingested into the inbox."""
     from trainer.contract.data.token_shard import file_sha256
 
-    known = {row["sha256"] for row in plant.ledger.rows(sa.select(shards.c.sha256))}
+    known = {row["sha256"] for row in plant.ledger.select_rows(sa.select(shards.c.sha256))}
     for path in files:
         if file_sha256(path) not in known:
             aside = plant.workspace.inbox / f"{path.name}.part"

@@ -59,7 +59,7 @@ LADDER = (  # smallest first; a step of each shape takes 1.5 to 3 times as long 
 
 
 @dataclass(frozen=True)
-class Seen:
+class MeasuredSeconds:
     """Measured seconds on this machine."""
 
     spent: float  # since the demo began
@@ -69,7 +69,7 @@ class Seen:
 
 
 @dataclass(frozen=True)
-class Size:
+class DemoSize:
     """The sizes for the rest of the demo. ``over``: seconds by which the demo will exceed its minutes; 0 when it fits."""
 
     first: int  # steps of the first trunk segment; ``later``: of later trunk segments; ``anneal``: of each anneal
@@ -89,7 +89,7 @@ JUDGED_STEPS = 310  # steps of the gate's runs and warm-ups, measured twice, wit
 TWO_PAIRS_SHARE = 0.74  # share of JUDGED_STEPS that two pairs need
 
 
-def checked(minutes: float) -> float:
+def check_minutes(minutes: float) -> float:
     """Return ``minutes``. Raises: InputError for minutes out of range."""
     if not (math.isfinite(minutes) and LEAST_MINUTES <= minutes <= MOST_MINUTES):
         raise InputError(
@@ -116,7 +116,7 @@ def guess_next_shape(minutes: float, shape: DemoShape, step: float) -> DemoShape
     return shape
 
 
-def plan(minutes: float, seen: Seen) -> Size:
+def plan_demo(minutes: float, seen: MeasuredSeconds) -> DemoSize:
     """The sizes that use the remaining minutes."""
     scale = min(1.0, minutes / DEFAULT_MINUTES)
     evals = {
@@ -147,6 +147,6 @@ def plan(minutes: float, seen: Seen) -> Size:
     seconds = {"so far": seen.spent, "training": training, **fixed}
     over = max(0.0, sum(seconds.values()) - 60 * minutes)
     improve = round((fixed["profile"] + measure) / 2, 1)
-    return Size(
+    return DemoSize(
         **found, measure_seconds=measure, improve_seconds=improve, patch=patch, evals=evals, seconds=seconds, over=over
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ledger.reader import Reader
+from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import CandidateRow, ReadsSql, SegmentRow, VerdictRow
 from factory.ledger.status import describe_average
 from kernels.contract.message import Message
@@ -28,7 +28,7 @@ def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list
     asked += [f"{factory} proposals show {facts['proposals'][-1]['number']}{where}"] if facts["proposals"] else []
     asked += [f"{factory} provenance --release {facts['releases'][-1]['number']}{where}"] if facts["releases"] else []
     lines = [*_data(facts), "", *_training(facts), "", *_releases(facts), "", *_proposals(facts), ""]
-    lines += [*_numbers(Reader(workspace), facts, seconds), ""]
+    lines += [*_numbers(LedgerReader(workspace), facts, seconds), ""]
     lines += [
         Message(
             "summary.source",
@@ -197,12 +197,12 @@ def judged_shards(db: ReadsSql) -> list[Judged]:
     shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
     first: dict[str, VerdictRow] = {}
     for verdict in VerdictRow.select(db, "WHERE gate = 'release' ORDER BY id"):
-        segment = SegmentRow.get(db, CandidateRow.get(db, verdict.number).segment)
+        segment = SegmentRow.get(db, CandidateRow.get(db, verdict.subject_number).segment)
         (row,) = db.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
         for planned in row["plan"]["token_shards"]:
             first.setdefault(shard_of.get(planned["id"], ""), verdict)
     return [
-        Judged(row["name"], judged.number, judged.outcome, judged.created_at - row["ingested_at"])
+        Judged(row["name"], judged.subject_number, judged.outcome, judged.created_at - row["ingested_at"])
         for row in shards
         if (judged := first.get(row["sha256"]))
     ]

@@ -38,7 +38,7 @@ from factory.ledger.anomalies import (
     AnomalyRow,
     newest_details_by_anomaly,
 )
-from factory.ledger.ledger import Ledger, documents, record, segments
+from factory.ledger.ledger import Ledger, documents, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, ReleaseRow, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
@@ -56,7 +56,7 @@ ReleaseExposure = Mapping[
 KERNEL_FILES = ("kernels/", "policies/kernels.yaml")
 
 
-def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
+def apply_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
     """Act on the diagnosis of an anomaly as the policy says; returns a message."""
     found = _diagnosis(ledger, lead)
     if tuple(found["causes"]) in HEALTHY and _at_once(found):
@@ -70,7 +70,7 @@ def act(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
             return override_and_rewind(ledger, lead, "policy")
     with ledger.begin() as tx:
         asked = {"anomalies": found["anomalies"], "diagnosis": found["event"]}
-        record(tx, ASKED, Subject("anomaly", found["lead"]), asked)
+        record_event(tx, ASKED, Subject("anomaly", found["lead"]), asked)
     override, undo = _override(found), list(found.get("undo", ()))
     repeats = Message(
         "diagnosis.accept_repeats", " After 'accept', training repeats the segment with {values} until step {until}.",
@@ -98,17 +98,18 @@ def find_blamed_patches(plant: Plant, causes: Sequence[str], commit: str, previo
     since = [
         row
         for row in find_merged_patches(plant, commit)
-        if previous is None or not repository.contains(code, previous, row.patch_commit)
+        if previous is None or not repository.is_ancestor(code, previous, row.patch_commit)
     ]
     if tuple(causes) == (KERNEL,):
         files = {
-            row.number: [c.path for c in repository.changes(code, row.base_commit, row.patch_commit)] for row in since
+            row.number: [c.path for c in repository.read_changes(code, row.base_commit, row.patch_commit)]
+            for row in since
         }
         since = [row for row in since if any(path.startswith(KERNEL_FILES) for path in files[row.number])]
     return [row.number for row in since] if len(since) == 1 else []
 
 
-def accept(ledger: Ledger, number: int, by: str) -> Message:
+def accept_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
     """Do what the diagnosis proposes and close the anomaly, so that candidates may be released again; returns a message.
 
     Raises: InputError when the anomaly is closed or has no diagnosis.
@@ -126,7 +127,7 @@ def accept(ledger: Ledger, number: int, by: str) -> Message:
     )
 
 
-def reject(ledger: Ledger, number: int, by: str) -> Message:
+def reject_diagnosis(ledger: Ledger, number: int, by: str) -> Message:
     """Close an anomaly whose diagnosis is wrong, and free the documents that it quarantined; returns a message. Raises: InputError."""
     if AnomalyRow.get(ledger, number).kind == GAIN_ON_DEV_ONLY:
         return _noted(ledger, number, REJECTED, by)
@@ -173,7 +174,7 @@ def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
         found = _diagnosis(db, number)
         guilty, reason = found["guilty"], _reason(found)
         change_fates(tx, guilty, "quarantined", QUARANTINED_BY_DOCTOR, reason)
-        record(
+        record_event(
             tx,
             DOCUMENTS_QUARANTINED,
             Subject("anomaly", found["lead"]),
@@ -249,7 +250,7 @@ def mark_rewound(tx: sa.Connection, spoiled: Sequence[SegmentRow], detail: Mappi
     for row in spoiled:
         if row.state != "rewound":  # also a failed segment, else training would wait for a person
             tx.execute(segments.update().where(segments.c.id == row.id).values(state="rewound"))
-            record(tx, SEGMENT_REWOUND, Subject("segment", row.id), dict(detail))
+            record_event(tx, SEGMENT_REWOUND, Subject("segment", row.id), dict(detail))
 
 
 def _noted(ledger: Ledger, number: int, how: str, by: str) -> Message:
@@ -279,7 +280,7 @@ def _close(ledger: Ledger, number: int, how: str, by: str) -> None:
 
 def _closed(tx: sa.Connection, found: Mapping[str, Any], how: str, by: str, **more: Any) -> None:
     detail = {"anomalies": found["anomalies"], "how": how, "by": by, **more}
-    record(tx, CLOSED, Subject("anomaly", found["lead"]), detail)
+    record_event(tx, CLOSED, Subject("anomaly", found["lead"]), detail)
 
 
 def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str, Any]:
@@ -299,7 +300,7 @@ def _diagnosis(db: ReadsSql, number: int, also_closed: bool = False) -> dict[str
 def find_exposed_releases(ledger: Ledger, keys: Sequence[str]) -> ReleaseExposure:
     """By release: the documents of ``keys`` that it was trained on, as in ``factory provenance``, and whether this is certain."""
     c = documents.c
-    rows = ledger.rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
+    rows = ledger.select_rows(sa.select(c.key, c.token_shard).where(c.key.in_(keys), c.token_shard.is_not(None)))
     exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
     return find_releases_trained_on(ledger, exposure, {row.number: row.segment for row in ReleaseRow.select(ledger)})
 
@@ -307,7 +308,9 @@ def find_exposed_releases(ledger: Ledger, keys: Sequence[str]) -> ReleaseExposur
 def record_exposed_releases(tx: sa.Connection, saw: ReleaseExposure, anomaly: int | None = None) -> None:
     """Record that releases were trained on documents that are quarantined now."""
     for release, (keys, exact) in saw.items():
-        record(tx, RELEASE_MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact})
+        record_event(
+            tx, RELEASE_MARKED, Subject("release", release), {"anomaly": anomaly, "documents": keys, "exact": exact}
+        )
 
 
 def exposure_message(saw: ReleaseExposure) -> str:
@@ -330,7 +333,7 @@ def exposure_message(saw: ReleaseExposure) -> str:
 
 
 # -- without a diagnosis -----------------------------------------------------------------------------------------------
-def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> Message:
+def rewind_segment(ledger: Ledger, number: int, by: str, why: str = "") -> Message:
     """Rewind a segment and its descendants, so that training continues from its parent; returns a message.
 
     Raises: InputError for a segment that is already rewound, or whose parent has no checkpoint on disk.
@@ -370,7 +373,7 @@ def rewind(ledger: Ledger, number: int, by: str, why: str = "") -> Message:
     )  # fmt: skip
 
 
-def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> Message:
+def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> Message:
     """Quarantine documents, so that they carry no loss in segments that are planned later; returns a message.
 
     ``names``: ids or keys. Raises: InputError for a document that is not trained on; then nothing is changed.
@@ -384,7 +387,7 @@ def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> 
     detail = f"by {by}" + (f": {why}" if why else "")
     with ledger.begin() as tx:
         change_fates(tx, keys, "quarantined", QUARANTINED_BY_PERSON, detail)
-        record(tx, DOCUMENTS_QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
+        record_event(tx, DOCUMENTS_QUARANTINED, "documents", {"documents": keys, "reason": why, "by": by})
         record_exposed_releases(tx, saw)
     return Message(
         "diagnosis.quarantined_by_person", "{documents:,|document is|documents are} quarantined and will carry no loss from the next segment "
@@ -392,8 +395,8 @@ def quarantine(ledger: Ledger, names: Sequence[str], by: str, why: str = "") -> 
     )  # fmt: skip
 
 
-def free(ledger: Ledger, names: Sequence[str], by: str) -> Message:
-    """Train again on documents that a person quarantined; returns a message. Raises: InputError, as ``quarantine``."""
+def free_documents(ledger: Ledger, names: Sequence[str], by: str) -> Message:
+    """Train again on documents that a person quarantined; returns a message. Raises: InputError, as ``quarantine_documents``."""
     refusal = lambda name, fate: InputError(
         "diagnosis.not_quarantined", "No person quarantined document {document!r}: its fate is {fate!r}. Nothing was changed.",
         document=name, fate=fate,
@@ -401,7 +404,7 @@ def free(ledger: Ledger, names: Sequence[str], by: str) -> Message:
     keys = _keys(ledger, names, "quarantined", QUARANTINED_BY_PERSON, refusal)
     with ledger.begin() as tx:
         change_fates(tx, keys, "train", None, None)
-        record(tx, DOCUMENTS_FREED, "documents", {"documents": keys, "by": by})
+        record_event(tx, DOCUMENTS_FREED, "documents", {"documents": keys, "by": by})
     return Message(
         "diagnosis.freed",
         "{documents:,|document is|documents are} trained on again from the next segment on.",
@@ -423,8 +426,10 @@ def _keys(
             if "nothing was changed" in str(error).lower():
                 raise
             raise InputError("diagnosis.unknown_document", "{error} (Nothing was changed.)", error=error) from error
-        rows = ledger.rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
-        fitting = [row["key"] for row in ledger.rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))]
+        rows = ledger.select_rows(sa.select(c.key, c.fate).where(c.key.in_(keys)).order_by(c.key))
+        fitting = [
+            row["key"] for row in ledger.select_rows(sa.select(c.key).where(c.key.in_(keys), fits).order_by(c.key))
+        ]
         if not fitting:
             raise refusal(name, rows[0]["fate"])
         found += fitting

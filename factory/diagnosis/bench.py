@@ -24,21 +24,21 @@ from agents.loss_doctor.arms import (
     ReplayArm,
     Start,
 )
-from agents.loss_doctor.curves import StepPoint, Symptom, points, quantity_of
+from agents.loss_doctor.curves import StepPoint, Symptom, points_of_metrics, quantity_of
 from factory.audit.keeping import copy_checkpoint
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.diagnosis.joined import compare_new_documents
-from factory.gates.patch.held_out import reference_model
+from factory.gates.patch.held_out import make_reference_model
 from factory.runs.arm import Arm
 from factory.runs.sandboxed import ArmEnd
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.format import Checkpoint, name_of
+from trainer.contract.checkpoint.format import Checkpoint, checkpoint_name
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import Piece, Stream, shard_generation
+from trainer.contract.data.document_stream import DocumentStream, Piece, shard_generation
 from trainer.contract.recipe import Recipe
 
 ArmTrainer = Callable[[Arm], ArmEnd]  # trains an arm
@@ -64,37 +64,37 @@ class Episode:
     generation_begins: int | None = None
     where: str = ""  # domain/<name> or layer/<name> of the anomaly
     previous_weights: Mapping[str, float] | None = None  # earlier shares of the domains, if they changed recently
-    was_otherwise: Mapping[str, Any] = field(
+    changed_recipe_keys: Mapping[str, Any] = field(
         default_factory=dict
     )  # keys of optimiser and schedule that differ in the segment before, with their earlier values
     one_rank: bool = False  # replayed on one rank, though the segment was trained by several
     end: Path | None = None  # the newest checkpoint of the segment, after the window
     environment_changed: str = ""  # libraries that differ from the segment before
 
-    def code_of(self, arm: Arm) -> Path:
+    def code_folder(self, arm: Arm) -> Path:
         """The folder with the code of an arm."""
         return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
 
     @property
-    def until(self) -> int:
+    def end_step(self) -> int:
         return min(self.last + 1, int(self.spec["last_step"]))
 
     @property
-    def newest(self) -> tuple[int, Path]:
+    def newest_checkpoint(self) -> tuple[int, Path]:
         return self.rungs[-1]
 
-    def in_segment(self) -> list[tuple[int, Path]]:
+    def checkpoints_in_segment(self) -> list[tuple[int, Path]]:
         """The checkpoints from which the segment's own data plan reaches the window."""
         return [rung for rung in self.rungs if rung[0] >= self.spec["first_step"]]
 
-    def older(self) -> tuple[int, Path] | None:
+    def find_older_checkpoint(self) -> tuple[int, Path] | None:
         """The checkpoint nearest to half of the onset's steps: it is trained enough, and differs enough."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
     def symptom(self) -> Symptom:
         quantity = quantity_of(self.kind, self.where)
         before = [p for p in self.lines if p.step < self.onset and p.value(quantity) is not None]
-        return Symptom.seen(self.kind, before[-USUAL_STEPS:], self.window(self.lines), self.where)
+        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.window(self.lines), self.where)
 
     def window(self, points: Sequence[StepPoint]) -> list[StepPoint]:
         return [point for point in points if self.onset <= point.step <= self.last]
@@ -122,18 +122,18 @@ class WindowBench:
             last=found.last,
             symptom=found.symptom(),
             recipe=found.spec["recipe"],
-            live=tuple(p for p in found.lines if found.newest[0] <= p.step < found.until),
+            live=tuple(p for p in found.lines if found.newest_checkpoint[0] <= p.step < found.end_step),
             all_reference=set(found.kernels.values()) == {"reference"},
             has_previous_commit=found.previous_code is not None,
             has_previous_environment=bool(self.before),
             environment_changed=found.environment_changed,
             has_end=found.end is not None,
-            has_earlier=len(found.in_segment()) > 1,
-            has_older=found.older() is not None,
-            resumed_at=found.newest[0] if has_lost_moments(found.newest[1]) else None,
+            has_earlier=len(found.checkpoints_in_segment()) > 1,
+            has_older=found.find_older_checkpoint() is not None,
+            resumed_at=found.newest_checkpoint[0] if has_lost_moments(found.newest_checkpoint[1]) else None,
             generation_begins=found.generation_begins,
             has_previous_mixture=found.previous_weights is not None,
-            was_otherwise=found.was_otherwise,
+            was_otherwise=found.changed_recipe_keys,
             one_rank=found.one_rank,
         )
 
@@ -145,8 +145,8 @@ class WindowBench:
         self.told(0, arm.name)
         if (outcome := _stored(done)) is None:
             first = self._first(arm.start)
-            approach = self.episode.onset - self.episode.newest[0] if arm == AGAIN[0] else 0
-            steps = self.episode.until - first + approach
+            approach = self.episode.onset - self.episode.newest_checkpoint[0] if arm == AGAIN[0] else 0
+            steps = self.episode.end_step - first + approach
             if self.replayed + steps > self.budget:
                 raise BudgetSpent(
                     Message(
@@ -162,7 +162,7 @@ class WindowBench:
             before = self._approach() if arm.start in ("onset", "older weights") else None
             if before is not None and before.failed:
                 return replace(before, arm=arm.name)
-            outcome = self._replay(arm, first, self._start(arm.start), self.episode.until)
+            outcome = self._replay(arm, first, self._start(arm.start), self.episode.end_step)
             if before is not None and approach and not outcome.failed:
                 curve = (*before.curve, *outcome.curve)
                 outcome = replace(outcome, steps=steps, curve=curve, bits=_bits(outcome.bits, curve))
@@ -178,7 +178,7 @@ class WindowBench:
         """
         done = self.folder / "approach.json"
         if (outcome := _stored(done)) is None:
-            first, start = self.episode.newest
+            first, start = self.episode.newest_checkpoint
             if first == self.episode.onset:
                 return ArmOutcome("approach", None)
             outcome = self._replay(ReplayArm("approach"), first, start, self.episode.onset)
@@ -187,46 +187,48 @@ class WindowBench:
 
     def _first(self, start: Start) -> int:
         if start == "earlier":
-            return self.episode.in_segment()[-2][0]
-        return self.episode.newest[0] if start == "newest" else self.episode.onset
+            return self.episode.checkpoints_in_segment()[-2][0]
+        return self.episode.newest_checkpoint[0] if start == "newest" else self.episode.onset
 
     def _start(self, start: Start) -> Path:
         """The checkpoint from which an arm starts."""
         episode = self.episode
         if start == "earlier":
-            return episode.in_segment()[-2][1]
+            return episode.checkpoints_in_segment()[-2][1]
         if start == "end":
             assert episode.end is not None
             return episode.end
-        if start == "newest" or (start == "onset" and episode.newest[0] == episode.onset):
-            return episode.newest[1]
-        at_onset = self.folder / "onset" / name_of(episode.onset)
+        if start == "newest" or (start == "onset" and episode.newest_checkpoint[0] == episode.onset):
+            return episode.newest_checkpoint[1]
+        at_onset = self.folder / "onset" / checkpoint_name(episode.onset)
         if start == "onset":
             return at_onset
-        older = episode.older()
+        older = episode.find_older_checkpoint()
         assert older is not None
-        return graft_checkpoint(older[1], at_onset if at_onset.exists() else episode.newest[1], self.folder / "grafted")
+        return graft_checkpoint(
+            older[1], at_onset if at_onset.exists() else episode.newest_checkpoint[1], self.folder / "grafted"
+        )
 
     def _replay(self, arm: ReplayArm, first: int, start: Path, until: int) -> ArmOutcome:
         episode = self.episode
         ended = self.run_trainer(self._arm(arm, first, start, until))
         steps = until - first
         if ended.failed:
-            remove(ended.folder)
+            remove_path(ended.folder)
             return ArmOutcome(arm.name, None, steps, failed=ended.failed)
         left = Trace(ended.folder, first, until, ends=False)
-        curve, bits = tuple(points(list(left.lines.values()))), left.bits
+        curve, bits = tuple(points_of_metrics(list(left.lines.values()))), left.bits
         if until == episode.onset:
-            at_onset = self.folder / "onset" / name_of(until)
-            remove(at_onset)  # left by a process that was killed before it stored the outcome
+            at_onset = self.folder / "onset" / checkpoint_name(until)
+            remove_path(at_onset)  # left by a process that was killed before it stored the outcome
             copy_checkpoint(left.checkpoint, at_onset)
-        remove(ended.folder)  # the numbers are kept, not the weights
+        remove_path(ended.folder)  # the numbers are kept, not the weights
         fires = (
             None
             if arm.start == "older weights" or until == episode.onset
-            else episode.symptom().fires(episode.window(curve))
+            else episode.symptom().is_present(episode.window(curve))
         )
-        whole = arm.start == "newest" or first == episode.newest[0]
+        whole = arm.start == "newest" or first == episode.newest_checkpoint[0]
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
 
     def _arm(self, arm: ReplayArm, first: int, start: Path, until: int) -> Arm:
@@ -236,11 +238,15 @@ class WindowBench:
             base["last_step"] = until
         plan: dict[str, Any] = {"reshuffled": arm.reshuffled} if arm.reshuffled else {}
         if arm.masked:
-            plan["masked"] = DataPlan.from_json(base["data_plan"]).masking(arm.masked).masked
+            plan["masked"] = DataPlan.from_json(base["data_plan"]).with_masked(arm.masked).masked
         if arm.previous_mixture and episode.previous_weights is not None:
             plan |= {"weights": dict(episode.previous_weights), "phases": []}
         kernels = dict.fromkeys(episode.kernels, "reference") if arm.reference_kernels else dict(episode.kernels)
-        goes_on = first > base["first_step"] or start != episode.newest[1] or base["initial_checkpoint"] is not None
+        goes_on = (
+            first > base["first_step"]
+            or start != episode.newest_checkpoint[1]
+            or base["initial_checkpoint"] is not None
+        )
         return Arm(
             arm.name, base, episode.previous_commit if arm.previous_commit and episode.previous_code else base["code_commit"],
             recipe={"checkpoint_every": until, "keep_checkpoints": 2, **arm.recipe}, plan=plan, start=start if goes_on else None, until=until,
@@ -264,7 +270,7 @@ class WindowBench:
         """For each domain, how the documents that the newest shards bring into the window differ from earlier ones."""
         order = data_order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
-        for key, piece in read_pieces_until(order, self.episode.until):
+        for key, piece in read_pieces_until(order, self.episode.end_step):
             keys[piece.stream].add(key)
         return compare_new_documents(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
 
@@ -273,7 +279,7 @@ def data_order_at(episode: Episode, step: int) -> DataOrder:
     """The segment's data order, moved to a step at or after the newest checkpoint."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
-    first, path = episode.newest
+    first, path = episode.newest_checkpoint
     restarts = episode.spec.get("restart_data") and first == episode.spec["first_step"]
     state = None if restarts else checkpoints.read_state(path)["sampler"]
     sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
@@ -293,13 +299,13 @@ def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]
 
 
 def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
-    """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``samples``. Computed on the CPU."""
-    model = reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
+    """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``sample_pieces``. Computed on the CPU."""
+    model = make_reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     order = data_order_at(episode, episode.onset)
     pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
-    for key, piece in read_pieces_until(order, episode.until):
+    for key, piece in read_pieces_until(order, episode.end_step):
         pieces[key, True].append(piece)
-    for piece in samples(order, SAMPLE):
+    for piece in sample_pieces(order, SAMPLE):
         key = order.streams[piece.stream].key(piece.document)
         if (key, True) not in pieces:
             pieces[key, False].append(piece)
@@ -331,7 +337,7 @@ def newest_streams(order: DataOrder) -> set[str]:
     return {name for name in order.streams if shard_generation(name) == newest > oldest}
 
 
-def samples(order: DataOrder, count: int) -> list[Piece]:
+def sample_pieces(order: DataOrder, count: int) -> list[Piece]:
     """The first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
     joined, found = newest_streams(order), []
     for new in (True, False):
@@ -344,7 +350,7 @@ def samples(order: DataOrder, count: int) -> list[Piece]:
     return found
 
 
-def first_piece(stream: Stream, document: int) -> Piece:
+def first_piece(stream: DocumentStream, document: int) -> Piece:
     """The first piece of a document, as a row would hold it."""
     shard, first = int(stream.shard[document]), int(stream.start[document])
     positions = min(stream.context, int(stream.length[document]) - 1)
@@ -369,7 +375,7 @@ def _store(path: Path, outcome: ArmOutcome) -> None:
 
 
 def graft_checkpoint(older: Path, newest: Path, parent: Path) -> Path:
-    """A checkpoint with the weights and moments of ``older`` and the step and data position of ``newest``; returns its path."""
+    """A checkpoint with the weights and moments of ``find_older_checkpoint`` and the step and data position of ``newest_checkpoint``; returns its path."""
     target = parent / newest.name
     if not target.exists():
         tensors = checkpoints.load(older)

@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agents.core.untrusted import visible
+from agents.core.untrusted import limited_text
 from agents.loss_doctor.arms import arms_against_large_steps
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
-from agents.loss_doctor.curves import KINDS, StepPoint, onset, points
+from agents.loss_doctor.curves import KINDS, StepPoint, find_onset, points_of_metrics
 from agents.loss_doctor.doctor import Diagnosis, diagnose
 from factory.audit.keeping import ladder_folder
 from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.launching import ranks
-from factory.core.policy_file import policy_sha256
+from factory.core.launching import count_ranks
+from factory.core.policy_file import hash_policy
 from factory.core.progress import Progress
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.diagnosis import acting
 from factory.diagnosis.bench import Episode, WindowBench
@@ -36,10 +36,10 @@ from factory.ledger.anomalies import (
     DIAGNOSIS,
     REPLICAS_DIFFER,
     AnomalyRow,
+    find_settled_anomalies,
     newest_details_by_anomaly,
-    settled,
 )
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
@@ -48,9 +48,9 @@ from factory.runs.running import Runs
 from factory.runs.sandboxed import ArmEnd
 from factory.runs.trace import read_step_lines
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.training.planning import plan_of
-from factory.training.segment_folder import spec_of
-from kernels.contract.files import finite
+from factory.training.planning import read_data_plan
+from factory.training.segment_folder import segment_spec
+from kernels.contract.files import finite_values
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_plan import DataPlan
@@ -70,7 +70,7 @@ MOST_ONSET_STEPS = 128  # the trainer's onset is used if it is at most so many s
 
 
 @dataclass(frozen=True)
-class Noted:
+class NotedAnomaly:
     """An anomaly as the trainer recorded it. ``began``: the onset that the trainer found; ``where``: domain/<name> or layer/<name>."""
 
     number: int
@@ -80,7 +80,7 @@ class Noted:
     where: str = ""
 
     @classmethod
-    def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> Noted:
+    def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> NotedAnomaly:
         """``detail``: the line of anomalies.jsonl. Patchable code wrote it, so an impossible onset is ignored."""
         began, where = (detail or {}).get("onset"), (detail or {}).get("where", "")
         possible = type(began) is int and step - MOST_ONSET_STEPS <= began <= step
@@ -89,7 +89,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class EpisodeSpan:
-    """The steps of an episode. ``kind`` and ``where`` are those of its most informative anomaly.
+    """The steps of an episode. ``device_kind`` and ``where`` are those of its most informative anomaly.
 
     Steps [onset, last] are replayed, both included. ``noted``: the first and the last step with an anomaly.
     """
@@ -102,18 +102,18 @@ class EpisodeSpan:
     noted: tuple[int, int] = (0, 0)
 
 
-def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 0) -> list[EpisodeSpan]:
+def find_episodes(anomalies: Sequence[NotedAnomaly], lines: Sequence[StepPoint], begins: int = 0) -> list[EpisodeSpan]:
     """The episodes of a segment's anomalies, oldest first. Anomalies that do not concern the loss, the gradient or a layer are left out.
 
     An episode begins at the onset that the doctor finds, or at the earlier onset of the trainer if that is near; never before step ``begins``.
 
-    >>> noted = [Noted(1, 50, "grad_norm_jump", 48), Noted(2, 51, "loss_spike"), Noted(3, 90, "plateau"), Noted(4, 200, "divergence", 150)]
-    >>> [(s.kind, s.onset, s.last) for s in spans(noted, [])]
+    >>> noted = [NotedAnomaly(1, 50, "grad_norm_jump", 48), NotedAnomaly(2, 51, "loss_spike"), NotedAnomaly(3, 90, "plateau"), NotedAnomaly(4, 200, "divergence", 150)]
+    >>> [(s.kind, s.onset, s.last) for s in find_episodes(noted, [])]
     [('loss_spike', 48, 51), ('plateau', 90, 90), ('divergence', 150, 200)]
-    >>> [s.noted for s in spans([Noted(n, 8 * n, "loss_spike") for n in range(1, 9)], [])]  # a chain is cut
+    >>> [s.noted for s in find_episodes([NotedAnomaly(n, 8 * n, "loss_spike") for n in range(1, 9)], [])]  # a chain is cut
     [(8, 32), (40, 64)]
     """
-    found: list[list[Noted]] = []
+    found: list[list[NotedAnomaly]] = []
     for anomaly in sorted((a for a in anomalies if a.kind in KINDS), key=lambda a: (a.step, a.number)):
         near = found and anomaly.step - found[-1][-1].step <= EPISODE_GAP_STEPS
         if near and anomaly.step - found[-1][0].step < LONGEST:
@@ -124,7 +124,7 @@ def spans(anomalies: Sequence[Noted], lines: Sequence[StepPoint], begins: int = 
     for group in found:
         lead = min(group, key=lambda a: KINDS.index(a.kind))
         least = made[-1].last + 1 if made else begins
-        first = own = onset(lines, lead.step)
+        first = own = find_onset(lines, lead.step)
         for anomaly in (a for a in group if own - NEAR <= a.step <= lead.step and a.kind != "plateau"):
             tells = anomaly.began is not None and (anomaly.kind in SLOW or anomaly.began >= own - NEAR)
             first = min(first, anomaly.began if tells and anomaly.began is not None else anomaly.step)
@@ -148,7 +148,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     ``steps``: the budget, in place of the policy's. Raises: InputError for an unknown anomaly, or one that does not concern the loss;
     ConfigError; CheckoutError, and any error that a fault of the machine causes. Then nothing is recorded, and the same call continues.
     """
-    policy = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml"))
+    policy = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml"))
     budget = policy.steps if steps is None else steps
     if budget < 1:
         raise ConfigError(
@@ -157,7 +157,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         )  # fmt: skip
     row = AnomalyRow.get(plant.ledger, number)
     recorded = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
-    if recorded and number not in settled(plant.ledger):  # killed before it acted on the diagnosis
+    if recorded and number not in find_settled_anomalies(plant.ledger):  # killed before it acted on the diagnosis
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
     acting.refuse_closed(plant.ledger, number)
     segment = SegmentRow.get(plant.ledger, row.segment)
@@ -220,12 +220,12 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     }  # fmt: skip
     undo = _blamed(plant, segment, detail["causes"])
     page = plant.workspace.reports / f"anomaly-{lead}.html"
-    detail |= {"report": plant.ledger.inside(page), "drawn": _drawn(detail, lines, told_of), "undo": undo}
+    detail |= {"report": plant.ledger.to_stored_path(page), "drawn": _drawn(detail, lines, told_of), "undo": undo}
     with plant.ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", lead), finite(detail))
+        record_event(tx, DIAGNOSED, Subject("anomaly", lead), finite_values(detail))
         if undo:
             record_verdict(
-                tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=policy_sha256(policy), subject_sha256=segment.code_commit,
+                tx, DIAGNOSIS, Subject("segment", segment.id), against=None, policy_sha256=hash_policy(policy), subject_sha256=segment.code_commit,
                 outcome="reject", reasons=[
                     Message(
                         "diagnosis.patch_blamed", "Anomaly {anomaly} ({causes}): {why}", anomaly=lead, causes=" or ".join(detail["causes"]), why=why
@@ -234,13 +234,13 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             )  # fmt: skip
     done = _done(plant.ledger, policy, detail | {"lead": lead}, plant.progress)
     if found is not None:
-        remove(folder)
+        remove_path(folder)
     return detail | {"done": done}
 
 
 def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
     """Act on a recorded diagnosis as the policy says; returns a message."""
-    done = acting.act(ledger, policy, detail["lead"])
+    done = acting.apply_policy(ledger, policy, detail["lead"])
     progress.line(
         Message(
             "diagnosis.diagnosed",
@@ -262,13 +262,15 @@ def _replicas_apart(row: AnomalyRow) -> FactoryError:
     weights = ", ".join(str(name) for name in (row.detail or {}).get("weights", ())) or "names not recorded"
     return FactoryError(
         "diagnosis.replicas_apart", "After step {step} the ranks held different bits of the same weights: {weights}.",
-        step=row.step, weights=visible(weights, 600),
+        step=row.step, weights=limited_text(weights, 600),
     )  # fmt: skip
 
 
 def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
     try:
-        return acting.find_blamed_patches(plant, causes, segment.code_commit, previous_commit(plant.ledger, segment, 0))
+        return acting.find_blamed_patches(
+            plant, causes, segment.code_commit, find_previous_commit(plant.ledger, segment, 0)
+        )
     except FactoryError as error:
         if is_machine_fault_of_no_file(error):
             raise
@@ -308,14 +310,16 @@ def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
                     segment=row.id,
                     error=error,
                 ) from error
-    return points(lines)
+    return points_of_metrics(lines)
 
 
 def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
     if row.kind == REPLICAS_DIFFER:
         return EpisodeSpan(row.kind, row.step, row.step, (row.id,), noted=(row.step, row.step))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
-    for span in spans([Noted.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins):
+    for span in find_episodes(
+        [NotedAnomaly.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins
+    ):
         if row.id in span.anomalies:
             return span
     raise InputError(
@@ -331,12 +335,12 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
             "diagnosis.segment_not_done", "Segment {segment} is {state}. Only a finished segment can be diagnosed.",
             segment=segment.id, state=segment.state,
         )  # fmt: skip
-    if segment.computing is not None and segment.computing["machine"]["device"] != devices.kind():
+    if segment.computing is not None and segment.computing["machine"]["device"] != devices.device_kind():
         raise InputError(
             "diagnosis.other_device", "Segment {segment} was trained on {machine}, and this machine has no such device. Diagnose the segment there.",
             segment=segment.id, machine=segment.computing["machine"]["name"],
         )  # fmt: skip
-    spec = spec_of(plant.ledger, segment)
+    spec = segment_spec(plant.ledger, segment)
     if gone := [shard["path"] for shard in spec["data_plan"]["token_shards"] if not Path(shard["path"]).is_dir()]:
         raise InputError(
             "diagnosis.documents_erased",
@@ -344,13 +348,13 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
             token_shard=gone[0],
         )
     notes: list[str] = []
-    if ranks(plant.workspace) > 1:
+    if count_ranks(plant.workspace) > 1:
         spec["recipe"] = recipe_for_one_rank(spec["recipe"])
         notes.append("replayed on one rank")
     every: dict[int, Path] = {}
     for row in SegmentRow.lineage(plant.ledger, segment.id):
         for folder in (ladder_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
-            every |= dict(checkpoints.steps_in(folder))
+            every |= dict(checkpoints.saved_steps(folder))
     sound = [
         (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
     ]
@@ -369,10 +373,12 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
             )
         )
     parent = SegmentRow.get(plant.ledger, segment.parent) if segment.parent else None
-    code = repository.checkout(plant.workspace.repository, segment.code_commit, _worktree(plant.workspace, segment, ""))
+    code = repository.checkout_commit(
+        plant.workspace.repository, segment.code_commit, _worktree(plant.workspace, segment, "")
+    )
     previous = None
-    if (commit := previous_commit(plant.ledger, segment, sound[0][0])) is not None:
-        previous = repository.checkout(
+    if (commit := find_previous_commit(plant.ledger, segment, sound[0][0])) is not None:
+        previous = repository.checkout_commit(
             plant.workspace.repository, commit, _worktree(plant.workspace, segment, "-previous")
         )
     begins = segment.first_step if parent is not None and segment.generation != parent.generation else None
@@ -381,17 +387,17 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
     recent = parent is not None and span.onset <= segment.first_step + RECENT_STEPS
     after = [path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_fault(path)]
     episode = Episode(
-        kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.kind(), lines=lines, rungs=sound, code=code,
+        kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.device_kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
-        previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=ranks(plant.workspace) > 1,
-        previous_weights=previous_weights(spec["data_plan"], plan_of(plant.ledger, parent) if parent and recent else None, span.onset, span.last),
-        was_otherwise=was_otherwise(segment.recipe_json, parent.recipe_json) if parent and recent else {},
-        end=after[-1] if after else None, environment_changed=environment_changed(segment.computing, parent.computing if parent else None),
+        previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=count_ranks(plant.workspace) > 1,
+        previous_weights=find_previous_weights(spec["data_plan"], read_data_plan(plant.ledger, parent) if parent and recent else None, span.onset, span.last),
+        changed_recipe_keys=changed_recipe_keys(segment.recipe_json, parent.recipe_json) if parent and recent else {},
+        end=after[-1] if after else None, environment_changed=describe_changed_environment(segment.computing, parent.computing if parent else None),
     )  # fmt: skip
     return episode, notes
 
 
-def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
+def find_previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | None:
     """The newest other commit with which an earlier segment was trained, if that segment ends at or after step ``oldest``."""
     for row in reversed(SegmentRow.lineage(ledger, segment.id)):
         if row.id != segment.id and row.last_step < oldest:
@@ -401,7 +407,7 @@ def previous_commit(ledger: Ledger, segment: SegmentRow, oldest: int) -> str | N
     return None
 
 
-def previous_weights(
+def find_previous_weights(
     plan: Mapping[str, Any], before: Mapping[str, Any] | None, onset: int, last: int
 ) -> dict[str, float] | None:
     """The domain shares before those at step ``last``, if they changed at most ``RECENT_STEPS`` steps before the onset; else None.
@@ -410,9 +416,9 @@ def previous_weights(
 
     >>> plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
     >>> plan |= {"phases": [{"from_step": 50, "weights": {"x": 0.5, "y": 0.5}}]}
-    >>> previous_weights(plan, None, 53, 54), previous_weights(plan, None, 500, 501)
+    >>> find_previous_weights(plan, None, 53, 54), find_previous_weights(plan, None, 500, 501)
     ({'x': 1.0}, None)
-    >>> previous_weights({**plan, "phases": []}, {**plan, "weights": {"y": 1.0}}, 2, 3)
+    >>> find_previous_weights({**plan, "phases": []}, {**plan, "weights": {"y": 1.0}}, 2, 3)
     {'y': 1.0}
     """
     now = DataPlan.from_json(plan).weights_at(last)
@@ -423,10 +429,10 @@ def previous_weights(
     return then if then != now else None
 
 
-def environment_changed(computing: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
+def describe_changed_environment(computing: Mapping[str, Any] | None, before: Mapping[str, Any] | None) -> str:
     """The libraries that differ between a segment and its parent; '' where they are equal or were not recorded.
 
-    >>> environment_changed({"machine": {"torch": "2.13", "driver": "580"}}, {"machine": {"torch": "2.11", "driver": "580"}})
+    >>> describe_changed_environment({"machine": {"torch": "2.13", "driver": "580"}}, {"machine": {"torch": "2.11", "driver": "580"}})
     'torch 2.11 → 2.13'
     """
     now, then = ((found or {}).get("machine", {}) for found in (computing, before))
@@ -434,10 +440,10 @@ def environment_changed(computing: Mapping[str, Any] | None, before: Mapping[str
     return ", ".join(f"{key} {then[key]} → {now[key]}" for key in keys if now[key] != then[key])
 
 
-def was_otherwise(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
+def changed_recipe_keys(recipe: Mapping[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of optimiser, schedule and clipping (with dots) that differ in another recipe, with their values there.
 
-    >>> was_otherwise({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
+    >>> changed_recipe_keys({"optimizer": {"lr": 0.1, "beta2": 0.9}}, {"optimizer": {"lr": 0.01, "beta2": 0.9}})
     {'optimizer.lr': 0.01}
     """
     keys = [(part, key) for part in ("optimizer", "schedule") for key in before.get(part, {})]
@@ -469,9 +475,11 @@ class _Trainers:
     def __call__(self, arm: Arm) -> ArmEnd:
         output = self.runs.folder(arm)
         for left in (*self._left, output):  # of the previous arm, which was read, and of a killed process
-            remove(left)
+            remove_path(left)
         self._left = [output]
         limit = min(self.wall_seconds, PATIENCE_SECONDS + 20 * max(self._ended)) if self._ended else self.wall_seconds
-        (found,) = self.runs.sandboxed(output, self.episode.code_of(arm), {output / "00000-trunk": arm}, limit)
+        (found,) = self.runs.train_sandboxed(
+            output, self.episode.code_folder(arm), {output / "00000-trunk": arm}, limit
+        )
         self._ended += [] if found.failed else [found.seconds]
         return found

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from agents.loss_doctor.arms import JoinedShards
 from trainer.contract.data.data_order import DataOrder
-from trainer.contract.data.document_stream import Stream, shard_domain, shard_generation
+from trainer.contract.data.document_stream import DocumentStream, shard_domain, shard_generation
 
 SAMPLE = 200  # documents of a stream that are read
 TOKEN_BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary that is trained here
@@ -27,7 +27,7 @@ def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]])
     ``keys``: the keys of the window's documents, by stream.
     """
     newest = max(map(shard_generation, order.streams))
-    before: dict[str, list[Stream]] = {}
+    before: dict[str, list[DocumentStream]] = {}
     for name, stream in order.streams.items():
         if shard_generation(name) < newest:
             before.setdefault(stream.domain, []).append(stream)
@@ -47,7 +47,7 @@ def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]])
 Document = tuple[npt.NDArray[np.int64], npt.NDArray[np.bool_]]  # (tokens, whether each carries loss)
 
 
-def _documents(streams: Sequence[Stream]) -> list[Document]:
+def _documents(streams: Sequence[DocumentStream]) -> list[Document]:
     """At most ``SAMPLE`` documents of streams of one domain, evenly spaced."""
     found = []
     for stream in streams:

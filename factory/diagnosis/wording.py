@@ -13,18 +13,18 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.untrusted import one_line, visible
+from agents.core.untrusted import limited_text, one_line
 from agents.llm.exchange import LlmError
 from agents.loop.role import DraftError
 from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.wording import AGENT, ArmResult, DiagnosisFacts, Wording, word
+from agents.loss_doctor.wording import AGENT, ArmResult, DiagnosisFacts, Wording, ask_for_wording
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.diagnosis.diagnosing import read_live_metrics
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_anomaly, next_unexplained_episode
-from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record, token_shards
+from factory.ledger.ledger import Ledger, agent_runs, documents, exchanges, record_event, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from kernels.contract.message import Message
@@ -57,9 +57,11 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
     try:
         runs = AgentRuns.open(plant, AGENT, asked, work="diagnosis")
         model = f"{runs.policy.model or 'a model without a name'} at {runs.endpoint.name}"
-        shown = documents_of(plant, detail["guilty"] or detail["triggers"], runs.policy.diagnosis_documents)
-        facts = facts_of(detail, read_live_metrics(plant.ledger, segment), shown)
-        run = next(iter(runs.unfinished(segment.code_commit, 1)), None) or runs.begin(segment.code_commit, asked.target)
+        shown = read_shown_documents(plant, detail["guilty"] or detail["triggers"], runs.policy.diagnosis_documents)
+        facts = make_diagnosis_facts(detail, read_live_metrics(plant.ledger, segment), shown)
+        run = next(iter(runs.find_unfinished(segment.code_commit, 1)), None) or runs.begin_run(
+            segment.code_commit, asked.target
+        )
         try:
             if _requests(plant.ledger, asked.target) >= MOST_REQUESTS:
                 raise LlmError(
@@ -69,10 +71,10 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
                         requests=MOST_REQUESTS,
                     )
                 )
-            said = word(run.client, f"{AGENT}-{run.number}", facts)
+            said = ask_for_wording(run.client, f"{AGENT}-{run.number}", facts)
         except (LlmError, DraftError) as error:
             failed = one_line(str(error), LONGEST)
-        runs.end(run.number, "nothing" if failed else "worded", why=failed)
+        runs.record_end(run.number, "nothing" if failed else "worded", why=failed)
     except FactoryError as error:
         failed = one_line(str(error), LONGEST)
     answer = {
@@ -80,7 +82,7 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
         "claims": [vars(claim) for claim in said.claims], "dropped": list(said.dropped),
     }  # fmt: skip
     with plant.ledger.begin() as tx:
-        record(tx, EXPLAINED, Subject("anomaly", lead), answer)
+        record_event(tx, EXPLAINED, Subject("anomaly", lead), answer)
     counts = Message(
         "diagnosis.wording_checked", "{kept:,|sentence agrees|sentences agree} with the record; {dropped} dropped.",
         kept=len(said.claims), dropped=len(said.dropped),
@@ -94,15 +96,15 @@ def describe_waiting_diagnoses(plant: Plant) -> None:
         describe_diagnosis(plant, lead)
 
 
-def facts_of(
+def make_diagnosis_facts(
     detail: Mapping[str, Any], lines: Sequence[StepPoint], documents: Sequence[Mapping[str, Any]] = ()
 ) -> DiagnosisFacts:
-    """The facts of a diagnosis for a language model. ``lines``: of the live run. ``documents``: from ``documents_of``.
+    """The facts of a diagnosis for a language model. ``lines``: of the live run. ``documents``: from ``read_shown_documents``.
 
     >>> arm = {"arm": "fp32", "fires": True, "steps": 4, "failed": ""}
     >>> lists = {"causes": ["rate"], "guilty": [], "triggers": ["a", "b"], "arms": [arm]}
     >>> detail = {"kind": "loss_spike", "segment": 3, "onset": 7, "last": 8, "why": "so it was", "remedy": "rate × 0.1", **lists}
-    >>> found = facts_of(detail, [StepPoint(5, 2.0, 0.5), StepPoint(6, 2.2, 0.5), StepPoint(7, 9.25, 8.0), StepPoint(8, 3.0, 0.5)])
+    >>> found = make_diagnosis_facts(detail, [StepPoint(5, 2.0, 0.5), StepPoint(6, 2.2, 0.5), StepPoint(7, 9.25, 8.0), StepPoint(8, 3.0, 0.5)])
     >>> found.arms["fp32"].shows, found.facts["loss"], found.facts["steps"]
     ('there', '2.1 before, 9.25 at its farthest', '7 to 8')
     """
@@ -139,19 +141,19 @@ def facts_of(
 def _requests(ledger: Ledger, asked: str) -> int:
     """The number of requests about a diagnosis, over all runs."""
     runs = sa.select(agent_runs.c.id).where(agent_runs.c.agent == AGENT, agent_runs.c.asked == asked)
-    return len(ledger.rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))
+    return len(ledger.select_rows(sa.select(exchanges.c.id).where(exchanges.c.run.in_(runs))))
 
 
-def documents_of(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
+def read_shown_documents(plant: Plant, keys: Sequence[str], most: int = DOCUMENTS) -> list[dict[str, Any]]:
     """Id, domain, source and first characters of at most ``most`` documents, as training saw them."""
     found = []
     for key in keys[:most]:
         joined = sa.select(documents, token_shards.c.path.label("folder"))
-        row = plant.ledger.one(
+        row = plant.ledger.select_first(
             joined.join(token_shards, token_shards.c.id == documents.c.token_shard).where(documents.c.key == key)
         )
         if row is not None:
-            told = {name: visible(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
+            told = {name: limited_text(str(row[name] or ""), 300) for name in ("id", "domain", "source")}
             found.append({"key": key, **told, "text": _text(plant.workspace, Path(row["folder"]), key)})
     return found
 
@@ -162,6 +164,6 @@ def _text(workspace: Workspace, folder: Path, key: str) -> str:
         at = shard.documents["key"].to_pylist().index(key)
         start, length = (shard.documents[name][at].as_py() for name in ("start", "length"))
         tokens = shard.tokens[start : start + min(length, TEXT)].tolist()
-        return visible(Tokenizer.load(workspace.tokenizer).decode(tokens), TEXT)
+        return limited_text(Tokenizer.load(workspace.tokenizer).decode(tokens), TEXT)
     except (TrainerError, FactoryError, OSError, ValueError) as error:
         return Message("diagnosis.document_unreadable", "(The document can no longer be read: {error})", error=error)

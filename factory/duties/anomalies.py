@@ -15,7 +15,7 @@ from kernels.contract.message import Message
 
 
 def _undiagnosed(look: DutyState) -> list[int]:
-    policy = AnomalyPolicy.load(look.plant.workspace.policy("anomalies.yaml"))
+    policy = AnomalyPolicy.load(look.plant.workspace.policy_path("anomalies.yaml"))
     found = (
         next_undiagnosed_anomaly(look.db, policy.kinds, look.rests("diagnose"))
         if policy.diagnose == "automatic"

@@ -11,7 +11,7 @@ from functools import partial
 from factory.core.errors import InputError
 from factory.duties.duty import Duty, DutyState, Errand, always_due
 from factory.ledger.plant import Plant
-from factory.retrying.asking import answer, asked
+from factory.retrying.asking import open_requests, record_request_done
 from kernels.contract.message import Message
 
 
@@ -21,7 +21,7 @@ def _asked(look: DutyState) -> list[Errand]:
 
 
 def _errands(look: DutyState) -> Iterator[Errand]:
-    for request, one in asked(look.db).items():
+    for request, one in open_requests(look.db).items():
         try:
             yield Errand.parse(request, look.duties)
         except InputError as error:
@@ -29,8 +29,8 @@ def _errands(look: DutyState) -> Iterator[Errand]:
 
 
 def _refuse(why: str, event: int, plant: Plant, request: str) -> None:
-    plant.say(f"  {why}")
-    answer(plant.ledger, request, event)
+    plant.print_line(f"  {why}")
+    record_request_done(plant.ledger, request, event)
 
 
 ASKED = Duty(

@@ -3,7 +3,7 @@
 A fault of the machine ends the pass. A failure is reported once and recorded as an event, again when its text changes, and when the errand
 works again. The traceback of an unexpected exception goes to ``logs/errors.log``. Waits are in memory only, so a new daemon tries at once.
 
-Background work of the daemon (``in_background``) and its start (``retry_faults``) are retried in the same way.
+Background work of the daemon (``run_in_background``) and its start (``retry_faults``) are retried in the same way.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
-from factory.core.faults import LOCKED, Fault, fault_of, is_machine_fault_of_no_file
-from factory.core.moments import span
+from factory.core.faults import LOCKED, Fault, find_fault_in, is_machine_fault_of_no_file
+from factory.core.moments import format_duration
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import record
+from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.retrying.asking import RewoundError
 from factory.retrying.backoff import FailureWait, FailureWaits, append_traceback
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import ASKED, TrainerDiedError
-from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing
+from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing_actions
 from kernels.contract.message import Message
 
 PASS_KEY = "a pass"  # the key of a whole pass
@@ -76,13 +76,13 @@ class RetryingAttempts(ErrandAttempts):
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         policy = RetryPolicy()
         with contextlib.suppress(FactoryError, OSError):  # a pass reports an error of the file
-            policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
+            policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
         self.backoff = FailureWaits(policy.first_wait_seconds, policy.longest_wait_seconds)
         self._asked: int | None = None  # the newest 'retry_asked' event that was obeyed
         self._unrecorded: list[tuple[str, dict[str, Any]]] = []  # events that the ledger could not record
         self._told: set[str] = set()  # keys of reported failures, also of an earlier daemon
         with contextlib.suppress(Exception):  # the ledger cannot be read now
-            self._told = {one["what"] for one in failing(plant.ledger)}
+            self._told = {one["what"] for one in failing_actions(plant.ledger)}
         self._rested: set[str] = set()  # keys that rested at some moment of this pass
         self._failed: set[str] = set()  # keys that failed in this pass
         self._waiting = ""  # the reported reason why training waits
@@ -115,7 +115,7 @@ class RetryingAttempts(ErrandAttempts):
                 "duties.next_try",
                 "{died} The next try begins in {wait}.",
                 died=died,
-                wait=span(rest.seconds),
+                wait=format_duration(rest.seconds),
                 seconds=rest.seconds,
             )
             self.say(str(died) if died.parked else again)
@@ -123,16 +123,16 @@ class RetryingAttempts(ErrandAttempts):
                 self.backoff.succeeded(key)
             return False
         except Exception as error:
-            fault = fault_of(error)
+            fault = find_fault_in(error)
             if fault is not None:
-                self.backoff.failed(key, fault.says, longest=min(FAULT_SECONDS * TURN, self.backoff.longest))
+                self.backoff.failed(key, fault.description, longest=min(FAULT_SECONDS * TURN, self.backoff.longest))
                 raise
             self._failed.add(key)
             rest, news = self.backoff.failed(key, self._words(error, key))
             if news:
                 failed = Message(
                     "duties.failed", "{errand} failed: {error} (next try in {wait}; other work continues)",
-                    errand=key, error=rest.says, wait=span(rest.seconds), seconds=rest.seconds,
+                    errand=key, error=rest.says, wait=format_duration(rest.seconds), seconds=rest.seconds,
                 )  # fmt: skip
                 self._tell(ACTION_FAILED, key, failed, rest)
             return False
@@ -163,10 +163,10 @@ class RetryingAttempts(ErrandAttempts):
 
     def pass_failed(self, error: Exception) -> None:
         """A pass ended early by a fault of the machine or a bug."""
-        fault = fault_of(error)
-        said = words_of(fault) if fault else self._words(error, PASS_KEY)
+        fault = find_fault_in(error)
+        said = fault_message(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
-        rest, news = self.backoff.failed(PASS_KEY, said, about=fault.do if fault else "", longest=longest)
+        rest, news = self.backoff.failed(PASS_KEY, said, about=fault.remedy if fault else "", longest=longest)
         if news:
             # Writing to a locked ledger would block for a minute, so this event is recorded later.
             self._tell(PASS_FAILED, PASS_KEY, said, rest, record_now=fault != LOCKED)
@@ -187,7 +187,7 @@ class RetryingAttempts(ErrandAttempts):
             seconds = self.backoff.clock() - before.since if before else None
             again = Message(
                 "duties.works_again", "{errand} works again{after}", errand=key, seconds=seconds,
-                after=f" after {span(seconds)} of failures" if seconds is not None else "",
+                after=f" after {format_duration(seconds)} of failures" if seconds is not None else "",
             )  # fmt: skip
             self._tell_no_longer(key, again, before.says if before else "")
 
@@ -205,7 +205,7 @@ class RetryingAttempts(ErrandAttempts):
         if record_now:
             with contextlib.suppress(Exception), self.ledger.begin() as tx:  # a later event records it too
                 for one, about in self._unrecorded:
-                    record(tx, one, "daemon", about)
+                    record_event(tx, one, "daemon", about)
                 self._unrecorded = []
         self.say(message)
 
@@ -219,11 +219,11 @@ class RetryingAttempts(ErrandAttempts):
             self._asked = newest or self._asked or 0
 
 
-def words_of(fault: Fault) -> Message:
+def fault_message(fault: Fault) -> Message:
     """The message while the factory waits for the end of a fault of the machine."""
     return Message(
         "duties.waiting_for_machine", "{fault}: {to_do}. The factory waits, tries again at least every {seconds:.0f} s, and continues by itself.",
-        fault=fault.says, to_do=fault.do, seconds=FAULT_SECONDS,
+        fault=fault.description, to_do=fault.remedy, seconds=FAULT_SECONDS,
     )  # fmt: skip
 
 
@@ -241,7 +241,7 @@ def _unexpected(workspace: Workspace, what: str, error: Exception) -> str:
 
 
 @contextmanager
-def in_background(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
+def run_in_background(plant: Plant, name: str, every: float, act: Callable[[], object]) -> Iterator[None]:
     """Call ``act`` in a thread, at once and then every ``every`` seconds, while the block runs.
 
     A failure is reported once until ``act`` works again, and ends nothing. The traceback of an unexpected exception goes to
@@ -263,7 +263,7 @@ def in_background(plant: Plant, name: str, every: float, act: Callable[[], objec
                 )
                 works = Message("duties.background_works", "  {duty} works again.", duty=name)
                 with contextlib.suppress(OSError, ValueError):  # the disk may be full, the terminal may be closed
-                    plant.say(failed if failure else works)
+                    plant.print_line(failed if failure else works)
             if over.wait(every):
                 return
 
@@ -283,8 +283,8 @@ def _failure(workspace: Workspace, name: str, act: Callable[[], object]) -> str:
     except FactoryError as error:
         return str(error)
     except Exception as error:
-        fault = fault_of(error)
-        return f"{fault.says}: {fault.do}" if fault else _unexpected(workspace, name, error)
+        fault = find_fault_in(error)
+        return f"{fault.description}: {fault.remedy}" if fault else _unexpected(workspace, name, error)
     return ""
 
 
@@ -299,13 +299,13 @@ def retry_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
         try:
             return act()
         except Exception as error:
-            fault = fault_of(error)
+            fault = find_fault_in(error)
             mistake = isinstance(error, ConfigError | InputError) and not is_machine_fault_of_no_file(error)
             if fault is None or mistake:
                 raise
-            rest, news = waits.failed("start", fault.says)
+            rest, news = waits.failed("start", fault.description)
             if news:
                 if isinstance(error, FactoryError):  # it has more facts, for example the server's name
                     say(f"  {error}")
-                say(f"  {words_of(fault)}")
+                say(f"  {fault_message(fault)}")
         time.sleep(rest.seconds)

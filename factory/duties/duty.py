@@ -14,7 +14,7 @@ from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, SegmentRow
 from factory.retrying.asking import EVERYTHING, Pause, current_pause
-from factory.retrying.tries import open_segment
+from factory.retrying.tries import find_open_segment
 from kernels.contract.message import Message
 
 
@@ -38,7 +38,7 @@ class DutyState:
     @cached_property
     def open_segment(self) -> int | None:
         """The segment that is planned and not done, or None."""
-        return open_segment(self.db)
+        return find_open_segment(self.db)
 
     @cached_property
     def stuck_segment(self) -> int | None:
@@ -68,7 +68,7 @@ class Duty:
     """One kind of work of the daemon. Its rank is its place in ``factory.duties.table``."""
 
     name: str  # a verb and its object as one word, for requests of a person and messages about failures
-    does: str  # a line for 'factory duties'
+    description: str  # a line for 'factory duties'
     # The subjects that wait, most urgent first: a number, a path, None, or an Errand of another duty.
     due: Callable[[DutyState], Iterable[object]]
     do: Callable[..., object]  # do(plant, subject): safe to repeat; its own transaction records it
@@ -82,7 +82,7 @@ class Duty:
     in_background: float = 0.0  # seconds between two turns in a thread of its own, also while the daemon is paused
     at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
-    def held(self, look: DutyState) -> str:
+    def why_held(self, look: DutyState) -> str:
         """Why the duty waits, whether or not it is due; empty when it does not wait."""
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return look.pause.message

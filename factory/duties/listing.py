@@ -12,15 +12,15 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from factory.core.faults import fault_of
-from factory.core.moments import local, span
+from factory.core.faults import find_fault_in
+from factory.core.moments import format_duration, format_local_time
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, DutyState, Errand
 from factory.duties.table import DUTIES
-from factory.ledger.files import low_disk
+from factory.ledger.files import find_low_disk
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import FailureWait
-from factory.status.waiting import failing
+from factory.status.waiting import failing_actions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -28,9 +28,9 @@ NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {e
 MOST_SHOWN = 5  # errands of a duty
 
 
-def note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Errand | None = None) -> None:
+def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Errand | None = None) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written or raised."""
-    before, now = read(workspace), time.time()
+    before, now = read_note(workspace), time.time()
     known = before["rests"]
     after = {
         "done": before["done"] | ({done.duty.name: {"errand": str(done), "at": now}} if done else {}),
@@ -45,7 +45,7 @@ def note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Errand | 
             write_atomically(workspace.logs / NAME, json.dumps(after, indent=1))
 
 
-def read(workspace: Workspace) -> dict[str, dict[str, Any]]:
+def read_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
     """The content of the note; empty when it is missing or cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((workspace.logs / NAME).read_text())
@@ -54,24 +54,24 @@ def read(workspace: Workspace) -> dict[str, dict[str, Any]]:
     return {"done": {}, "rests": {}}
 
 
-def facts(plant: Plant) -> list[dict[str, Any]]:
-    """The facts of each duty: ``rank``, ``name``, ``does``, ``when`` it is looked at, ``due``, ``held``, ``rests``, ``done``.
+def duty_facts(plant: Plant) -> list[dict[str, Any]]:
+    """The facts of each duty: ``rank``, ``name``, ``description``, ``when`` it is looked at, ``due``, ``why_held``, ``rests``, ``done``.
 
-    ``due``: errands, or an error; ``held``: why it waits; ``rests``: until when each errand rests, and why; ``done``: the last errand, and when.
+    ``due``: errands, or an error; ``why_held``: why it waits; ``rests``: until when each errand rests, and why; ``done``: the last errand, and when.
     Times are seconds since 1970.
     """
-    noted, now = read(plant.workspace), time.time()
-    errors = {one["what"]: one["error"] for one in failing(plant.ledger)}
+    noted, now = read_note(plant.workspace), time.time()
+    errors = {one["what"]: one["error"] for one in failing_actions(plant.ledger)}
     with plant.ledger.snapshot() as db:
-        look = DutyState(plant, db, DUTIES, low_on_disk=low_disk(db) is not None, endless=True)
+        look = DutyState(plant, db, DUTIES, low_on_disk=find_low_disk(db) is not None, endless=True)
         return [
             {
                 "rank": rank,
                 "name": duty.name,
-                "does": str(duty.does),
+                "does": str(duty.description),
                 "when": _when(duty),
                 "due": _due(duty, look),
-                "held": duty.held(look),
+                "held": duty.why_held(look),
                 "rests": {
                     key: rest | {"error": errors.get(key, "")}
                     for key, rest in noted["rests"].items()
@@ -95,7 +95,7 @@ def _due(duty: Duty, look: DutyState) -> list[str]:
     try:
         found = list(islice(duty.due(look), MOST_SHOWN))
     except Exception as error:
-        if fault_of(error):
+        if find_fault_in(error):
             raise
         return [f"unknown: {error}"]
     return [str(one if isinstance(one, Errand) else Errand(duty, one)) for one in found]
@@ -105,7 +105,7 @@ def _of(duty: Duty, key: str) -> bool:
     return key in (duty.name, duty.look_key) or key.startswith(f"{duty.name} ")
 
 
-def lines(found: list[dict[str, Any]]) -> list[str]:
+def duty_lines(found: list[dict[str, Any]]) -> list[str]:
     """The facts as lines for people: one line for each duty, and below it its present state."""
     width = max(len(one["name"]) for one in found)
     title = Message(
@@ -123,12 +123,12 @@ def lines(found: list[dict[str, Any]]) -> list[str]:
                     "duties.rests",
                     "{errand} rests until {until} after {failures:,|failure|failures}{why}",
                     errand=key,
-                    until=local(rest["until"]),
+                    until=format_local_time(rest["until"]),
                     failures=rest["failures"],
                     why=f": {rest['error']}" if rest["error"] else "",
                 )
             )
         if done := one["done"]:
-            more.append(f"last done: {done['errand']}, {span(time.time() - done['at'])} ago")
+            more.append(f"last done: {done['errand']}, {format_duration(time.time() - done['at'])} ago")
         shown += [f"{'':>{width + 7}}{line}" for line in more]
     return shown

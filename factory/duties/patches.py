@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from factory.audit.auditing import audit
-from factory.audit.drawing import waiting
+from factory.audit.auditing import audit_segment
+from factory.audit.drawing import find_due_audits
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import revalidating
 from factory.code_loop.approvals import judge_due_patches_again
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 def _waiting(look: DutyState, overdue: bool = False) -> list[int]:
     """The segments to audit now. ``overdue``: only when so many segments wait for an audit that training must wait."""
-    policy = AuditPolicy.load(look.plant.workspace.policy("gates/audit.yaml"))
-    found = waiting(look.db, policy)
+    policy = AuditPolicy.load(look.plant.workspace.policy_path("gates/audit.yaml"))
+    found = find_due_audits(look.db, policy)
     return found if not overdue or len(found) >= policy.most_waiting else []
 
 
 def _audit(plant: Plant, segment: int) -> None:
-    audit(plant, segment)
+    audit_segment(plant, segment)
     open_reverts(plant)
 
 
@@ -40,15 +40,15 @@ def _improvement(look: DutyState) -> Iterable[object]:
 
     if improve_policy_as_written(look.plant.workspace).get("when", "off") == "off":
         return ()  # before the heavy imports
-    from factory.code_loop.improving import due
+    from factory.code_loop.improving import due_stages
 
-    return due(look.plant, look.db)
+    return due_stages(look.plant, look.db)
 
 
 def _improve(plant: Plant, stage: LoopStage) -> None:
-    from factory.code_loop.improving import do
+    from factory.code_loop.improving import do_stage
 
-    do(plant, stage)
+    do_stage(plant, stage)
 
 
 OPEN_REVERTS = Duty(
@@ -61,7 +61,7 @@ FOLLOW_APPROVALS = Duty(
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
     "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again after their environment changed"), always_due,
-    lambda plant, _: revalidating.follow(plant), trains=True, each="pass",
+    lambda plant, _: revalidating.revalidate_in_daemon(plant), trains=True, each="pass",
 )  # fmt: skip
 JUDGE_HELD_AGAIN = Duty(
     "judge_held_again", Message("duties.judge_held_again", "judge patches again that were held only by a time limit"), always_due,

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from factory.duties.duty import Duty, DutyState
-from factory.evals.evaluator import evaluate
-from factory.gates.release.gate import decide
+from factory.evals.evaluator import evaluate_candidate
+from factory.gates.release.gate import judge_candidate
 from factory.ledger.anomalies import rewound_segments_of_lineage
 from factory.ledger.decisions import find_decision, was_export_rejected
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, SegmentRow, VerdictRow
-from factory.release.approvals import automatic, describe_waiting_candidate, waits
-from factory.release.releases import OutOfDateError, release
+from factory.release.approvals import describe_waiting_candidate, is_release_automatic, needs_decision
+from factory.release.releases import OutOfDateError, release_candidate
 from factory.training.exporting import export_candidate
 from kernels.contract.message import Message
 
@@ -41,31 +41,31 @@ def _promoted(look: DutyState) -> list[int]:
         return []
     if ReleaseRow.select(look.db, "WHERE verdict = :verdict", verdict=verdict.id):
         return []
-    if rewound_segments_of_lineage(look.db, CandidateRow.get(look.db, verdict.number).segment) or was_export_rejected(
-        look.db, verdict
-    ):
+    if rewound_segments_of_lineage(
+        look.db, CandidateRow.get(look.db, verdict.subject_number).segment
+    ) or was_export_rejected(look.db, verdict):
         return []
-    return [verdict.id] if automatic(look.plant.workspace) else []
+    return [verdict.id] if is_release_automatic(look.plant.workspace) else []
 
 
 def _finish(plant: Plant, number: int) -> None:
-    release(plant, ReleaseRow.get(plant.ledger, number).verdict)
+    release_candidate(plant, ReleaseRow.get(plant.ledger, number).verdict)
 
 
 def _release(plant: Plant, verdict: int) -> None:
     try:
-        release(plant, verdict)
+        release_candidate(plant, verdict)
     except OutOfDateError as error:  # the champion changed since, so the candidate is judged against the new one
-        plant.say(f"  {error}")
-        judge(plant, VerdictRow.get(plant.ledger, verdict).number)
+        plant.print_line(f"  {error}")
+        judge_one_candidate(plant, VerdictRow.get(plant.ledger, verdict).subject_number)
 
 
-def judge(plant: Plant, candidate: int) -> int:
+def judge_one_candidate(plant: Plant, candidate: int) -> int:
     """Evaluate a candidate and judge it; returns the verdict's id."""
-    evaluate(plant, candidate)
-    verdict = decide(plant, candidate)
+    evaluate_candidate(plant, candidate)
+    verdict = judge_candidate(plant, candidate)
     row = VerdictRow.get(plant.ledger, verdict)
-    plant.say(
+    plant.print_line(
         Message(
             "duties.judged",
             "  candidate {candidate}: {verdict}",
@@ -75,9 +75,9 @@ def judge(plant: Plant, candidate: int) -> int:
         )
     )
     for reason in row.reasons:
-        plant.say(f"    {reason}")
-    if find_decision(plant.ledger, row) is None and waits(plant, row):
-        plant.say(f"  {describe_waiting_candidate(candidate)}")
+        plant.print_line(f"    {reason}")
+    if find_decision(plant.ledger, row) is None and needs_decision(plant, row):
+        plant.print_line(f"  {describe_waiting_candidate(candidate)}")
     return verdict
 
 
@@ -95,5 +95,8 @@ RELEASE = Duty(
     "release", Message("duties.release", "release a promoted candidate that needs no approval"), _promoted, _release
 )
 JUDGE = Duty(
-    "judge", Message("duties.judge", "evaluate a candidate and judge it against the champion"), _unjudged, judge
+    "judge",
+    Message("duties.judge", "evaluate a candidate and judge it against the champion"),
+    _unjudged,
+    judge_one_candidate,
 )

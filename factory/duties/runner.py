@@ -15,17 +15,17 @@ from functools import partial
 from factory.core.errors import FactoryError, InputError, SegmentError
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.workspace import MODEL_LOOP
-from factory.duties.back_off import ErrandAttempts, RetryingAttempts, in_background
+from factory.duties.back_off import ErrandAttempts, RetryingAttempts, run_in_background
 from factory.duties.duty import Duty, DutyState, Errand, always_due
-from factory.duties.listing import note
+from factory.duties.listing import write_note
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.mending import call_with_repairs
-from factory.retention.low_disk import filled, make_room, must_training_wait
-from factory.retrying.asking import PausedError, answer, asked
+from factory.retention.low_disk import free_space, is_own_disk_full, must_training_wait
+from factory.retrying.asking import PausedError, open_requests, record_request_done
 from factory.retrying.tries import parked_instructions
 from factory.training.certifying import NotCertifiedError, certificate_instructions, newest_code_verdict
 from kernels.contract.message import Message
@@ -34,7 +34,7 @@ MOST_REPEATS = 3  # of one errand in a row
 REQUEST_KEYS = ("action", "by", "at", "event")  # keys of a request; its other keys are arguments of ``do``
 
 
-def next_errands(look: DutyState) -> list[Errand]:
+def find_next_errands(look: DutyState) -> list[Errand]:
     """The first errand that is due, not resting and not held, after the "look" duties before it.
 
     Without such an errand, the daemon waits for files or for a person.
@@ -52,15 +52,15 @@ def next_errands(look: DutyState) -> list[Errand]:
 
 def _first(duty: Duty, look: DutyState) -> Errand | None:
     """The first errand of a duty, or None. If ``due`` fails, an errand that asks it again: its error is repaired or reported, and it rests."""
-    if look.resting & {duty.name, duty.look_key} or duty.held(look):
+    if look.resting & {duty.name, duty.look_key} or duty.why_held(look):
         return None
-    again = Errand(Duty(duty.look_key, duty.does, always_due, partial(_look_again, duty, replace(look))))
+    again = Errand(Duty(duty.look_key, duty.description, always_due, partial(_look_again, duty, replace(look))))
     if duty.look_key in look.failing:
         return again
     try:
         for subject in duty.due(look):
             errand = subject if isinstance(subject, Errand) else Errand(duty, subject)
-            if str(errand) not in look.resting and not errand.duty.held(look):
+            if str(errand) not in look.resting and not errand.duty.why_held(look):
                 return errand
     except Exception:
         return again
@@ -72,7 +72,7 @@ def _look_again(duty: Duty, look: DutyState, plant: Plant, _: None) -> None:
         next(iter(duty.due(replace(look, db=db))), None)
 
 
-def work(
+def run_pass(
     plant: Plant,
     *,
     settle: float = SETTLE_SECONDS,
@@ -96,7 +96,7 @@ def work(
         low = must_training_wait(plant)
         with plant.ledger.snapshot() as db:
             look = replace(nothing, db=db, low_on_disk=low, resting=attempts.resting(), failing=attempts.failing())
-            errands = next_errands(look)
+            errands = find_next_errands(look)
             over = not errands or bool(errands[-1].duty.each)
             why = _why_training_waits(look) if over else None
         for errand in errands:
@@ -106,10 +106,10 @@ def work(
             repeats = repeats + 1 if str(errand) == previous and not errand.duty.recurs else 0
             previous = str(errand)
             worked = attempts.attempt(previous, partial(_do, plant, errand, repeats))
-            note(plant.workspace, attempts.rests(), errand if worked else None)
+            write_note(plant.workspace, attempts.rests(), errand if worked else None)
             done += worked
         if over:
-            note(plant.workspace, attempts.rests())
+            write_note(plant.workspace, attempts.rests())
             attempts.waits(why)
             return done
 
@@ -121,14 +121,14 @@ def _do(plant: Plant, errand: Errand, repeats: int) -> None:
             "duties.no_progress", "The errand '{errand}' had no effect {repeats} times in a row. Run 'factory check'.",
             errand=str(errand), repeats=repeats,
         )  # fmt: skip
-    wanted = asked(plant.ledger).get(str(errand), {})
+    wanted = open_requests(plant.ledger).get(str(errand), {})
     how = {key: value for key, value in wanted.items() if key not in REQUEST_KEYS and value is not None}
     try:
         call_with_repairs(plant, partial(errand.duty.do, plant, errand.subject, **how))
     except InputError as error:  # for example, the anomaly was closed meanwhile
         if not wanted or is_machine_fault_of_no_file(error):
             raise
-        plant.say(
+        plant.print_line(
             Message(
                 "duties.request_refused",
                 "  The request '{errand}' was not done: {error}",
@@ -137,7 +137,7 @@ def _do(plant: Plant, errand: Errand, repeats: int) -> None:
             )
         )
     if wanted:
-        answer(plant.ledger, str(errand), wanted["event"])
+        record_request_done(plant.ledger, str(errand), wanted["event"])
 
 
 def _why_training_waits(look: DutyState) -> FactoryError | None:
@@ -159,20 +159,20 @@ def _why_training_waits(look: DutyState) -> FactoryError | None:
     )
 
 
-def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
+def run_daemon(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
     """Run the daemon: passes with waits of ``every`` seconds. The trunk continues while epochs are left.
 
     ``once``: end when no new work is left. Only ``once`` raises; otherwise no failure ends the daemon.
     """
     threads = [duty for duty in DUTIES if duty.in_background]
-    with plant.workspace.lock(MODEL_LOOP), ExitStack() as stack:
+    with plant.workspace.hold_lock(MODEL_LOOP), ExitStack() as stack:
         if once:
             for duty in threads:
                 duty.do(plant, None)
                 if duty.at_end:
                     stack.callback(_at_end, duty, plant)
-            if work(plant, settle=0.0) == 0:
-                plant.say(
+            if run_pass(plant, settle=0.0) == 0:
+                plant.print_line(
                     Message(
                         "duties.nothing_to_do",
                         "  The factory has nothing to do. Run 'factory status' to see what it waits for.",
@@ -181,18 +181,18 @@ def run(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
             return
         for duty in threads:  # each thread has its own connections
             own = replace(plant, ledger=Ledger.open(plant.workspace.ledger_url, plant.workspace.root))
-            stack.enter_context(in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
+            stack.enter_context(run_in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
         back_off = RetryingAttempts(plant)
         while True:
             if not back_off.too_early():
                 try:
-                    work(plant, endless=True, attempts=back_off)
+                    run_pass(plant, endless=True, attempts=back_off)
                     back_off.passed()
                 except Exception as error:
                     back_off.pass_failed(error)
-                    if filled(plant.workspace, error):
+                    if is_own_disk_full(plant.workspace, error):
                         with suppress(Exception):  # the next pass meets the error again
-                            make_room(plant)
+                            free_space(plant)
             time.sleep(every)
 
 
@@ -201,4 +201,4 @@ def _at_end(duty: Duty, plant: Plant) -> None:
     try:
         duty.do(plant, None)
     except (FactoryError, OSError) as error:
-        plant.say(Message("duties.failed_at_end", "  {duty} failed: {error}", duty=duty.name, error=error))
+        plant.print_line(Message("duties.failed_at_end", "  {duty} failed: {error}", duty=duty.name, error=error))

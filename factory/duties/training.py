@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import keep_ladder_during, keeping
+from factory.audit.keeping import keep_ladder_during, keep_window_during
 from factory.duties.duty import Duty, DutyState
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED
@@ -18,25 +18,25 @@ from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
 from factory.ledger.writing import record_event_once
 from factory.repairs.mending import repair_inputs
-from factory.replicas.replicating import train_next_replica, waits
+from factory.replicas.replicating import find_waiting_anneal, train_next_replica
 from factory.retention.cleaning import clean_after_segment
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import MlflowTracking
 from factory.status.status import AHEAD
-from factory.training.planning import Trunk, forecast_trunk, plan_anneal, plan_trunk
+from factory.training.planning import TrunkForecast, forecast_trunk, plan_anneal, plan_trunk
 from factory.training.training import run_segment
 from factory.training.tuning import tune_if_needed
 from kernels.contract.message import Message
 
-_computed: dict[Path, tuple[Any, Trunk]] = {}
+_computed: dict[Path, tuple[Any, TrunkForecast]] = {}
 
 
-def train(plant: Plant, segment: int) -> None:
+def train_segment(plant: Plant, segment: int) -> None:
     """Train a planned segment, follow it in MLflow, and tidy up afterwards."""
     row = SegmentRow.get(plant.ledger, segment)
-    follower = Tracking.open(plant).follow_segment(row, plant.progress.line)
-    follower.begin()
+    follower = MlflowTracking.open(plant).follow_segment(row, plant.progress.line)
+    follower.make_run()
     try:
-        with keeping(plant, row), keep_ladder_during(plant.workspace, row):
+        with keep_window_during(plant, row), keep_ladder_during(plant.workspace, row):
             mend = lambda every: repair_inputs(plant, segment, every)
             result = run_segment(plant, segment, follower, mend)
     finally:
@@ -45,12 +45,14 @@ def train(plant: Plant, segment: int) -> None:
     loss = result.get("loss")
     if row.kind == "average":
         average = describe_average(result["averaged"])
-        plant.say(Message("duties.average_made", "  segment {segment}: {average}", segment=segment, average=average))
+        plant.print_line(
+            Message("duties.average_made", "  segment {segment}: {average}", segment=segment, average=average)
+        )
         return
     if not isinstance(loss, float):
-        plant.say(Message("duties.segment_done", "  Segment {segment} is done.", segment=segment))
+        plant.print_line(Message("duties.segment_done", "  Segment {segment} is done.", segment=segment))
         return
-    plant.say(
+    plant.print_line(
         Message(
             "duties.segment_trained",
             "  segment {segment} ({kind}): steps {first}–{last}, loss {loss:.3f}",
@@ -75,7 +77,7 @@ def _unannealed(look: DutyState) -> list[int]:
 def _unmeasured(look: DutyState) -> list[int]:
     """The anneal whose noise over data orders is not measured yet, if its first checkpoint exists."""
     workspace = look.plant.workspace
-    found = waits(workspace, look.db, ReleasePolicy.load(workspace.policy("gates/release.yaml")))
+    found = find_waiting_anneal(workspace, look.db, ReleasePolicy.load(workspace.policy_path("gates/release.yaml")))
     return [] if found is None else [found]
 
 
@@ -87,7 +89,7 @@ def _trunk(look: DutyState) -> Iterable[None]:
     return (None,) if trunk.steps and (trunk.new_shards or (look.endless and trunk.steps == trunk.wanted)) else ()
 
 
-def cached_trunk_forecast(look: DutyState) -> Trunk:
+def cached_trunk_forecast(look: DutyState) -> TrunkForecast:
     """The result of ``forecast_trunk``, computed again only after one of its inputs changed, because it opens every token shard.
 
     The ledger records it, and ``factory status`` reads the missing tokens there. Raises: ConfigError.
@@ -120,7 +122,7 @@ def _plan_trunk(plant: Plant, _: None) -> None:
 
 
 TRAIN = Duty(
-    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda look: filter(None, [look.open_segment]), train,
+    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda look: filter(None, [look.open_segment]), train_segment,
     trains=True, fills_disk=True,
 )  # fmt: skip
 PLAN_ANNEAL = Duty(

@@ -9,13 +9,13 @@ from functools import lru_cache
 
 from factory.backups.backups import back_up_daily
 from factory.core.errors import FactoryError
-from factory.core.faults import LOCKED, fault_of
+from factory.core.faults import LOCKED, find_fault_in
 from factory.duties.duty import Duty, always_due
 from factory.erasing.erasing import finish_pending_removals
-from factory.ingest.inbox import arrived, take, update_inbox
+from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_inbox
 from factory.ledger.plant import Plant
 from factory.releasable.recorded import update_report
-from factory.release.releases import reconcile
+from factory.release.releases import finish_releases
 from factory.show.catching_up import show_missing
 from factory.show.mlflow.answering import ApprovalResponder
 from factory.show.telling.delivery import Notifier
@@ -33,8 +33,8 @@ UPDATE_INBOX = Duty(
 INGEST = Duty(
     "ingest",
     Message("duties.ingest", "ingest a file of the inbox"),
-    due=lambda look: arrived(look.plant, look.settle),
-    do=take,
+    due=lambda look: list_complete_files(look.plant, look.settle),
+    do=ingest_inbox_file,
     recurs=True,
 )
 
@@ -44,17 +44,17 @@ def _back_up(plant: Plant, _: None) -> None:
     try:
         said = back_up_daily(plant)
     except Exception as error:
-        fault = fault_of(error)
+        fault = find_fault_in(error)
         if fault is None or fault == LOCKED:
             raise
         raise FactoryError(
             "duties.no_backup",
             "The daemon made no backup: {fault}. To continue, {to_do}.",
-            fault=fault.says,
-            to_do=fault.do.rstrip(", "),
+            fault=fault.description,
+            to_do=fault.remedy.rstrip(", "),
         ) from None
     if said:
-        plant.say(f"  {said}")
+        plant.print_line(f"  {said}")
 
 
 BACK_UP = Duty("back_up", Message("duties.back_up", "make a backup once a day"), always_due, _back_up, each="pass")
@@ -75,14 +75,14 @@ UPDATE_SERVED_FOLDER = Duty(
     "publish",
     Message("duties.publish", "update the folder of the served release"),
     always_due,
-    lambda plant, _: reconcile(plant),
+    lambda plant, _: finish_releases(plant),
     each="pass",
 )
 PUBLISH_REPORTS = Duty(
     "show", Message("duties.show", "add new results to MLflow and to reports/"), always_due, lambda plant, _: show_missing(plant), each="look"
 )  # fmt: skip
 NOTIFY = Duty(
-    "notify", Message("duties.notify", "send notifications to their receivers"), always_due, lambda plant, _: _notifier(plant).look(),
+    "notify", Message("duties.notify", "send notifications to their receivers"), always_due, lambda plant, _: _notifier(plant).deliver_new_events(),
     in_background=2.0, at_end=True,
 )  # fmt: skip
 ANSWER_APPROVALS = Duty(

@@ -26,15 +26,15 @@ import pyarrow.parquet as pq
 import sqlalchemy as sa
 
 from factory.backups.backups import make_backup
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.data.removing import mark_new_releases
 from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
-from factory.ingest.reading.kinds import kind_of
-from factory.ledger.files import SHARD_FILED, filed, origins
+from factory.ingest.reading.kinds import detect_kind
+from factory.ledger.files import SHARD_FILED, filed_shards, sources_of_shard
 from factory.ledger.journal import list_backups
-from factory.ledger.ledger import Ledger, documents, held_out, record, shards, token_shards
+from factory.ledger.ledger import Ledger, documents, held_out, record_event, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import (
     ERASED,
@@ -45,12 +45,12 @@ from factory.ledger.removals import (
     erased_shards,
     former_file_hashes,
     former_token_shard_names,
-    removals,
+    list_removals,
 )
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import find_raw_shard
 from factory.sandbox.together import remove_unused_links
-from factory.training.planning import plan_of
+from factory.training.planning import read_data_plan
 from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, file_sha256, write_token_shard
@@ -58,17 +58,17 @@ from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, fil
 c = documents.c
 
 
-def warnings(plant: Plant, selection: DocumentSelection) -> list[str]:
+def list_erasure_consequences(plant: Plant, selection: DocumentSelection) -> list[str]:
     """Lines for a person: the consequences of erasing the text of these documents."""
     held = {
         shard
-        for part in selection.parts()
+        for part in selection.conditions()
         for (shard,) in _select(plant.ledger, [c.token_shard], part, c.token_shard.is_not(None))
     }
     read = [
         row.id
         for row in SegmentRow.select(plant.ledger)
-        if held & {shard["id"] for shard in plan_of(plant.ledger, row)["token_shards"]}
+        if held & {shard["id"] for shard in read_data_plan(plant.ledger, row)["token_shards"]}
     ]
     said: list[str] = [
         Message(
@@ -84,7 +84,7 @@ def warnings(plant: Plant, selection: DocumentSelection) -> list[str]:
                 segments=read,
             )
         )
-    if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.parts()):
+    if any(_select(plant.ledger, [c.key], part, c.fate == "held_out") for part in selection.conditions()):
         said.append(
             Message(
                 "erasing.evaluations",
@@ -95,7 +95,7 @@ def warnings(plant: Plant, selection: DocumentSelection) -> list[str]:
         path, _ = find_raw_shard(plant, sha256)
         if path is not None and not path.is_relative_to(plant.workspace.root):
             said.append(_outside(path))
-        for origin in sorted({one["origin"] for one in origins(plant.ledger, sha256)}):
+        for origin in sorted({one["origin"] for one in sources_of_shard(plant.ledger, sha256)}):
             if Path(origin).exists() and not Path(origin).is_relative_to(plant.workspace.root):
                 said.append(_outside(origin))
     if made := [path.name for path in list_backups(plant.workspace.root)]:
@@ -121,7 +121,7 @@ def finish_pending_removals(plant: Plant) -> list[str]:
     """Mark the releases made since each removal, and erase the text of removals that ask for it; returns lines for a person. The caller holds the
     model loop's lock."""
     said = mark_new_releases(plant.ledger)
-    pending = [one for one in removals(plant.ledger) if one.erase and one.state == "removed"]
+    pending = [one for one in list_removals(plant.ledger) if one.erase and one.state == "removed"]
     for removal in pending:
         if waits := _reader(plant.ledger, removal):
             said.append(
@@ -142,10 +142,10 @@ def finish_pending_removals(plant: Plant) -> list[str]:
 def _erase(plant: Plant, removal: Removal) -> list[str]:
     said = []
     for left in plant.workspace.shards.glob(".writing-*"):  # of a run that was killed
-        remove(left)
+        remove_path(left)
     remove_unused_links(plant.workspace.shards)
     with plant.ledger.begin() as tx:
-        rows = sa.select(c.key).where(c.rule == removal.rule("held_out"))
+        rows = sa.select(c.key).where(c.rule == removal.rule_for_fate("held_out"))
         tx.execute(held_out.delete().where(held_out.c.key.in_(rows)))
     everything = sorted(_rows(plant.ledger, removal))
     for sha256, group in groupby(everything, key=lambda row: row[0]):
@@ -153,8 +153,8 @@ def _erase(plant: Plant, removal: Removal) -> list[str]:
     if plant.ledger.file:
         make_backup(plant)  # a ledger restored from this backup does not have the erased rows
     with plant.ledger.begin() as tx:
-        detail = {"rows": len(everything), "held_out": len(plant.ledger.rows(rows))}
-        record(tx, ERASED, Subject("removal", removal.number), detail)
+        detail = {"rows": len(everything), "held_out": len(plant.ledger.select_rows(rows))}
+        record_event(tx, ERASED, Subject("removal", removal.number), detail)
     done = Message(
         "erasing.done",
         "removal {removal}: the text of {rows:,|row|rows} is erased",
@@ -198,18 +198,20 @@ def _erase_in_shard(plant: Plant, sha256: str, rows: set[int]) -> list[str]:
         with plant.ledger.begin() as tx:
             for number, _, new in made:
                 tx.execute(
-                    token_shards.update().where(token_shards.c.id == number).values(path=plant.ledger.inside(new.path))
+                    token_shards.update()
+                    .where(token_shards.c.id == number)
+                    .values(path=plant.ledger.to_stored_path(new.path))
                 )
-            record(tx, SHARD_ERASED, f"shard:{sha256[:16]}", detail)
+            record_event(tx, SHARD_ERASED, f"shard:{sha256[:16]}", detail)
             if filing:
-                record(tx, SHARD_FILED, f"shard:{sha256[:16]}", filing)
+                record_event(tx, SHARD_FILED, f"shard:{sha256[:16]}", filing)
         if aside is not None and raw is not None:
             rename_into_place(aside, raw)
         said += remove_originals(plant, sha256)
         former = former_token_shard_names(plant.ledger, sha256)  # also of an earlier run that was killed at this point
         for number, old_path, new in made:
             for path in {old_path, *(plant.workspace.shards / name for name in (number, *former))} - {new.path}:
-                remove(path)
+                remove_path(path)
         sync_folder(plant.workspace.shards)  # before the ledger records that the text is gone
     return said
 
@@ -246,7 +248,7 @@ def _raw_without(
     aside = raw.with_name(f".{raw.name}.erased")
     rewrite_without_rows(raw, name, rows, aside)
     shutil.copymode(raw, aside)
-    known = filed(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
+    known = filed_shards(plant.ledger).get((str(raw.parent.relative_to(plant.workspace.root)), raw.name))
     status = aside.stat()
     return aside, known and known | {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}, []
 
@@ -290,12 +292,12 @@ def _runs(shard: TokenShard, row: dict[str, Any]) -> list[int]:
 
 def _rows(ledger: Ledger, removal: Removal) -> set[tuple[str, int, str]]:
     """(shard, row, key) of all rows of a removal: its documents, rows dropped as copies of them, and dropped rows of its source or licence."""
-    rules = [removal.rule(fate) for fate in REMOVABLE_FATES]
+    rules = [removal.rule_for_fate(fate) for fate in REMOVABLE_FATES]
     mine = sa.select(c.key).where(c.fate == REMOVED_FATE, c.rule.in_(rules))
     found = [c.rule.in_(rules), sa.and_(c.fate == "dropped", c.matched.in_(mine))]
     chosen = DocumentSelection(removal.column, tuple(removal.names))
     early = sa.select(shards.c.sha256).where(shards.c.ingested_at <= removal.at)
-    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.parts()]
+    found += [sa.and_(c.fate == "dropped", c.shard.in_(early), part) for part in chosen.conditions()]
     return {(shard, row, key) for part in found for shard, row, key in _select(ledger, [c.shard, c.row, c.key], part)}
 
 
@@ -303,17 +305,17 @@ def _reader(ledger: Ledger, removal: Removal) -> int | None:
     """The planned segment that reads a token shard of the removal; None: no such segment."""
     held = set(removal.token_shards)
     for row in SegmentRow.select(ledger, "WHERE state = 'planned' ORDER BY id"):
-        if held & {shard["id"] for shard in plan_of(ledger, row)["token_shards"]}:
+        if held & {shard["id"] for shard in read_data_plan(ledger, row)["token_shards"]}:
             return row.id
     return None
 
 
 def _shards_of(ledger: Ledger, selection: DocumentSelection) -> list[str]:
-    return sorted({shard for part in selection.parts() for (shard,) in _select(ledger, [c.shard], part)})
+    return sorted({shard for part in selection.conditions() for (shard,) in _select(ledger, [c.shard], part)})
 
 
 def _select(ledger: Ledger, columns: list[Any], *where: Any) -> list[tuple[Any, ...]]:
-    return [tuple(row.values()) for row in ledger.rows(sa.select(*columns).where(*where).distinct())]
+    return [tuple(row.values()) for row in ledger.select_rows(sa.select(*columns).where(*where).distinct())]
 
 
 ROW = b'{"erased": true}'  # replaces an erased line
@@ -324,7 +326,7 @@ def rewrite_without_rows(path: Path, name: str, rows: Collection[int], target: P
 
     Raises: OSError; pyarrow.ArrowException for a damaged file.
     """
-    kind, compression = kind_of(name)
+    kind, compression = detect_kind(name)
     if kind in (".jsonl", ".ndjson", ".json"):
         _lines(path, compression, rows, target)
     elif kind == ".parquet":

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from factory.core.progress import Task
-from factory.evals.suite import order
+from factory.core.progress import ProgressTask
+from factory.evals.suite import hash_order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from trainer.contract.data.token_shard import TokenShard
@@ -33,12 +33,12 @@ class ByteNgrams:
     def __init__(self) -> None:
         self.trigrams = np.zeros(1 << 24, np.int32)
 
-    def add(self, text: Array, counted: Array) -> None:
+    def add_document(self, text: Array, counted: Array) -> None:
         """Count the bytes [N] of a document that ``counted`` [N] marks, each after its two previous bytes."""
         self.trigrams += np.bincount(_contexts(text)[counted], minlength=1 << 24).astype(np.int32)
 
-    def finish(self) -> None:
-        """Compute the shorter models from the counts. Call it after the last ``add``."""
+    def finish_counting(self) -> None:
+        """Compute the shorter models from the counts. Call it after the last ``add_document``."""
         cube = self.trigrams.reshape(256, 256, 256)
         self.pairs = cube.sum(0, dtype=np.int64)
         singles = self.pairs.sum(0)
@@ -61,12 +61,12 @@ class ByteNgrams:
         return float(-np.log2(bigram).sum()), float(-np.log2(trigram).sum())
 
 
-def baselines(
+def measure_baselines(
     shards: Sequence[TokenShard],
     texts: Sequence[ScoredText],
     token_bytes: TokenBytes,
     bytes_per_domain: int,
-    task: Task,
+    task: ProgressTask,
 ) -> dict[str, dict[str, float]]:
     """{domain: {"bigram", "trigram": bits per byte, "fitted_bytes"}} for every domain of ``texts``.
 
@@ -76,16 +76,16 @@ def baselines(
     for domain in sorted({text.document.domain for text in texts}):
         model, fitted = ByteNgrams(), 0
         for document, counted in _chunks(_training_text(shards, domain, token_bytes, bytes_per_domain)):
-            model.add(document, counted)
+            model.add_document(document, counted)
             fitted += int(counted.sum())
         task.advance(1, domain)
         if not fitted:
             continue
-        model.finish()
+        model.finish_counting()
         bits, measured = np.zeros(2), 0
         for text in texts:
             if text.document.domain == domain:
-                held, token_of_byte = token_bytes.expand(text.tokens)
+                held, token_of_byte = token_bytes.bytes_of_ids(text.tokens)
                 bits += model.bits(held, text.scored[token_of_byte])
                 measured += text.bytes
         found[domain] = {"bigram": bits[0] / measured, "trigram": bits[1] / measured, "fitted_bytes": float(fitted)}
@@ -111,7 +111,7 @@ def _training_text(
         table = shard.documents
         columns = [table.column(name).to_pylist() for name in ("domain", "key", "start", "length")]
         listed += [
-            (order("baseline", key), shard, start, length)
+            (hash_order("baseline", key), shard, start, length)
             for where, key, start, length in zip(*columns, strict=True)
             if where == domain
         ]
@@ -120,7 +120,7 @@ def _training_text(
     for _, shard, start, length in listed:
         if taken >= limit:
             return
-        text, token_of_byte = token_bytes.expand(shard.tokens[start : start + length].astype(np.int64))
+        text, token_of_byte = token_bytes.bytes_of_ids(shard.tokens[start : start + length].astype(np.int64))
         counted = shard.loss_mask(start, start + length)[token_of_byte]
         taken += int(counted.sum())
         yield text, counted

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check, joined
+from factory.evals.probes.checks import Check, join_sentences
 from factory.ingest.shapes.calls import strip_tools
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
@@ -48,8 +48,10 @@ def _same_hashes(ledger: Ledger) -> Check:
     both = sa.select(held.c.key, train.c.key.label("train")).join(
         train, held.c.content_sha256 == train.c.content_sha256
     )
-    found = ledger.rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
-    total = ledger.rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[0]
+    found = ledger.select_rows(both.where(held.c.fate == "held_out", train.c.fate == "train").limit(1000))
+    total = ledger.select_rows(sa.select(sa.func.count()).select_from(documents).where(documents.c.fate == "held_out"))[
+        0
+    ]
     if found:
         detail = Message(
             "contamination.held_out", "{count:,} held-out documents are also training documents. First: {first}",
@@ -67,7 +69,7 @@ def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str
     """(key, ids from BOS to the end token, length of a leading system turn that lists tools) of every held-out document."""
     h, d = held_out.c, documents.c
     living = sa.select(h.key, h.content).join(documents, d.key == h.key).where(d.fate != REMOVED_FATE).order_by(h.key)
-    for row in ledger.rows(living):
+    for row in ledger.select_rows(living):
         content = row["content"]
         messages = content.get("messages")
         ids, _ = tokenizer.encode_messages(messages) if messages else tokenizer.encode_text(content["text"][:LONGEST])
@@ -124,7 +126,7 @@ def check_shared_ngrams(
                 count=len(copies), first=first, copy=copy,
             )
         )  # fmt: skip
-    return Check("no_shared_ngrams", not over and not copies, joined(details))
+    return Check("no_shared_ngrams", not over and not copies, join_sentences(details))
 
 
 def _copies(shard: TokenShard, held: dict[str, Tokens], copies: dict[str, str]) -> None:

@@ -19,11 +19,11 @@ import sqlalchemy as sa
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import export_folder_sha256
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.evals.baselines import baselines, hash_of_baselines, open_shards
+from factory.evals.baselines import hash_of_baselines, measure_baselines, open_shards
 from factory.evals.export_config import ExportError
-from factory.evals.parity import ParityCase, parity
+from factory.evals.parity import ParityCase, check_parity
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check, joined
+from factory.evals.probes.checks import Check, join_sentences
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
@@ -32,23 +32,23 @@ from factory.evals.tasks import (
     ChatSample,
     EvalItem,
     ScoredText,
-    bits_per_byte,
+    bits_per_byte_by_domain,
     build_cloze_items,
-    chat_samples,
     encode_documents,
+    generate_chat_samples,
     items_of_chat_samples,
-    noise_floor,
-    ratio_bits,
+    measure_noise_floor,
+    score_bits_per_byte,
     score_cloze_items,
 )
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger, eval_items, evaluations, record
+from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject
-from factory.ledger.writing import insert
-from kernels.contract.files import finite
+from factory.ledger.writing import insert_row
+from kernels.contract.files import finite_values
 from kernels.contract.message import CodedError, Message
 from trainer.contract.data.token_shard import TokenShard
 from trainer.contract.errors import TokenShardError
@@ -56,11 +56,11 @@ from trainer.contract.errors import TokenShardError
 
 def load_current_suite(plant: Plant) -> Suite:
     """The suite on which candidates are compared now. Raises: InputError if the workspace has no tokenizer yet."""
-    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
     return build_suite(plant.ledger, policy, Tokenizer.load(plant.workspace.tokenizer).sha256)
 
 
-def evaluate(plant: Plant, candidate_id: int) -> int:
+def evaluate_candidate(plant: Plant, candidate_id: int) -> int:
     """Measure a candidate and return the evaluation's id. Idempotent for a candidate and a suite.
 
     Raises: InputError for an unknown candidate or without held-out documents; DamagedExportError; NoMemoryError.
@@ -69,7 +69,7 @@ def evaluate(plant: Plant, candidate_id: int) -> int:
 
 
 def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released: bool = False) -> int:
-    """``evaluate`` on a given suite, so that two candidates can be measured on the same suite.
+    """``evaluate_candidate`` on a given suite, so that two candidates can be measured on the same suite.
 
     ``released``: skip the parity checks. The candidate passed them before its release, and its export has the same hash.
     """
@@ -86,7 +86,7 @@ def evaluate_on_suite(plant: Plant, candidate_id: int, suite: Suite, *, released
         )
     segment = SegmentRow.get(plant.ledger, candidate.segment)
     plan = plant.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]
-    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
     shards = open_shards(plant.workspace.root, with_replaced_token_shards(plant.ledger, plan["plan"]))
     summary, items = _measure(plant, candidate, suite, shards, policy, released)
     return _write(plant.ledger, candidate_id, suite, summary, items)
@@ -98,13 +98,16 @@ def find_evaluation(ledger: Ledger, candidate_id: int, suite: Suite) -> Evaluati
     return EvaluationRow.first(ledger, mine, candidate=candidate_id, suite=suite.sha256)
 
 
-def items_of(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
+def read_items_of_evaluation(ledger: Ledger, evaluation_id: int) -> list[EvalItem]:
     """The items of a recorded evaluation."""
     columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
-    return [EvalItem(**row) for row in ledger.rows(sa.select(*columns).where(eval_items.c.evaluation == evaluation_id))]
+    return [
+        EvalItem(**row)
+        for row in ledger.select_rows(sa.select(*columns).where(eval_items.c.evaluation == evaluation_id))
+    ]
 
 
-def refuse_damaged(candidate: CandidateRow) -> None:
+def refuse_damaged_export(candidate: CandidateRow) -> None:
     """Raises: DamagedExportError if a candidate's export is missing or has another hash than recorded."""
     try:
         if export_folder_sha256(Path(candidate.export_path)) != candidate.export_sha256:
@@ -134,9 +137,9 @@ def _measure(
         "export_sha256": candidate.export_sha256,
         "tokenizer_sha256": tokenizer.sha256,
         "task_versions": TASK_VERSIONS,
-        "documents": {domain: len(suite.of(domain)) for domain in suite.domains},
+        "documents": {domain: len(suite.documents_of_domain(domain)) for domain in suite.domains},
     }
-    refuse_damaged(candidate)
+    refuse_damaged_export(candidate)
     try:
         model = ReferenceModel.load(export)
         if model.config.vocab_size < tokenizer.vocab_size:
@@ -151,12 +154,14 @@ def _measure(
     cloze = build_cloze_items(suite, tokenizer, policy)
     total = len(texts) + len(cloze)
     with plant.progress.task(f"evaluating candidate {candidate.id}", None) as task:
-        bpb_items = bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
-        dev = bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte, dev half"))
+        bpb_items = score_bits_per_byte(model, texts, policy, lambda n: task.advance(n, "bits per byte"))
+        dev = score_bits_per_byte(model, dev_texts, policy, lambda n: task.advance(n, "bits per byte, dev half"))
         dev_items = [replace(item, task=DEV) for item in dev]
-        noise = noise_floor(model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted"))
+        noise = measure_noise_floor(
+            model, texts, bpb_items, policy, lambda n: task.advance(n, "bits per byte, shifted")
+        )
         cloze_items = score_cloze_items(model, cloze, lambda n: task.advance(n, "cloze"))
-        samples = chat_samples(model, suite, tokenizer, policy)
+        samples = generate_chat_samples(model, suite, tokenizer, policy)
         task.advance(len(samples), "chat samples")
         summary |= _baselines(plant.ledger, suite, shards, texts, token_bytes, policy, task)
         checks = [
@@ -178,7 +183,7 @@ def _measure(
         checks.append(Check("finite_loss", True, all_finite))
         try:
             if not released:
-                checks += parity(
+                checks += check_parity(
                     ParityCase(
                         candidate,
                         tokenizer,
@@ -202,7 +207,7 @@ def _measure(
         task.advance(len(checks), "parity")
     summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks)
     summary["dev"] = {
-        "bpb": ratio_bits(dev_items),
+        "bpb": bits_per_byte_by_domain(dev_items),
         "documents": {d: len([i for i in dev_items if i.domain == d]) for d in suite.domains},
     }
     return summary, [*bpb_items, *dev_items, *cloze_items, *items_of_chat_samples(samples)]
@@ -234,7 +239,7 @@ def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[st
         ]
     if not problems:
         return None
-    return joined(
+    return join_sentences(
         [
             *problems,
             Message(
@@ -254,7 +259,7 @@ def _results(
     parsed = [sample.parses for sample in samples if sample.parses is not None]
     every = [value for values in right.values() for value in values]
     return {
-        "bpb": ratio_bits(bpb_items),
+        "bpb": bits_per_byte_by_domain(bpb_items),
         "noise_floor": noise,
         "bytes": {
             domain: sum(i.weight for i in bpb_items if i.domain == domain) for domain in {i.domain for i in bpb_items}
@@ -286,13 +291,13 @@ def _baselines(
 ) -> dict[str, Any]:
     """Bits per byte of the byte n-gram models. An earlier evaluation on the same suite and data already has them."""
     key = hash_of_baselines(suite.sha256, shards)
-    for row in ledger.rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
+    for row in ledger.select_rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
         if row["summary"].get("baselines_key") == key:
             return {"baselines_key": key, "baselines": row["summary"]["baselines"]}
     try:
         return {
             "baselines_key": key,
-            "baselines": baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
+            "baselines": measure_baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
         }
     except (TokenShardError, OSError) as error:
         if is_machine_fault_of_no_file(error):
@@ -310,10 +315,10 @@ def _write(ledger: Ledger, candidate_id: int, suite: Suite, summary: dict[str, A
         known = tx.execute(sa.select(evaluations.c.id).where(mine)).scalar()
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
-        values = {"candidate": candidate_id, "suite_sha256": suite.sha256, "summary": finite(summary)}
-        number = insert(tx, evaluations, **values, created_at=time.time())
+        values = {"candidate": candidate_id, "suite_sha256": suite.sha256, "summary": finite_values(summary)}
+        number = insert_row(tx, evaluations, **values, created_at=time.time())
         if items:
             tx.execute(eval_items.insert(), [asdict(item) | {"evaluation": number} for item in items])
         detail = {"evaluation": number, "suite": suite.sha256[:16], "bpb": summary.get("bpb")}
-        record(tx, "evaluated", Subject("candidate", candidate_id), detail)
+        record_event(tx, "evaluated", Subject("candidate", candidate_id), detail)
     return number

@@ -53,7 +53,7 @@ def read_config(folder: Path) -> ExportConfig:
 
 def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
     """Raises: ExportError unless an open safetensors file holds exactly the tensors that config.json requires, as floats."""
-    expected, names = config.shapes(), set(file.keys())
+    expected, names = config.tensor_shapes(), set(file.keys())
     if missing := sorted(set(expected) - names):
         raise ExportError(
             "export_folder.missing_tensors", "{file}: {count:,|tensor is|tensors are} missing. First: {first}",
@@ -76,7 +76,7 @@ def check_tensors(path: Path, file: Any, config: ExportConfig) -> None:
 def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     """All weights as fp32. Raises: ExportError for a tensor that is missing, extra, of another shape or not finite; NoMemoryError."""
     path = folder / "model.safetensors"
-    expected = config.shapes()
+    expected = config.tensor_shapes()
     count = sum(math.prod(shape) for shape in expected.values())
     held = path.stat().st_size if path.is_file() else 0
     if 2 * count > held:
@@ -104,7 +104,7 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     except (SafetensorError, OSError, ValueError) as error:
         if is_machine_fault_of_no_file(error):
             raise
-        raise unreadable(path, error) from error
+        raise unreadable_weights(path, error) from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
     if broken:
         raise ExportError(
@@ -114,7 +114,7 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
     return weights
 
 
-def unreadable(path: Path, error: Exception) -> ExportError:
+def unreadable_weights(path: Path, error: Exception) -> ExportError:
     """The error for a weights file that cannot be read."""
     return ExportError("export_folder.unreadable", "{file} cannot be read: {reason}", file=path, reason=str(error))
 

@@ -1,6 +1,6 @@
 """Compares an export with its checkpoint: every bit of the weights, and the meaning of every key of its files.
 
-Evaluator and server both read the export, so comparing them cannot show an error that both share. ``made_from`` therefore converts the
+Evaluator and server both read the export, so comparing them cannot show an error that both share. ``expected_export`` therefore converts the
 checkpoint in the factory's own process, by the rules of ``trainer.contract.checkpoint.export``. The ledger keeps the result with the candidate.
 """
 
@@ -20,14 +20,14 @@ from safetensors import SafetensorError, safe_open
 from factory.core.errors import NoMemoryError, SegmentError
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.evals.export_config import parse_config
-from factory.evals.export_folder import ExportError, read_json, unreadable
-from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check, joined
+from factory.evals.export_folder import ExportError, read_json, unreadable_weights
+from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check, join_sentences
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.checkpoint.export import convert_tensors, dtype_of, generation_config, hf_config
+from trainer.contract.checkpoint.export import convert_tensors, dtype_of_export, generation_config, hf_config
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe
 
@@ -42,7 +42,7 @@ Digests = dict[str, str]
 
 
 @dataclass(frozen=True)
-class Made:
+class ExpectedExport:
     """What the export of a checkpoint must hold."""
 
     weights_sha256: str  # over the digests of all tensors
@@ -53,21 +53,21 @@ class Made:
 
 
 # -- what it must be ---------------------------------------------------------------------------------------------------
-def made_from(checkpoint: Path, recipe: dict[str, Any]) -> Made:
+def expected_export(checkpoint: Path, recipe: dict[str, Any]) -> ExpectedExport:
     """What the export of a checkpoint must hold. Raises: SegmentError for a damaged checkpoint or an invalid recipe; NoMemoryError."""
     parsed = _recipe(recipe)
-    config = hf_config(parsed.model, dtype_of(parsed))
-    return Made(_total(hash_checkpoint_tensors(checkpoint, recipe)), config)
+    config = hf_config(parsed.model, dtype_of_export(parsed))
+    return ExpectedExport(_total(hash_checkpoint_tensors(checkpoint, recipe)), config)
 
 
-def recorded_export(ledger: Ledger, candidate: int) -> Made | None:
+def recorded_export(ledger: Ledger, candidate: int) -> ExpectedExport | None:
     """What the ledger recorded at a candidate's export. None: an older factory exported it and recorded nothing."""
     found = ledger.read(
         "SELECT detail FROM events WHERE kind = 'candidate' AND subject = :subject ORDER BY id DESC LIMIT 1",
         subject=str(Subject("candidate", candidate)),
     )
     made = (found[0]["detail"] or {}).get("made") if found else None
-    return Made(**made) if made else None
+    return ExpectedExport(**made) if made else None
 
 
 def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests:
@@ -126,7 +126,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
     except (SafetensorError, OSError, ValueError) as error:
         if is_machine_fault_of_no_file(error):
             raise
-        raise unreadable(path, error) from error
+        raise unreadable_weights(path, error) from error
 
 
 def _digests(tensors: Iterable[tuple[str, torch.Tensor]]) -> Digests:
@@ -147,7 +147,9 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
     """A check for each name in ``OF_CHECKPOINT``. ``vocabulary``: number of tokens of the tokenizer."""
     made = recorded_export(ledger, candidate.id)
     if made is None:
-        detail = joined([Message("export_parity.not_recorded", "The ledger has no hashes of this export"), AGAIN])
+        detail = join_sentences(
+            [Message("export_parity.not_recorded", "The ledger has no hashes of this export"), AGAIN]
+        )
         return [Check(name, None, detail) for name in OF_CHECKPOINT]
     export = Path(candidate.export_path)
     here, where = read_json(export / "config.json"), export / "config.json"
@@ -179,13 +181,13 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
         ),
     }  # fmt: skip
     checks = [
-        Check(name, not wrong[name], joined([*wrong[name], AGAIN]) if wrong[name] else detail)
+        Check(name, not wrong[name], join_sentences([*wrong[name], AGAIN]) if wrong[name] else detail)
         for name, detail in passed.items()
     ]
     return [_weights(export, made), *checks]
 
 
-def _weights(export: Path, made: Made) -> Check:
+def _weights(export: Path, made: ExpectedExport) -> Check:
     tensors = hash_export_tensors(export)
     found, recorded = _total(tensors), made.weights_sha256
     if found == recorded:
@@ -198,7 +200,7 @@ def _weights(export: Path, made: Made) -> Check:
         "export_parity.other_weights", "The tensors have sha256 {found:.12}, but the checkpoint's have {recorded:.12}",
         found=found, recorded=recorded,
     )  # fmt: skip
-    return Check("weights", False, joined([other, AGAIN]))
+    return Check("weights", False, join_sentences([other, AGAIN]))
 
 
 def check_export_files(
@@ -223,7 +225,7 @@ def check_export_files(
         try:
             found.append(part())
         except ExportError as error:
-            found.append(Check(name, False, joined([error.message, AGAIN])))
+            found.append(Check(name, False, join_sentences([error.message, AGAIN])))
     return found
 
 
@@ -261,7 +263,7 @@ def _bos_eos(
         "export_parity.special_tokens", "Special tokens: BOS {bos}, end of document {end}, end of turn {end_of_turn}",
         bos="none" if bos is None else bos, end=end, end_of_turn=end_of_turn,
     )  # fmt: skip
-    return Check("bos_eos", not wrong, joined([*wrong, AGAIN]) if wrong else passed)
+    return Check("bos_eos", not wrong, join_sentences([*wrong, AGAIN]) if wrong else passed)
 
 
 def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
@@ -287,7 +289,7 @@ def _generation(export: Path) -> Check:
             file=where.name,
             config=json.dumps(generation_config()),
         )
-        return Check("generation_config", False, joined([*wrong, todo]))
+        return Check("generation_config", False, join_sentences([*wrong, todo]))
     return Check(
         "generation_config", True, Message("export_parity.greedy", "transformers and vLLM decode greedily by default")
     )

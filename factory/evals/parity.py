@@ -23,21 +23,21 @@ import torch
 from factory.evals.contamination import check_contamination
 from factory.evals.export_parity import check_against_checkpoint, check_export_files, recorded_export
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, chat_checks
+from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, check_chats
 from factory.evals.probes.checks import CHECKS as CHECKS
-from factory.evals.probes.checks import OF_ENGINE, Check, joined
+from factory.evals.probes.checks import OF_ENGINE, Check, join_sentences
 from factory.evals.probes.engine import Fixture, make_fixture
 from factory.evals.probes.engine_process import (
     NATIVE,
     VLLM,
     VLLM_PROGRAM,
-    engine_process,
     prefix_engine_name,
+    start_engine,
     why_vllm_cannot_run,
 )
-from factory.evals.probes.server import Served, probe
+from factory.evals.probes.server import ProbeAnswer, run_probe
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import Suite, order
+from factory.evals.suite import Suite, hash_order
 from factory.evals.tasks import ScoredText
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import make_turn
@@ -77,10 +77,10 @@ class ParityCase:
         return Path(self.candidate.export_path)
 
 
-def parity(case: ParityCase) -> list[Check]:
+def check_parity(case: ParityCase) -> list[Check]:
     """All checks except 'export' and 'finite_loss'. A failed check does not raise."""
     count = case.policy.parity_documents
-    by_hash = sorted(case.suite.documents, key=lambda document: order("parity", document.key))
+    by_hash = sorted(case.suite.documents, key=lambda document: hash_order("parity", document.key))
     # Left out: documents that spell a special token. Programs that match special tokens in text give them other ids.
     texts = [
         d.content["text"][:2000] for d in by_hash if d.messages is None and not spells_special_token(d.content["text"])
@@ -93,8 +93,8 @@ def parity(case: ParityCase) -> list[Check]:
     prompt = ids[: max(1, min(16, case.model.config.context - NEW_TOKENS))]
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
     asked = ProbeRequest([*texts, *_training_texts(case, count)], chats)
-    with engine_process(NATIVE, case.export) as native:  # the engine starts while transformers runs
-        served = probe(
+    with start_engine(NATIVE, case.export) as native:  # the engine starts while transformers runs
+        served = run_probe(
             asked.request() | {
                 "export": str(case.export), "logits_of": ids, "generate": prompt, "stop_ids": stop, "max_new_tokens": NEW_TOKENS,
                 "memory_mib": case.policy.probe_memory_mib,
@@ -104,7 +104,7 @@ def parity(case: ParityCase) -> list[Check]:
         files = _files(case, stop, served)
         greedy = any(check.name == "generation_config" and check.ok for check in files)
         fixture = make_fixture(case.tokenizer, case.model, case.model.config.context, greedy)
-        engines = [native.check(fixture, case.policy.engine_seconds)]
+        engines = [native.run_checks(fixture, case.policy.engine_seconds)]
     if case.policy.vllm == "auto" and VLLM_PROGRAM.exists():
         engines.append(_vllm(case, fixture))
     return [
@@ -133,17 +133,19 @@ def _vllm(case: ParityCase, fixture: Fixture) -> list[Check]:
             )
             for name in OF_ENGINE
         ]
-    with engine_process(VLLM, case.export) as vllm:
-        return vllm.check(fixture, case.policy.vllm_seconds)
+    with start_engine(VLLM, case.export) as vllm:
+        return vllm.run_checks(fixture, case.policy.vllm_seconds)
 
 
 def _together(checks: Sequence[Check]) -> Check:
     """The same check of several engines as one check. All must pass."""
     worst = min(checks, key=lambda check: (check.ok is not False, check.ok is True))
-    return worst if worst.ok is not True else Check(worst.name, True, joined([check.detail for check in checks]))
+    return (
+        worst if worst.ok is not True else Check(worst.name, True, join_sentences([check.detail for check in checks]))
+    )
 
 
-def _files(case: ParityCase, stop: list[int], served: Served) -> list[Check]:
+def _files(case: ParityCase, stop: list[int], served: ProbeAnswer) -> list[Check]:
     made = recorded_export(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get(
@@ -169,7 +171,7 @@ def _tokenizer(case: ParityCase) -> Check:
         "parity.other_tokenizer", "The workspace's tokenizer ({sha256:.12}) is missing elsewhere: {others}",
         sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
     )  # fmt: skip
-    return Check("tokenizer", False, joined([other, AGAIN]))
+    return Check("tokenizer", False, join_sentences([other, AGAIN]))
 
 
 def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, int, int]]:
@@ -178,7 +180,7 @@ def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, i
     for shard in case.shards:
         columns = [shard.documents.column(name).to_pylist() for name in ("key", "start", "length")]
         listed += [
-            (order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)
+            (hash_order("parity", key), key, shard, start, length) for key, start, length in zip(*columns, strict=True)
         ]
     return sorted(listed, key=lambda entry: entry[0])[:count]
 
@@ -291,10 +293,10 @@ def _messages(case: ParityCase, ids: npt.NDArray[np.int64], mask: npt.NDArray[np
 
 
 def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
-    return token_bytes.expand(ids)[0].tobytes().decode("utf-8")
+    return token_bytes.bytes_of_ids(ids)[0].tobytes().decode("utf-8")
 
 
-def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: Served) -> Check:
+def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) -> Check:
     """The check that encoding, decoding and encoding again gives the same text and ids, here and at the server."""
     texts = asked.request()["texts"]
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
@@ -310,16 +312,16 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: Served) -> Ch
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there
-    return Check("round_trip", same, detail if same else joined([detail, AGAIN]))
+    return Check("round_trip", same, detail if same else join_sentences([detail, AGAIN]))
 
 
 # -- server against evaluator ------------------------------------------------------------------------------------------
-def _unserved(name: str, served: Served) -> Check:
+def _unserved(name: str, served: ProbeAnswer) -> Check:
     detail = Message("parity.not_served", "transformers gave no answer: {problem}", problem=served.problem)
     return Check(name, None if served.out_of_time else False, detail)
 
 
-def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: Served) -> list[Check]:
+def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: ProbeAnswer) -> list[Check]:
     if served.problem:
         return [_unserved(name, served) for name in (*CHAT_CHECKS, "stop")]
     answer = served.answer
@@ -338,10 +340,10 @@ def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: 
             "Each end token of generation_config.json ends generation: {tokens}",
             tokens=sorted(answer["eos_token_ids"]),
         )
-    return [*chat_checks(tokenizer, asked, answer), Check("stop", not (missing or more or ran_on), detail)]
+    return [*check_chats(tokenizer, asked, answer), Check("stop", not (missing or more or ran_on), detail)]
 
 
-def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
+def _logits(model: ReferenceModel, ids: list[int], served: ProbeAnswer) -> Check:
     if served.logits_TV is None:
         return _unserved("logits", served)
     ours = model.logits(torch.tensor([ids]))[0].numpy()
@@ -359,7 +361,7 @@ def _logits(model: ReferenceModel, ids: list[int], served: Served) -> Check:
     return Check("logits", bool(apart <= LOGITS_TOLERANCE * scale), detail)  # NaN compares false
 
 
-def _smoke(served: Served) -> Check:
+def _smoke(served: ProbeAnswer) -> Check:
     if served.problem:
         return _unserved("smoke", served)
     count = len(served.answer["generated"])

@@ -10,7 +10,7 @@ guard has (``benchmarks/judge/results.txt`` says why).
 
 ``ScoredGuard`` is a guard whose items are right or wrong. Its power follows from facts that no candidate can change: items, groups, margin, level,
 and the share of items on which two equally good models differ. A guard that more than one in five equally good models would fail is set aside. Then
-it holds a release only if the measured loss exceeds the margin, and only if equally good models seldom have such a loss (``tells``).
+it holds a release only if the measured loss exceeds the margin, and only if equally good models seldom have such a loss (``is_loss_informative``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_FAILED = 0.2  # a guard that more equally good models fail is set aside
 TOGETHER = (
     0.5  # ρ of right and wrong between equally good models: assumed; ``python -m benchmarks.judge.sides`` measures it
 )
-LARGEST = 10_000_000  # most items that ``needed`` returns
+LARGEST = 10_000_000  # most items that ``items_needed`` returns
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RequiredBound:
 
     def chance(self, gain: float) -> float:
         """The probability that a candidate with the true gain ``gain`` passes. Without ``moves``, the true gain is 0."""
-        if self.measured.bound(self.level) is None:
+        if self.measured.confidence_bound(self.level) is None:
             return 0.0
         assert self.measured.error is not None and self.measured.effective is not None
         above = (gain if self.moves else 0.0) - self.floor
@@ -71,9 +71,9 @@ class ScoredGuard:
     wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's last step.
 
     >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
-    >>> round(small.error, 3), round(small.passed, 2), small.stands, small.needed()
+    >>> round(small.error, 3), round(small.share_passing, 2), small.is_reliable, small.items_needed()
     (0.082, 0.56, False, 68)
-    >>> ScoredGuard(items=95, groups=95.0, variance=0.24, margin=0.15, level=0.05).stands
+    >>> ScoredGuard(items=95, groups=95.0, variance=0.24, margin=0.15, level=0.05).is_reliable
     True
     """
 
@@ -89,7 +89,7 @@ class ScoredGuard:
         return math.sqrt(2 * self.variance * (1 - TOGETHER) / self.items)
 
     @property
-    def passed(self) -> float:
+    def share_passing(self) -> float:
         """The share of equally good models that pass the guard."""
         if self.groups <= 1:
             return 0.0  # one group has no spread
@@ -102,26 +102,26 @@ class ScoredGuard:
         return float(ndtr(self.margin / self.error - tested_N).mean())
 
     @property
-    def stands(self) -> bool:
+    def is_reliable(self) -> bool:
         """Do at most one in five equally good models fail the guard?"""
-        return self.passed >= 1 - MOST_FAILED
+        return self.share_passing >= 1 - MOST_FAILED
 
     @property
-    def lost_by_chance(self) -> float:
+    def share_losing_by_chance(self) -> float:
         """The share of equally good models whose measured loss exceeds the margin."""
         from scipy.special import ndtr  # takes a moment, which only a comparison needs to wait for
 
         return float(ndtr(-self.margin / self.error)) if self.error else 0.0
 
     @property
-    def tells(self) -> bool:
+    def is_loss_informative(self) -> bool:
         """Is a measured loss beyond the margin informative, because at most one in five equally good models has such a loss?"""
-        return self.groups > 1 and self.lost_by_chance <= MOST_FAILED
+        return self.groups > 1 and self.share_losing_by_chance <= MOST_FAILED
 
     @property
-    def still(self) -> Message:
+    def describe_effect(self) -> Message:
         """The effect that the guard still has after it is set aside."""
-        if not self.tells:
+        if not self.is_loss_informative:
             return Message(
                 "power.only_rejects", "It cannot hold a release. It rejects a release that shows a loss of more than {margin:.3f}.",
                 margin=self.margin,
@@ -130,19 +130,19 @@ class ScoredGuard:
             "power.holds_measured_loss",
             "It holds a release only if the measured loss is more than {margin:.3f}. {chance:.0f} of 100 equally good models have such a loss. "
             "It rejects a release that shows such a loss.",
-            margin=self.margin, chance=100 * self.lost_by_chance,
+            margin=self.margin, chance=100 * self.share_losing_by_chance,
         )  # fmt: skip
 
-    def needed(self) -> int | None:
+    def items_needed(self) -> int | None:
         """The number of items with which the guard stands, with the same items per group. None: no number is enough."""
         low, high = 1, max(self.items, 2)
-        while not self._of(high).stands:
+        while not self._of(high).is_reliable:
             low, high = high, 2 * high
             if high > LARGEST:
                 return None
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._of(middle).stands else (middle, high)
+            low, high = (low, middle) if self._of(middle).is_reliable else (middle, high)
         return high
 
     def margin_needed(self) -> float | None:
@@ -152,7 +152,7 @@ class ScoredGuard:
         0.21
         """
         hundredths = range(math.floor(100 * self.margin) + 1, 100)
-        return next((n / 100 for n in hundredths if replace(self, margin=n / 100).stands), None)
+        return next((n / 100 for n in hundredths if replace(self, margin=n / 100).is_reliable), None)
 
     def _of(self, items: int) -> ScoredGuard:
         return replace(self, items=items, groups=self.groups * items / self.items)
@@ -186,16 +186,16 @@ def assign_holm_levels(guards: Mapping[str, RequiredBound], gain: float) -> dict
     return {name: replace(guards[name], level=guards[name].level / (len(surest) - n)) for n, name in enumerate(surest)}
 
 
-def passes(
+def chance_to_pass_all(
     gain: float, needed: Sequence[RequiredBound], guards: Mapping[str, RequiredBound] | None = None, apart: str = ""
 ) -> float:
-    """The probability that a candidate with the true gain ``gain`` passes all bounds. Arguments as in ``smallest_gain``."""
+    """The probability that a candidate with the true gain ``gain`` passes all bounds. Arguments as in ``smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
     return math.prod(one.chance(gain) for one in bounds)
 
 
-def smallest_gain(
+def smallest_detectable_gain(
     needed: Sequence[RequiredBound],
     otherwise: float = 0.0,
     guards: Mapping[str, RequiredBound] | None = None,
@@ -207,10 +207,10 @@ def smallest_gain(
     that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(smallest_gain([RequiredBound(target, 0.025)]), 4), smallest_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)])
+    >>> round(smallest_detectable_gain([RequiredBound(target, 0.025)]), 4), smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)])
     (0.0281, None)
     """
-    enough = lambda gain: passes(gain, needed, guards, apart) >= POWER + otherwise
+    enough = lambda gain: chance_to_pass_all(gain, needed, guards, apart) >= POWER + otherwise
     low, high = 0.0, MOST
     if not enough(high):
         return None
@@ -220,7 +220,7 @@ def smallest_gain(
     return high
 
 
-def times_needed(
+def groups_factor_needed(
     gain: float,
     needed: Sequence[RequiredBound],
     otherwise: float = 0.0,
@@ -230,13 +230,13 @@ def times_needed(
     """The factor by which groups must grow to show ``gain`` with 80 %, to a tenth. At most 1: these are enough. None: more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(times_needed(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
+    >>> round(groups_factor_needed(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
     4.1
     """
 
     def enough(times: float) -> bool:
         wider = {name: _with_groups(one, times) for name, one in (guards or {}).items()}
-        return passes(gain, [_with_groups(one, times) for one in needed], wider, apart) >= POWER + otherwise
+        return chance_to_pass_all(gain, [_with_groups(one, times) for one in needed], wider, apart) >= POWER + otherwise
 
     low, high = 0.0, 1.0
     while not enough(high):

@@ -26,12 +26,12 @@ class GeneratedTokens:
     ended: bool  # before the limit
 
 
-def greedy(logits_BV: torch.Tensor) -> torch.Tensor:
+def choose_likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
     """The likeliest tokens [B]."""
     return logits_BV.argmax(-1)
 
 
-def never(tokens: list[int]) -> bool:
+def never_finished(tokens: list[int]) -> bool:
     """Always False, so that only a stop token or the limit ends a text."""
     return False
 
@@ -50,7 +50,7 @@ class GreedyContinuation:
 class ReferenceModel:
     """A loaded export. For scoring, sequences are padded on the right, which changes no other position.
 
-    ``to`` moves the model to another device. Arguments and results stay on the CPU.
+    ``move_to`` moves the model to another device. Arguments and results stay on the CPU.
     """
 
     device = torch.device("cpu")
@@ -69,7 +69,7 @@ class ReferenceModel:
         config = read_config(folder)
         return cls(config, read_weights(folder, config))
 
-    def to(self, device: str | torch.device) -> ReferenceModel:
+    def move_to(self, device: str | torch.device) -> ReferenceModel:
         """Move the model to ``device`` and return it."""
         self.device = torch.device(device)
         self.weights = {name: weight.to(self.device) for name, weight in self.weights.items()}
@@ -84,10 +84,10 @@ class ReferenceModel:
 
     def nll(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> torch.Tensor:
         """The nats [B, T] of each scored token, given the tokens before it; 0 for other tokens. Column 0 is never scored."""
-        return self.scores(tokens_BT, scored_BT)[0]
+        return self.score_tokens(tokens_BT, scored_BT)[0]
 
     @torch.inference_mode()
-    def scores(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def score_tokens(self, tokens_BT: torch.Tensor, scored_BT: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(``nll``, bool [B, T]: is the scored token the likeliest?)."""
         tokens_BT, scored_BT = tokens_BT.to(self.device), scored_BT.to(self.device)
         with self.device:
@@ -124,8 +124,8 @@ class ReferenceModel:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         stop: Collection[int],
-        choose: Callable[[torch.Tensor], torch.Tensor] = greedy,
-        finished: Callable[[list[int]], bool] = never,
+        choose: Callable[[torch.Tensor], torch.Tensor] = choose_likeliest,
+        finished: Callable[[list[int]], bool] = never_finished,
     ) -> list[GeneratedTokens]:
         """Continuations of all prompts at once, each ended by its first ``stop`` token, when ``finished`` says so of its tokens, or by the limit.
 
@@ -175,7 +175,7 @@ class ReferenceModel:
         return [GeneratedTokens(tokens, end) for tokens, end in zip(written, ended, strict=True)]
 
     @torch.inference_mode()
-    def continuation(self, prompt: Sequence[int], count: int) -> GreedyContinuation:
+    def continue_greedily(self, prompt: Sequence[int], count: int) -> GreedyContinuation:
         """The ``count`` likeliest tokens, with log-probabilities of a whole forward pass. Prompt and tokens must fit into the context."""
         tokens = self.generate([prompt], count, stop=())[0].tokens
         logprobs_TV = self.logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1].log_softmax(-1)
@@ -220,7 +220,7 @@ class ReferenceModel:
             o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
             x_BTD = x_BTD + F.linear(o.transpose(1, 2).flatten(2), w[attention + "o_proj.weight"])
             y = self._norm(x_BTD, block + "post_attention_layernorm")
-            experts = config.experts_at(layer)
+            experts = config.experts_of_layer(layer)
             mlp = block + "mlp"
             x_BTD = x_BTD + (self._swiglu(y, mlp) if experts is None else self._mixture(y, mlp, experts))
         return self._norm(x_BTD, "model.norm")

@@ -31,7 +31,7 @@ class Gain:
     clusters: int | None = None  # document groups
     effective: float | None = None  # effective number of clusters of equal size
 
-    def bound(self, level: float, above: bool = False) -> float | None:
+    def confidence_bound(self, level: float, above: bool = False) -> float | None:
         """The one-sided bound below or above the gain. With probability ``level`` it is on the wrong side of the truth."""
         if not (_finite(self.gain) and _finite(self.error) and _finite(self.effective)):
             return None
@@ -42,16 +42,16 @@ class Gain:
         return self.gain + width if above else self.gain - width
 
 
-def interval_of(stored: object) -> tuple[float, float, float] | None:
+def confidence_interval(stored: object) -> tuple[float, float, float] | None:
     """(gain, low end, high end) of the 95 % interval of a gain in stored evidence. None: it was not measured."""
     if not isinstance(stored, dict):
         return None
     gain = Gain(**{key: stored.get(key) for key in ("gain", "error", "clusters", "effective")})
-    low, high = gain.bound(0.025), gain.bound(0.025, above=True)
+    low, high = gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True)
     return (gain.gain, low, high) if gain.gain is not None and low is not None and high is not None else None
 
 
-def compare(
+def compare_items(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], weights: Mapping[str, float]
 ) -> tuple[Gain, dict[str, Gain]] | None:
     """(target, {measure: gain}). Measures are the domains (bits per byte) and 'cloze' (share right). None if the items differ.
@@ -60,7 +60,7 @@ def compare(
 
     >>> one = [EvalItem("bpb", f"{i}", "code", f"source{i}", 100.0 + i, 100.0) for i in range(4)]
     >>> other = [EvalItem("bpb", f"{i}", "code", f"source{i}", 110.0, 100.0) for i in range(4)]
-    >>> target, guards = compare(one, other, {})
+    >>> target, guards = compare_items(one, other, {})
     >>> round(target.gain, 4), round(target.error, 4), target.clusters, round(target.effective, 6), target == guards["code"]
     (0.1226, 0.0108, 4, 4.0, True)
     """
@@ -105,10 +105,10 @@ def _gain(
     )
 
 
-def difference(one: Gain, other: Gain) -> Gain:
+def difference_of_gains(one: Gain, other: Gain) -> Gain:
     """``one`` minus ``other``, which come from different documents. The degrees of freedom are Welch's (1947).
 
-    >>> found = difference(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
+    >>> found = difference_of_gains(Gain(0.3, 0.03, 9, 9.0), Gain(0.1, 0.04, 9, 9.0))
     >>> round(found.gain, 3), round(found.error, 3), found.clusters, round(found.effective, 2)
     (0.2, 0.05, 18, 15.84)
     """
@@ -127,12 +127,12 @@ def difference(one: Gain, other: Gain) -> Gain:
     return Gain(gain, math.sqrt(of_one + of_other), clusters, freedom + 1)
 
 
-def of_recipe(gain: Gain, noise: float, runs: int) -> Gain:
+def add_training_noise(gain: Gain, noise: float, runs: int) -> Gain:
     """The gain of recipe and data instead of two single trainings: the variance between trainings is added for candidate and champion.
 
     ``noise``: the standard deviation of ``runs`` trainings. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
 
-    >>> found = of_recipe(Gain(0.02, 0.003, 40, 41.0), 0.004, 3)
+    >>> found = add_training_noise(Gain(0.02, 0.003, 40, 41.0), 0.004, 3)
     >>> round(found.error, 5), round(found.effective, 2)
     (0.0064, 4.27)
     """

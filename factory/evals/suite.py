@@ -20,7 +20,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.evals.policy import EvalPolicy
 from factory.ingest.shapes.chats import carries_loss
 from factory.ledger.ledger import Ledger, documents, held_out
@@ -28,15 +28,15 @@ from factory.ledger.removals import REMOVED_FATE
 
 
 # Documents of a source are correlated, so each source gets a limited share of a domain's scored bytes.
-def within(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
+def cap_sources(share: float, sizes: Mapping[str, Sequence[int]]) -> dict[str, int]:
     """The number of documents from each source, so that no source gives more than ``share`` of all bytes.
 
     ``sizes``: the bytes of each source's documents, in order. Each source gives its first document, and more up to a common limit of bytes, the
     largest limit that keeps all sources within the share. With too few sources for that, all documents are taken.
 
-    >>> within(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
+    >>> cap_sources(0.25, {"a": [2000] * 9, "b": [300] * 9, "c": [300] * 9, "d": [300] * 9, "e": [300] * 9})
     {'a': 1, 'b': 9, 'c': 9, 'd': 9, 'e': 9}
-    >>> within(0.25, {"a": [2000] * 9, "b": [300], "c": [300]})
+    >>> cap_sources(0.25, {"a": [2000] * 9, "b": [300], "c": [300]})
     {'a': 9, 'b': 1, 'c': 1}
     """
     sums = {source: list(accumulate(ones)) for source, ones in sizes.items() if ones}
@@ -78,18 +78,18 @@ class HeldOutDocument:
 
 @dataclass(frozen=True)
 class SourceCap:
-    """A limit: no source gives more than ``share`` of a domain's bytes (``within``). A document counts at most ``document_bytes``."""
+    """A limit: no source gives more than ``share`` of a domain's bytes (``cap_sources``). A document counts at most ``document_bytes``."""
 
     share: float
     document_bytes: int
 
-    def kept(self, ones: Sequence[HeldOutDocument]) -> set[str]:
+    def keys_to_keep(self, ones: Sequence[HeldOutDocument]) -> set[str]:
         """The keys of a domain's documents that stay: the first ones of each source."""
         of: dict[str, list[HeldOutDocument]] = defaultdict(list)
         for one in ones:
             of[one.cluster].append(one)
         sizes = {cluster: [min(self.document_bytes, one.bytes) for one in mine] for cluster, mine in of.items()}
-        return {one.key for cluster, count in within(self.share, sizes).items() for one in of[cluster][:count]}
+        return {one.key for cluster, count in cap_sources(self.share, sizes).items() for one in of[cluster][:count]}
 
 
 @dataclass(frozen=True)
@@ -102,21 +102,21 @@ class Suite:
     def domains(self) -> list[str]:
         return sorted({document.domain for document in self.documents})
 
-    def of(self, domain: str) -> list[HeldOutDocument]:
+    def documents_of_domain(self, domain: str) -> list[HeldOutDocument]:
         return [document for document in self.documents if document.domain == domain]
 
 
 def build_suite(ledger: Ledger, policy: EvalPolicy, tokenizer_sha256: str) -> Suite:
     """The suite of the ledger's present held-out documents."""
     cap = SourceCap(policy.source_share, policy.document_bytes)
-    sealed = held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
-    dev = held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
-    identity = {"tasks": TASK_VERSIONS, "policy": policy_sha256(policy), "tokenizer": tokenizer_sha256}
+    sealed = select_held_out_documents(ledger, policy.documents_per_domain, sealed=True, cap=cap)
+    dev = select_held_out_documents(ledger, policy.dev_documents_per_domain, sealed=False, cap=cap)
+    identity = {"tasks": TASK_VERSIONS, "policy": hash_policy(policy), "tokenizer": tokenizer_sha256}
     items = {"items": list(map(hash_held_out_document, sealed)), "dev": list(map(hash_held_out_document, dev))}
     return Suite(hash_suite(identity | items), sealed, dev)
 
 
-def held_out_documents(
+def select_held_out_documents(
     ledger: Ledger, per_domain: int, sealed: bool, cap: SourceCap | None = None
 ) -> tuple[HeldOutDocument, ...]:
     """At most ``per_domain`` documents of each domain from one half, in the order of content hashes.
@@ -126,8 +126,8 @@ def held_out_documents(
     h, d = held_out.c, documents.c
     by_domain: dict[str, list[tuple[str, str, str]]] = defaultdict(list)
     listed = sa.select(h.key, h.domain, h.group_key, d.content_sha256).join(documents, d.key == h.key)
-    for row in ledger.rows(listed.where(d.fate != REMOVED_FATE, h.sealed == sealed)):
-        drawn = order("suite", row["content_sha256"] or row["key"])
+    for row in ledger.select_rows(listed.where(d.fate != REMOVED_FATE, h.sealed == sealed)):
+        drawn = hash_order("suite", row["content_sha256"] or row["key"])
         by_domain[row["domain"]].append((drawn, row["group_key"], row["key"]))
     chosen: dict[str, list[str]] = {}  # by domain, in the order of turns
     for domain, drawn_ones in by_domain.items():
@@ -137,20 +137,20 @@ def held_out_documents(
             turns.append((seen[cluster], drawn, key))
             seen[cluster] += 1
         chosen[domain] = [key for _, _, key in sorted(turns)[:per_domain]]
-    found = documents_of(ledger, [key for keys in chosen.values() for key in keys])
+    found = read_held_out_documents(ledger, [key for keys in chosen.values() for key in keys])
     if cap is None:
         return found
     known = {document.key: document for document in found}
-    kept = {key for keys in chosen.values() for key in cap.kept([known[key] for key in keys])}
+    kept = {key for keys in chosen.values() for key in cap.keys_to_keep([known[key] for key in keys])}
     return tuple(document for document in found if document.key in kept)
 
 
-def documents_of(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
+def read_held_out_documents(ledger: Ledger, keys: list[str]) -> tuple[HeldOutDocument, ...]:
     """The held-out documents with these keys, in the order of a suite."""
     parts = [sa.select(held_out).where(held_out.c.key.in_(keys[at : at + 500])) for at in range(0, len(keys), 500)]
-    rows = [row for part in parts for row in ledger.rows(part)]
+    rows = [row for part in parts for row in ledger.select_rows(part)]
     found = [HeldOutDocument(row["key"], row["domain"], row["group_key"], row["content"]) for row in rows]
-    return tuple(sorted(found, key=lambda document: (document.domain, order("suite", document.key))))
+    return tuple(sorted(found, key=lambda document: (document.domain, hash_order("suite", document.key))))
 
 
 def hash_held_out_document(document: HeldOutDocument) -> list[str]:
@@ -164,7 +164,7 @@ def hash_suite(identity: Mapping[str, Any]) -> str:
     return hashlib.sha256(_canonical(identity)).hexdigest()
 
 
-def order(*parts: str) -> str:
+def hash_order(*parts: str) -> str:
     """A sort key that gives a fixed, arbitrary order: the hash of the parts."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 

@@ -22,7 +22,7 @@ import torch
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.reply_code import extract_fenced_code
-from factory.evals.suite import HeldOutDocument, Suite, order
+from factory.evals.suite import HeldOutDocument, Suite, hash_order
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.shapes.chats import carries_loss
 from factory.ingest.tokenizer import Tokenizer
@@ -91,10 +91,12 @@ def encode_documents(
     return encoded
 
 
-def windows(length: int, context: int, overlap: int, first: int | None = None) -> list[tuple[int, int, int]]:
+def overlapping_windows(
+    length: int, context: int, overlap: int, first: int | None = None
+) -> list[tuple[int, int, int]]:
     """(start, stop, first scored) of each window over ``length`` tokens. The scored parts cover [1, length) exactly once.
 
-    >>> windows(10, 4, 1)
+    >>> overlapping_windows(10, 4, 1)
     [(0, 4, 1), (3, 7, 4), (6, 10, 7)]
     """
     assert 1 <= overlap < context
@@ -107,7 +109,7 @@ def windows(length: int, context: int, overlap: int, first: int | None = None) -
     return found
 
 
-def bits_per_byte(
+def score_bits_per_byte(
     model: ReferenceModel, texts: Sequence[ScoredText], policy: EvalPolicy, advance: Advance, shifted: bool = False
 ) -> list[EvalItem]:
     """An item for each document: value = nats, weight = UTF-8 bytes. ``shifted`` halves the first window, which shifts all others."""
@@ -116,7 +118,7 @@ def bits_per_byte(
     first = max(2, context // 2) if shifted else None
     sequences, owner = [], []
     for index, text in enumerate(texts):
-        for start, stop, scored_from in windows(len(text.tokens), context, overlap, first):
+        for start, stop, scored_from in overlapping_windows(len(text.tokens), context, overlap, first):
             scored = text.scored[start:stop].copy()
             scored[: scored_from - start] = False
             if scored.any():
@@ -150,7 +152,7 @@ def sum_nats(
     return nats
 
 
-def ratio_bits(items: Sequence[EvalItem]) -> dict[str, float]:
+def bits_per_byte_by_domain(items: Sequence[EvalItem]) -> dict[str, float]:
     """Bits per byte of each domain: summed nats over summed bytes."""
     nats: dict[str, float] = defaultdict(float)
     weight: dict[str, float] = defaultdict(float)
@@ -160,7 +162,7 @@ def ratio_bits(items: Sequence[EvalItem]) -> dict[str, float]:
     return {domain: nats[domain] / weight[domain] / float(np.log(2)) for domain in sorted(nats)}
 
 
-def noise_floor(
+def measure_noise_floor(
     model: ReferenceModel,
     texts: Sequence[ScoredText],
     measured: Sequence[EvalItem],
@@ -176,8 +178,10 @@ def noise_floor(
     for index, text in enumerate(texts):
         by_domain[text.document.domain].append(index)
     chosen = [index for indices in by_domain.values() for index in indices[: policy.noise_documents_per_domain]]
-    again = ratio_bits(bits_per_byte(model, [texts[i] for i in chosen], policy, advance, shifted=True))
-    before = ratio_bits([measured[i] for i in chosen])
+    again = bits_per_byte_by_domain(
+        score_bits_per_byte(model, [texts[i] for i in chosen], policy, advance, shifted=True)
+    )
+    before = bits_per_byte_by_domain([measured[i] for i in chosen])
     return {domain: abs(again[domain] - before[domain]) for domain in before}
 
 
@@ -194,7 +198,9 @@ def build_cloze_items(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) ->
     """The cloze items of a suite. They depend only on its documents and the policy."""
     found = []
     for domain in suite.domains:
-        pieces = [piece for document in suite.of(domain) if (piece := _piece(document, tokenizer, policy))]
+        pieces = [
+            piece for document in suite.documents_of_domain(domain) if (piece := _piece(document, tokenizer, policy))
+        ]
         for index, (document, context, true) in enumerate(pieces[: policy.cloze_items_per_domain]):
             others: list[str] = []
             for step in range(1, len(pieces)):
@@ -203,7 +209,7 @@ def build_cloze_items(suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) ->
                     others.append(text)
                 if len(others) == DISTRACTORS:
                     choices = [true, *others]
-                    ids = tuple(np.array(tokenizer.ids(choice), np.int64) for choice in choices)
+                    ids = tuple(np.array(tokenizer.encode(choice), np.int64) for choice in choices)
                     found.append(ClozeItem(document, context, ids, tuple(len(choice.encode()) for choice in choices)))
                     break
     return found
@@ -219,18 +225,18 @@ def _piece(
             return None
         return (
             document,
-            tokenizer.prompt(document.messages[:last]).astype(np.int64),
+            tokenizer.encode_chat_prompt(document.messages[:last]).astype(np.int64),
             document.messages[last]["content"][:long],
         )
     text = document.content["text"]
     room = len(text) - long - policy.cloze_context_bytes // 2
     if room <= 0:
         return None
-    at = policy.cloze_context_bytes // 2 + int(order("cloze", document.key)[:12], 16) % room
+    at = policy.cloze_context_bytes // 2 + int(hash_order("cloze", document.key)[:12], 16) % room
     blank = re.compile(r"\s").search(text, at, at + 32)  # start at a blank after a word, as tokens do
     at = blank.start() if blank and blank.start() + long <= len(text) else at
     begin = max(0, at - policy.cloze_context_bytes)
-    context = [*(() if begin else tokenizer.bos), *tokenizer.ids(text[begin:at])]
+    context = [*(() if begin else tokenizer.bos), *tokenizer.encode(text[begin:at])]
     return (document, np.array(context, np.int64), text[at : at + long]) if context else None
 
 
@@ -252,13 +258,15 @@ def score_cloze_items(model: ReferenceModel, items: Sequence[ClozeItem], advance
 
 
 # -- chat --------------------------------------------------------------------------------------------------------------
-def chat_samples(model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy) -> list[ChatSample]:
+def generate_chat_samples(
+    model: ReferenceModel, suite: Suite, tokenizer: Tokenizer, policy: EvalPolicy
+) -> list[ChatSample]:
     """Greedy answers to held-out questions. About two in three questions have code in their true answer."""
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
         at = next((i for i, message in enumerate(messages) if carries_loss(message)), 0)
-        prompt = tokenizer.prompt(messages[:at]).tolist() if at else []
+        prompt = tokenizer.encode_chat_prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
             questions.append((document, messages[:at], prompt, extract_code(messages[at]["content"]) is not None))
     with_code, without = ([entry for entry in questions if entry[3] == code] for code in (True, False))

@@ -54,7 +54,7 @@ class TokenBytes:
             ) from error
         return cls(pieces, special)
 
-    def expand(self, ids: Array) -> tuple[Array, Array]:
+    def bytes_of_ids(self, ids: Array) -> tuple[Array, Array]:
         """The bytes [N] of a sequence of ids, and for each byte the index [N] of its token in the sequence."""
         lengths = self.lengths[ids]
         token_of_byte = np.repeat(np.arange(len(ids)), lengths)

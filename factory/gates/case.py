@@ -16,9 +16,9 @@ from typing import Any, Generic, Protocol, TypeVar
 from factory.core.policy_file import StrictPolicy
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.git.repository import AppliedPatch
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from kernels.contract.message import Message
@@ -38,10 +38,10 @@ class PatchCase(Generic[Policy]):
     policy: Policy
     agents: AgentsPolicy
     applied: AppliedPatch
-    changes: list[Change]
+    changes: list[FileChange]
     baseline: Path  # worktree of the base commit
     work: Path  # scratch folder, removed after the last stage
-    start: Start | None  # where the gate's training starts; None: the trunk has no checkpoint yet
+    start: TrainingStart | None  # where the gate's training starts; None: the trunk has no checkpoint yet
     tries: int  # of this target, this one included
     handed_on: Mapping[str, Any] = field(default_factory=dict)  # from earlier stages, by name of the stage
     after_stages: ExitStack = field(default_factory=ExitStack)  # closed after the last stage, also after an error
@@ -87,17 +87,17 @@ class Stage(Protocol):
         ...
 
 
-def passed(*reasons: Message, **measured: Any) -> StageEvidence:
+def passed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
     """Evidence of a stage that passed."""
     return {"state": "passed", "reasons": list(reasons), **measured}
 
 
-def failed(*reasons: Message, **measured: Any) -> StageEvidence:
+def failed_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
     """Evidence that rejects the patch."""
     return {"state": "failed", "reasons": list(reasons), **measured}
 
 
-def missing(*reasons: Message, **measured: Any) -> StageEvidence:
+def missing_evidence(*reasons: Message, **measured: Any) -> StageEvidence:
     """Evidence that could not be measured. It says nothing about the patch and holds it."""
     return {"state": "missing", "reasons": list(reasons), **measured}
 
@@ -116,10 +116,10 @@ def read_reasons(stage: Mapping[str, Any]) -> list[Message]:
     return [Message.from_json(reason) for reason in stage.get("reasons") or []]
 
 
-NO_START = missing(
+NO_START = missing_evidence(
     Message("gates.no_start", "The trunk has no checkpoint to train from yet. 'factory run' makes the first one.")
 )
-NOTHING_HELD_OUT = missing(
+NOTHING_HELD_OUT = missing_evidence(
     Message(
         "gates.nothing_held_out",
         "No document is held out, so no weights can be scored. Ingest more documents: 'factory ingest PATH'.",

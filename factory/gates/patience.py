@@ -13,7 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import Field
 
 from factory.core.policy_file import StrictPolicy
-from factory.gates.case import StageEvidence, missing
+from factory.gates.case import StageEvidence, missing_evidence
 from kernels.contract.message import Message
 
 Seconds = Annotated[float, Field(gt=0)]
@@ -51,9 +51,9 @@ def run_with_limits(
     return found
 
 
-def out_of_time(reason: Message, **measured: Any) -> StageEvidence:
+def out_of_time_evidence(reason: Message, **measured: Any) -> StageEvidence:
     """Missing evidence of a stage that a time limit ended. The patch is judged again later."""
-    return missing(reason, out_of_time=True, **measured)
+    return missing_evidence(reason, out_of_time=True, **measured)
 
 
 def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -63,12 +63,12 @@ def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
     return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
 
 
-def ran_out(evidence: Mapping[str, Any]) -> bool:
+def was_out_of_time(evidence: Mapping[str, Any]) -> bool:
     """True if only a time limit held a patch. ``evidence``: of the patch's verdict."""
     return find_only_missing_stage(evidence).get("out_of_time") is True
 
 
-def stopped(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
+def stopped_message(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
     """The reason that each limit stopped the candidate's process ``what``. ``key``: the policy's section with the limits."""
     return Message(
         "gates.stopped",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
@@ -24,7 +24,7 @@ def used_recipe_path(workspace: Workspace) -> str:
 
 def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Message]:
     """A message for each changed recipe that no run here can judge."""
-    used, own = used_recipe_path(workspace), workspace.own_recipe()
+    used, own = used_recipe_path(workspace), workspace.own_recipe_path()
     recipes = [path for path in paths if path.startswith(RECIPES)]
     found = [
         Message(
@@ -46,21 +46,21 @@ def find_unused_recipes(workspace: Workspace, paths: Sequence[str]) -> list[Mess
     return found
 
 
-def recipe_changes(change: Change, base: str) -> Changes:
+def read_recipe_changes(change: FileChange, base: str) -> Changes:
     """The changed keys, each with its old and new value: ``{"batch.sequences": (8, 16)}``. ``base``: the recipe before; '': a new recipe.
 
     A removed key has the new value None. Raises: RecipeError for text that is not a recipe, and for a deleted recipe.
     """
     if change.content is None:
         raise RecipeError("gates.recipe_deleted", "{path}: a patch may not delete a recipe.", path=change.path)
-    new = flat(_parse(change.content.decode("utf-8", "replace"), change.path).model_dump())
-    old = flat(_parse(base, change.path).model_dump()) if base else {}
+    new = flatten_settings(_parse(change.content.decode("utf-8", "replace"), change.path).model_dump())
+    old = flatten_settings(_parse(base, change.path).model_dump()) if base else {}
     return {
         key: (old.get(key), new.get(key)) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }
 
 
-def learnt(changes: Changes) -> list[str]:
+def select_learning_keys(changes: Changes) -> list[str]:
     """The keys that change what is computed, and thus what is learnt."""
     return [key for key in changes if key not in COMPUTING_KEYS]
 
@@ -69,13 +69,17 @@ def _parse(text: str, where: str) -> Recipe:
     return Recipe.parse(read_yaml(text, where, RecipeError), where)
 
 
-def flat(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(settings: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one mapping with dotted keys. An empty mapping is a value.
 
-    >>> flat({"seed": 1, "batch": {"sequences": 8}, "phases": {}})
+    >>> flatten_settings({"seed": 1, "batch": {"sequences": 8}, "phases": {}})
     {'seed': 1, 'batch.sequences': 8, 'phases': {}}
     """
     found: dict[str, Any] = {}
     for key, value in settings.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+        found |= (
+            flatten_settings(value, f"{prefix}{key}.")
+            if isinstance(value, dict) and value
+            else {f"{prefix}{key}": value}
+        )
     return found

@@ -12,19 +12,28 @@ from typing import Any, Generic, Protocol
 
 from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
-from factory.core.policy_file import policy_sha256
-from factory.core.removal import remove
-from factory.gates.case import PatchCase, Policy, Stage, StageEvidence, StageResult, failed, missing, read_reasons
+from factory.core.policy_file import hash_policy
+from factory.core.removal import remove_path
+from factory.gates.case import (
+    PatchCase,
+    Policy,
+    Stage,
+    StageEvidence,
+    StageResult,
+    failed_evidence,
+    missing_evidence,
+    read_reasons,
+)
 from factory.gates.release.judge import Verdict
-from factory.gates.training_start import find_start
+from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.git.repository import AppliedPatch
 from factory.git.scope import AgentsPolicy
-from factory.ledger.ledger import record
+from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import record_verdict
-from kernels.contract.files import finite
+from kernels.contract.files import finite_values
 from kernels.contract.message import Message
 
 LONGEST_REASON = 1000  # characters
@@ -44,7 +53,7 @@ class StagedGate(Generic[Policy]):
     judge: Callable[[Policy, Mapping[str, Any]], Verdict]
     gain: Callable[[Policy, Mapping[str, Any], int], ReportedGain | None]
 
-    def decide(
+    def judge_proposal(
         self,
         plant: Plant,
         number: int,
@@ -55,7 +64,7 @@ class StagedGate(Generic[Policy]):
     ) -> tuple[int, Verdict, dict[str, Any]]:
         """Judge a proposal. Returns (verdict id, verdict, evidence). Raises: IsolationError, ConfigError; then nothing is recorded."""
         subject = Subject("proposal", number)
-        evidence = self.gather(plant, subject, applied, tries) | {"gate": self.name, "patch_id": patch_id}
+        evidence = self.gather_evidence(plant, subject, applied, tries) | {"gate": self.name, "patch_id": patch_id}
         verdict = self.judge(self.policy, evidence)
         with plant.ledger.begin() as tx:
             recorded = record_verdict(
@@ -63,40 +72,40 @@ class StagedGate(Generic[Policy]):
                 self.name,
                 subject,
                 against=applied.base,
-                policy_sha256=policy_sha256(self.policy),
+                policy_sha256=hash_policy(self.policy),
                 subject_sha256=applied.patch_sha256,
                 outcome=verdict.outcome,
                 reasons=verdict.reasons,
                 evidence=evidence,
             )
-            record(tx, "judged", subject, {"outcome": verdict.outcome, "verdict": recorded})
+            record_event(tx, "judged", subject, {"outcome": verdict.outcome, "verdict": recorded})
         return recorded, verdict, evidence
 
-    def gather(self, plant: Plant, subject: Subject, applied: AppliedPatch, tries: int) -> dict[str, Any]:
+    def gather_evidence(self, plant: Plant, subject: Subject, applied: AppliedPatch, tries: int) -> dict[str, Any]:
         """The evidence of every stage up to the first stage that did not pass."""
         repo = plant.workspace.repository
         work = gate_folder(applied.worktree)
-        remove(work)
+        remove_path(work)
         work.mkdir(parents=True)
         with ExitStack() as after_stages:
-            after_stages.callback(remove, work)
+            after_stages.callback(remove_path, work)
             case = PatchCase(
                 plant,
                 subject,
                 self.policy,
-                AgentsPolicy.load(plant.workspace.policy("agents.yaml")),
+                AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")),
                 applied,
-                repository.changes(repo, applied.base, applied.commit),
+                repository.read_changes(repo, applied.base, applied.commit),
                 repository.checkout_live_code(plant.workspace, applied.base),
                 work,
-                find_start(plant.ledger),
+                find_training_start(plant.ledger),
                 tries,
                 after_stages=after_stages,
             )
             found = self._run_stages(case)
-        if repository.patch_sha256(repo, applied.base, applied.commit) != applied.patch_sha256:
+        if repository.hash_patch(repo, applied.base, applied.commit) != applied.patch_sha256:
             changed = Message("gates.branch_changed", "The branch does not hold the patch that was proposed.")
-            found["scope"] = stored(failed(changed))
+            found["scope"] = to_stored_evidence(failed_evidence(changed))
         gain = self.gain(self.policy, found, tries)
         evidence: dict[str, Any] = {
             "base": applied.base,
@@ -106,7 +115,7 @@ class StagedGate(Generic[Policy]):
             "files": case.paths,
             "gain": gain.to_json() if gain else None,
         }
-        return finite(evidence)  # type: ignore[no-any-return]
+        return finite_values(evidence)  # type: ignore[no-any-return]
 
     def _run_stages(self, case: PatchCase[Policy]) -> dict[str, dict[str, Any]]:
         found: dict[str, dict[str, Any]] = {}
@@ -116,7 +125,7 @@ class StagedGate(Generic[Policy]):
             with case.progress.task(f"gate: {name}"):
                 result = _run(stage, name, case)
             case = replace(case, handed_on={**case.handed_on, name: result.handed_on})
-            found[name] = stored(result.evidence) | {"stage_seconds": round(time.monotonic() - began, 2)}
+            found[name] = to_stored_evidence(result.evidence) | {"stage_seconds": round(time.monotonic() - began, 2)}
             state = found[name]["state"]
             case.progress.line(
                 Message(
@@ -135,7 +144,7 @@ def gate_folder(worktree: Path) -> Path:
     return worktree.with_name(worktree.name + "-gate")
 
 
-def stored(evidence: StageEvidence) -> StageEvidence:
+def to_stored_evidence(evidence: StageEvidence) -> StageEvidence:
     """The evidence with its reasons as the ledger stores them. Some quote the patch: each text becomes one line without control characters."""
     return evidence | {"reasons": [_one_line(reason.to_json()) for reason in read_reasons(evidence)]}
 
@@ -164,4 +173,4 @@ def _run(stage: Stage, name: str, case: PatchCase[Any]) -> StageResult:
             "The stage {stage} ended with an error: {kind}: {error}",
             stage=name, kind=type(error).__name__, error=error,
         )  # fmt: skip
-        return StageResult(missing(reason, log=traceback.format_exc()))
+        return StageResult(missing_evidence(reason, log=traceback.format_exc()))

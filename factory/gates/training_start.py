@@ -17,7 +17,7 @@ from kernels.contract.choice import text_without_auto
 
 
 @dataclass(frozen=True)
-class Start:
+class TrainingStart:
     """The trunk's last checkpoint and what made it."""
 
     checkpoint: Path
@@ -29,12 +29,12 @@ class Start:
 
     def kernels_of(self, code: Path) -> str:
         """The ``kernels.yaml`` of a checkout, with each ``auto`` replaced by what the trunk runs."""
-        return text_without_auto((code / KERNELS).read_bytes(), devices.kind(), self.kernels)
+        return text_without_auto((code / KERNELS).read_bytes(), devices.device_kind(), self.kernels)
 
 
-def find_start(ledger: Ledger) -> Start | None:
+def find_training_start(ledger: Ledger) -> TrainingStart | None:
     """None until a trunk segment has finished."""
-    row = ledger.one(
+    row = ledger.select_first(
         sa.select(
             *(checkpoints.c.path, checkpoints.c.step, data_plans.c.plan),
             *(segments.c.recipe_json, segments.c.computing, segments.c.code_commit),
@@ -48,7 +48,7 @@ def find_start(ledger: Ledger) -> Start | None:
     if row is None:
         return None
     kernels = row["computing"]["kernels"] if row["computing"] else {}
-    return Start(
+    return TrainingStart(
         Path(row["path"]),
         row["step"],
         row["recipe_json"],

@@ -1,7 +1,7 @@
 """git as a store of trees. Each command runs with a clean environment, without hooks, file-system monitors, transports or other configuration.
 Files are written byte for byte as stored: git itself checks nothing out.
 
-Commands that change a repository run one at a time (``alone``). A killed git leaves lock files (``index.lock``, ``HEAD.lock``,
+Commands that change a repository run one at a time (``take_turn``). A killed git leaves lock files (``index.lock``, ``HEAD.lock``,
 ``refs/…/main.lock``), and git then refuses every later command. A lock file does not name its owner. The factory's commands therefore take
 turns under a lock of the kernel. git inherits that lock, and holds it after its factory was killed. While a command works, a mark names the lock
 files that existed before. A mark that another command finds is from a killed command, and so are all lock files that the mark does not name:
@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import FactoryError
-from factory.core.faults import printed
-from factory.core.file_lock import file_lock
-from factory.core.removal import remove
-from factory.git.scope import Change
+from factory.core.faults import parse_printed_fault
+from factory.core.file_lock import hold_file_lock
+from factory.core.removal import remove_path
+from factory.git.scope import FileChange
 
 TURN, MARK = "factory-turn", "factory-at-work"
 CHANGING_COMMANDS = frozenset(
@@ -35,7 +35,7 @@ END = "end\n"  # the last line of a whole mark: without it the command did not s
 
 
 @contextmanager
-def alone(folder: Path) -> Iterator[int | None]:
+def take_turn(folder: Path) -> Iterator[int | None]:
     """Wait until no other command of a factory changes the repository of ``folder``, and keep others waiting during the block.
 
     Yields a descriptor for git to inherit; None without a repository. Raises: OSError.
@@ -44,7 +44,7 @@ def alone(folder: Path) -> Iterator[int | None]:
     if common is None:
         yield None
         return
-    with file_lock(common / TURN, math.inf) as held:
+    with hold_file_lock(common / TURN, math.inf) as held:
         mark = common / MARK
         before = _others_files(common, mark)
         with open(mark, "w", encoding="utf-8", errors="surrogateescape") as noted:
@@ -106,7 +106,7 @@ def _forget_cut_off(common: Path) -> None:
     for path in common.glob("worktrees/*/gitdir"):
         with contextlib.suppress(OSError):
             if not path.read_bytes().rstrip().endswith(b"/.git"):
-                remove(path.parent)
+                remove_path(path.parent)
 
 
 def _another_at_work(checkout: Path) -> bool:
@@ -172,7 +172,7 @@ class RepositoryError(FactoryError):
     exit_code = 2
 
 
-def git(
+def run_git(
     folder: Path, *arguments: str, data: bytes = b"", environment: Mapping[str, str] | None = None, check: bool = True
 ) -> bytes:
     """Return the output of one git command with ``data`` as standard input.
@@ -188,13 +188,13 @@ def git(
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
     pinned = [word for key, value in PINNED_CONFIGURATION.items() for word in ("-c", f"{key}={value}")]
     changes = arguments[0] in CHANGING_COMMANDS and "GIT_INDEX_FILE" not in (environment or {})
-    with tempfile.TemporaryFile() as given, alone(folder) if changes else nullcontext() as turn:
+    with tempfile.TemporaryFile() as given, take_turn(folder) if changes else nullcontext() as turn:
         given.write(data)
         given.seek(0)
         words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]
         inherited = [] if turn is None else [turn]
         status, output, error = Git().execute(words, istream=given, pass_fds=inherited, **AS_BYTES)
-    fault = printed(error) if status else None
+    fault = parse_printed_fault(error) if status else None
     if status and (check or fault):
         raise RepositoryError(
             "git.command_failed",
@@ -206,44 +206,44 @@ def git(
     return b"" if status else output
 
 
-def line(folder: Path, *arguments: str, **how: Any) -> str:
+def git_line(folder: Path, *arguments: str, **how: Any) -> str:
     """Return the line that a git command prints; '' without one."""
-    return os.fsdecode(git(folder, *arguments, **how)).rstrip("\n")
+    return os.fsdecode(run_git(folder, *arguments, **how)).rstrip("\n")
 
 
-def make_commit(repository: Path, base: str, edited: Sequence[Change], message: str) -> str | None:
+def make_commit(repository: Path, base: str, edited: Sequence[FileChange], message: str) -> str | None:
     """Make a commit on top of ``base``, without a branch. Returns its name; None if the edits change nothing."""
     with tempfile.TemporaryDirectory(prefix="factory-index-") as folder:
         index = {"GIT_INDEX_FILE": f"{folder}/index"}
-        git(repository, "read-tree", base, environment=index)
+        run_git(repository, "read-tree", base, environment=index)
         for change in edited:
             if change.content is None:
-                git(repository, "update-index", "--force-remove", change.path, environment=index)
+                run_git(repository, "update-index", "--force-remove", change.path, environment=index)
                 continue
-            blob = line(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
+            blob = git_line(repository, "hash-object", "-w", "--no-filters", "--stdin", data=change.content)
             entry = f"{change.mode},{blob},{change.path}"
-            git(repository, "update-index", "--add", "--cacheinfo", entry, environment=index)
-        tree = line(repository, "write-tree", environment=index)
-    if tree == line(repository, "rev-parse", f"{base}^{{tree}}"):
+            run_git(repository, "update-index", "--add", "--cacheinfo", entry, environment=index)
+        tree = git_line(repository, "write-tree", environment=index)
+    if tree == git_line(repository, "rev-parse", f"{base}^{{tree}}"):
         return None
-    return line(repository, "commit-tree", tree, "-p", base, data=message.encode())
+    return git_line(repository, "commit-tree", tree, "-p", base, data=message.encode())
 
 
 def read_entries(repository: Path, commit: str | None) -> dict[str, tuple[str, str]]:
     """Return path → (mode, blob) of a commit's tree; of the index if ``commit`` is None."""
     listing = ("ls-tree", "-r", "--full-tree", "-z", commit) if commit else ("ls-files", "--stage", "-z")
     entries = {}
-    for entry in git(repository, *listing).split(b"\0")[:-1]:
+    for entry in run_git(repository, *listing).split(b"\0")[:-1]:
         head, path = entry.split(b"\t", 1)
         words = head.decode().split(" ")
         entries[os.fsdecode(path)] = (words[0], words[2 if commit else 1])
     return entries
 
 
-def hashes(repository: Path, files: Sequence[Path]) -> list[str]:
+def hash_files(repository: Path, files: Sequence[Path]) -> list[str]:
     """Return the names of the blobs that files have in git."""
     names = "".join(f"{file.absolute()}\n" for file in files)
-    return line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
+    return git_line(repository, "hash-object", "--no-filters", "--stdin-paths", data=os.fsencode(names)).split()
 
 
 def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: Path, *, flushed: bool = False) -> None:
@@ -252,7 +252,7 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
     Raises: RepositoryError for a file that the repository has lost; OSError.
     """
     regular = [(path, mode, blob) for path, (mode, blob) in entries.items() if mode in REGULAR]
-    stored = git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
+    stored = run_git(repository, "cat-file", "--batch", data="".join(f"{blob}\n" for _, _, blob in regular).encode())
     at = 0
     for path, mode, _ in regular:
         end = stored.index(b"\n", at)
@@ -277,7 +277,7 @@ def write_files(repository: Path, entries: dict[str, tuple[str, str]], folder: P
         at = end + 1 + size + 1
 
 
-def encoded(text: str) -> bytes:
+def encode_text(text: str) -> bytes:
     """Return the bytes of a file's text."""
     # A lone surrogate is not UTF-8. The scope rules refuse such a file later.
     return text.encode("utf-8", "surrogatepass")

@@ -1,6 +1,6 @@
 """The git repository with the training code that agents patch.
 
-Patches are data, and become commits on branches of their own. Only ``advance`` moves a branch that people use. git itself never checks out a
+Patches are data, and become commits on branches of their own. Only ``advance_branch`` moves a branch that people use. git itself never checks out a
 file (``git_store``): no filter, line-ending rule or attribute applies.
 """
 
@@ -16,21 +16,21 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
     ENVIRONMENT,
     REGULAR,
-    encoded,
-    git,
-    hashes,
-    line,
+    encode_text,
+    git_line,
+    hash_files,
     make_commit,
     read_entries,
+    run_git,
     write_files,
 )
 from factory.git.git_store import RepositoryError as RepositoryError
-from factory.git.scope import AgentsPolicy, Change, no_change_problem, problems
+from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems, no_change_problem
 from kernels.contract.files import sync_folder
 
 NO_COMMIT = "0" * 40
@@ -38,7 +38,7 @@ LIVE_FOLDERS = ("kernels", "trainer", "agents", "policies")
 
 
 class ScopeError(InputError):
-    """A patch changes files that agents may not change. ``problems`` has a message for each reason."""
+    """A patch changes files that agents may not change. ``find_scope_problems`` has a message for each reason."""
 
     def __init__(self, found: list[str]) -> None:
         super().__init__("git.out_of_scope", "The patch is out of scope: {problems}", problems="; ".join(found))
@@ -75,7 +75,7 @@ def get_live_commit(repository: Path) -> str:
             "{repository} is not a folder: set 'repository' in factory.yaml to a git checkout",
             repository=repository,
         )
-    top = line(repository, "rev-parse", "--show-toplevel", check=False)
+    top = git_line(repository, "rev-parse", "--show-toplevel", check=False)
     if not top or Path(top).resolve() != repository.resolve():
         raise RepositoryError(
             "git.no_checkout",
@@ -83,7 +83,7 @@ def get_live_commit(repository: Path) -> str:
             "Clone the repository, or run 'git init && git add -A && git commit -m base' there",
             repository=repository,
         )
-    head = line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    head = git_line(repository, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     if not head:
         raise RepositoryError(
             "git.no_commit",
@@ -93,25 +93,25 @@ def get_live_commit(repository: Path) -> str:
     return head
 
 
-def changed_files(repository: Path) -> list[str]:
+def list_changed_files(repository: Path) -> list[str]:
     """Return the files below ``LIVE_FOLDERS`` that differ from HEAD. Their changes are *not* part of the live code."""
     entries = {path: blob for path, (mode, blob) in read_entries(repository, "HEAD").items() if mode in REGULAR}
     entries = {path: blob for path, blob in entries.items() if path.split("/")[0] in LIVE_FOLDERS}
     there = [path for path in entries if (repository / path).is_file() and not (repository / path).is_symlink()]
-    now = dict(zip(there, hashes(repository, [repository / path for path in there]), strict=True))
+    now = dict(zip(there, hash_files(repository, [repository / path for path in there]), strict=True))
     return sorted(path for path, blob in entries.items() if now.get(path) != blob)
 
 
 def check_committed(repository: Path) -> None:
     """Raises: RepositoryError unless HEAD is a branch without uncommitted changes. Proposals are made and merged only then."""
-    if not line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
+    if not git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False):
         raise RepositoryError(
             "git.no_branch",
             "{repository} is on no branch (detached HEAD). Switch to the branch for proposals with 'git switch NAME', "
             "or make one with 'git switch -c NAME'",
             repository=repository,
         )
-    if changed := changed_files(repository):
+    if changed := list_changed_files(repository):
         raise RepositoryError(
             "git.uncommitted",
             "{repository} has uncommitted changes in {files}, but proposals are measured against commits. "
@@ -124,7 +124,7 @@ def check_committed(repository: Path) -> None:
 def checkout_live_code(workspace: Workspace, commit: str = "") -> Path:
     """Return a folder with the live commit (or ``commit``). It is made if it is missing or was changed."""
     commit = commit or get_live_commit(workspace.repository)
-    return checkout(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
+    return checkout_commit(workspace.repository, commit, checkout_folder(workspace.worktrees, commit))
 
 
 def checkout_folder(worktrees: Path, commit: str) -> Path:
@@ -132,7 +132,7 @@ def checkout_folder(worktrees: Path, commit: str) -> Path:
     return worktrees / f"live-{commit[:12]}"
 
 
-def checkout(repository: Path, commit: str, folder: Path) -> Path:
+def checkout_commit(repository: Path, commit: str, folder: Path) -> Path:
     """Make a detached worktree of ``commit`` at ``folder``, unless the folder is exactly that already. Returns the folder.
 
     Raises: RepositoryError for an unknown commit; CheckoutError for a known one.
@@ -143,9 +143,9 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         add = ("worktree", "add", "--quiet", "--force", "--force", "--no-checkout", "--detach")
         try:
-            git(repository, *add, str(folder), commit)
+            run_git(repository, *add, str(folder), commit)
             write_files(repository, entries, folder)
-            git(folder, "read-tree", commit)
+            run_git(folder, "read-tree", commit)
         except RepositoryError as error:
             raise CheckoutError(error.message) from error
     return folder
@@ -153,24 +153,24 @@ def checkout(repository: Path, commit: str, folder: Path) -> Path:
 
 def remove_worktree(repository: Path, folder: Path) -> None:
     """Remove a worktree and its registration, as far as they exist."""
-    remove(folder)
-    git(repository, "worktree", "prune", "--expire", "now", check=False)
+    remove_path(folder)
+    run_git(repository, "worktree", "prune", "--expire", "now", check=False)
 
 
 def make_branch(repository: Path, branch: str, commit: str) -> None:
     """Make a branch at a commit. Raises: RepositoryError when the branch exists."""
-    git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)
+    run_git(repository, "update-ref", f"refs/heads/{branch}", commit, NO_COMMIT)
 
 
 def remove_branch(repository: Path, branch: str) -> None:
     """Delete a proposal's branch, if it exists."""
     assert branch.startswith("factory/"), branch
-    git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
+    run_git(repository, "update-ref", "-d", f"refs/heads/{branch}", check=False)
 
 
 def list_branch_numbers(repository: Path) -> set[int]:
     """Return the numbers in the names of branches ``factory/<agent>/<number>-<slug>``."""
-    names = line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
+    names = git_line(repository, "for-each-ref", "--format=%(refname)", "refs/heads/factory/").split()
     found = (re.fullmatch(r"refs/heads/factory/[^/]+/(\d+)-.*", name) for name in names)
     return {int(match.group(1)) for match in found if match}
 
@@ -180,26 +180,26 @@ def branch_name(agent: str, number: int, title: str) -> str:
     return f"factory/{_slug(agent) or 'agent'}/{number}-{_slug(title) or 'patch'}"
 
 
-def fork(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], message: str) -> None:
+def fork_repository(source: Path, target: Path, edits: Mapping[str, Callable[[str], str]], message: str) -> None:
     """Make the repository ``target``: the live commit of ``source`` and one commit with edits (path → function from old to new text).
 
     After a kill, ``target`` is complete or absent. Raises: RepositoryError.
     """
     base = get_live_commit(source)
     aside = target.with_name(f".{target.name}.part")
-    remove(aside)
+    remove_path(aside)
     clone = ("-c", "protocol.file.allow=always", "clone", "--quiet", "--no-checkout", "--no-hardlinks", "--template=")
-    git(source, *clone, "--", str(source), str(aside))
-    git(aside, "remote", "remove", "origin")
+    run_git(source, *clone, "--", str(source), str(aside))
+    run_git(aside, "remote", "remove", "origin")
     held = read_entries(aside, base)
     changes = [
-        Change(path, encoded(edit(read_file_text(aside, base, path))), held[path][0], held[path][0])
+        FileChange(path, encode_text(edit(read_file_text(aside, base, path))), held[path][0], held[path][0])
         for path, edit in edits.items()
     ]
     commit = make_commit(aside, base, changes, message) or base
-    git(aside, "read-tree", commit)
-    git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
-    git(aside, "update-ref", "HEAD", commit)
+    run_git(aside, "read-tree", commit)
+    run_git(aside, "symbolic-ref", "HEAD", "refs/heads/main")  # the source may be on no branch
+    run_git(aside, "update-ref", "HEAD", commit)
     write_files(aside, read_entries(aside, commit), aside)
     os.rename(aside, target)
 
@@ -218,9 +218,9 @@ def apply_proposal(
 
     Raises: ScopeError before any write; RepositoryError when git fails. After an error no branch and no folder remains.
     """
-    existing = modes(repository, base)
-    changes = proposed(existing, edits)
-    found = problems(policy, changes, existing)
+    existing = read_modes(repository, base)
+    changes = edits_to_changes(existing, edits)
+    found = find_scope_problems(policy, changes, existing)
     if found:
         raise ScopeError(found)
     commit = make_commit(repository, base, changes, message)
@@ -229,8 +229,8 @@ def apply_proposal(
     make_branch(repository, branch, commit)
     worktree = checkout_folder(worktrees, commit)
     try:
-        checkout(repository, commit, worktree)
-        return AppliedPatch(branch, commit, base, patch_sha256(repository, base, commit), worktree)
+        checkout_commit(repository, commit, worktree)
+        return AppliedPatch(branch, commit, base, hash_patch(repository, base, commit), worktree)
     except BaseException:
         try:
             remove_worktree(repository, worktree)
@@ -239,23 +239,25 @@ def apply_proposal(
         raise
 
 
-def proposed(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[Change]:
+def edits_to_changes(existing: Mapping[str, str], edits: Iterable[tuple[str, str]]) -> list[FileChange]:
     """Return ``edits`` (path, new text) as changes to a commit. ``existing``: path → mode of the commit's files."""
     return [
-        Change(path, encoded(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
+        FileChange(path, encode_text(text), *(2 * (existing[path],) if path in existing else ("100644", None)))
         for path, text in edits
     ]
 
 
 def get_branch_commit(repository: Path, branch: str) -> str | None:
     """Return the commit of a branch; None if the branch does not exist."""
-    return line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False) or None
+    return (
+        git_line(repository, "rev-parse", "--verify", "--quiet", f"refs/heads/{branch}^{{commit}}", check=False) or None
+    )
 
 
-def contains(repository: Path, commit: str, older: str) -> bool:
+def is_ancestor(repository: Path, commit: str, older: str) -> bool:
     """Return whether ``older`` is an ancestor of ``commit`` or equal to it. Raises: RepositoryError for a fault of the machine."""
     try:
-        git(repository, "merge-base", "--is-ancestor", older, commit)
+        run_git(repository, "merge-base", "--is-ancestor", older, commit)
     except RepositoryError as error:
         if is_machine_fault_of_no_file(error):
             raise
@@ -263,7 +265,7 @@ def contains(repository: Path, commit: str, older: str) -> bool:
     return True
 
 
-def undoing(repository: Path, live: str, base: str, commit: str, message: str) -> str:
+def make_revert_commit(repository: Path, live: str, base: str, commit: str, message: str) -> str:
     """Make a commit on top of ``live`` that reverts the changes from ``base`` to ``commit``. Moves no branch.
 
     Returns ``live`` if they are reverted already. Raises: RepositoryError that names files with later changes.
@@ -276,16 +278,16 @@ def undoing(repository: Path, live: str, base: str, commit: str, message: str) -
         raise RepositoryError(
             "git.changed_again", "{files} changed again since: revert the proposal by hand", files=newer
         )
-    return make_commit(repository, live, changes(repository, commit, base), message) or live
+    return make_commit(repository, live, read_changes(repository, commit, base), message) or live
 
 
-def advance(repository: Path, base: str, commit: str) -> None:
+def advance_branch(repository: Path, base: str, commit: str) -> None:
     """Move the checked-out branch from ``base`` to ``commit``, with files and index. After a kill, the same call finishes.
 
     Raises: RepositoryError, with nothing moved, when no branch is checked out, the branch is no longer at ``base``, or a file to change has
     uncommitted changes.
     """
-    head = line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
+    head = git_line(repository, "symbolic-ref", "--quiet", "HEAD", check=False)
     if not head:
         raise RepositoryError(
             "git.detached",
@@ -314,54 +316,56 @@ def advance(repository: Path, base: str, commit: str) -> None:
         if path in after:
             write_files(repository, {f"{path}.factory-part": after[path]}, repository, flushed=True)
             aside.replace(repository / path)
-            git(repository, "update-index", "--add", "--cacheinfo", ",".join((*after[path], path)))
+            run_git(repository, "update-index", "--add", "--cacheinfo", ",".join((*after[path], path)))
         else:
             (repository / path).unlink(missing_ok=True)
-            git(repository, "update-index", "--force-remove", path)
+            run_git(repository, "update-index", "--force-remove", path)
     for folder in sorted({parent for path in changed for parent in (repository / path).parents if parent.is_dir()}):
         if folder.is_relative_to(repository):
             sync_folder(folder)
-    git(repository, "update-ref", head, commit, base)  # fails if the branch is no longer at ``base``
+    run_git(repository, "update-ref", head, commit, base)  # fails if the branch is no longer at ``base``
 
 
 def reword_commit(repository: Path, applied: AppliedPatch, message: str) -> str:
     """Give the proposal's commit another message, with the same tree and parent. Returns the new commit."""
-    new = line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
-    git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
+    new = git_line(repository, "commit-tree", f"{applied.commit}^{{tree}}", "-p", applied.base, data=message.encode())
+    run_git(repository, "update-ref", f"refs/heads/{applied.branch}", new, applied.commit)
     return new
 
 
-def message(repository: Path, commit: str) -> str:
+def read_commit_message(repository: Path, commit: str) -> str:
     """Return a commit's message."""
-    return git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
+    return run_git(repository, "show", "--no-patch", "--format=%B", commit).decode("utf-8", "replace")
 
 
 def list_commits_between(repository: Path, older: str, commit: str) -> set[str]:
     """Return the ancestors of ``commit`` (and itself) that are not ancestors of ``older``. Raises: RepositoryError."""
-    return set(git(repository, "rev-list", "--end-of-options", f"{older}..{commit}").decode().split())
+    return set(run_git(repository, "rev-list", "--end-of-options", f"{older}..{commit}").decode().split())
 
 
-def subjects(repository: Path, older: str, commit: str) -> list[str]:
+def list_commit_subjects(repository: Path, older: str, commit: str) -> list[str]:
     """Return the commits from ``older`` to ``commit``, newest first, as '1a2b3c4 What it does'; none if a commit is unknown."""
     try:
-        found = git(repository, "log", "--max-count=200", "--format=%h %s", "--end-of-options", f"{older}..{commit}")
+        found = run_git(
+            repository, "log", "--max-count=200", "--format=%h %s", "--end-of-options", f"{older}..{commit}"
+        )
     except RepositoryError:
         return []
     return found.decode("utf-8", "replace").splitlines()
 
 
-def patch(repository: Path, base: str, commit: str) -> str:
+def read_patch(repository: Path, base: str, commit: str) -> str:
     """Return the patch as text, with full object names. People read, and approve by hash, this text."""
     flags = ("--full-index", "--binary", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color")
-    return os.fsdecode(git(repository, "diff-tree", "-p", *flags, base, commit))
+    return os.fsdecode(run_git(repository, "diff-tree", "-p", *flags, base, commit))
 
 
-def patch_sha256(repository: Path, base: str, commit: str) -> str:
+def hash_patch(repository: Path, base: str, commit: str) -> str:
     """Return the hash of the patch's text."""
-    return hashlib.sha256(os.fsencode(patch(repository, base, commit))).hexdigest()
+    return hashlib.sha256(os.fsencode(read_patch(repository, base, commit))).hexdigest()
 
 
-def changes(repository: Path, base: str, commit: str) -> list[Change]:
+def read_changes(repository: Path, base: str, commit: str) -> list[FileChange]:
     """Return the changes from ``base`` to a commit, from the stored trees."""
     before, after = read_entries(repository, base), read_entries(repository, commit)
     found = []
@@ -371,28 +375,28 @@ def changes(repository: Path, base: str, commit: str) -> list[Change]:
             continue
         content = None
         if new is not None and new[0] != "160000":
-            content = git(repository, "cat-file", "blob", new[1])
+            content = run_git(repository, "cat-file", "blob", new[1])
         found.append(
-            Change(path, content, new[0] if new else (old or new or ("100644", ""))[0], old[0] if old else None)
+            FileChange(path, content, new[0] if new else (old or new or ("100644", ""))[0], old[0] if old else None)
         )
     return found
 
 
 def read_file_text(repository: Path, commit: str, path: str) -> str:
     """Return a stored file as text. Bytes that are not UTF-8 are replaced."""
-    return git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
+    return run_git(repository, "cat-file", "blob", f"{commit}:{path}").decode("utf-8", "replace")
 
 
 def last_commit_of_lines(repository: Path, commit: str, path: str) -> list[str]:
     """Return the commit that last changed each line of a stored file. Raises: RepositoryError for an unknown file."""
     blame = ("-c", "blame.ignoreRevsFile=", "blame", "--line-porcelain", "--no-textconv", commit, "--", path)
-    lines = git(repository, *blame).split(b"\n")
+    lines = run_git(repository, *blame).split(b"\n")
     # In the output, a line of the file follows a tab. The lines before are about it, and the first of them names the commit.
     starts = [0, *(number + 1 for number, line in enumerate(lines) if line.startswith(b"\t"))]
     return [lines[start].split(b" ")[0].decode() for start in starts[:-1]]
 
 
-def modes(repository: Path, commit: str) -> dict[str, str]:
+def read_modes(repository: Path, commit: str) -> dict[str, str]:
     """Return path → mode of all files of a commit."""
     return {path: mode for path, (mode, _) in read_entries(repository, commit).items()}
 
@@ -402,14 +406,14 @@ def _holds(repository: Path, folder: Path, commit: str, entries: dict[str, tuple
     """Return whether ``folder`` is a registered worktree at ``commit`` with all files, byte for byte."""
     if folder.is_symlink() or not (folder / ".git").is_file():
         return False
-    head = line(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
+    head = git_line(folder, "rev-parse", "--verify", "--quiet", "HEAD^{commit}", check=False)
     common = ("rev-parse", "--path-format=absolute", "--git-common-dir")
-    if head != commit or line(folder, *common, check=False) != line(repository, *common):
+    if head != commit or git_line(folder, *common, check=False) != git_line(repository, *common):
         return False
     files = {folder / path: blob for path, (mode, blob) in entries.items() if mode in REGULAR}
     if not all(file.is_file() and not file.is_symlink() for file in files):
         return False
-    return hashes(repository, list(files)) == list(files.values())
+    return hash_files(repository, list(files)) == list(files.values())
 
 
 def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) -> bool:
@@ -419,7 +423,7 @@ def _is_either(repository: Path, path: str, *entries: tuple[str, str] | None) ->
         return None in entries
     if not file.is_file() or file.is_symlink():
         return False
-    return hashes(repository, [file])[0] in [entry[1] for entry in entries if entry]
+    return hash_files(repository, [file])[0] in [entry[1] for entry in entries if entry]
 
 
 def _slug(text: str) -> str:

@@ -140,18 +140,18 @@ class AgentsPolicy(StrictPolicy):
     def load(cls, path: Path) -> AgentsPolicy:
         return load_policy(cls, path)
 
-    def readable(self, path: str) -> bool:
+    def is_readable(self, path: str) -> bool:
         """Return whether a path is in scope, for patching or only for reading."""
         return any(rule.covers(path) for rule in self.scope)
 
-    def protected(self, path: str) -> bool:
+    def is_protected(self, path: str) -> bool:
         """Return whether only people may change a path. Upper and lower case count as the same, as on some file systems.
 
         >>> keys = ("max_files", "max_file_bytes", "max_patch_bytes", "measure_seconds")
         >>> policy = AgentsPolicy(scope=[], out_of_scope=["trainer/contract/**"], **dict.fromkeys(keys, 1))
-        >>> policy.protected("trainer/contract/recipe.py"), policy.protected("trainer/Contract/new.py"), policy.protected("trainer/run.py")
+        >>> policy.is_protected("trainer/contract/recipe.py"), policy.is_protected("trainer/Contract/new.py"), policy.is_protected("trainer/run.py")
         (True, True, False)
-        >>> policy.protected("trainer/__init__.py")  # importing trainer.contract runs it
+        >>> policy.is_protected("trainer/__init__.py")  # importing trainer.contract runs it
         True
         """
         path = path.casefold()
@@ -163,13 +163,13 @@ class AgentsPolicy(StrictPolicy):
                 return True
         return False
 
-    def patchable(self, path: str) -> bool:
+    def is_patchable(self, path: str) -> bool:
         """Return whether agents may patch a file."""
-        return self.readable(path) and not self.protected(path)
+        return self.is_readable(path) and not self.is_protected(path)
 
 
 @dataclass(frozen=True)
-class Change:
+class FileChange:
     """A changed file after the patch. ``mode`` is git's ('100644' …). ``content`` is None if the patch deletes the file."""
 
     path: str
@@ -182,7 +182,7 @@ def _of_file(path: str, problem: Message) -> Message:
     return Message("scope.file_problem", "{path}: {problem}", path=_shown(path), problem=problem)
 
 
-def problems(policy: AgentsPolicy, changes: Iterable[Change], existing: Mapping[str, str]) -> list[str]:
+def find_scope_problems(policy: AgentsPolicy, changes: Iterable[FileChange], existing: Mapping[str, str]) -> list[str]:
     """Return the problems of a patch, each a message; [] if the patch is in scope. ``existing``: path → mode at its base."""
     changes = list(changes)
     found: list[str] = [_of_file(change.path, problem) for change in changes for problem in _one(policy, change)]
@@ -251,13 +251,13 @@ def _above(path: str) -> list[str]:
     return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
 
 
-def _one(policy: AgentsPolicy, change: Change) -> Iterable[Message]:
+def _one(policy: AgentsPolicy, change: FileChange) -> Iterable[Message]:
     yield from _name_problems(change.path)
-    if policy.protected(change.path):
+    if policy.is_protected(change.path):
         yield Message(
             "scope.protected", "only people may change this file: the factory judges patches with it, or imports it"
         )
-    if not policy.readable(change.path):
+    if not policy.is_readable(change.path):
         yield Message(
             "scope.not_patchable",
             "this file is out of scope: patches may change {scope}",

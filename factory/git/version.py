@@ -9,7 +9,7 @@ import tomllib
 from factory.core.workspace import checkout_root
 
 
-def version() -> str:
+def describe_version() -> str:
     """Return 'llm-factory 0.1.0 (1adb55012345)'; without the commit if the code is not a git checkout."""
     project = checkout_root() / "pyproject.toml"
     if project.exists():

@@ -33,23 +33,31 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest import store
 from factory.ingest.compared import write_hashes
-from factory.ingest.decide import ShardDecisions, decide
+from factory.ingest.decide import ShardDecisions, decide_fates
 from factory.ingest.document import BadRow, Row
 from factory.ingest.filing import ASKED, name_filed_file
 from factory.ingest.held_tasks import record_task_ngrams
-from factory.ingest.index import PARAMETERS, Index
+from factory.ingest.index import PARAMETERS, DocumentIndex
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import UNREADABLE_ROW_RULES
 from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.reading_code import compute_reading_key
 from factory.ingest.rules.claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.told import Told, find_missing_columns, refuse_missing_columns
+from factory.ingest.shapes.told import RowCounts, find_missing_columns, refuse_missing_columns
 from factory.ingest.tokenizer import Tokenizer, template_shows_calls
 from factory.ingest.vocabulary import load_or_train_tokenizer
-from factory.ingest.worker import AnalysedChunk, FinishedDocument, IngestJob, Pool, analyse_chunk, finish, look_at
+from factory.ingest.worker import (
+    AnalysedChunk,
+    FinishedDocument,
+    IngestJob,
+    WorkerPool,
+    analyse_chunk,
+    count_row_columns,
+    finish_chunk,
+)
 from factory.ledger.files import SHARD_FILED
-from factory.ledger.ledger import Ledger, meta, record, shards, token_shards
+from factory.ledger.ledger import Ledger, meta, record_event, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.files import rename_into_place
@@ -101,12 +109,12 @@ def ingest_shard(
     policy; WorkerDiedError; LittleTextError when the text is too little to train the tokenizer; FactoryError when the disk is full. Faults
     *inside* the file end in a report: a rule drops each bad row, and a file that is unusable as a whole is quarantined.
     """
-    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     before, sha256 = _identify(path)
-    if known := settled(plant, path, sha256, again):
+    if known := find_finished_report(plant, path, sha256, again):
         return known
-    index = Index(plant.ledger, policy.licences)
-    parameters = index.check(policy)
+    index = DocumentIndex(plant.ledger, policy.licences)
+    parameters = index.check_parameters(policy)
     record_task_ngrams(plant, policy.decontamination.ngram)
     spool = plant.workspace.shards / f".ingest-{sha256[:16]}"
     try:
@@ -118,7 +126,7 @@ def ingest_shard(
         spool.mkdir(parents=True)
         if before.st_size < _WORTH_WORKERS and workers is None:
             workers = 0
-        with Pool(workers, spool, RetryPolicy.load(plant.workspace.policy("retries.yaml"))) as pool:
+        with WorkerPool(workers, spool, RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))) as pool:
             found = _run(plant, path, sha256, policy, index, spool, pool, other_files, whole)
         _refuse_changed(path, before)
         if isinstance(found, ShardProblem):
@@ -126,7 +134,7 @@ def ingest_shard(
                 raise found
             _copy_to_quarantine(plant.workspace, path, sha256)
         else:
-            compared = store.hashed(found.rows, found.decided, found.finished) if found.decided else ()
+            compared = store.hash_documents(found.rows, found.decided, found.finished) if found.decided else ()
             write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
             _store(
@@ -145,33 +153,33 @@ def ingest_shard(
         ) from error
     finally:
         shutil.rmtree(spool, ignore_errors=True)
-    stored = report(plant.ledger, sha256)
+    stored = read_report(plant.ledger, sha256)
     assert stored
     return stored
 
 
-def settled(plant: Plant, path: Path, sha256: str, again: bool) -> ShardReport | None:
+def find_finished_report(plant: Plant, path: Path, sha256: str, again: bool) -> ShardReport | None:
     """The report of a file that needs no ingest; None: it needs one. It needs none if it was ingested, or was quarantined and neither its name,
     the policy nor the reading code has changed."""
-    known = report(plant.ledger, sha256)
+    known = read_report(plant.ledger, sha256)
     if known and (known.state == "ingested" or not (again or _may_be_readable(plant, path, sha256))):
         return known
     return None
 
 
-def quarantine(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
+def quarantine_shard(plant: Plant, path: Path, sha256: str, problem: ShardProblem) -> ShardReport:
     """Record a file that is unusable as a whole, and keep a copy of the file."""
     _copy_to_quarantine(plant.workspace, path, sha256)
     with plant.ledger.begin() as tx:
         _store(tx, plant.ledger, path, path.stat().st_size, sha256, problem, "", compute_reading_key(plant.workspace))
-    stored = report(plant.ledger, sha256)
+    stored = read_report(plant.ledger, sha256)
     assert stored
     return stored
 
 
-def report(ledger: Ledger, sha256: str) -> ShardReport | None:
+def read_report(ledger: Ledger, sha256: str) -> ShardReport | None:
     """The recorded report of a shard; None: it was never ingested."""
-    row = ledger.one(sa.select(shards).where(shards.c.sha256 == sha256))
+    row = ledger.select_first(sa.select(shards).where(shards.c.sha256 == sha256))
     if row is None:
         return None
     return ShardReport(**{name: row[name] for name in ShardReport.__dataclass_fields__})
@@ -186,7 +194,7 @@ class ProcessedShard:
     finished: dict[str, FinishedDocument]  # by key, without the token arrays
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
-    told: Told
+    row_notes: RowCounts
     held_back: dict[str, dict[str, Any]]  # see ``store.held_back``
 
 
@@ -195,22 +203,22 @@ def _run(
     path: Path,
     sha256: str,
     policy: DataPolicy,
-    index: Index,
+    index: DocumentIndex,
     spool: Path,
-    pool: Pool,
+    pool: WorkerPool,
     other_files: Sequence[Path],
     whole: Callable[[], Iterator[RawRow]] | None,
 ) -> ProcessedShard | ShardProblem:
     job = IngestJob(policy, spool, sha256[:16], path.name, not template_shows_calls(plant.workspace.tokenizer))
-    told = Told()
+    told = RowCounts()
     analysed: list[AnalysedChunk] = []
     try:
         with plant.progress.task(f"{path.name}: read, filter, hash") as task:
             for one in pool.map(
-                analyse_chunk, ((job, *chunk) for chunk in chunks(read_rows(path, policy.limits), policy))
+                analyse_chunk, ((job, *chunk) for chunk in split_into_chunks(read_rows(path, policy.limits), policy))
             ):
                 analysed.append(one)
-                told.add(one.told)
+                told.add_counts(one.row_counts)
                 task.advance(len(one.rows))
     except ShardProblem as problem:
         return problem
@@ -220,10 +228,10 @@ def _run(
     rows = [row for one in analysed for row in one.rows]
     if bad := find_bad_share_problem(rows, policy.limits.max_bad_rows):
         return bad
-    if not any(one.alive for one in analysed):
+    if not any(one.undecided for one in analysed):
         return ProcessedShard(rows, None, {}, None, None, told, {})
 
-    decided = decide(analysed, index, policy, spool)
+    decided = decide_fates(analysed, index, policy, spool)
     if not any(decided.tasks):
         return ProcessedShard(rows, decided, {}, None, None, told, {})
     tokenizer = load_or_train_tokenizer(plant, policy, decided.tasks, spool, path, other_files)
@@ -235,7 +243,7 @@ def _run(
         def train_documents() -> Iterator[TokenizedDocument]:
             calls = ((job, chunk, tasks, tokenizer.folder) for chunk, tasks in enumerate(decided.tasks) if tasks)
             planned = [tasks for tasks in decided.tasks if tasks]
-            for tasks, results in zip(planned, pool.map(finish, calls)):
+            for tasks, results in zip(planned, pool.map(finish_chunk, calls)):
                 for one, result in zip(tasks, results, strict=True):
                     row = by_key[one.key]
                     document = _settle(row, result)
@@ -255,7 +263,9 @@ def _run(
     if token_shard.manifest["documents"] == 0:
         shutil.rmtree(token_shard.path)
         return ProcessedShard(rows, decided, finished, tokenizer, None, told, {})
-    return ProcessedShard(rows, decided, finished, tokenizer, token_shard, told, store.held_back(rows, policy.licences))
+    return ProcessedShard(
+        rows, decided, finished, tokenizer, token_shard, told, store.count_held_back(rows, policy.licences)
+    )
 
 
 def _settle(row: Row, result: FinishedDocument) -> TokenizedDocument | None:
@@ -279,14 +289,14 @@ def _settle(row: Row, result: FinishedDocument) -> TokenizedDocument | None:
     )
 
 
-def _look_in_the_whole(rows: Iterator[RawRow], told: Told, policy: DataPolicy, name: str) -> None:
+def _look_in_the_whole(rows: Iterator[RawRow], told: RowCounts, policy: DataPolicy, name: str) -> None:
     """Look in the rows of the whole file for mapped columns that this part lacks, until each is found."""
     with contextlib.suppress(ShardProblem):  # the ingest of that later part reports the problem
         while find_missing_columns(told, policy.fields) and (row := next(rows, None)) is not None:
-            look_at(policy, row, name, told)
+            count_row_columns(policy, row, name, told)
 
 
-def chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
+def split_into_chunks(raw_rows: Iterator[RawRow], policy: DataPolicy) -> Iterator[tuple[int, int, list[RawRow]]]:
     """(chunk number, number of its first row, rows). Raises: ShardProblem for too many rows."""
     chunk, first, size = 0, 0, 0
     rows: list[RawRow] = []
@@ -393,7 +403,7 @@ def _store(
     read_by: str,
 ) -> None:
     tx.execute(shards.delete().where(shards.c.sha256 == sha256, shards.c.state == "quarantined"))  # of an earlier try
-    place = ledger.inside(path.resolve())
+    place = ledger.to_stored_path(path.resolve())
     shard = {"sha256": sha256, "name": path.name, "path": place, "bytes": size, "ingested_at": time.time()}
     if isinstance(found, ShardProblem):
         counts = {"train": 0, "held_out": 0, "dropped": found.dropped, "pii": 0, "pii_kinds": {}, "trimmed": 0}
@@ -402,24 +412,32 @@ def _store(
                 **shard, state="quarantined", reason=str(found), rows=found.rows, counts=counts, domains={}, tokens=0
             )
         )
-        record(tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by})
+        record_event(
+            tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by}
+        )
         return
-    totals = store.totals(found.rows)
-    totals["counts"] |= found.told.counts() | ({"not_releasable": found.held_back} if found.held_back else {})
+    totals = store.count_rows(found.rows)
+    totals["counts"] |= found.row_notes.to_shard_counts() | (
+        {"not_releasable": found.held_back} if found.held_back else {}
+    )
     if found.decided and found.decided.licences:
         others = {name or path.name: count for name, count in sorted(found.decided.licences.items())}
         totals["counts"]["other_licences"] = others
-        record(tx, CONFLICT_EVENT, f"shard:{sha256[:16]}", {"name": path.name, "other_licences": others})
+        record_event(tx, CONFLICT_EVENT, f"shard:{sha256[:16]}", {"name": path.name, "other_licences": others})
     if found.decided and found.decided.groups:
         totals["counts"]["groups"] = found.decided.groups
     tx.execute(shards.insert().values(**shard, state="ingested", rows=len(found.rows), **totals))
     if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
         tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
     if found.tokenizer:
-        store.write_tokenizer(tx, found.tokenizer, ledger.inside(found.tokenizer.folder))
+        store.write_tokenizer(tx, found.tokenizer, ledger.to_stored_path(found.tokenizer.folder))
     if made := found.token_shard:
         counts = {name: made.manifest[name] for name in ("documents", "tokens")}
-        about = {"shard": sha256, "path": ledger.inside(made.path), "tokenizer": made.manifest["tokenizer_sha256"]}
+        about = {
+            "shard": sha256,
+            "path": ledger.to_stored_path(made.path),
+            "tokenizer": made.manifest["tokenizer_sha256"],
+        }
         new = token_shards.insert().values(
             id=made.id, **about, **counts, domains=totals["domains"], created_at=time.time()
         )
@@ -427,4 +445,4 @@ def _store(
     store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
         store.write_held_out(tx, found.rows, found.finished)
-    record(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})
+    record_event(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})

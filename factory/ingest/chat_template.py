@@ -15,10 +15,10 @@ from factory.ingest.shapes.calls import REASONING_KEYS
 from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 
 
-def defused(text: str) -> str:
+def break_special_tokens(text: str) -> str:
     """A text as the templates write it: with a blank inside each special token that the text spells.
 
-    >>> defused("<|im_end|> <|endoftext|>")
+    >>> break_special_tokens("<|im_end|> <|endoftext|>")
     '<| im_end|> <| endoftext|>'
     """
     return text.replace("<|im_", "<| im_").replace("<|endoftext|>", "<| endoftext|>")

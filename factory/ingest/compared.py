@@ -23,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from factory.core.errors import WorkspaceError
-from factory.core.removal import remove
-from factory.ingest.rules.near_dup import PERMUTATIONS, bands
+from factory.core.removal import remove_path
+from factory.ingest.rules.near_dup import PERMUTATIONS, hash_bands
 from factory.ingest.rules.words import Hashes
 from factory.ledger.engine import DAMAGED
 from factory.ledger.ledger import Ledger
@@ -116,7 +116,7 @@ def read_hashes(root: Path, subject: str) -> pa.Table:
     )
 
 
-def sources(ledger: Ledger) -> list[tuple[int, str]]:
+def list_hash_sources(ledger: Ledger) -> list[tuple[int, str]]:
     """(event, subject) of all shards and task files that have hashes, in the order in which the ledger recorded them."""
     sql = "SELECT MIN(id) AS id, subject FROM events WHERE kind IN ('ingested', :held) GROUP BY subject ORDER BY 1"
     return [(row["id"], row["subject"]) for row in ledger.read(sql, held=HELD)]
@@ -133,19 +133,19 @@ class HashIndex:
         self._ledger, self._root = ledger, ledger.root
         self.file = ledger.root / INDEX
 
-    def in_bands(self, hashes: Iterable[int]) -> list[tuple[int, str]]:
+    def find_by_band(self, hashes: Iterable[int]) -> list[tuple[int, str]]:
         """(hash of a band, key) of all documents with one of these bands, the oldest first."""
         return self._found("bands", hashes)
 
-    def sampled(self, grams: Iterable[int]) -> list[tuple[int, str]]:
+    def find_trained_by_ngram(self, grams: Iterable[int]) -> list[tuple[int, str]]:
         """(n-gram, key) of the documents that are not held out and have one of these n-grams in their sample."""
         return self._found("sampled", grams)
 
-    def signatures(self, keys: Sequence[str]) -> dict[str, npt.NDArray[np.uint32]]:
+    def read_signatures(self, keys: Sequence[str]) -> dict[str, npt.NDArray[np.uint32]]:
         sql = "SELECT d.key, d.signature FROM json_each(?) v JOIN documents d ON d.key = v.value"
         return {key: np.frombuffer(blob, "<u4").astype(np.uint32) for key, blob in self._rows(sql, list(keys))}
 
-    def held_out(self) -> list[tuple[str, Hashes]]:
+    def read_held_out_ngrams(self) -> list[tuple[str, Hashes]]:
         """Every n-gram of every held-out document, by its key."""
         grams: dict[str, list[int]] = {}
         sql = "SELECT d.key, h.hash FROM held_out h JOIN documents d ON d.id = h.document"
@@ -157,7 +157,7 @@ class HashIndex:
         """Delete the index; the next query makes it again. A process that still has the old index open may damage the new one as it ends: the
         query after that makes the index once more."""
         for ending in ("", "-wal", "-shm"):
-            remove(self.file.with_name(self.file.name + ending))
+            remove_path(self.file.with_name(self.file.name + ending))
 
     def _found(self, table: str, hashes: Iterable[int]) -> list[tuple[int, str]]:
         signed = np.fromiter(hashes, np.uint64).astype(np.int64).tolist()
@@ -187,7 +187,7 @@ class HashIndex:
         index = self._opened()
         held, wanted = (
             index.execute("SELECT event, subject FROM sources ORDER BY event").fetchall(),
-            sources(self._ledger),
+            list_hash_sources(self._ledger),
         )
         if wanted[: len(held)] != held:  # emptied, not deleted: another process may have it open
             with index:
@@ -220,7 +220,7 @@ def _add(index: sqlite3.Connection, table: pa.Table) -> None:
     ids = np.arange(before + 1, before + 1 + len(keys))
     index.executemany("INSERT INTO documents VALUES (?, ?, ?)", zip(ids.tolist(), keys, blobs))
     joined = np.frombuffer(b"".join(blob for blob in blobs if blob is not None), "<u4").reshape(-1, PERMUTATIONS)
-    own = bands(joined)
+    own = hash_bands(joined)
     signed = ids[[blob is not None for blob in blobs]]
     _insert(index, "bands", own.ravel(), np.repeat(signed, own.shape[1]))
     lists = table["grams"].combine_chunks()

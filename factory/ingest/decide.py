@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from factory.ingest.document import Row
-from factory.ingest.index import BARRED, Index
+from factory.ingest.index import BARRED, DocumentIndex
 from factory.ingest.rules import decontaminate, split
 from factory.ingest.rules.claims import COPY_RULES
-from factory.ingest.rules.licence_names import folded
+from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.near_dup import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes
@@ -34,7 +34,7 @@ DRAWS = 4  # selections of held-out documents from a shard at most; each reads a
 
 @dataclass(frozen=True)
 class ShardDecisions:
-    """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``licences``: by shard ('':
+    """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``read_licences``: by shard ('':
     this one), the number of dropped copies that the shard has under another licence."""
 
     tasks: list[list[FinishTask]]
@@ -56,10 +56,12 @@ class _Living:
     place: int
 
 
-def decide(analysed: Sequence[AnalysedChunk], index: Index, policy: DataPolicy, spool: Path) -> ShardDecisions:
+def decide_fates(
+    analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
+) -> ShardDecisions:
     """Set the fates that depend on other documents, on the rows of ``analysed``."""
     signed = np.concatenate([one.signatures for one in analysed])
-    near = NearDuplicates(signed, policy.near_duplicates.threshold, index.near)
+    near = NearDuplicates(signed, policy.near_duplicates.threshold, index.find_by_bands)
     living, barred = _drop_duplicates(list(_living(analysed)), index, near)
     held_out = _hold_out(living, analysed, index, policy, spool)
     tasks = _find_contamination(living, analysed, index, policy, spool, held_out)
@@ -72,22 +74,24 @@ def decide(analysed: Sequence[AnalysedChunk], index: Index, policy: DataPolicy, 
 def _living(analysed: Sequence[AnalysedChunk]) -> Iterator[_Living]:
     number = 0
     for chunk in analysed:
-        for place, at in enumerate(chunk.alive):
+        for place, at in enumerate(chunk.undecided):
             yield _Living(chunk.rows[at], number, chunk.chunk, place)
             number += 1
 
 
-def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) -> tuple[list[_Living], list[_Living]]:
+def _drop_duplicates(
+    living: list[_Living], index: DocumentIndex, near: NearDuplicates
+) -> tuple[list[_Living], list[_Living]]:
     """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination; a text whose licence
     does not allow training bars its copies, those before it in this shard too. Returns what is left, and the rows that bar a text."""
-    known = index.kept_by_content([one.row.content_sha256 or "" for one in living])
-    fates = index.fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
+    known = index.find_by_content([one.row.content_sha256 or "" for one in living])
+    fates = index.read_fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
     here: dict[str, str] = {}  # fate by key, of the first of each text
     first: dict[str, str] = {}
     kept: list[_Living] = []
     barred: list[_Living] = []
     by_number: dict[int, str] = {}
-    refusal = index.refusal()
+    refusal = index.make_refusal_check()
 
     def match(one: _Living) -> tuple[str, str, str, str] | None:
         """(rule, fate of the other, how alike they are, its key)"""
@@ -111,36 +115,38 @@ def _drop_duplicates(living: list[_Living], index: Index, near: NearDuplicates) 
             return "near_duplicate", fates[other], said, other
         return None
 
-    for one in sorted(living, key=lambda one: not one.row.barred):  # barred rows first, else in the order of rows
+    for one in sorted(
+        living, key=lambda one: not one.row.licence_refusal
+    ):  # barred rows first, else in the order of rows
         row = one.row
-        if not row.barred and (why := refusal(row.source, row.license)):
+        if not row.licence_refusal and (why := refusal(row.source, row.license)):
             row.drop("removed", why)
             continue
         found = match(one)
-        if row.barred:
-            row.drop("licence", row.barred, found and found[3])
+        if row.licence_refusal:
+            row.drop("licence", row.licence_refusal, found and found[3])
         elif found:
             _drop_copy(row, *found)
-        if not found or row.barred:  # a barred copy may be near to documents that its original is not near to
+        if not found or row.licence_refusal:  # a barred copy may be near to documents that its original is not near to
             near.keep(one.number)
             by_number[one.number] = row.key
             assert row.content_sha256
             first.setdefault(row.content_sha256, row.key)
-            here[row.key] = BARRED if row.barred else "train"
-            (barred if row.barred else kept).append(one)
+            here[row.key] = BARRED if row.licence_refusal else "train"
+            (barred if row.licence_refusal else kept).append(one)
     return kept, barred
 
 
-def _other_licences(rows: Mapping[str, Row], index: Index) -> dict[str, int]:
+def _other_licences(rows: Mapping[str, Row], index: DocumentIndex) -> dict[str, int]:
     """By shard ('': this one), the number of this shard's texts that it has under another licence."""
     copies = [row for row in rows.values() if row.matched and row.rule in COPY_RULES]
-    stored = index.licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
+    stored = index.read_licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
     found: Counter[str] = Counter()
     for row in copies:
         assert row.matched
         here = rows.get(row.matched)
         licence, shard = (here.license or "", "") if here else stored[row.matched]
-        if folded(licence) != folded(row.license):
+        if fold_licence_name(licence) != fold_licence_name(row.license):
             found[shard] += 1
     return dict(found)
 
@@ -171,14 +177,14 @@ def _grams(
 
 
 def _hold_out(
-    living: Sequence[_Living], analysed: Sequence[AnalysedChunk], index: Index, policy: DataPolicy, spool: Path
+    living: Sequence[_Living], analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
 ) -> dict[str, Hashes]:
     """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
     own = [one for one in living if not one.row.synthetic_by]  # text that a model wrote cannot measure models
-    trained = index.trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
-    recorded = {name: half for name, half in index.held_out_groups().items() if name not in trained}
+    trained = index.find_trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
+    recorded = {name: half for name, half in index.read_held_out_groups().items() if name not in trained}
     select = _selecting(own, index, policy, recorded, trained)
-    held: dict[int, split.Held] = {}
+    held: dict[int, split.HeldOutPlace] = {}
     refused: dict[int, str] = {}
     for _ in range(DRAWS):  # each time, other documents replace those that share words with training data
         held = select(refused)
@@ -201,12 +207,12 @@ def _hold_out(
                 key=refused[one.number],
             )
         if as_one := held.get(one.number):
-            row.fate, row.held_as, row.sealed = "held_out", as_one.group, as_one.sealed
+            row.fate, row.held_out_group, row.is_sealed = "held_out", as_one.group, as_one.sealed
             chosen[row.key] = candidates[one.number]
         elif row.group in groups:
             limit = Message("ingest.enough_held_out", "as many as hold_out_at_most (data.yaml) are held out already")
             special = Message("ingest.spells_special", "the document spells a special token")
-            why = row.detail or (special if row.special else limit)
+            why = row.detail or (special if row.spells_special_token else limit)
             group = Message(
                 "ingest.of_held_out_group", "of group {group!r}, which is held out; {why}", group=row.group, why=why
             )
@@ -215,46 +221,50 @@ def _hold_out(
 
 
 def _selecting(
-    living: Sequence[_Living], index: Index, policy: DataPolicy, recorded: Mapping[str, bool], trained: Collection[str]
-) -> Callable[[Collection[int]], dict[int, split.Held]]:
+    living: Sequence[_Living],
+    index: DocumentIndex,
+    policy: DataPolicy,
+    recorded: Mapping[str, bool],
+    trained: Collection[str],
+) -> Callable[[Collection[int]], dict[int, split.HeldOutPlace]]:
     """A function that selects held-out documents; it leaves out the documents with the numbers in its argument."""
-    before = index.held_out_before()
+    before = index.read_held_out_counts()
     count = functools.cache(index.count_trained)
 
-    def wanted(domain: str) -> split.Wanted:
-        at_most = policy.rules(domain).hold_out_at_most
-        return split.Wanted(policy.held_out.share, min(policy.held_out.least, at_most // 2), at_most)
+    def wanted(domain: str) -> split.HeldOutTarget:
+        at_most = policy.rules_of_domain(domain).hold_out_at_most
+        return split.HeldOutTarget(policy.held_out.share, min(policy.held_out.least, at_most // 2), at_most)
 
-    def of(refused: Collection[int]) -> dict[int, split.Held]:
+    def of(refused: Collection[int]) -> dict[int, split.HeldOutPlace]:
         arrived = [
             split.CandidateDocument(
                 one.number, one.row.key, one.row.domain, one.row.group_key, one.row.content_sha256 or "",
-                able=one.number not in refused and not one.row.special,
+                can_be_held_out=one.number not in refused and not one.row.spells_special_token,
             )
             for one in living
         ]  # fmt: skip
-        return split.select(arrived, recorded, trained, before, wanted, count)
+        return split.select_held_out(arrived, recorded, trained, before, wanted, count)
 
     return of
 
 
-def _grouping(rows: Sequence[Row], index: Index, policy: DataPolicy) -> dict[str, Any]:
+def _grouping(rows: Sequence[Row], index: DocumentIndex, policy: DataPolicy) -> dict[str, Any]:
     """Of each domain that is grouped by a key, and of which a person should know something: {"group": kind, "documents": n, "groups": n,
     "lacking": documents without the key, "parts": documents with the key that are held out as groups of their own, "halves": [groups in the
     sealed half, groups in the dev half]}."""
     found = {}
-    before = index.held_out_before()
+    before = index.read_held_out_counts()
     for domain in sorted({row.domain for row in rows}):
-        kind = policy.rules(domain).group
+        kind = policy.rules_of_domain(domain).group
         if kind in split.DOCUMENT_KINDS:
             continue
         ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
         known = before.get(domain, split.EarlierHeldOut())
         held = [row for row in ours if row.fate == "held_out"]
-        parts = sum(row.held_as != row.group for row in held)
+        parts = sum(row.held_out_group != row.group for row in held)
         lacking = sum(row.group_key is None for row in ours)
         halves = [
-            len({*known.groups.get(half, ()), *(row.held_as for row in held if row.sealed == half)})
+            len({*known.groups.get(half, ()), *(row.held_out_group for row in held if row.is_sealed == half)})
             + known.parts.get(half, 0)
             for half in split.HALVES
         ]
@@ -270,7 +280,7 @@ def _own_words(
     wanting: Sequence[_Living],
     living: Sequence[_Living],
     analysed: Sequence[AnalysedChunk],
-    index: Index,
+    index: DocumentIndex,
     policy: DataPolicy,
     spool: Path,
 ) -> tuple[dict[int, Hashes], dict[int, str]]:
@@ -285,7 +295,7 @@ def _own_words(
         for _, grams in _grams(living, analysed, spool):
             counts[_places(all_grams, np.unique(grams))] += 1
     trained: dict[int, set[str]] = {}
-    for gram, key in index.trained_with(all_grams):
+    for gram, key in index.find_trained_by_ngram(all_grams):
         trained.setdefault(gram, set()).add(key)
     for gram, keys in trained.items():
         counts[np.searchsorted(all_grams, np.uint64(gram))] += len(keys)
@@ -312,12 +322,12 @@ def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
 def _find_contamination(
     living: Sequence[_Living],
     analysed: Sequence[AnalysedChunk],
-    index: Index,
+    index: DocumentIndex,
     policy: DataPolicy,
     spool: Path,
     held_out: dict[str, Hashes],
 ) -> list[list[FinishTask]]:
-    known = decontaminate.HeldOutNgrams.of([*index.held_out_ngrams(), *held_out.items()])
+    known = decontaminate.HeldOutNgrams.build([*index.read_held_out_ngrams(), *held_out.items()])
     tasks: list[list[FinishTask]] = [[] for _ in analysed]
     for one, grams in _grams(living, analysed, spool):
         cuts: list[tuple[int, int]] = []
@@ -325,7 +335,7 @@ def _find_contamination(
             continue
         if one.row.fate != "held_out":
             collisions = known.find(grams)
-            cuts = decontaminate.spans(collisions, policy.decontamination.ngram)
+            cuts = decontaminate.merge_spans(collisions, policy.decontamination.ngram)
             if cuts:
                 one.row.matched = known.owner(grams[collisions[0]])
         tasks[one.chunk].append(FinishTask(one.place, one.row.key, one.row.fate == "held_out", cuts))

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.ingest.rules.split import facts_of
+from factory.ingest.rules.split import read_grouping_facts
 from factory.ingest.shapes.bad_row import BadRow as BadRow
 from factory.ingest.shapes.calls import strip_tools
 from factory.ingest.shapes.chats import ROLES as ROLES
-from factory.ingest.shapes.chats import Notes, carries_loss
+from factory.ingest.shapes.chats import ReadingNotes, carries_loss
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.shapes.recognise import to_document_contract
 from kernels.contract.message import Message
@@ -52,13 +52,17 @@ class Row:
     tokens: int = 0
     supervised_tokens: int = 0
     trimmed: int = 0  # characters removed by decontamination
-    special: bool = False  # it spells a special token: programs encode it differently, so it cannot be held out
+    spells_special_token: bool = (
+        False  # it spells a special token: programs encode it differently, so it cannot be held out
+    )
     group_key: str | None = None  # the name of its group, by ``group`` of its domain; None: it is a group of its own
-    facts: dict[str, str] = field(default_factory=dict)  # other names that may group it (``rules/split``)
-    held_as: str = ""  # of a held-out document: the group that it is held out as
-    sealed: bool = False  # of a held-out document: it is in the sealed half
+    grouping_facts: dict[str, str] = field(default_factory=dict)  # other names that may group it (``rules/split``)
+    held_out_group: str = ""  # of a held-out document: the group that it is held out as
+    is_sealed: bool = False  # of a held-out document: it is in the sealed half
     synthetic_by: str | None = None  # model or release that wrote it, from its metadata
-    barred: str = ""  # why its licence does not allow training; the row is compared with others, and then dropped
+    licence_refusal: str = (
+        ""  # why its licence does not allow training; the row is compared with others, and then dropped
+    )
     pii: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -83,10 +87,10 @@ class ParsedDocument:
     facts: dict[str, str] = field(default_factory=dict)  # names that may group it (``rules/split``)
 
 
-def written_by(release: int, export_sha256: str) -> str:
+def format_release_maker(release: int, export_sha256: str) -> str:
     """The ``synthetic_by`` of documents that a release wrote: its number and the hash of its weights.
 
-    >>> written_by(3, "0123456789abcdef0123")
+    >>> format_release_maker(3, "0123456789abcdef0123")
     'release 3 (weights 0123456789abcdef)'
     """
     return f"release {release} (weights {export_sha256[:16]})"
@@ -147,14 +151,14 @@ def refuse_domain(name: str) -> None:
 
 
 def parse_document(
-    row: Any, default_domain: str, mapping: FieldMapping | None = None, notes: Notes | None = None
+    row: Any, default_domain: str, mapping: FieldMapping | None = None, notes: ReadingNotes | None = None
 ) -> ParsedDocument:
     """Check a decoded row against the document contract, by the mapping of its file or by its shape (``shapes/``). ``notes`` gets how the row
     was read, and the fields that nothing reads.
 
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
-    notes = Notes() if notes is None else notes
+    notes = ReadingNotes() if notes is None else notes
     row = to_document_contract(row, mapping, notes)
     content: Content = {"messages": row["messages"]} if "messages" in row else {"text": row["text"]}
     if "text" in content and not isinstance(content["text"], str):
@@ -175,8 +179,8 @@ def parse_document(
         )
         raise BadRow("bad_schema", wrong)
     named = {name: _string(row, name, notes) for name in ("source", "license", "synthetic_by")}
-    parsed = ParsedDocument(content, identity or None, domain, **named, facts=facts_of(row))
-    for value in (flat(content), parsed.id, *named.values()):
+    parsed = ParsedDocument(content, identity or None, domain, **named, facts=read_grouping_facts(row))
+    for value in (join_texts(content), parsed.id, *named.values()):
         if value is not None:
             try:
                 value.encode("utf-8")
@@ -203,20 +207,20 @@ def normalise_content(content: Content, *, code: bool) -> Content:
     return {"messages": messages}
 
 
-def flat(content: Content) -> str:
+def join_texts(content: Content) -> str:
     """The whole text of a document as one string, for filters and the vocabulary."""
     return content["text"] if "text" in content else "\n".join(m["content"] for m in content["messages"])
 
 
-def compared(content: Content) -> str:
+def text_to_compare(content: Content) -> str:
     """The text by which a document is compared with others. A chat's list of tools is left out: many chats share it, and it carries no loss."""
     if "messages" not in content or content["messages"][0]["role"] != "system":
-        return flat(content)
+        return join_texts(content)
     first, *others = content["messages"]
-    return flat({"messages": [first | {"content": strip_tools(first["content"])}, *others]})
+    return join_texts({"messages": [first | {"content": strip_tools(first["content"])}, *others]})
 
 
-def content_sha256(content: Content) -> str:
+def hash_content(content: Content) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, ensure_ascii=False).encode("utf-8")).hexdigest()
 
 
@@ -233,17 +237,19 @@ def _normal(text: str, code: bool) -> str:
     return "\n".join(lines[first:last])
 
 
-def _string(row: dict[str, Any], key: str, notes: Notes) -> str | None:
+def _string(row: dict[str, Any], key: str, notes: ReadingNotes) -> str | None:
     value = row.get(key)
     if key == "license" and isinstance(value, list | tuple) and all(isinstance(name, str) for name in value):
         names = [name.strip() for name in dict.fromkeys(value) if name.strip()]
         value = " AND ".join(f"({name})" if _OPERATOR.search(name) and len(names) > 1 else name for name in names)
-        notes.said.add(Message("ingest.licence_list", "'license' is a list: all of its licences apply, joined by AND"))
+        notes.messages.add(
+            Message("ingest.licence_list", "'license' is a list: all of its licences apply, joined by AND")
+        )
     if value is None or value == "":
         return None
     if key in ("source", "domain") and isinstance(value, int) and not isinstance(value, bool):
         value = _digits(key, value)
-        notes.said.add(Message("ingest.number_as_text", "{key!r} is a number: its digits are the text", key=key))
+        notes.messages.add(Message("ingest.number_as_text", "{key!r} is a number: its digits are the text", key=key))
     if not isinstance(value, str) or len(value) > LONGEST_NAME:
         wrong = Message(
             "ingest.row_name",

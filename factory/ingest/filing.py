@@ -31,10 +31,10 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ingest.reading.kinds import kind_of
+from factory.ingest.reading.kinds import detect_kind
 from factory.ingest.reading_code import compute_reading_key
-from factory.ledger.files import SHARD_FILED, filed, origins, packed
-from factory.ledger.ledger import Ledger, record, shards
+from factory.ledger.files import SHARD_FILED, filed_shards, shards_packed_from, sources_of_shard
+from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, former_file_hashes
 from kernels.contract.files import rename_into_place, sync_folder
@@ -63,8 +63,8 @@ def file_shard(plant: Plant, path: Path, sha256: str, state: str) -> None:
     status = path.stat()
     detail = {"folder": folder, "name": place.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
     with plant.ledger.begin() as tx:
-        tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=plant.ledger.inside(place)))
-        record(
+        tx.execute(shards.update().where(shards.c.sha256 == sha256).values(path=plant.ledger.to_stored_path(place)))
+        record_event(
             tx,
             SHARD_FILED,
             f"shard:{sha256[:16]}",
@@ -85,7 +85,7 @@ def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
     if sha256 in reported:
         file_shard(plant, path, sha256, "quarantined")
         return
-    if {part["shard"] for part in packed(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
+    if {part["shard"] for part in shards_packed_from(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
         path.unlink()
         return
     original = plant.workspace.root / ORIGINALS / name_filed_file(sha256, path)
@@ -96,7 +96,7 @@ def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
 def remove_originals(plant: Plant, shard: str) -> list[str]:
     """Delete the files that a shard was cut from, after text of the shard was erased; returns lines for a person."""
     said: list[str] = []
-    for one in origins(plant.ledger, shard):
+    for one in sources_of_shard(plant.ledger, shard):
         for path in (plant.workspace.root / ORIGINALS).glob(f"{one['sha256'][:16]}-*"):
             path.unlink()
             said.append(
@@ -112,7 +112,7 @@ def remove_originals(plant: Plant, shard: str) -> list[str]:
 def return_changed_files(plant: Plant) -> None:
     """Move files of ``shards/raw/`` that changed after their ingest back to the inbox. The ingested content stays, if it is the file's first
     part."""
-    for (folder, name), known in filed(plant.ledger, MOST_WATCHED_FILES).items():
+    for (folder, name), known in filed_shards(plant.ledger, MOST_WATCHED_FILES).items():
         path = plant.workspace.root / folder / name
         if folder != RAW or not _changed(path, known):
             continue
@@ -125,7 +125,7 @@ def return_changed_files(plant: Plant) -> None:
             status = path.stat()
             with plant.ledger.begin() as tx:
                 stamp = {"bytes": status.st_size, "mtime_ns": status.st_mtime_ns}
-                record(tx, SHARD_FILED, f"shard:{known['sha256'][:16]}", known | stamp)
+                record_event(tx, SHARD_FILED, f"shard:{known['sha256'][:16]}", known | stamp)
 
 
 def _changed_line(name: str, kept: bool) -> Message:
@@ -170,7 +170,7 @@ def _split(workspace: Workspace, path: Path, known: dict[str, Any], wanted: Cont
 def return_quarantined_files(plant: Plant) -> None:
     """Move files of ``quarantine/`` that may be readable now back to the inbox."""
     there = list_quarantined_files(plant.workspace)
-    known = filed(plant.ledger) if there else {}
+    known = filed_shards(plant.ledger) if there else {}
     key = compute_reading_key(plant.workspace) if there else ""
     for path in there:
         last = known.get((QUARANTINE, path.name))
@@ -196,11 +196,11 @@ def return_quarantined_files(plant: Plant) -> None:
 
 def request_retry(ledger: Ledger, paths: Sequence[Path]) -> None:
     """Let the daemon try quarantined files again in its next pass, as if the reading code had changed since they were filed."""
-    known = filed(ledger)
+    known = filed_shards(ledger)
     with ledger.begin() as tx:
         for path in paths:
             if last := known.get((QUARANTINE, path.name)):  # a file that was never filed is tried anyway
-                record(tx, SHARD_FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
+                record_event(tx, SHARD_FILED, f"shard:{last['sha256'][:16]}", last | {"read_by": ASKED})
 
 
 def _waits_to_be_filed(plant: Plant, copy: Path) -> bool:
@@ -251,7 +251,7 @@ def _free(workspace: Workspace, name: str) -> Path:
     return workspace.inbox / f"{time.time_ns()}-{name[-LONGEST_NAME:]}" if os.path.lexists(path) else path
 
 
-Stamp = tuple[int, ...]  # identifies a file's content: another content has another stamp
+FileStamp = tuple[int, ...]  # identifies a file's content: another content has another stamp
 COMPLETE_AFTER_SECONDS = 600.0  # a file without a change for so long is complete, whatever its last row looks like
 TAIL = 1 << 20  # bytes of the last row that are checked
 ENDS = {  # the bytes that such files begin and end with
@@ -261,7 +261,7 @@ ENDS = {  # the bytes that such files begin and end with
 ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
-def read_stamp(path: Path) -> Stamp:
+def read_stamp(path: Path) -> FileStamp:
     """(size, mtime, ctime) of a file, times in ns; (inode,) of anything else. Raises: OSError."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -317,9 +317,9 @@ def find_early_end(path: Path) -> Message | None:
 
 
 @lru_cache(maxsize=256)
-def _cut_off(path: Path, stamp: Stamp) -> Message | None:
+def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
     """As ``find_early_end``. A compressed file is read completely, once for each ``stamp``."""
-    kind, compression = kind_of(path.name)
+    kind, compression = detect_kind(path.name)
     if kind == ".zip":
         return None if zipfile.is_zipfile(path) else Message("ingest.zip_open", "the zip file has no directory yet")
     if not compression and kind in ENDS:

@@ -34,7 +34,7 @@ class GatheredFiles:
     known: int = 0
     broken: dict[str, str] = field(default_factory=dict)
 
-    def words(self) -> str:
+    def describe_left_out(self) -> str:
         """A line for a person about the files that are left out; '': none are."""
         if self.left_out.total() == 0:
             return ""
@@ -46,7 +46,7 @@ class GatheredFiles:
         )
 
 
-def gather(plant: Plant, names: Sequence[str]) -> GatheredFiles:
+def gather_files(plant: Plant, names: Sequence[str]) -> GatheredFiles:
     """Find the files of these names; fetch those at addresses. Raises: InputError for a name that is not a file, folder or pattern, and for an
     address that cannot be read."""
     found = GatheredFiles()
@@ -68,8 +68,8 @@ def gather(plant: Plant, names: Sequence[str]) -> GatheredFiles:
     if len(small) >= MANY:
         base = Path(os.path.commonpath([folder.resolve() for folder, _ in small]))
         files = sorted((str(path.resolve().relative_to(base)), path) for _, path in small if _is_below(path, base))
-        pack, refused = Pack(base.name or "files", files).without_refused(
-            DataPolicy.load(plant.workspace.policy("data.yaml"))
+        pack, refused = Pack(base.name or "files", files).split_off_refused(
+            DataPolicy.load(plant.workspace.policy_path("data.yaml"))
         )
         found.packs += [pack] if pack.files else []
         together = {path for _, path in files}

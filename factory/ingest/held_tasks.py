@@ -11,8 +11,8 @@ import numpy as np
 from factory.ingest.compared import HELD, HashedDocument, hashes_file, key_prefix, write_hashes
 from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.rules.task_folder import list_item_files
-from factory.ingest.rules.task_items import hash_item_ngrams, items_sha256, read_items
-from factory.ledger.ledger import record
+from factory.ingest.rules.task_items import hash_item_file, hash_item_ngrams, read_items
+from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 
 
@@ -24,7 +24,7 @@ def record_task_ngrams(plant: Plant, n: int) -> int:
     new = 0
     for path in list_item_files(plant.workspace.root / "policies" / "tasks"):
         try:
-            subject = f"task:{items_sha256(path)[:16]}"
+            subject = f"task:{hash_item_file(path)[:16]}"
         except OSError as error:
             raise unreadable_file_error(path, error) from error
         if not _held(plant, subject):
@@ -47,7 +47,7 @@ def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]
     )
     write_hashes(plant.workspace.root, subject, hashed)
     with plant.ledger.begin() as tx:
-        record(tx, HELD, subject, {"name": name, "records": len(items), "ngrams": len(first), "n": n})
+        record_event(tx, HELD, subject, {"name": name, "records": len(items), "ngrams": len(first), "n": n})
 
 
 def _held(plant: Plant, subject: str) -> bool:

@@ -1,6 +1,6 @@
 """The inbox: the daemon ingests a file that a person put there as soon as the file is complete, and then moves the file away.
 
-``arrived`` lists the files that can be ingested, and ``take`` ingests one of them. ``update_inbox``, called once a pass, names the files that
+``list_complete_files`` lists the files that can be ingested, and ``ingest_inbox_file`` ingests one of them. ``update_inbox``, called once a pass, names the files that
 wait and why. The reason is an event ``file_held`` of the ledger. A refused file is tried again when the file, the data policy or the reading
 code has changed.
 """
@@ -21,13 +21,13 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import is_machine_fault, is_unreadable_now
-from factory.core.moments import span
+from factory.core.moments import format_duration
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
 from factory.ingest.filing import (
     COMPLETE_AFTER_SECONDS,
     LONGEST_NAME,
-    Stamp,
+    FileStamp,
     file_original,
     file_shard,
     find_early_end,
@@ -41,7 +41,7 @@ from factory.ingest.reading_code import compute_reading_key
 from factory.ingest.rules.split import describe_grouping
 from factory.ingest.shapes.mapping import original_file_name
 from factory.ingest.shapes.told import describe_rows
-from factory.ledger.files import HELD, held, small_vocabulary
+from factory.ledger.files import HELD, held_files, is_small_vocabulary_allowed
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED_FATE, erased_shards
@@ -64,7 +64,7 @@ class InboxFile:
     """A file, folder or link in the inbox. ``why``: why it waits, for a person; '': it can be ingested."""
 
     path: Path
-    stamp: Stamp
+    stamp: FileStamp
     why: str = ""
 
     @property
@@ -72,7 +72,7 @@ class InboxFile:
         return printable_name(self.path)
 
 
-def arrived(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
+def list_complete_files(plant: Plant, settle: float = SETTLE_SECONDS) -> Iterator[Path]:
     """The files of the inbox that can be ingested, by name: complete, regular, not hidden, not named as partial, unchanged for ``settle``
     seconds, and not refused before."""
     return (file.path for file in _look(plant, settle) if not file.why)
@@ -89,7 +89,7 @@ def update_inbox(plant: Plant, settle: float = SETTLE_SECONDS) -> None:
             )
 
 
-def take(plant: Plant, path: Path) -> None:
+def ingest_inbox_file(plant: Plant, path: Path) -> None:
     """Ingest a file of the inbox and move it away. A file with a fault stays in the inbox, with the reason; other files do not wait for it.
 
     Raises: FactoryError, OSError, sqlalchemy.exc.DBAPIError for faults of the machine, the policy or the ledger.
@@ -103,7 +103,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
     from factory.ingest.vocabulary import TooLittleTextError
     from factory.ingest.worker import WorkerDiedError
 
-    stamp: Stamp = ()
+    stamp: FileStamp = ()
     try:
         stamp = read_stamp(path)
         path = _readable(path, plant.progress)
@@ -115,13 +115,13 @@ def _take_alone(plant: Plant, path: Path) -> None:
         plant.progress.line(_removed_line(path))
     except WorkerDiedError as died:
         deaths = _deaths(plant, path, stamp) + 1
-        policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
+        policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
         if deaths < policy.tries:
             why = Message(
                 "ingest.worker_died_again",
                 "{why}. The daemon tries the file again in {wait}, with one worker (try {number} of {tries})",
                 why=died.message,
-                wait=span(_wait(policy, deaths)),
+                wait=format_duration(_wait(policy, deaths)),
                 number=deaths + 1,
                 tries=policy.tries,
             )
@@ -204,8 +204,8 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     say = lambda report: plant.progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
-    pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).without_refused(
-        DataPolicy.load(plant.workspace.policy("data.yaml"))
+    pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).split_off_refused(
+        DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     )
     if not pack.files:
         return refused
@@ -280,7 +280,7 @@ def ingest_path(
     if folder == plant.workspace.quarantine.resolve():
         path = return_to_inbox(plant.workspace, path)
         folder = plant.workspace.inbox.resolve()
-    if path.is_file() and is_cut_into_parts(path, DataPolicy.load(plant.workspace.policy("data.yaml")).limits):
+    if path.is_file() and is_cut_into_parts(path, DataPolicy.load(plant.workspace.policy_path("data.yaml")).limits):
         reports = ingest_pack(
             plant,
             Pack.of_file(path),
@@ -344,7 +344,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
         for n in sorted(os.listdir(plant.workspace.inbox))
         if not n.startswith(".") and not n.endswith(PARTIAL_SUFFIXES)
     ]
-    refused = {name: one for name, one in held(plant.ledger).items() if one["refused"]} if names else {}
+    refused = {name: one for name, one in held_files(plant.ledger).items() if one["refused"]} if names else {}
     key = compute_reading_key(plant.workspace) if refused else ""
     asked = newest_retry_request(plant.ledger) if refused else 0
     for name in names:
@@ -367,9 +367,9 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
             continue
 
 
-def _deaths(plant: Plant, path: Path, stamp: Stamp) -> int:
+def _deaths(plant: Plant, path: Path, stamp: FileStamp) -> int:
     """How often workers died that read this file in its present state."""
-    known = held(plant.ledger).get(printable_name(path), {})
+    known = held_files(plant.ledger).get(printable_name(path), {})
     if not known.get("deaths") or (tuple(known["stamp"]), known["read_by"]) != (
         stamp,
         compute_reading_key(plant.workspace),
@@ -385,7 +385,7 @@ def _rests(workspace: Workspace, known: dict[str, Any], asked: int) -> bool:
         return True
     if asked > known["event"]:
         return False
-    policy = RetryPolicy.load(workspace.policy("retries.yaml"))
+    policy = RetryPolicy.load(workspace.policy_path("retries.yaml"))
     return deaths >= policy.tries or 0 <= time.time() - known["at"] < _wait(policy, deaths)
 
 
@@ -402,7 +402,7 @@ def _no_file(path: Path) -> Message:
     return Message("ingest.special_file", "this is not a regular file: remove it")
 
 
-def _incomplete(path: Path, stamp: Stamp) -> str:
+def _incomplete(path: Path, stamp: FileStamp) -> str:
     """Why a file is not complete yet; '': it is."""
     if writer := find_writer(path):
         return Message(
@@ -425,12 +425,12 @@ def _text_there(plant: Plant) -> str:
     small vocabulary is enough."""
     files = sorted((entry.name, entry.stat().st_size) for entry in os.scandir(plant.workspace.inbox) if entry.is_file())
     tokenizer = bool(plant.ledger.read("SELECT sha256 FROM tokenizers LIMIT 1"))
-    return hashlib.sha256(repr((files, tokenizer, small_vocabulary(plant.ledger))).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((files, tokenizer, is_small_vocabulary_allowed(plant.ledger))).encode()).hexdigest()[:16]
 
 
 def _hold(plant: Plant, file: InboxFile, refused: bool = False, deaths: int = 0, text: str = "") -> bool:
     """Record why a file waits; returns whether the reason is new. ``text``: ``_text_there`` of a file that waits for more text, else ''."""
-    known = held(plant.ledger).get(file.name)
+    known = held_files(plant.ledger).get(file.name)
     if not refused and known and (tuple(known["stamp"]), known["why"]) == (file.stamp, file.why):
         return False
     detail: dict[str, Any] = {

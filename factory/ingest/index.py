@@ -12,13 +12,13 @@ from factory.core.errors import ConfigError
 from factory.ingest.compared import HashIndex
 from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ingest.rules import near_dup
-from factory.ingest.rules.claims import set_aside
-from factory.ingest.rules.licence_names import folded
+from factory.ingest.rules.claims import list_set_aside_rows
+from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.rules.split import HALVES, EarlierHeldOut
 from factory.ingest.rules.words import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
-from factory.ledger.removals import REMOVED_FATE, refused, removals
+from factory.ledger.removals import REMOVED_FATE, find_barred_labels, list_removals
 from kernels.contract.message import Message
 
 _AT_ONCE = 5000  # values in one IN (…)
@@ -28,15 +28,15 @@ PARAMETERS = "ingest_index"  # key in ``meta``
 TRAINED = ("train", "quarantined")
 
 
-class Index:
+class DocumentIndex:
     """All documents of earlier shards that were not dropped."""
 
     def __init__(self, ledger: Ledger, policy: Licences | None = None) -> None:
         self._ledger, self._policy = ledger, policy or Licences()
-        self._aside = set_aside(ledger)
+        self._aside = list_set_aside_rows(ledger)
         self._hashes = HashIndex(ledger)
 
-    def check(self, policy: DataPolicy) -> str:
+    def check_parameters(self, policy: DataPolicy) -> str:
         """The parameters of the stored hashes. Only hashes that were made with the same parameters can be compared.
 
         Raises: ConfigError when the policy (or an installed library) has changed them.
@@ -44,7 +44,7 @@ class Index:
         wanted = (
             f"{near_dup.INDEX}; n-gram {policy.decontamination.ngram}, window {policy.decontamination.sample_window}"
         )
-        found = self._ledger.one(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
+        found = self._ledger.select_first(sa.select(meta.c.value).where(meta.c.key == PARAMETERS))
         if found and found["value"] != wanted:
             raise ConfigError(
                 "ingest.index_parameters",
@@ -55,7 +55,7 @@ class Index:
             )
         return wanted
 
-    def kept_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
+    def find_by_content(self, hashes: Sequence[str]) -> dict[str, tuple[str, str]]:
         """content_sha256 → (key, fate) of documents that were kept, or whose licence does not allow training (fate ``BARRED``)."""
         c = documents.c
         columns = [c.content_sha256, c.key, c.fate, c.license]
@@ -65,11 +65,11 @@ class Index:
 
     def _bars(self, key: str, licence: str | None) -> bool:
         """Does a row that the rule 'licence' dropped still forbid training on its text?"""
-        return key not in self._aside and not self._policy.of(licence).train
+        return key not in self._aside and not self._policy.find_licence(licence).train
 
-    def near(self, hashes: near_dup.Bands) -> near_dup.StoredDocuments:
+    def find_by_bands(self, hashes: near_dup.Bands) -> near_dup.StoredDocuments:
         keys: dict[int, list[str]] = {}
-        for value, key in self._hashes.in_bands(hashes.tolist()):
+        for value, key in self._hashes.find_by_band(hashes.tolist()):
             stored = keys.setdefault(value, [])
             if len(stored) < near_dup.CANDIDATES:
                 stored.append(key)
@@ -78,18 +78,20 @@ class Index:
         rows = self._select([d.key, d.license], d.key, names, d.fate == "dropped")
         over = {row[0] for row in rows if not self._bars(row[0], row[1])}
         keys = {value: [key for key in stored if key not in over] for value, stored in keys.items()}
-        return near_dup.StoredDocuments(keys, self._hashes.signatures([name for name in names if name not in over]))
+        return near_dup.StoredDocuments(
+            keys, self._hashes.read_signatures([name for name in names if name not in over])
+        )
 
-    def refusal(self) -> Callable[[str | None, str | None], str]:
+    def make_refusal_check(self) -> Callable[[str | None, str | None], str]:
         """A function of (source, licence) that returns why a document is refused: a person took out its source or licence. '': it is not."""
-        known = refused(self._ledger)
-        licences = {folded(name): number for name, number in known["license"].items()}
-        why = {removal.number: removal.why for removal in removals(self._ledger)}
+        known = find_barred_labels(self._ledger)
+        licences = {fold_licence_name(name): number for name, number in known["license"].items()}
+        why = {removal.number: removal.why for removal in list_removals(self._ledger)}
 
         def of(source: str | None, licence: str | None) -> str:
             for noun, name, number in (
                 ("source", source, known["source"].get(source)),
-                ("licence", licence or "none", licences.get(folded(licence))),
+                ("licence", licence or "none", licences.get(fold_licence_name(licence))),
             ):
                 if number is not None:
                     return Message(
@@ -104,24 +106,24 @@ class Index:
 
         return of
 
-    def fates(self, keys: Sequence[str]) -> dict[str, str]:
+    def read_fates(self, keys: Sequence[str]) -> dict[str, str]:
         c = documents.c
         found = self._select([c.key, c.fate], c.key, keys)
         return {row[0]: BARRED if row[1] == "dropped" else row[1] for row in found}
 
-    def licences(self, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
+    def read_licences(self, keys: Sequence[str]) -> dict[str, tuple[str, str]]:
         """By key, (the licence that the row names, '' for none; the name of its shard)."""
         c = documents.c
         names = {row["sha256"]: row["name"] for row in self._ledger.read("SELECT sha256, name FROM shards")}
         return {row[0]: (row[1] or "", names[row[2]]) for row in self._select([c.key, c.license, c.shard], c.key, keys)}
 
-    def trained_with(self, grams: Hashes) -> list[tuple[int, str]]:
+    def find_trained_by_ngram(self, grams: Hashes) -> list[tuple[int, str]]:
         """(n-gram, key) of the training documents that have one of these n-grams in their sample."""
-        return self._hashes.sampled(grams.tolist())
+        return self._hashes.find_trained_by_ngram(grams.tolist())
 
-    def held_out_ngrams(self) -> list[tuple[str, Hashes]]:
+    def read_held_out_ngrams(self) -> list[tuple[str, Hashes]]:
         """Every n-gram of every held-out document and of every task's item."""
-        return self._hashes.held_out()
+        return self._hashes.read_held_out_ngrams()
 
     @cached_property
     def _held_out(self) -> list[dict[str, Any]]:
@@ -130,13 +132,13 @@ class Index:
         listed = sa.select(
             h.domain, h.group_key, h.sealed, whole.label("whole"), (d.fate != REMOVED_FATE).label("there")
         )
-        return self._ledger.rows(listed.join(documents, d.key == h.key))
+        return self._ledger.select_rows(listed.join(documents, d.key == h.key))
 
-    def held_out_groups(self) -> dict[str, bool]:
+    def read_held_out_groups(self) -> dict[str, bool]:
         """By group that was ever held out: is it in the sealed half?"""
         return {row["group_key"]: bool(row["sealed"]) for row in self._held_out}
 
-    def held_out_before(self) -> dict[str, EarlierHeldOut]:
+    def read_held_out_counts(self) -> dict[str, EarlierHeldOut]:
         """By domain, what is held out of earlier shards; removed documents do not count."""
         of: dict[str, list[dict[str, Any]]] = {}
         for row in self._held_out:
@@ -144,7 +146,7 @@ class Index:
                 of.setdefault(row["domain"], []).append(row)
         return {domain: _before(rows) for domain, rows in of.items()}
 
-    def trained_groups(self, groups: Sequence[str]) -> set[str]:
+    def find_trained_groups(self, groups: Sequence[str]) -> set[str]:
         """Those of ``groups`` with a document that is, or was, training data."""
         c = documents.c
         return {row[0] for row in self._select([c.group_key], c.group_key, groups, c.token_shard.is_not(None))}
@@ -152,7 +154,7 @@ class Index:
     def count_trained(self, domain: str) -> int:
         """The number of training documents of a domain, also quarantined ones, that no model wrote."""
         c = documents.c
-        rows = self._ledger.rows(sa.select(shards.c.sha256, shards.c.domains))
+        rows = self._ledger.select_rows(sa.select(shards.c.sha256, shards.c.domains))
         there = sorted(row["sha256"] for row in rows if domain in (row["domains"] or {}))
         own = sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC_PREFIX}%")))
         return sum(1 for _ in self._select([c.key], c.shard, there, c.domain == domain, c.fate.in_(TRAINED), own))

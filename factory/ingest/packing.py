@@ -27,7 +27,14 @@ from typing import Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.ingest.chain import ShardReport, find_bad_share_problem, ingest_shard, quarantine, report, settled
+from factory.ingest.chain import (
+    ShardReport,
+    find_bad_share_problem,
+    ingest_shard,
+    quarantine_shard,
+    read_report,
+    find_finished_report,
+)
 from factory.ingest.document import Row
 from factory.ingest.filing import file_shard
 from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_ingested_as_is, read_rows
@@ -36,10 +43,10 @@ from factory.ingest.reading.rows import BadRow, add_path, row_to_line
 from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.reading_code import compute_reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
-from factory.ingest.shapes.told import Told, find_missing_columns
-from factory.ingest.worker import look_at, read_row
-from factory.ledger.files import PACKED, packed
-from factory.ledger.ledger import Ledger, record
+from factory.ingest.shapes.told import RowCounts, find_missing_columns
+from factory.ingest.worker import count_row_columns, read_row
+from factory.ledger.files import PACKED, shards_packed_from
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from kernels.contract.files import sync_folder
@@ -69,30 +76,30 @@ class Pack:
         """The pack of a data set on disk. Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in list_dataset_files(folder)], folder)
 
-    def without_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
+    def split_off_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
         """(the pack without the files that lack a mapped column, those files). Each of those files is refused alone."""
         refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
         return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
 
-    def without_bad(self, policy: DataPolicy) -> tuple[Pack, dict[str, ShardProblem]]:
+    def split_off_bad(self, policy: DataPolicy) -> tuple[Pack, dict[str, ShardProblem]]:
         """(the pack without the files that would be quarantined if they came alone, by path why each would be)."""
         bad = {name: why for name, path in self.files if (why := _unusable(name, path, self.name, policy))}
         return replace(self, files=[one for one in self.files if one[0] not in bad]), bad
 
     @property
-    def alone(self) -> Path | None:
+    def single_file(self) -> Path | None:
         """The file, where the pack is one file."""
         return self.files[0][1] if not self.files[0][0] else None
 
     @property
     def origin(self) -> str:
-        return str((self.folder or self.alone or _common(self.files)).resolve())
+        return str((self.folder or self.single_file or _common(self.files)).resolve())
 
     def sha256(self) -> str:
         """The hash of the one file, or of the paths and contents of several. Raises: InputError."""
         try:
-            if self.alone:
-                return file_sha256(self.alone)
+            if self.single_file:
+                return file_sha256(self.single_file)
             digest = hashlib.sha256()
             for name, path in self.files:
                 digest.update(f"{file_sha256(path)} {name}\n".encode())
@@ -164,18 +171,18 @@ def ingest_pack(
 
     Raises: as ``ingest_shard``; InputError if nothing of a folder or of many files can be read, or a file changed during the ingest.
     """
-    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
-    limits, together = policy.limits, pack.alone is None and pack.folder is None
+    policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
+    limits, together = policy.limits, pack.single_file is None and pack.folder is None
     before = _stamps(pack)
     sha256 = pack.sha256()
-    parts = packed(plant.ledger, sha256)
+    parts = shards_packed_from(plant.ledger, sha256)
     key = compute_reading_key(plant.workspace)
-    if pack.alone and (known := settled(plant, pack.alone, sha256, again)):
+    if pack.single_file and (known := find_finished_report(plant, pack.single_file, sha256, again)):
         ingested(known)
         return [known]
     done = [] if again else _finished(parts, key, plant.ledger)
     if done and done[-1]["last"]:
-        reports = [one for part in done if (one := report(plant.ledger, part["shard"]))]
+        reports = [one for part in done if (one := read_report(plant.ledger, part["shard"]))]
         if not together or all(one.state == "ingested" for one in reports):
             for one in reports:
                 ingested(one)
@@ -198,9 +205,9 @@ def ingest_pack(
                     rows=skip,
                 )
             )
-        for part in _parts(rows_of(pack, limits, left), folder, pack.name, limits, len(done), skip):
+        for part in _parts(read_pack_rows(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
-            whole = None if part.first == 0 and part.last else lambda: rows_of(pack, limits)
+            whole = None if part.first == 0 and part.last else lambda: read_pack_rows(pack, limits)
             how: dict[str, Any] = {"again": again, "workers": workers, "other_files": other_files, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
@@ -214,14 +221,14 @@ def ingest_pack(
                 "left_out": dict(left.reasons.most_common(_NAMED)) if part.last else {},
             }  # fmt: skip
             with plant.ledger.begin() as tx:
-                record(tx, PACKED, f"file:{sha256[:16]}", detail)
+                record_event(tx, PACKED, f"file:{sha256[:16]}", detail)
             reports.append(one)
         if not reports and not done:
             why = next(iter(left.reasons), Message("ingest.pack_empty", "it is empty"))
             raise ShardProblem("ingest.pack_unread", "nothing in the file can be read: {why}", why=why)
     except ShardProblem as problem:
         _refuse_changed(pack, before)
-        rest, bad = pack.without_bad(policy) if together else (pack, {})
+        rest, bad = pack.split_off_bad(policy) if together else (pack, {})
         if bad and rest.files:
             spoilt = _LeftOut()
             for name, path in pack.files:
@@ -248,9 +255,9 @@ def ingest_pack(
                 before=rows,
                 parts=len(stored),
             )
-        if pack.alone is None:
+        if pack.single_file is None:
             raise InputError("ingest.pack", "{pack}: {why}", pack=pack.name, why=problem.message) from problem
-        one = quarantine(plant, pack.alone, sha256, problem)
+        one = quarantine_shard(plant, pack.single_file, sha256, problem)
         ingested(one)
         reports.append(one)
     finally:
@@ -269,10 +276,10 @@ def _finished(parts: Sequence[dict[str, Any]], key: str, ledger: Ledger) -> list
             runs.append([])
         runs[-1].append(part)
     for run in reversed(runs):
-        if run[-1]["last"] and all(report(ledger, part["shard"]) for part in run):
+        if run[-1]["last"] and all(read_report(ledger, part["shard"]) for part in run):
             return run
     same = runs[-1] if runs and all(part["read_by"] == key for part in runs[-1]) else []
-    return list(itertools.takewhile(lambda part: report(ledger, part["shard"]), same))
+    return list(itertools.takewhile(lambda part: read_report(ledger, part["shard"]), same))
 
 
 def _file(plant: Plant, path: Path, one: ShardReport) -> None:
@@ -283,11 +290,11 @@ def _file(plant: Plant, path: Path, one: ShardReport) -> None:
         file_shard(plant, path, one.sha256, one.state)
 
 
-def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
+def read_pack_rows(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
     """All rows of a pack, in order. ``left`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
     left = left or _LeftOut()
-    if pack.alone:
-        yield from read_rows(pack.alone, limits, left)
+    if pack.single_file:
+        yield from read_rows(pack.single_file, limits, left)
         return
     if pack.folder:
         yield from read_rows(pack.folder, limits, left)
@@ -303,10 +310,10 @@ def rows_of(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> It
 
 
 def _lacks_columns(name: str, path: Path, pack: str, policy: DataPolicy) -> bool:
-    told = Told()
+    told = RowCounts()
     with contextlib.suppress(ShardProblem):  # reported when the pack is read
         for row in read_rows(path, policy.limits, lambda path, why: None, name):
-            look_at(policy, add_path(row, name), pack, told)
+            count_row_columns(policy, add_path(row, name), pack, told)
             if told.mapped and not find_missing_columns(told, policy.fields):
                 break
     return bool(find_missing_columns(told, policy.fields))
@@ -318,7 +325,7 @@ def _unusable(name: str, path: Path, pack: str, policy: DataPolicy) -> ShardProb
         for raw in read_rows(path, policy.limits, lambda path, why: None, name):
             rows.append(row := Row(len(rows), str(len(rows)), "", "unknown"))
             try:
-                read_row(policy, row, add_path(raw, name), pack, Told())
+                read_row(policy, row, add_path(raw, name), pack, RowCounts())
             except BadRow as bad:
                 row.drop(bad.rule, bad.detail)
     except ShardProblem:  # reported when the pack is read

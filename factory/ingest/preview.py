@@ -13,11 +13,11 @@ from typing import Any
 from agents.core.untrusted import one_line
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Content, Row
-from factory.ingest.packing import Pack, rows_of
+from factory.ingest.packing import Pack, read_pack_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import carries_loss
-from factory.ingest.shapes.told import Told, describe_rows, refuse_missing_columns
-from factory.ingest.store import held_back, totals
+from factory.ingest.shapes.told import RowCounts, describe_rows, refuse_missing_columns
+from factory.ingest.store import count_held_back, count_rows
 from factory.ingest.tokenizer import template_shows_calls
 from factory.ingest.worker import read_row
 from kernels.contract.message import Message
@@ -29,11 +29,11 @@ _LONGEST = 240  # characters of a text that a preview shows
 
 @dataclass(frozen=True)
 class Preview:
-    """``counts``: as a shard's, by the rules that look at one row. ``whole``: every row was read. ``shown``: the first documents."""
+    """``to_shard_counts``: as a shard's, by the rules that look at one row. ``is_complete``: every row was read. ``shown``: the first documents."""
 
     name: str
     rows: int
-    whole: bool
+    is_complete: bool
     counts: dict[str, Any]
     shown: list[tuple[Row, Content]]
 
@@ -43,13 +43,13 @@ class Preview:
              "license": row.license, "group": row.group_key} | content
             for row, content in self.shown
         ]  # fmt: skip
-        return {"name": self.name, "rows": self.rows, "whole": self.whole, "counts": self.counts, "shown": shown}
+        return {"name": self.name, "rows": self.rows, "whole": self.is_complete, "counts": self.counts, "shown": shown}
 
     def lines(self) -> Iterator[str]:
         """For a person."""
         counts = {"train": self.counts["train"], "dropped": sum(self.counts["dropped"].values())}
         known = {"file": self.name, "rows": self.rows, **counts}
-        if self.whole:
+        if self.is_complete:
             yield Message(
                 "ingest.preview",
                 "{file}: {rows:,|row|rows} read: {train:,} would become documents, {dropped:,} would be dropped",
@@ -70,16 +70,16 @@ class Preview:
             yield from (f"    {line}" for line in _words(content))
 
 
-def preview(workspace: Workspace, pack: Pack) -> Preview:
+def preview_pack(workspace: Workspace, pack: Pack) -> Preview:
     """Read at most ``ROWS`` rows and apply the rules that look at one row. Only ingest finds copies, and documents that share words with
     held-out ones.
 
     Raises: ShardProblem when the file cannot be read; InputError when a mapping names a column that none of these rows has.
     """
-    policy = DataPolicy.load(workspace.policy("data.yaml"))
-    told, rows, shown = Told(), list[Row](), list[tuple[Row, Content]]()
+    policy = DataPolicy.load(workspace.policy_path("data.yaml"))
+    told, rows, shown = RowCounts(), list[Row](), list[tuple[Row, Content]]()
     plain = not template_shows_calls(workspace.tokenizer)
-    raw_rows = rows_of(pack, policy.limits)
+    raw_rows = read_pack_rows(pack, policy.limits)
     for raw in islice(raw_rows, ROWS):
         key = f"preview:{len(rows)}"
         rows.append(row := Row(len(rows), key, key, "unknown"))
@@ -88,15 +88,15 @@ def preview(workspace: Workspace, pack: Pack) -> Preview:
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
-        if row.barred:
-            row.drop("licence", row.barred)
+        if row.licence_refusal:
+            row.drop("licence", row.licence_refusal)
             continue
         row.fate = "train"
         shown += [(row, content)] * (len(shown) < SHOWN)
     whole = next(raw_rows, None) is None
     refuse_missing_columns(told, policy.fields, pack.name)
-    counts = totals(rows)["counts"] | told.counts()
-    held = held_back(rows, policy.licences)
+    counts = count_rows(rows)["counts"] | told.to_shard_counts()
+    held = count_held_back(rows, policy.licences)
     return Preview(pack.name, len(rows), whole, counts | ({"not_releasable": held} if held else {}), shown)
 
 

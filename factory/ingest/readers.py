@@ -17,10 +17,10 @@ import pyarrow.parquet as pq
 from factory.ingest.reading.archives import read_tar, read_zip
 from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
 from factory.ingest.reading.json_values import has_row_per_line, read_json
-from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, find_conversion_hint, kind_of
+from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, detect_kind, find_conversion_hint
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
-from factory.ingest.reading.rows import LeftOut, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import ReadableFile, as_text, blocks, lines, open_file, whole
+from factory.ingest.reading.rows import LeftOutCallback, RawRow, ShardProblem, row_too_long
+from factory.ingest.reading.streams import ReadableFile, decode_text, open_file, read_all, read_blocks, split_lines
 from factory.ingest.reading.tables import read_csv, read_tsv
 from factory.ingest.rules.policy import ShardLimits
 from kernels.contract.message import Message
@@ -33,7 +33,7 @@ __all__ = [
     "is_readable_kind",
     "is_ingested_as_is",
     "read_rows",
-    "too_long",
+    "row_too_long",
 ]
 
 SUPPORTED_KINDS = Message(
@@ -46,7 +46,9 @@ SUPPORTED_KINDS = Message(
 def _nothing(path: str, why: Message) -> None: ...
 
 
-def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, name: str = "") -> Iterator[RawRow]:
+def read_rows(
+    path: Path, limits: ShardLimits, left_out: LeftOutCallback = _nothing, name: str = ""
+) -> Iterator[RawRow]:
     """The rows of a shard, in order. ``path`` may be the folder of a Hugging Face data set. ``left_out`` is called for each member of an
     archive that is not read. ``name``: the source of the rows, if not the file's name.
 
@@ -57,7 +59,7 @@ def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, nam
             raise ShardProblem("ingest.not_a_dataset", "the folder is not a data set on disk")
         yield from read_dataset(path, limits, left_out)
         return
-    compression = kind_of(path.name)[1]
+    compression = detect_kind(path.name)[1]
     if path.stat().st_size == 0:
         raise ShardProblem("ingest.empty_file", "the file is empty")
     opens = functools.partial(open_file, path, compression, limits)
@@ -69,7 +71,7 @@ def read_rows(path: Path, limits: ShardLimits, left_out: LeftOut = _nothing, nam
 
 def read_source(source: ReadableFile) -> Iterator[RawRow]:
     """The rows of a file or of an archive's member. Raises: ShardProblem."""
-    read = READERS.get(kind_of(source.name)[0])
+    read = READERS.get(detect_kind(source.name)[0])
     if read is None:
         raise ShardProblem(
             "ingest.unknown_kind",
@@ -82,13 +84,13 @@ def read_source(source: ReadableFile) -> Iterator[RawRow]:
 
 def is_readable_kind(name: str) -> bool:
     """Does some reader read files of this name?"""
-    return kind_of(name)[0] in READERS
+    return detect_kind(name)[0] in READERS
 
 
 def is_ingested_as_is(path: Path, limits: ShardLimits) -> bool:
     """Is a file ingested as it is? True for JSON lines, Parquet, and text or code of one document: their rows can be read again by number,
     and the file can be written again without a row. Other kinds become JSON lines first (``packing``)."""
-    kind, compression = kind_of(path.name)
+    kind, compression = detect_kind(path.name)
     if kind == ".json":
         source = ReadableFile(path.name, functools.partial(open_file, path, compression, limits), limits, 0, _nothing)
         try:
@@ -100,7 +102,7 @@ def is_ingested_as_is(path: Path, limits: ShardLimits) -> bool:
 
 def exceeds_one_shard(path: Path, limits: ShardLimits) -> bool:
     """Is a file too large for one shard, in bytes on disk or in rows? False for a file that cannot be read: ingest will name what is wrong."""
-    kind, compression = kind_of(path.name)
+    kind, compression = detect_kind(path.name)
     size = path.stat().st_size
     if size > limits.part_bytes or READERS.get(kind) not in (_jsonl, read_json, read_parquet):
         return size > limits.part_bytes
@@ -116,13 +118,13 @@ def exceeds_one_shard(path: Path, limits: ShardLimits) -> bool:
 
 def _jsonl(source: ReadableFile) -> Iterator[RawRow]:
     with source.open() as stream:
-        yield from lines(blocks(stream), source.limits.max_row_bytes)
+        yield from split_lines(read_blocks(stream), source.limits.max_row_bytes)
 
 
 def _text(source: ReadableFile) -> Iterator[RawRow]:
     """A text file is one document whose source is the file's name."""
     with source.open() as stream:
-        yield {"text": as_text(whole(stream, source.limits)), "source": source.name}
+        yield {"text": decode_text(read_all(stream, source.limits)), "source": source.name}
 
 
 def _code(source: ReadableFile) -> Iterator[RawRow]:

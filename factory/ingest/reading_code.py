@@ -6,14 +6,14 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 
 
 def compute_reading_key(workspace: Workspace) -> str:
     """16 hex digits of a hash of the data policy's values and of the code of ``factory/ingest/``. Raises: ConfigError."""
-    policy = policy_sha256(DataPolicy.load(workspace.policy("data.yaml")))
+    policy = hash_policy(DataPolicy.load(workspace.policy_path("data.yaml")))
     return hashlib.sha256(f"{policy}\0{_code()}".encode()).hexdigest()[:16]
 
 

@@ -18,7 +18,7 @@ from factory.core.errors import InputError
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.progress import Progress
 from factory.ingest.filing import file_shard
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
@@ -67,7 +67,7 @@ def fetch_files(plant: Plant, address: str) -> tuple[Path, dict[Path, str], int]
     return folder, found, known
 
 
-def settle(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
+def file_fetched(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport]) -> None:
     """Record that a fetched file was ingested, and move it to its place as a shard. A file that was cut into shards is deleted: the address
     still has it."""
     sha256 = file_sha256(path)
@@ -79,7 +79,7 @@ def settle(plant: Plant, path: Path, address: str, reports: Sequence[ShardReport
     else:
         path.unlink()
     with plant.ledger.begin() as tx:
-        record(tx, FETCHED_FOLDER, f"address:{hashlib.sha256(address.encode()).hexdigest()[:16]}", detail)
+        record_event(tx, FETCHED_FOLDER, f"address:{hashlib.sha256(address.encode()).hexdigest()[:16]}", detail)
     _note(path).unlink()
     for left in (path.parent, *path.parent.parents):
         if left == plant.workspace.root / FETCHED_FOLDER or any(left.iterdir()):

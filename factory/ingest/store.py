@@ -25,7 +25,7 @@ _AT_ONCE = 20_000  # rows in one statement
 NO_GRAMS = np.zeros(0, np.uint64)
 
 
-def totals(rows: Sequence[Row]) -> dict[str, Any]:
+def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
     """``counts``, ``domains`` and ``tokens`` of a row of the ledger's table ``shards``."""
     assert all(row.fate for row in rows)
     fates = Counter(row.fate for row in rows)
@@ -53,10 +53,10 @@ def totals(rows: Sequence[Row]) -> dict[str, Any]:
     return {"counts": counts, "domains": domains, "tokens": sum(domain["tokens"] for domain in domains.values())}
 
 
-def held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
+def count_held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
     """By licence as written, the training documents that hold a release back: their number, and why ('missing', 'listed', 'unlisted')."""
     counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
-    why = lambda name: "listed" if policy.lists(name) else "unlisted" if name else "missing"
+    why = lambda name: "listed" if policy.is_listed(name) else "unlisted" if name else "missing"
     return {name: {"documents": count, "why": why(name)} for name, count in sorted(counts.items())}
 
 
@@ -88,7 +88,7 @@ def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_s
                 "source": row.source, "license": row.license, "content_sha256": row.content_sha256, "fate": row.fate,
                 "rule": row.rule, "matched": row.matched, "detail": _detail(row), "releasable": row.releasable,
                 "tokens": row.tokens, "supervised_tokens": row.supervised_tokens,
-                "token_shard": token_shard if row.fate == "train" else None, "group_key": row.group_key, "facts": row.facts or None,
+                "token_shard": token_shard if row.fate == "train" else None, "group_key": row.group_key, "facts": row.grouping_facts or None,
             }
             for row in rows
         ),
@@ -102,13 +102,19 @@ def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str
         tx,
         held_out,
         (
-            {"key": row.key, "domain": row.domain, "group_key": row.held_as, "sealed": row.sealed, "content": content}
+            {
+                "key": row.key,
+                "domain": row.domain,
+                "group_key": row.held_out_group,
+                "sealed": row.is_sealed,
+                "content": content,
+            }
             for row, content in held
         ),
     )
 
 
-def hashed(
+def hash_documents(
     rows: Sequence[Row], decided: ShardDecisions, finished: Mapping[str, FinishedDocument]
 ) -> Iterator[HashedDocument]:
     """The hashes that later shards are compared with: of each kept document, and of each text whose licence does not allow training. The latter

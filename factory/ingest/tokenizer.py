@@ -9,11 +9,11 @@ The post-processor in tokenizer.json adds BOS in other programs. A tokenizer of 
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
-    ...     tokenizer = train(iter(["ab " * 9]), 300, Path(folder))
-    ...     ids = tokenizer.ids("ab")
+    ...     tokenizer = train_tokenizer(iter(["ab " * 9]), 300, Path(folder))
+    ...     ids = tokenizer.encode("ab")
     ...     chat = [{"role": "user", "content": "ab"}]
     ...     tokenizer.encode_text("ab")[0].tolist() == [0, *ids, 0]
-    ...     tokenizer.prompt(chat)[:2].tolist() == [0, 1]
+    ...     tokenizer.encode_chat_prompt(chat)[:2].tolist() == [0, 1]
     True
     True
 
@@ -119,11 +119,11 @@ class Tokenizer:
         if inner.encode("").ids not in ([], [0]):
             raise _foreign(path, Message("ingest.bos", "documents must begin with {token} or with nothing", token=END))
         tokenizer = cls(folder, inner, hashlib.sha256(data).hexdigest())
-        if probed and (wrong := tokenizer.misread()):
+        if probed and (wrong := tokenizer.find_difference()):
             raise _foreign(path, wrong)
         return tokenizer
 
-    def misread(self) -> Message | None:
+    def find_difference(self) -> Message | None:
         """How the ids of this factory differ from those of the tokenizer's own library; None: they do not.
 
         Both encode ``PROBES`` and the spelling of every added token. Another split pattern, a normaliser, an added leading blank, or words that
@@ -131,7 +131,7 @@ class Tokenizer:
         """
         added = [token.content for token in self._inner.get_added_tokens_decoder().values()]
         for text in (*PROBES, *(f"a {word} b{word}" for word in added[:_ADDED_AT_MOST])):
-            theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self.ids(text)
+            theirs, ours = self._inner.encode(text, add_special_tokens=False).ids, self.encode(text)
             if theirs != ours:
                 return Message(
                     "ingest.other_ids",
@@ -165,13 +165,13 @@ class Tokenizer:
         """The id of BOS; None: the tokenizer has no BOS."""
         return next(iter(self.bos), None)
 
-    def text_prompt(self, text: str) -> Ids:
+    def encode_text_prompt(self, text: str) -> Ids:
         """Ids of a text for a model to continue: with BOS, as other programs encode it."""
-        return np.array([*self.bos, *self.ids(text)], np.uint32)
+        return np.array([*self.bos, *self.encode(text)], np.uint32)
 
     def encode_text(self, text: str) -> tuple[Ids, Mask]:
         """Ids of a plain document from BOS to the end token, all of them supervised: two arrays of shape [L]."""
-        ids = np.array([*self.bos, *self.ids(text), self.end_token], np.uint32)
+        ids = np.array([*self.bos, *self.encode(text), self.end_token], np.uint32)
         return ids, np.ones(len(ids), bool)
 
     def encode_messages(self, messages: Sequence[dict[str, Any]]) -> tuple[Ids, Mask]:
@@ -182,7 +182,7 @@ class Tokenizer:
         mask.append(False)
         return np.array(ids, np.uint32), np.array(mask, bool)
 
-    def prompt(self, messages: Sequence[dict[str, Any]]) -> Ids:
+    def encode_chat_prompt(self, messages: Sequence[dict[str, Any]]) -> Ids:
         """Ids of a chat that waits for the assistant's answer."""
         ids, _ = self._render(messages)
         ids.append(self.start_token)
@@ -193,7 +193,7 @@ class Tokenizer:
         """The text of ids without special tokens. Bytes that are not UTF-8 become U+FFFD."""
         return self._inner.decode([int(i) for i in ids], skip_special_tokens=True)
 
-    def content(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
+    def decode_document(self, ids: npt.NDArray[np.integer[Any]], mask: Mask) -> Content:
         """The document that ``encode_text`` or ``encode_messages`` made these tokens and this loss mask of."""
         if self.start_token not in ids:
             return {"text": self.decode(ids)}
@@ -223,7 +223,7 @@ class Tokenizer:
             )
             template.write_text(self.chat_template, encoding="utf-8")
 
-    def ids(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Ids of a text, without special tokens."""
         if text.isascii():
             return self._ascii_ids(text)
@@ -264,13 +264,13 @@ class Tokenizer:
     def _message(self, head: str, content: str) -> tuple[list[int], list[int]]:
         """Ids of role and content, as if encoded as one string: programs that render the chat template to a string do that."""
         if not content[:1].isspace():  # then no piece spans the line end between the two
-            return self.ids(head), self.ids(content)
+            return self.encode(head), self.encode(content)
         encoded = self._inner.encode(head + content, add_special_tokens=False)
         cut = sum(start < len(head) for start, _ in encoded.offsets)
         return encoded.ids[:cut], encoded.ids[cut:]
 
 
-def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
+def train_tokenizer(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
     """Train on ``texts`` and write the folder's files, each completely or not at all (tokenizer.json last).
 
     The same texts give the same file. A small sample may give fewer than ``vocab_size`` tokens, never more.
@@ -294,11 +294,11 @@ def train(texts: Iterator[str], vocab_size: int, folder: Path) -> Tokenizer:
         show_progress=False,
     )
     inner.train_from_iterator(texts, trainer)
-    write_files(inner.to_str(pretty=True), True, folder)
+    write_tokenizer_files(inner.to_str(pretty=True), True, folder)
     return Tokenizer.load(folder)
 
 
-def write_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
+def write_tokenizer_files(tokenizer: str, has_bos: bool, folder: Path) -> None:
     """Write ``tokenizer`` as tokenizer.json, and before it the files that belong to it; each completely or not at all."""
     template = CHAT_TEMPLATE if has_bos else TEMPLATE_WITHOUT_BOS
     bos: dict[str, Any] = {"bos_token": END} if has_bos else {}

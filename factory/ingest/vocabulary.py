@@ -16,15 +16,15 @@ import sqlalchemy as sa
 from factory.core.errors import DamagedTokenizerError, InputError
 from factory.core.faults import is_unreadable_now
 from factory.core.workspace import Workspace
-from factory.ingest.document import BadRow, Row, flat
+from factory.ingest.document import BadRow, Row, join_texts
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import split
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.told import Told
-from factory.ingest.tokenizer import FILES, Tokenizer, train
+from factory.ingest.shapes.told import RowCounts
+from factory.ingest.tokenizer import FILES, Tokenizer, train_tokenizer
 from factory.ingest.vocabulary_size import check_planned_vocabulary
 from factory.ingest.worker import FinishTask, read_row, read_spooled_contents
-from factory.ledger.files import small_vocabulary
+from factory.ledger.files import is_small_vocabulary_allowed
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
@@ -56,7 +56,7 @@ def load_or_train_tokenizer(
     policy, unless a person allowed that.
     """
     check_planned_vocabulary(plant.workspace)
-    recorded = plant.ledger.one(sa.select(tokenizers))
+    recorded = plant.ledger.select_first(sa.select(tokenizers))
     if recorded:
         try:
             tokenizer = Tokenizer.load(plant.workspace.tokenizer)
@@ -88,9 +88,9 @@ def load_or_train_tokenizer(
         # Without worker processes, the library may start threads of its own.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
         aside = spool / "tokenizer"
-        made = train(iter(sample), policy.tokenizer.vocab_size, aside)
+        made = train_tokenizer(iter(sample), policy.tokenizer.vocab_size, aside)
         if made.vocab_size < policy.tokenizer.vocab_size:
-            if sum(map(len, sample)) < _ENOUGH and not small_vocabulary(plant.ledger):
+            if sum(map(len, sample)) < _ENOUGH and not is_small_vocabulary_allowed(plant.ledger):
                 raise TooLittleTextError(
                     "ingest.little_text",
                     "the tokenizer is trained once, and the text is too little for it: {characters:,} characters give {made:,} of the {wanted:,} "
@@ -135,7 +135,7 @@ def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: in
         contents = read_spooled_contents(spool, chunk) if wanted else []
         for task in wanted:
             if number % every == 0:
-                yield flat(contents[task.place])[:_OF_ONE_DOCUMENT]
+                yield join_texts(contents[task.place])[:_OF_ONE_DOCUMENT]
             number += 1
 
 
@@ -153,14 +153,14 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
         for number, raw in enumerate(islice(read_rows(path, policy.limits), policy.limits.max_rows)):
             row = Row(number, "", "", "unknown")
             try:
-                content = read_row(policy, row, raw, path.name, Told())
+                content = read_row(policy, row, raw, path.name, RowCounts())
             except BadRow:
                 continue
             assert row.content_sha256
-            if row.special or not split.drawn(
+            if row.spells_special_token or not split.is_drawn(
                 split.name_unit(row.group_key, row.content_sha256), policy.held_out.share
             ):
-                text = flat(content)[:_OF_ONE_DOCUMENT]
+                text = join_texts(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)
                 yield text
             if drawn >= budget:

@@ -25,8 +25,8 @@ def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
 
     Raises: ConfigError that names both files and keys.
     """
-    frozen = plant.ledger.one(sa.select(tokenizers))
-    wanted = DataPolicy.load(plant.workspace.policy("data.yaml")).tokenizer.vocab_size
+    frozen = plant.ledger.select_first(sa.select(tokenizers))
+    wanted = DataPolicy.load(plant.workspace.policy_path("data.yaml")).tokenizer.vocab_size
     there, size = frozen["vocab_size"] if frozen else 0, recipe.model.vocab_size
     if size < there:
         raise ConfigError(
@@ -37,10 +37,10 @@ def check_vocabulary(plant: Plant, recipe: Recipe) -> None:
             size=size,
             tokenizer=plant.workspace.tokenizer / "tokenizer.json",
             entries=there,
-            padded=padded(there),
+            padded=pad_size(there),
         )
-    if not fits(size, wanted):
-        raise ConfigError(refusal(plant.workspace, size, wanted, bool(frozen)))
+    if not is_padded_size(size, wanted):
+        raise ConfigError(describe_mismatch(plant.workspace, size, wanted, bool(frozen)))
 
 
 def check_planned_vocabulary(workspace: Workspace) -> None:
@@ -53,20 +53,20 @@ def check_planned_vocabulary(workspace: Workspace) -> None:
         size = Recipe.load(workspace.recipe_path()).model.vocab_size
     except TrainerError as error:
         raise ConfigError(str(error)) from error
-    wanted = DataPolicy.load(workspace.policy("data.yaml")).tokenizer.vocab_size
+    wanted = DataPolicy.load(workspace.policy_path("data.yaml")).tokenizer.vocab_size
     if wanted > size:
-        raise ConfigError(refusal(workspace, size, wanted, False))
+        raise ConfigError(describe_mismatch(workspace, size, wanted, False))
 
 
-def refusal(workspace: Workspace, size: int, wanted: int, frozen: bool) -> Message:
+def describe_mismatch(workspace: Workspace, size: int, wanted: int, frozen: bool) -> Message:
     """Why an embedding of ``size`` rows does not fit a vocabulary of ``wanted`` entries, and what to change. ``frozen``: the tokenizer exists."""
-    policy = workspace.policy("data.yaml")
+    policy = workspace.policy_path("data.yaml")
     if frozen:
         do = Message(
             "ingest.change_recipe",
             "write 'model.vocab_size: {wanted}' in a copy of the recipe ({copy})",
             wanted=wanted,
-            copy=workspace.own_recipe(),
+            copy=workspace.own_recipe_path(),
         )
     else:
         do = Message(
@@ -89,11 +89,11 @@ def refusal(workspace: Workspace, size: int, wanted: int, frozen: bool) -> Messa
     )
 
 
-def fits(size: int, vocabulary: int) -> bool:
+def is_padded_size(size: int, vocabulary: int) -> bool:
     """Is an embedding of ``size`` rows as large as the vocabulary, or padded to the next multiple of ``PADDED_TO``?"""
-    return vocabulary <= size <= padded(vocabulary)
+    return vocabulary <= size <= pad_size(vocabulary)
 
 
-def padded(size: int) -> int:
+def pad_size(size: int) -> int:
     """The next multiple of ``PADDED_TO``, from ``size`` on."""
     return -(-size // PADDED_TO) * PADDED_TO

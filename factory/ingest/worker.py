@@ -1,12 +1,12 @@
 """The per-document work, chunk by chunk, in worker processes: functions of picklable arguments, without the ledger.
 
 ``analyse_chunk``  raw rows → fates of the bad rows; content, n-grams and near-duplicate signatures of the other rows
-``finish``   kept documents of a chunk → trimmed, tokenised, checked to decode to the same text
+``finish_chunk``   kept documents of a chunk → trimmed, tokenised, checked to decode to the same text
 
 Between the two steps the normalised content is in a spool, with two files for each chunk (JSON lines and n-gram hashes), so that
 memory does not grow with the shard.
 
-``Pool`` runs these functions, with a bounded number of chunks at a time, and returns the results in order. Processes are spawned, not forked,
+``WorkerPool`` runs these functions, with a bounded number of chunks at a time, and returns the results in order. Processes are spawned, not forked,
 because the parent may have threads and database connections. A worker ends when its parent ends, also when the parent is killed. Workers that
 finish no more chunks are found as a trainer without steps is found, and killed.
 """
@@ -36,20 +36,20 @@ from factory.core.errors import FactoryError
 from factory.ingest.document import (
     Content,
     Row,
-    compared,
-    content_sha256,
-    flat,
+    hash_content,
+    join_texts,
     normalise_content,
     parse_document,
     parse_json,
+    text_to_compare,
 )
 from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, take_origin
 from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, hash_words, winnow
-from factory.ingest.shapes.chats import Notes
+from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.shapes.told import Told
+from factory.ingest.shapes.told import RowCounts
 from factory.ingest.tokenizer import Tokenizer, spells_special_token
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
@@ -67,24 +67,24 @@ class IngestJob:
     spool: Path
     prefix: str  # of the keys: the first 16 hex digits of the shard's SHA-256
     name: str  # of the file, by which its columns are mapped
-    plain: bool  # the tokenizer was frozen with an older chat template: without tools, calls or reasoning
+    shows_text_only: bool  # the tokenizer was frozen with an older chat template: without tools, calls or reasoning
 
 
 @dataclass(frozen=True)
 class AnalysedChunk:
-    """One analysed chunk. ``rows``: every row. ``alive``: positions in ``rows`` of the rows that have no fate yet, in spool order."""
+    """One analysed chunk. ``rows``: every row. ``undecided``: positions in ``rows`` of the rows that have no fate yet, in spool order."""
 
     chunk: int
     rows: list[Row]
-    alive: list[int]
+    undecided: list[int]
     signatures: near_dup.Signatures  # [alive, permutations]
     lengths: npt.NDArray[np.int64]  # [alive], n-grams of each
-    told: Told
+    row_counts: RowCounts
 
 
 @dataclass(frozen=True)
 class FinishTask:
-    """One document that ``finish`` takes from the spool: its position in the spool, and the word spans to cut."""
+    """One document that ``finish_chunk`` takes from the spool: its position in the spool, and the word spans to cut."""
 
     place: int
     key: str
@@ -124,92 +124,92 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
     contents: list[Content] = []
     shingles: list[Hashes] = []
     grams: list[Hashes] = []
-    told = Told()
+    told = RowCounts()
     for offset, raw in enumerate(raw_rows):
         number = first_row + offset
         key = f"{job.prefix}:{number}"
         row = Row(number, key, key, "unknown")
         rows.append(row)
         try:
-            content = read_row(job.policy, row, raw, job.name, told, job.plain)
+            content = read_row(job.policy, row, raw, job.name, told, job.shows_text_only)
         except BadRow as bad:
             row.drop(bad.rule, bad.detail)
             continue
-        words = hash_words(compared(content))
+        words = hash_words(text_to_compare(content))
         assert row.content_sha256
-        shingles.append(near_dup.shingles(words, bytes.fromhex(row.content_sha256)))
-        grams.append(decontaminate.ngrams(words, job.policy.decontamination.ngram))
+        shingles.append(near_dup.hash_shingles(words, bytes.fromhex(row.content_sha256)))
+        grams.append(decontaminate.hash_ngrams(words, job.policy.decontamination.ngram))
         contents.append(content)
         alive.append(offset)
     _spool_write(job.spool, chunk, contents, grams)
     lengths = np.array([len(one) for one in grams], np.int64)
-    return AnalysedChunk(chunk, rows, alive, near_dup.signatures(shingles), lengths, told)
+    return AnalysedChunk(chunk, rows, alive, near_dup.compute_signatures(shingles), lengths, told)
 
 
-def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: Told, plain: bool = False) -> Content:
-    """Validate, normalise, filter and redact one row of a file; sets fields of ``row`` and adds to ``told``. ``plain``: as of ``IngestJob``.
+def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCounts, plain: bool = False) -> Content:
+    """Validate, normalise, filter and redact one row of a file; sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only``: as of ``IngestJob``.
 
     Raises: BadRow.
     """
     decoded, origin, mapping = _looked_at(policy, raw, file, told)
-    notes, read = Notes(plain), {*READ}
+    notes, read = ReadingNotes(plain), {*READ}
     if mapping:
         columns = [path for _, value in mapping[1].values() for path in value.columns]
         read |= {*columns, *(path.partition(".")[0] for path in columns)}
-    origin.refuse(sorted(read))
+    origin.refuse_unreadable(sorted(read))
     if origin.path and isinstance(decoded, dict) and decoded.get("path") is None:
         decoded["path"] = origin.path
     parsed = parse_document(decoded, policy.default_domain, mapping[1] if mapping else None, notes)
-    told.note(notes)
+    told.count_notes(notes)
     row.id = parsed.id or row.key
     row.domain, row.source, row.license = parsed.domain, parsed.source, parsed.license
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
-    rules = policy.rules(row.domain)
-    row.facts = parsed.facts
-    row.group_key = split.name_group(rules.group, row.source, row.facts, row.key.partition(":")[0])
-    licence = policy.licences.of(row.license)
+    rules = policy.rules_of_domain(row.domain)
+    row.grouping_facts = parsed.facts
+    row.group_key = split.name_group(rules.group, row.source, row.grouping_facts, row.key.partition(":")[0])
+    licence = policy.licences.find_licence(row.license)
     row.releasable = licence.release
-    row.barred = (
+    row.licence_refusal = (
         ""
         if licence.train
         else Message("ingest.no_training", "the licence {licence!r} does not allow training", licence=row.license)
     )
     content = normalise_content(parsed.content, code=row.domain == "code")
-    text = flat(content)
+    text = join_texts(content)
     failure = filters.first_failure(text, rules)
     if failure is None and rules.must_parse and "text" in content and (row.source or "").endswith(".py"):
         reason = filters.does_not_parse(text)
         failure = ("does_not_parse", reason) if reason else None
     if failure:
-        raise BadRow(*(("licence", row.barred) if row.barred else failure))
+        raise BadRow(*(("licence", row.licence_refusal) if row.licence_refusal else failure))
     content = _redact(content, rules.pii, row)
-    row.content_sha256 = content_sha256(content)
-    row.special = spells_special_token(text)
+    row.content_sha256 = hash_content(content)
+    row.spells_special_token = spells_special_token(text)
     return content
 
 
-def look_at(policy: DataPolicy, raw: RawRow, file: str, told: Told) -> None:
-    """Add to ``told`` which columns of its mapping a row has; nothing for a row that cannot be read."""
+def count_row_columns(policy: DataPolicy, raw: RawRow, file: str, told: RowCounts) -> None:
+    """Add to ``row_counts`` which columns of its mapping a row has; nothing for a row that cannot be read."""
     with contextlib.suppress(BadRow):
         _looked_at(policy, raw, file, told)
 
 
 def _looked_at(
-    policy: DataPolicy, raw: RawRow, file: str, told: Told
+    policy: DataPolicy, raw: RawRow, file: str, told: RowCounts
 ) -> tuple[Any, RowOrigin, tuple[int, FieldMapping] | None]:
     """(the decoded row, where it came from, the mapping of its file). Raises: BadRow."""
     if isinstance(raw, BadRow):
         raise raw
     decoded = parse_json(raw) if isinstance(raw, bytes) else raw
     origin = take_origin(decoded)
-    if mapping := policy.mapping(PurePath(origin.path).name, file):
-        told.look(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
+    if mapping := policy.find_mapping(PurePath(origin.path).name, file):
+        told.count_columns(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
     return decoded, origin, mapping
 
 
 def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
     def one(text: str) -> str:
-        text, counts = pii.replace(text, kinds)
+        text, counts = pii.replace_personal_data(text, kinds)
         for kind, count in counts.items():
             row.pii[kind] = row.pii.get(kind, 0) + count
         return text
@@ -219,7 +219,9 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
     return {"messages": [m | {"content": one(m["content"])} for m in content["messages"]]}
 
 
-def finish(job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path) -> list[FinishedDocument]:
+def finish_chunk(
+    job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path
+) -> list[FinishedDocument]:
     """Trim and tokenise the kept documents of a chunk."""
     tokenizer = _tokenizer(tokenizer_folder)
     contents = read_spooled_contents(job.spool, chunk)
@@ -255,7 +257,7 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)
-    sampled = winnow(decontaminate.ngrams(hash_words(compared(content)), rules.ngram), rules.sample_window)
+    sampled = winnow(decontaminate.hash_ngrams(hash_words(text_to_compare(content)), rules.ngram), rules.sample_window)
     return FinishedDocument(task.place, tokens, mask, sampled, trimmed)
 
 
@@ -294,7 +296,7 @@ class WorkerDiedError(FactoryError):
     """A worker process was killed (most likely because memory ran out), or hung. Nothing was stored."""
 
 
-class Pool:
+class WorkerPool:
     """``workers`` processes. With 0, the work is done in this process, chunk by chunk."""
 
     def __init__(self, workers: int | None, spool: Path, policy: RetryPolicy) -> None:
@@ -303,7 +305,7 @@ class Pool:
         self.spool, self.policy = spool, policy
         self._executor: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Pool:
+    def __enter__(self) -> WorkerPool:
         if self.workers > 0:
             context = get_context("spawn")
             self._executor = ProcessPoolExecutor(self.workers, mp_context=context, initializer=start_worker)
@@ -341,15 +343,15 @@ class Pool:
             ) from error
 
     def _result(self, future: Future[R], dog: Watchdog, done: int) -> R:
-        dog.begin()
+        dog.restart_clock()
         while True:
             try:
                 found = future.result(timeout=POLL_SECONDS)
             except TimeoutError:
                 if future.done():  # the work ended a moment later, or itself raised TimeoutError
-                    dog.look(done + 1)
+                    dog.check(done + 1)
                     return future.result()
-                if hung := dog.look(done):
+                if hung := dog.check(done):
                     self._kill()
                     raise WorkerDiedError(
                         "ingest.workers_hung",
@@ -357,7 +359,7 @@ class Pool:
                         why=hung,
                     ) from None
                 continue
-            dog.look(done + 1)
+            dog.check(done + 1)
             return found
 
     def _kill(self) -> None:

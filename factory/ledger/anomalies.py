@@ -54,7 +54,7 @@ def open_anomalies(db: ReadsSql, kinds: Collection[str]) -> list[AnomalyRow]:
     return [row for row in AnomalyRow.select(db) if row.kind in kinds and row.id not in closed]
 
 
-def settled(db: ReadsSql) -> set[int]:
+def find_settled_anomalies(db: ReadsSql) -> set[int]:
     """Return the anomalies that are closed, or about whose newest diagnosis a person was asked."""
     asked = newest_details_by_anomaly(db, ASKED)
     known = newest_details_by_anomaly(db, DIAGNOSED)
@@ -68,7 +68,7 @@ def next_undiagnosed_anomaly(db: ReadsSql, kinds: Collection[str], but: Collecti
 
     Anomalies in ``but`` are left out.
     """
-    known = {*settled(db), *but}
+    known = {*find_settled_anomalies(db), *but}
     counts = {row.id for row in SegmentRow.select(db, "WHERE state = 'done'")}
     return next((row.id for row in open_anomalies(db, kinds) if row.id not in known and row.segment in counts), None)
 
@@ -145,10 +145,10 @@ def draft_proposal_for_rate(diagnosis: Mapping[str, Any]) -> Message | str:
     )
 
 
-def in_words(said: Mapping[str, Any]) -> Message | str:
+def format_claims(said: Mapping[str, Any]) -> Message | str:
     """Return the claims of a language model as the end of a proposal's text; '' without a claim that agrees with the record.
 
-    >>> str(in_words({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]}))
+    >>> str(format_claims({"claims": [{"says": "It stays.", "rests_on": "fp32", "shows": "there"}]}))
     " In a language model's words: It stays. [fp32: there]"
     """
     words = " ".join(f"{claim['says']} [{claim['rests_on']}: {claim['shows']}]" for claim in said["claims"])
@@ -172,7 +172,7 @@ def rewound_segments_of_lineage(db: ReadsSql, segment: int) -> list[int]:
     return [row.id for row in SegmentRow.lineage(db, segment) if row.state == "rewound"]
 
 
-def every_anomaly(db: ReadsSql) -> list[dict[str, Any]]:
+def list_anomalies(db: ReadsSql) -> list[dict[str, Any]]:
     """Return all anomalies, oldest first, with ``state`` (open, diagnosed, closed, or rewound with its segment), ``causes`` and ``how``."""
     diagnosed, closed = newest_details_by_anomaly(db, DIAGNOSED), newest_details_by_anomaly(db, CLOSED)
     rewound = {row.id for row in SegmentRow.select(db, "WHERE state = 'rewound'")}
@@ -182,5 +182,5 @@ def every_anomaly(db: ReadsSql) -> list[dict[str, Any]]:
         state = "closed" if end else "rewound" if row.segment in rewound else "diagnosed" if diagnosis else "open"
         told: dict[str, Any] = {"lead": None, "causes": [], "why": "", "guilty": []}
         told |= {key: diagnosis[key] for key in told} if diagnosis else {}
-        found.append(row.only("id segment step kind") | {"state": state, "how": end and end["how"]} | told)
+        found.append(row.select_fields("id segment step kind") | {"state": state, "how": end and end["how"]} | told)
     return found

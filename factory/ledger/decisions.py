@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from factory.ledger.anomalies import rewound_segments_of_lineage
-from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, Subject, VerdictRow, champion
+from factory.ledger.rows import CandidateRow, ReadsSql, ReleaseRow, Subject, VerdictRow, find_champion
 
 APPROVED, REJECTED = "approved", "rejected"  # events about a verdict: {sha256, by, why}
 OVERRIDDEN = (
@@ -57,7 +57,7 @@ def find_override(db: ReadsSql, verdict: VerdictRow) -> dict[str, str] | None:
 def _withdrawn_at(db: ReadsSql, verdict: VerdictRow) -> int:
     """Return the number of the newest event that withdrew a release of a verdict's candidate; 0 without one."""
     rows = db.read("SELECT id, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=WITHDRAWN)
-    return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.number), 0)
+    return next((int(row["id"]) for row in rows if row["detail"].get("candidate") == verdict.subject_number), 0)
 
 
 def was_export_rejected(db: ReadsSql, verdict: VerdictRow) -> bool:
@@ -66,12 +66,12 @@ def was_export_rejected(db: ReadsSql, verdict: VerdictRow) -> bool:
     return any(row["detail"]["sha256"] == verdict.subject_sha256 for row in rows)
 
 
-def undecided(db: ReadsSql) -> list[VerdictRow]:
+def list_undecided_verdicts(db: ReadsSql) -> list[VerdictRow]:
     """Return the verdicts, oldest first, that promote a candidate over the present champion and wait for a person's decision.
 
     Only the newest verdict of each candidate counts. Candidates that are released or whose training was rewound are left out.
     """
-    best = champion(db)
+    best = find_champion(db)
     against = str(Subject("candidate", best.candidate)) if best else None
     released = {row.candidate for row in ReleaseRow.select(db)}
     newest = "SELECT MAX(id) FROM verdicts WHERE gate = 'release' GROUP BY subject"
@@ -79,7 +79,7 @@ def undecided(db: ReadsSql) -> list[VerdictRow]:
         row
         for row in VerdictRow.select(db, f"WHERE outcome = 'promote' AND id IN ({newest}) ORDER BY id")
         if row.against == against
-        and row.number not in released
+        and row.subject_number not in released
         and find_decision(db, row) is None
-        and not rewound_segments_of_lineage(db, CandidateRow.get(db, row.number).segment)
+        and not rewound_segments_of_lineage(db, CandidateRow.get(db, row.subject_number).segment)
     ]

@@ -33,7 +33,7 @@ class PlainText(sa.TypeDecorator[str]):
         return None if value is None else str(value).replace("\0", "\ufffd")
 
 
-def engine(url: str) -> sa.Engine:
+def make_engine(url: str) -> sa.Engine:
     """Return connections to the database at ``url``. Write transactions are serial. Raises: WorkspaceError."""
     try:
         address = sa.make_url(url)
@@ -81,7 +81,7 @@ def _pragmas(connection: Any, _record: Any) -> None:
         for pragma in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON", "busy_timeout=60000"):
             cursor.execute(f"PRAGMA {pragma}")
     except sqlite3.Error as error:
-        refuse_damaged(error)
+        check_not_damaged(error)
         raise
     finally:
         cursor.close()
@@ -92,7 +92,7 @@ def sqlite_file(url: str) -> Path | None:
     return Path(url.removeprefix("sqlite:///")).resolve() if url.startswith("sqlite:///") else None
 
 
-def refuse_missing(file: Path, root: Path) -> None:
+def check_ledger_exists(file: Path, root: Path) -> None:
     """Raises: WorkspaceError when the workspace ``root`` has no ledger. SQLite would make an empty one."""
     if not file.exists() or not file.stat().st_size:
         known = [name for name in list_factory_work(root) if not name.endswith(".db")]
@@ -102,7 +102,7 @@ def refuse_missing(file: Path, root: Path) -> None:
         )
 
 
-def refuse_damaged(error: BaseException | None) -> None:
+def check_not_damaged(error: BaseException | None) -> None:
     """Raises: WorkspaceError when SQLite's ``error`` means that the ledger's file is damaged."""
     if isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) & 0xFF in DAMAGED:
         raise WorkspaceError(
@@ -111,4 +111,4 @@ def refuse_damaged(error: BaseException | None) -> None:
 
 
 def _say_if_damaged(context: sa.ExceptionContext) -> None:
-    refuse_damaged(context.original_exception)
+    check_not_damaged(context.original_exception)

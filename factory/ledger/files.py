@@ -24,20 +24,20 @@ MLFLOW_REMADE = "mlflow_remade"  # MLflow's database was lost, and was replaced 
 DISK_LOW, DISK_NORMAL = "disk_low", "disk_well"  # {free, floor}, in bytes
 
 
-def held(db: ReadsSql) -> dict[str, dict[str, Any]]:
+def held_files(db: ReadsSql) -> dict[str, dict[str, Any]]:
     """Return the newest ``HELD`` detail of each file by its name, with ``at`` (seconds since 1970) and ``event`` (the event's number)."""
     rows = db.read("SELECT id, at, detail FROM events WHERE kind = :kind ORDER BY id", kind=HELD)
     return {row["detail"]["name"]: row["detail"] | {"at": row["at"], "event": row["id"]} for row in rows}
 
 
-def filed(db: ReadsSql, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
+def filed_shards(db: ReadsSql, most: int = -1) -> dict[tuple[str, str], dict[str, Any]]:
     """Return the newest ``SHARD_FILED`` detail of each file by its folder and name. ``most`` limits how many events are read; -1: all."""
     sql = "SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC"
     rows = db.read(f"{sql} LIMIT :most", kind=SHARD_FILED, most=most) if most >= 0 else db.read(sql, kind=SHARD_FILED)
     return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
 
 
-def packed(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
+def shards_packed_from(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the shards that were made of a file, a folder or a group of files, oldest first."""
     rows = db.read(
         "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id",
@@ -47,23 +47,23 @@ def packed(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
     return [row["detail"] for row in rows]
 
 
-def origins(db: ReadsSql, shard: str) -> list[dict[str, Any]]:
+def sources_of_shard(db: ReadsSql, shard: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the sources of a shard (its SHA-256); none if its file was ingested unchanged."""
     rows = db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=PACKED)
     return [row["detail"] for row in rows if row["detail"]["shard"] == shard]
 
 
-def small_vocabulary(db: ReadsSql) -> bool:
+def is_small_vocabulary_allowed(db: ReadsSql) -> bool:
     """Return whether a person allowed a tokenizer trained on little text."""
     return bool(db.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=SMALL_VOCABULARY))
 
 
-def retired(db: ReadsSql) -> set[str]:
+def retired_paths(db: ReadsSql) -> set[str]:
     """Return the paths, relative to the workspace, of all files that retention removed. Some may exist again."""
     return {row["detail"]["path"] for row in db.read("SELECT detail FROM events WHERE kind = :kind", kind=RETIRED)}
 
 
-def low_disk(db: ReadsSql) -> dict[str, Any] | None:
+def find_low_disk(db: ReadsSql) -> dict[str, Any] | None:
     """Return ``free``, ``floor`` and ``at`` of the moment when the disk became too full to train; None if it is not too full."""
     sql = "SELECT at, kind, detail FROM events WHERE kind IN (:low, :well) ORDER BY id DESC LIMIT 1"
     newest = db.read(sql, low=DISK_LOW, well=DISK_NORMAL)

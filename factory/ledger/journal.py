@@ -1,8 +1,8 @@
 """The journal of the newest backup: lines of ``journal.jsonl`` with each row that was added, changed or removed since the backup.
 
-SQLite's triggers note changed rows in the table ``changes``, in the same transaction. After its commit ``carry`` appends these rows to the
+SQLite's triggers note changed rows in the table ``changes``, in the same transaction. After its commit ``append_to_newest_backup`` appends these rows to the
 journal. A line is a batch: ``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}`` for the notes
-after ``from`` up to ``to``. After a kill the next process appends what is missing. ``replayed`` returns the batches.
+after ``from`` up to ``to``. After a kill the next process appends what is missing. ``read_batches`` returns the batches.
 
 A PostgreSQL ledger has no journal here: its server has its own.
 """
@@ -24,7 +24,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.file_lock import LockedError, file_lock
+from factory.core.file_lock import LockedError, hold_file_lock
 from kernels.contract.message import Message
 
 BACKUPS_FOLDER = "backups"
@@ -35,7 +35,7 @@ END = re.compile(rb'"to": (\d+)\}\n$')
 PATIENCE = 60.0  # seconds to wait for a lock, as SQLite does
 
 
-def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
+def create_triggers(tx: sa.Connection, metadata: sa.MetaData) -> None:
     """Make the table ``changes`` and the triggers that fill it, unless they exist."""
     if tx.dialect.name != "sqlite":
         return
@@ -43,7 +43,7 @@ def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
         'CREATE TABLE IF NOT EXISTS changes (seq INTEGER PRIMARY KEY AUTOINCREMENT, "table" TEXT, row INTEGER, gone TEXT)'
     )
     for table in metadata.sorted_tables:
-        key = key_of(table)
+        key = primary_key_name(table)
         gone = f'OLD."{key}"' if key else "NULL"
         for when, row, value in (("INSERT", "NEW", "NULL"), ("UPDATE", "NEW", "NULL"), ("DELETE", "OLD", gone)):
             tx.exec_driver_sql(
@@ -52,24 +52,24 @@ def watch(tx: sa.Connection, metadata: sa.MetaData) -> None:
             )
 
 
-def key_of(table: sa.Table) -> str:
+def primary_key_name(table: sa.Table) -> str:
     """Return the name of a table's primary key; '' if the table has none."""
     return next((column.name for column in table.primary_key.columns), "")
 
 
 def list_backups(root: Path) -> list[Path]:
     """Return the folders of the workspace's backups that have a readable ``backup.json``, oldest first."""
-    return [path for path in folders_of(root) if about(path)]
+    return [path for path in list_backup_folders(root) if read_backup_info(path)]
 
 
-def folders_of(root: Path) -> list[Path]:
+def list_backup_folders(root: Path) -> list[Path]:
     """Return all backup folders, oldest first, damaged ones too: their journals may be whole."""
     return sorted(
-        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=order_of
+        (path for path in (root / BACKUPS_FOLDER).glob("2*") if BACKUP_NAME.fullmatch(path.name)), key=backup_sort_key
     )
 
 
-def about(backup: Path) -> dict[str, Any]:
+def read_backup_info(backup: Path) -> dict[str, Any]:
     """Return ``backup.json``: its time, the ledger's identity and schema, the number of its newest change; {} if unreadable."""
     try:
         found = json.loads((backup / ABOUT).read_text())
@@ -85,39 +85,39 @@ def next_backup_name(root: Path, now: datetime) -> str:
     number: '2026-01-31T12-00-00-1'. The names of damaged backups are not used again.
     """
     stem, number = now.strftime(NAME_TIME_FORMAT), 0
-    if (backups := list_backups(root)) and stem <= order_of(backups[-1])[0]:
-        stem, number = order_of(backups[-1])
+    if (backups := list_backups(root)) and stem <= backup_sort_key(backups[-1])[0]:
+        stem, number = backup_sort_key(backups[-1])
         number += 1
     names = (f"{stem}-{n}" if n else stem for n in itertools.count(number))
     return next(name for name in names if not (root / BACKUPS_FOLDER / name).exists())
 
 
-def order_of(backup: Path) -> tuple[str, int]:
+def backup_sort_key(backup: Path) -> tuple[str, int]:
     """Return a key that sorts backups by age: '2026-01-31T12-00-00-7' -> ('2026-01-31T12-00-00', 7)."""
     return backup.name[:19], int(backup.name[20:] or 0)
 
 
-def carry(database: Path, root: Path) -> None:
+def append_to_newest_backup(database: Path, root: Path) -> None:
     """Append the changes since the journal's end to the journal of the newest backup, if a backup exists.
 
     If the disk is full, or another process holds the journal for long, the next call appends the changes.
     """
     if backups := list_backups(root):
         with contextlib.suppress(OSError, ValueError, LockedError, sqlite3.Error), hold_journal_lock(root):
-            append(database, backups[-1])
+            append_changes(database, backups[-1])
 
 
 @contextlib.contextmanager
 def hold_journal_lock(root: Path) -> Iterator[None]:
     """Let only one process at a time write to the journal. Raises: LockedError."""
-    with file_lock(root / BACKUPS_FOLDER / "journal.lock", PATIENCE):
+    with hold_file_lock(root / BACKUPS_FOLDER / "journal.lock", PATIENCE):
         yield
 
 
-def append(database: Path, backup: Path) -> None:
+def append_changes(database: Path, backup: Path) -> None:
     """Append the changes to one backup's journal. The caller holds the lock. Raises: OSError; sqlite3.Error."""
     path = backup / NAME
-    since, whole = _end(path, about(backup).get("seq", 0))
+    since, whole = _end(path, read_backup_info(backup).get("seq", 0))
     with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=PATIENCE)) as ledger:
         ledger.row_factory = sqlite3.Row
         ledger.execute("BEGIN")
@@ -150,14 +150,14 @@ def append(database: Path, backup: Path) -> None:
         os.fsync(out.fileno())
 
 
-def replayed(journal: Path) -> Iterator[dict[str, Any]]:
+def read_batches(journal: Path) -> Iterator[dict[str, Any]]:
     """Yield the batches of a journal. A torn line is skipped: the next line has its changes."""
     yield from (batch for batch in _lines(journal) if batch)
 
 
 def describe_damage(journal: Path) -> Message | str:
     """Describe the damage of a journal; '' without damage. A line that a kill tore is not damage: the next line has its changes."""
-    unread, last = False, about(journal.parent).get("seq")
+    unread, last = False, read_backup_info(journal.parent).get("seq")
     for batch in _lines(journal):
         if batch is None:
             unread = True
@@ -209,4 +209,4 @@ def _end(path: Path, base: int) -> tuple[int, bool]:
         return base, True
     if found := END.search(tail):
         return int(found.group(1)), True
-    return max((batch["to"] for batch in replayed(path)), default=base), tail.endswith(b"\n")
+    return max((batch["to"] for batch in read_batches(path)), default=base), tail.endswith(b"\n")

@@ -19,10 +19,10 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
-from factory.core.faults import fault_of
-from factory.ledger.engine import ROW_NUMBER, PlainText, engine, refuse_missing, sqlite_file
-from factory.ledger.journal import carry, watch
-from factory.ledger.places import inside
+from factory.core.faults import find_fault_in
+from factory.ledger.engine import ROW_NUMBER, PlainText, check_ledger_exists, make_engine, sqlite_file
+from factory.ledger.journal import append_to_newest_backup, create_triggers
+from factory.ledger.places import to_stored_path
 from factory.ledger.rows import Subject
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.version import GONE, SCHEMA_VERSION, SERVER_ADVICE, check_version
@@ -334,7 +334,7 @@ class Ledger:
         self.file = sqlite_file(url)
         self.root = root or (self.file.parent if self.file else None)
         self.journaled = bool(self.file)
-        self.engine = engine(url)
+        self.engine = make_engine(url)
 
     @classmethod
     def create(cls, url: str, root: Path | None = None) -> Ledger:
@@ -342,7 +342,7 @@ class Ledger:
         ledger = cls(url, root)
         with ledger.begin() as tx:
             metadata.create_all(tx)
-            watch(tx, metadata)
+            create_triggers(tx, metadata)
             if tx.execute(sa.select(meta.c.value).where(meta.c.key == "schema")).scalar() is None:
                 first = {"schema": SCHEMA_VERSION, "identity": uuid.uuid4().hex}
                 tx.execute(meta.insert(), [{"key": key, "value": value} for key, value in first.items()])
@@ -353,25 +353,25 @@ class Ledger:
         """Open a ledger. Raises: WorkspaceError when it is missing, damaged or of another version; DBAPIError for a fault of the machine."""
         ledger = cls(url, root)
         if ledger.file and ledger.root:
-            refuse_missing(ledger.file, ledger.root)
+            check_ledger_exists(ledger.file, ledger.root)
         check_version(ledger.version(), f"the ledger at {ledger.engine.url!r}")
         return ledger
 
     @property
     def identity(self) -> str:
         """The ledger's random name. Folders of segments have it in a file, as their owner."""
-        return str((self.one(sa.select(meta.c.value).where(meta.c.key == "identity")) or {}).get("value"))
+        return str((self.select_first(sa.select(meta.c.value).where(meta.c.key == "identity")) or {}).get("value"))
 
-    def inside(self, place: str | os.PathLike[str]) -> str:
+    def to_stored_path(self, place: str | os.PathLike[str]) -> str:
         """Return a path as the ledger stores it."""
-        return inside(self.root, place)
+        return to_stored_path(self.root, place)
 
     def version(self) -> str | None:
         """Return the version of its tables. Raises: as ``open``."""
         try:
-            found = self.one(sa.select(meta.c.value).where(meta.c.key == "schema"))
+            found = self.select_first(sa.select(meta.c.value).where(meta.c.key == "schema"))
         except sa.exc.DBAPIError as error:
-            if self.file and fault_of(error):
+            if self.file and find_fault_in(error):
                 raise
             raise WorkspaceError(
                 "ledger.unreadable",
@@ -388,7 +388,7 @@ class Ledger:
         with self.engine.begin() as connection:
             yield connection
         if self.journaled and self.file and self.root:
-            carry(self.file, self.root)
+            append_to_newest_backup(self.file, self.root)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
@@ -396,14 +396,14 @@ class Ledger:
         with self.engine.connect().execution_options(reads_only=True) as connection:
             yield Snapshot(connection, self.root)
 
-    def rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    def select_rows(self, statement: sa.Executable, parameters: dict[str, Any] | None = None) -> list[dict[str, Any]]:
         """Return all rows of a select as dicts."""
         with self.snapshot() as db:
-            return db.rows(statement, parameters or {})
+            return db.select_rows(statement, parameters or {})
 
-    def one(self, statement: sa.Executable) -> dict[str, Any] | None:
+    def select_first(self, statement: sa.Executable) -> dict[str, Any] | None:
         """Return the first row of a select as a dict; None without one."""
-        return next(iter(self.rows(statement)), None)
+        return next(iter(self.select_rows(statement)), None)
 
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """Return all rows of ``sql``, which is the same for both databases (``factory.ledger.rows.Reads.read``)."""
@@ -411,6 +411,6 @@ class Ledger:
             return db.read(sql, **parameters)
 
 
-def record(tx: sa.Connection, kind: str, subject: Subject | str, detail: dict[str, Any] | None = None) -> None:
+def record_event(tx: sa.Connection, kind: str, subject: Subject | str, detail: dict[str, Any] | None = None) -> None:
     """Append an event in the caller's transaction."""
     tx.execute(events.insert().values(at=time.time(), kind=kind, subject=subject, detail=detail))

@@ -3,7 +3,7 @@
 Paths outside the workspace stay absolute. Readers of the ledger (``Ledger``, ``Reader``) return absolute paths.
 
     >>> root = Path("/plant")
-    >>> inside(root, "/plant/segments/00001-trunk"), inside(root, "/data/a.jsonl")
+    >>> to_stored_path(root, "/plant/segments/00001-trunk"), to_stored_path(root, "/data/a.jsonl")
     ('segments/00001-trunk', '/data/a.jsonl')
     >>> with_absolute_paths({"id": 1, "folder": "segments/00001-trunk"}, root)
     {'id': 1, 'folder': '/plant/segments/00001-trunk'}
@@ -20,15 +20,15 @@ JSON_PATH_COLUMNS = frozenset({"plan", "result"})  # columns of JSON that contai
 JSON_PATH_KEYS = frozenset({"path", "checkpoint"})  # the keys of these paths
 
 
-def inside(root: Path | None, place: str | os.PathLike[str]) -> str:
+def to_stored_path(root: Path | None, place: str | os.PathLike[str]) -> str:
     """Return a path as the ledger stores it."""
     path = Path(place)
     return str(path.relative_to(root)) if root and path.is_absolute() and path.is_relative_to(root) else str(path)
 
 
-def portable(root: Path | None, tree: Any) -> Any:
+def to_stored_paths(root: Path | None, tree: Any) -> Any:
     """Return a data plan or a segment's result as the ledger stores it."""
-    return _each(tree, lambda place: inside(root, place))
+    return _each(tree, lambda place: to_stored_path(root, place))
 
 
 def with_absolute_paths(row: dict[str, Any], root: Path | None) -> dict[str, Any]:

@@ -24,10 +24,10 @@ class Plant:
     ledger: Ledger
     progress: Progress = SILENT
 
-    def reporting_to(self, progress: Progress) -> Plant:
+    def with_progress(self, progress: Progress) -> Plant:
         """Return the same factory with another receiver of progress."""
         return replace(self, progress=progress)
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print one line, usually a ``Message``, to the receiver of progress."""
         self.progress.line(text)

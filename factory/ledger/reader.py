@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import WorkspaceError
-from factory.core.faults import fault_of
+from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.places import with_absolute_paths
-from factory.ledger.rows import decoded
+from factory.ledger.rows import decode_row
 from factory.ledger.version import GONE, check_version
 
 VERSION = "SELECT value FROM meta WHERE key = 'schema'"
 
 
-class Reader:
+class LedgerReader:
     def __init__(self, workspace: Workspace) -> None:
         """Raises: WorkspaceError when the ledger is missing, damaged or of another version; as ``read``."""
         self._where = f"the ledger of {workspace.root}"
@@ -58,12 +58,13 @@ class Reader:
             try:
                 connection.row_factory = sqlite3.Row
                 return [
-                    with_absolute_paths(decoded(dict(row)), self._root) for row in connection.execute(sql, parameters)
+                    with_absolute_paths(decode_row(dict(row)), self._root)
+                    for row in connection.execute(sql, parameters)
                 ]
             finally:
                 connection.close()
         except sqlite3.Error as error:
-            if fault_of(error):
+            if find_fault_in(error):
                 raise
             raise WorkspaceError(
                 "reader.unreadable",

@@ -36,7 +36,7 @@ class Removal:
     erase: bool
     state: str  # 'removed' | 'returned' | 'erased'
 
-    def rule(self, fate: str) -> str:
+    def rule_for_fate(self, fate: str) -> str:
         """Return ``documents.rule`` of its documents that had this fate."""
         return removal_rule(self.number, fate)
 
@@ -64,7 +64,7 @@ def removal_number_of_rule(rule: str) -> int:
     return int(rule.split()[1])
 
 
-def removals(db: ReadsSql) -> list[Removal]:
+def list_removals(db: ReadsSql) -> list[Removal]:
     """Return all removals, oldest first."""
     kinds = ", ".join(f"'{kind}'" for kind in (REMOVED, RETURNED, ERASED))
     found: dict[int, Removal] = {}
@@ -78,13 +78,13 @@ def removals(db: ReadsSql) -> list[Removal]:
     return list(found.values())
 
 
-def refused(db: ReadsSql) -> dict[str, dict[str | None, int]]:
+def find_barred_labels(db: ReadsSql) -> dict[str, dict[str | None, int]]:
     """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': …}.
 
     The name None stands for documents without a licence.
     """
     found: dict[str, dict[str | None, int]] = {"source": {}, "license": {}}
-    for removal in removals(db):
+    for removal in list_removals(db):
         if removal.state != "returned" and removal.column in found:
             for name in removal.names:
                 none = removal.column == "license" and name == NO_LICENCE
@@ -127,13 +127,13 @@ def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[st
     return {**plan, "token_shards": [{**shard, **now(shard["id"])} for shard in plan["token_shards"]]}
 
 
-def marks(db: ReadsSql) -> list[dict[str, Any]]:
+def list_marked_releases(db: ReadsSql) -> list[dict[str, Any]]:
     """Return the releases trained on documents that were quarantined or removed later. Removals that were undone do not count.
 
     Each has ``release``, ``documents`` (how many), ``removal`` (None: they were quarantined) and ``exact`` (False: the data plans only
     show that the release may have been trained on them).
     """
-    returned = {removal.number for removal in removals(db) if removal.state == "returned"}
+    returned = {removal.number for removal in list_removals(db) if removal.state == "returned"}
     found = []
     for row in db.read("SELECT subject, detail FROM events WHERE kind = :kind ORDER BY id", kind=RELEASE_MARKED):
         detail = row["detail"]
@@ -145,7 +145,7 @@ def marks(db: ReadsSql) -> list[dict[str, Any]]:
 
 
 def describe_mark(mark: Mapping[str, Any]) -> Message:
-    """Describe one of ``marks``.
+    """Describe one of ``list_marked_releases``.
 
     >>> print(describe_mark({"release": 1, "documents": 2, "removal": 3, "exact": True}))
     release 1 was trained on 2 documents, later removed (removal 3)

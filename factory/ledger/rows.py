@@ -3,7 +3,7 @@
     SegmentRow.get(ledger, 3).folder
     SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
 
-    >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").number
+    >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").subject_number
     ('candidate:7', 7)
 
 Each function takes an object that reads SQL: a ``Ledger``, or a ``Reader`` (``factory.ledger.reader``), which only reads.
@@ -33,7 +33,7 @@ class ReadsSql(Protocol):
         """Return all rows of ``sql`` (``:name`` parameters) as dicts, JSON columns decoded."""
 
 
-def decoded(row: dict[str, Any]) -> dict[str, Any]:
+def decode_row(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with its JSON columns decoded, if the database returned them as text."""
     for key in JSON_COLUMNS & row.keys():
         if isinstance(row[key], str) and (row[key][:1] in ("{", "[") or row[key] == "null"):
@@ -66,7 +66,7 @@ class LedgerRow:
     noun: ClassVar[str]
     source: ClassVar[str]  # a table, or a select with an alias
     key: ClassVar[str] = "id"
-    how: ClassVar[str] = ""  # the end of an error's text: how the first row is made
+    hint: ClassVar[str] = ""  # the end of an error's text: how the first row is made
 
     @classmethod
     def select(cls, db: ReadsSql, which: str = "", **parameters: object) -> list[Self]:
@@ -91,11 +91,11 @@ class LedgerRow:
                     "rows.unknown_key", "no {noun} {key}; there are: {known}", noun=cls.noun, key=key, known=known
                 )
             raise InputError(
-                "rows.no_rows", "no {noun} {key}; there is none yet{how}", noun=cls.noun, key=key, how=cls.how
+                "rows.no_rows", "no {noun} {key}; there is none yet{how}", noun=cls.noun, key=key, how=cls.hint
             )
         return row
 
-    def only(self, *names: str) -> dict[str, Any]:
+    def select_fields(self, *names: str) -> dict[str, Any]:
         """Return some of the fields, as JSON for programs. Each of ``names`` may have several, with spaces between."""
         return {name: getattr(self, name) for part in names for name in part.split()}
 
@@ -196,7 +196,7 @@ class VerdictRow(LedgerRow):
     created_at: float
 
     @property
-    def number(self) -> int:
+    def subject_number(self) -> int:
         """The number of the candidate, proposal or segment that was judged."""
         return Subject.parse(self.subject).number
 
@@ -285,7 +285,7 @@ class ProposalRow(LedgerRow):
         return VerdictRow.get(db, self.verdict).evidence(db) if self.verdict else {}
 
 
-def champion(db: ReadsSql) -> ReleaseRow | None:
+def find_champion(db: ReadsSql) -> ReleaseRow | None:
     """Return the champion: the release of the newest 'promoted' or 'rolled_back' event; None before the first release.
 
     MLflow's alias and the served folder follow the champion.

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.ledger.places import with_absolute_paths
-from factory.ledger.rows import decoded
+from factory.ledger.rows import decode_row
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Snapshot:
     connection: sa.Connection
     root: Path | None  # the workspace's folder
 
-    def rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    def select_rows(self, statement: sa.Executable, parameters: dict[str, Any]) -> list[dict[str, Any]]:
         return [
             with_absolute_paths(dict(row), self.root)
             for row in self.connection.execute(statement, parameters).mappings()
@@ -28,4 +28,4 @@ class Snapshot:
     def read(self, sql: str, **parameters: object) -> list[dict[str, Any]]:
         """Return all rows of ``sql``, as ``factory.ledger.rows.Reads.read`` does."""
         found = self.connection.execute(sa.text(sql), parameters).mappings()
-        return [with_absolute_paths(decoded(dict(row)), self.root) for row in found]
+        return [with_absolute_paths(decode_row(dict(row)), self.root) for row in found]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.core.moments import local
+from factory.core.moments import format_local_time
 from factory.core.workspace import Workspace
-from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, every_anomaly
-from factory.ledger.reader import Reader
-from factory.ledger.removals import describe_mark, marks, removals
+from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
+from factory.ledger.reader import LedgerReader
+from factory.ledger.removals import describe_mark, list_marked_releases, list_removals
 from factory.ledger.rows import (
     CandidateRow,
     EvaluationRow,
@@ -17,7 +17,7 @@ from factory.ledger.rows import (
     SegmentRow,
     Subject,
     VerdictRow,
-    champion,
+    find_champion,
 )
 from kernels.contract.message import Message
 
@@ -31,16 +31,20 @@ SEGMENT = (
 PROPOSAL_FIELDS = ("number agent target", "title hypothesis predicted_gain", "branch state report", "outcome reasons")
 
 
-def snapshot(workspace: Workspace) -> dict[str, Any]:
+def read_status(workspace: Workspace) -> dict[str, Any]:
     """Return the data of ``factory status``, ready for JSON."""
-    db = Reader(workspace)
+    db = LedgerReader(workspace)
     shards = db.read(
         "SELECT name, sha256, state, reason, rows, counts, domains, tokens FROM shards ORDER BY ingested_at"
     )
-    segments = [row.only(*SEGMENT) | {"precision": row.recipe_json["precision"]} for row in SegmentRow.select(db)]
-    verdicts = [row.only("id gate subject against", "outcome reasons created_at") for row in VerdictRow.select(db)]
+    segments = [
+        row.select_fields(*SEGMENT) | {"precision": row.recipe_json["precision"]} for row in SegmentRow.select(db)
+    ]
+    verdicts = [
+        row.select_fields("id gate subject against", "outcome reasons created_at") for row in VerdictRow.select(db)
+    ]
     releases = [
-        row.only("number candidate verdict", "state mlflow_version", "report created_at")
+        row.select_fields("number candidate verdict", "state mlflow_version", "report created_at")
         for row in ReleaseRow.select(db)
     ]
     candidates = []
@@ -49,7 +53,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         evaluation = evaluations.get(row.id)
         own = [v for v in verdicts if v["subject"] == str(Subject("candidate", row.id))]
         candidates.append(
-            row.only("id segment", "export_path export_sha256")
+            row.select_fields("id segment", "export_path export_sha256")
             | {
                 "summary": evaluation and evaluation.summary,
                 "verdict": own[-1] if own else None,
@@ -78,7 +82,7 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
             total = totals.setdefault(domain, {"documents": 0, "tokens": 0, "supervised_tokens": 0})
             for key in total:
                 total[key] += facts.get(key, 0)
-    best = champion(db)
+    best = find_champion(db)
     inbox = [path for path in workspace.inbox.glob("*") if path.is_file() and not path.name.startswith(".")]
     return {
         "workspace": str(workspace.root),
@@ -90,16 +94,18 @@ def snapshot(workspace: Workspace) -> dict[str, Any]:
         "audits": audits,
         "candidates": candidates,
         "releases": releases,
-        "champion": best.only("number candidate", "mlflow_version export_path", "created_at") if best else None,
-        "proposals": [row.only(*PROPOSAL_FIELDS) for row in ProposalRow.select(db)],
-        "anomalies": every_anomaly(db)[::-1][:20],
-        "removals": [vars(removal) for removal in removals(db)],
-        "marked_releases": marks(db),
+        "champion": best.select_fields("number candidate", "mlflow_version export_path", "created_at")
+        if best
+        else None,
+        "proposals": [row.select_fields(*PROPOSAL_FIELDS) for row in ProposalRow.select(db)],
+        "anomalies": list_anomalies(db)[::-1][:20],
+        "removals": [vars(removal) for removal in list_removals(db)],
+        "marked_releases": list_marked_releases(db),
     }
 
 
-def screen(facts: dict[str, Any]) -> list[Message]:
-    """Return the lines of ``factory status`` for a person, from ``snapshot``'s data."""
+def format_status(facts: dict[str, Any]) -> list[Message]:
+    """Return the lines of ``factory status`` for a person, from ``read_status``'s data."""
     return [
         Message("ledger.workspace", "workspace {folder}", folder=facts["workspace"]),
         *_data_lines(facts),
@@ -187,7 +193,9 @@ def _data_lines(facts: dict[str, Any]) -> list[Message]:
 
 def _segment_line(segment: dict[str, Any]) -> Message:
     result = segment["result"] or {}
-    said: list[str] = [segment["state"] + (f" {local(segment['finished_at'])}" if segment["finished_at"] else "")]
+    said: list[str] = [
+        segment["state"] + (f" {format_local_time(segment['finished_at'])}" if segment["finished_at"] else "")
+    ]
     said += [f"loss {result['loss']:.3f}"] if isinstance(result.get("loss"), float) else []
     said += _speed(result.get("speed"))
     said += [describe_average(result["averaged"])] if "averaged" in result else []
@@ -234,7 +242,7 @@ def _candidate_line(candidate: dict[str, Any]) -> Message:
         "ledger.candidate",
         "candidate {number}  {outcome}{released}  bits per byte: {bits_per_byte}",
         number=candidate["id"],
-        outcome=f"{verdict['outcome']} {local(verdict['created_at'])}" if verdict else "not judged yet",
+        outcome=f"{verdict['outcome']} {format_local_time(verdict['created_at'])}" if verdict else "not judged yet",
         released=f" → release {candidate['release']}" if candidate["release"] else "",
         bits_per_byte=[f"{domain} {value:.3f}" for domain, value in sorted(bpb.items()) if isinstance(value, float)],
     )
@@ -247,7 +255,7 @@ def _champion_line(best: dict[str, Any] | None) -> Message:
         "ledger.champion",
         "champion  release {release} of {at} ({export})",
         release=best["number"],
-        at=local(best["created_at"]),
+        at=format_local_time(best["created_at"]),
         export=best["export_path"],
     )
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.ledger.ledger import Ledger, record, verdicts
+from factory.ledger.ledger import Ledger, record_event, verdicts
 from factory.ledger.rows import Subject
 from kernels.contract.message import Message
 
 
-def insert(tx: sa.Connection, table: sa.Table, **values: Any) -> int:
+def insert_row(tx: sa.Connection, table: sa.Table, **values: Any) -> int:
     """Add a row to a table whose key is a number. Returns the key."""
     key = next(iter(table.primary_key.columns))
     return int(tx.execute(table.insert().values(**values).returning(key)).scalar_one())
@@ -45,7 +45,9 @@ def record_verdict(
         "reasons": [Message.from_json(reason).to_json() for reason in reasons],
         "evidence": evidence,
     }
-    return insert(tx, verdicts, gate=gate, subject=subject, against=against, **hashes, **judged, created_at=time.time())
+    return insert_row(
+        tx, verdicts, gate=gate, subject=subject, against=against, **hashes, **judged, created_at=time.time()
+    )
 
 
 def record_event_once(
@@ -60,5 +62,5 @@ def record_event_once(
     if newest and newest[0]["detail"] == detail and time.time() - newest[0]["at"] < again_after:
         return False
     with ledger.begin() as tx:
-        record(tx, kind, subject, detail)
+        record_event(tx, kind, subject, detail)
     return True

@@ -12,17 +12,17 @@ import sqlalchemy as sa
 
 from agents.core.yaml_edit import set_value
 from factory.backups.backups import make_or_open_ledger
-from factory.core.errors import ConfigError, InputError, nearest
-from factory.core.workspace import Config, Workspace, checkout_root
+from factory.core.errors import ConfigError, InputError, suggest_name
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.git.git_store import read_entries
 from factory.git.repository import LIVE_FOLDERS, RepositoryError, get_live_commit
 from factory.ingest import store
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.tokenizer import Tokenizer, write_files
-from factory.ingest.vocabulary_size import fits, padded
+from factory.ingest.tokenizer import Tokenizer, write_tokenizer_files
+from factory.ingest.vocabulary_size import is_padded_size, pad_size
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
-from factory.presets.presets import PRESETS, Hardware, fitting, too_large
+from factory.presets.presets import PRESETS, Hardware, largest_fitting_preset, why_too_large
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from trainer.contract.errors import RecipeError
@@ -32,7 +32,7 @@ LARGEST = 1 << 28  # bytes of a tokenizer.json
 
 
 @contextmanager
-def opened(given: Path) -> Iterator[Tokenizer]:
+def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
     """Load a person's tokenizer.json, or the one in a folder, into a temporary folder with this factory's files. For a ``with`` block.
 
     Raises: InputError where this factory would make other ids than the tokenizer (``Tokenizer.misread``), or where its ids have gaps.
@@ -81,21 +81,21 @@ def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
 
     Raises: InputError where the workspace has another tokenizer.
     """
-    recorded = plant.ledger.one(sa.select(tokenizers))
+    recorded = plant.ledger.select_first(sa.select(tokenizers))
     if recorded and recorded["sha256"] != tokenizer.sha256:
         raise InputError(
             "presets.other_tokenizer",
             "--tokenizer: {workspace} already has another tokenizer, and the ingested data has its ids. Give a new folder for the workspace.",
             workspace=plant.workspace.root,
         )
-    write_files(
+    write_tokenizer_files(
         (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"),
         bool(tokenizer.bos),
         plant.workspace.tokenizer,
     )
     with plant.ledger.begin() as tx:
         store.write_tokenizer(
-            tx, Tokenizer.load(plant.workspace.tokenizer), plant.ledger.inside(plant.workspace.tokenizer)
+            tx, Tokenizer.load(plant.workspace.tokenizer), plant.ledger.to_stored_path(plant.workspace.tokenizer)
         )
 
 
@@ -121,22 +121,22 @@ class NewWorkspace:
     policies: dict[str, str]  # the workspace's own copies, by path in policies/; a shipped file that fits is not copied
 
 
-def make(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
+def make_workspace(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
     """Make a workspace, or open the existing one if it matches ``asked``. ``repository``: the training code; None: the factory's own.
 
     Raises: InputError, ConfigError, WorkspaceError or RepositoryError, before anything is made.
     """
     root = where.expanduser().resolve()
     with ExitStack() as held:
-        given = held.enter_context(opened(asked.tokenizer)) if asked.tokenizer else None
+        given = held.enter_context(open_tokenizer(asked.tokenizer)) if asked.tokenizer else None
         if (root / "factory.yaml").exists():
             workspace = Workspace.open(root)
             _refuse_other(workspace, asked, given, repository)
         else:
             if repository:
                 _refuse_no_code(repository)
-            start = start_of(asked, given, root, repository or checkout_root(), Hardware.here())
-            config = Config(recipe=start.recipe, repository=str(repository) if repository else "")
+            start = plan_workspace(asked, given, root, repository or checkout_root(), Hardware.of_this_machine())
+            config = WorkspaceConfig(recipe=start.recipe, repository=str(repository) if repository else "")
             workspace = Workspace.create(root, config, start.policies)
         ledger = make_or_open_ledger(workspace)
         if given is not None:
@@ -197,7 +197,7 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
             workspace=workspace.root,
             size=size,
         )
-    if given is not None and not fits(size, given.vocab_size):
+    if given is not None and not is_padded_size(size, given.vocab_size):
         raise InputError(
             "presets.tokenizer_size",
             "--tokenizer: the tokenizer has {entries:,} entries, but model.vocab_size is {size:,} in {file}. Give a new folder.",
@@ -207,7 +207,7 @@ def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | N
         )
 
 
-def start_of(
+def plan_workspace(
     asked: InitOptions, given: Tokenizer | None, root: Path, repository: Path, machine: Hardware
 ) -> NewWorkspace:
     """The files of a new workspace. ``given``: the tokenizer that a person brings. A policy that is already in ``root`` is not changed.
@@ -220,7 +220,7 @@ def start_of(
             "presets.no_preset",
             "No preset is named {preset!r}{nearest}",
             preset=asked.preset,
-            nearest=nearest(asked.preset, PRESETS),
+            nearest=suggest_name(asked.preset, PRESETS),
         )
     if asked.preset and asked.recipe not in ("", asked.preset):
         raise InputError(
@@ -248,10 +248,10 @@ def start_of(
         text = set_value(text, ("model", "vocab_size"), size)
         recipe, policies[f"recipes/{name}.yaml"] = _parsed(text, source), text
 
-    if not asked.force and (why := too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)):
-        other = fitting(machine, shipped / "recipes")
+    if not asked.force and (why := why_too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)):
+        other = largest_fitting_preset(machine, shipped / "recipes")
         way = (
-            Message("presets.smaller", "'--preset {preset}' fits ({what}).", preset=other, what=PRESETS[other].what)
+            Message("presets.smaller", "'--preset {preset}' fits ({what}).", preset=other, what=PRESETS[other].size)
             if other
             else Message("presets.none_fits", "No preset fits.")
         )
@@ -267,7 +267,7 @@ def start_of(
     own = root / "policies" / "data.yaml"
     place = own if own.exists() else shipped / "data.yaml"
     policy = DataPolicy.load(place)
-    if not fits(size, policy.tokenizer.vocab_size):
+    if not is_padded_size(size, policy.tokenizer.vocab_size):
         if own.exists():
             raise ConfigError(
                 "presets.data_vocabulary",
@@ -299,15 +299,17 @@ def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> 
             )
         return size
     there = given.vocab_size
-    if asked.vocabulary and not fits(asked.vocabulary, there):
+    if asked.vocabulary and not is_padded_size(asked.vocabulary, there):
         raise InputError(
             "presets.vocabulary_misfit",
             "--vocabulary {wanted}: the tokenizer has {entries} entries. Leave --vocabulary out, or give a number from {entries} to {most}.",
             wanted=asked.vocabulary,
             entries=there,
-            most=padded(there),
+            most=pad_size(there),
         )
-    return asked.vocabulary or (recipe.model.vocab_size if fits(recipe.model.vocab_size, there) else padded(there))
+    return asked.vocabulary or (
+        recipe.model.vocab_size if is_padded_size(recipe.model.vocab_size, there) else pad_size(there)
+    )
 
 
 def _recipe_file(name: str, root: Path, repository: Path) -> Path:
@@ -319,7 +321,7 @@ def _recipe_file(name: str, root: Path, repository: Path) -> Path:
             "presets.no_recipe",
             "No recipe is named {name!r}{nearest}",
             name=name,
-            nearest=nearest(name, {path.stem for f in folders for path in f.glob("*.yaml")}),
+            nearest=suggest_name(name, {path.stem for f in folders for path in f.glob("*.yaml")}),
         )
     return found
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from factory.core.launching import GPU_DEVICES
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
-from trainer.contract.plan.sizing import GB, Layout, memory_parts, needed
+from trainer.contract.plan.sizing import GB, Layout, memory_parts, total_bytes
 from trainer.contract.recipe import Recipe
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -23,7 +23,7 @@ class Preset:
     """A size of factory. Its recipe is the file of the same name in ``policies/recipes/``."""
 
     gpus: int  # number of GPUs that its recipe is for; 0: CPU cores
-    what: str  # its size, for a person
+    size: str  # its size, for a person
 
 
 PRESETS: Mapping[str, Preset] = MappingProxyType(  # the smallest first
@@ -44,7 +44,7 @@ class Hardware:
     ranks: int  # processes that share a step
 
     @classmethod
-    def here(cls) -> Hardware:
+    def of_this_machine(cls) -> Hardware:
         memory = float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         with suppress(OSError, ValueError):  # no control group, or its limit is 'max'
             memory = min(memory, float(CGROUP.read_text()))
@@ -74,10 +74,10 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
     parts = memory_parts(
         recipe.model, layout, memory, optimizer=recipe.optimizer.name, itemsize=itemsize, logit_rows=None
     )
-    return needed(parts)
+    return total_bytes(parts)
 
 
-def too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
+def why_too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     """Why a recipe cannot be trained on a machine; '' if it can. ``gpus``: the number of GPUs that its preset is for."""
     if gpus and not machine.gpus:
         size = memory_needed(recipe, gpus, 0.0, 2)
@@ -109,11 +109,11 @@ def too_large(recipe: Recipe, machine: Hardware, gpus: int = 0) -> str:
     )
 
 
-def fitting(machine: Hardware, folder: Path) -> str:
+def largest_fitting_preset(machine: Hardware, folder: Path) -> str:
     """The largest preset that fits a machine; '' if none fits. ``folder``: the folder of the recipes."""
     found = [
         name
         for name, preset in PRESETS.items()
-        if not too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
+        if not why_too_large(Recipe.load(folder / f"{name}.yaml"), machine, preset.gpus)
     ]
     return found[-1] if found else ""

@@ -17,15 +17,23 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.statistics import CLOZE
 from factory.evals.suite import Suite, build_suite
 from factory.evals.tasks import build_cloze_items
-from factory.gates.release.licences import NONE, count_tokens_by_licence, not_releasable
+from factory.gates.release.licences import NONE, count_tokens_by_licence, shares_not_releasable
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.releasability import RIGHT, DomainSize, GuardSize, Sizes, TaskSize, releasability, spreads
+from factory.gates.release.releasability import (
+    RIGHT,
+    DomainSize,
+    GuardSize,
+    SuiteSizes,
+    TaskSize,
+    compute_releasability,
+    measured_spreads,
+)
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import NO_LICENCE
-from factory.ledger.rows import EvaluationRow, SegmentRow, champion
+from factory.ledger.rows import EvaluationRow, SegmentRow, find_champion
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, list_tasks, load_task_by_name, task_folder
 from kernels.contract.message import Message, plain
@@ -47,7 +55,7 @@ class ReportLine:
         return {name: plain(value) for name, value in vars(self).items()}
 
 
-def look(plant: Plant) -> list[ReportLine]:
+def make_report(plant: Plant) -> list[ReportLine]:
     """The report, with the lines that hold releases first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
     if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
         return []
@@ -55,7 +63,7 @@ def look(plant: Plant) -> list[ReportLine]:
     return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
 
 
-def describe(lines: list[ReportLine]) -> list[str]:
+def report_lines(lines: list[ReportLine]) -> list[str]:
     """The report as text lines, each remedy below its line."""
     said = []
     for line in lines:
@@ -65,7 +73,7 @@ def describe(lines: list[ReportLine]) -> list[str]:
     return said
 
 
-def verdict(lines: list[ReportLine]) -> str:
+def summary_line(lines: list[ReportLine]) -> str:
     """One line that names everything that holds releases."""
     holding = [line.name for line in lines if line.ok is False]
     if holding:
@@ -79,11 +87,11 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
     except FactoryError:
         return  # the first shard has not been made yet
     policy, measured = (
-        ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")),
-        EvalPolicy.load(plant.workspace.policy("evals.yaml")),
+        ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")),
+        EvalPolicy.load(plant.workspace.policy_path("evals.yaml")),
     )
     suite = build_suite(plant.ledger, measured, tokenizer.sha256)
-    known = spreads(plant.ledger)
+    known = measured_spreads(plant.ledger)
     trained = {
         row["domain"]: row["documents"]
         for row in plant.ledger.read(
@@ -93,17 +101,17 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
     domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
     tasks, wrong = _tasks(plant.workspace)
     files = list_tasks(task_folder(plant.workspace)).tasks
-    chosen = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
-    newest = champion(plant.ledger)
+    chosen = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
+    newest = find_champion(plant.ledger)
     right = _cloze_right(plant.ledger, newest.candidate) if newest else None
-    sizes = Sizes(
+    sizes = SuiteSizes(
         {name: one for name, one in domains.items() if one.documents},
         cloze_items=len(build_cloze_items(suite, tokenizer, measured)),
         cloze_right=RIGHT if right is None else right,
         tasks={name: _size(task, margin) for name, (task, margin) in tasks.items()},
         tasks_alpha=chosen.guards_alpha,
     )
-    found = releasability(policy, sizes)
+    found = compute_releasability(policy, sizes)
     guards = {guard.name: guard for guard in found.guards}
     for name, domain in domains.items():
         yield _domain_line(policy, name, domain, guards.get(name), trained.get(name, 0))
@@ -139,7 +147,7 @@ def _held_out(plant: Plant) -> Iterator[ReportLine]:
 
 
 def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
-    sealed = suite.of(name)
+    sealed = suite.documents_of_domain(name)
     dev = {document.cluster for document in suite.dev if document.domain == name}
     return DomainSize(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
 
@@ -221,7 +229,7 @@ def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
     """What to do to make a task a guard."""
     if guard.margin is None:
         return Message("releasable.more_items", "Add items to the task.")
-    if command := policy.setting(guard.name, "margin", guard.margin):
+    if command := policy.command_to_set(guard.name, "margin", guard.margin):
         return Message(
             "releasable.more_items_or_margin",
             "Add items to the task. Or let the task guard only against a loss of more than {margin:.2f}: '{command}'",
@@ -237,14 +245,14 @@ def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
 
 def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dict[str, str]]:
     """({name: (task, margin)}, {name: what is wrong with the task}), without tasks that are never measured."""
-    policy = TasksPolicy.load(workspace.policy("tasks.yaml"))
+    policy = TasksPolicy.load(workspace.policy_path("tasks.yaml"))
     found: dict[str, tuple[EvalTask, float]] = {}
     wrong: dict[str, str] = {}
     for name in list_tasks(task_folder(workspace)).tasks:
-        if policy.of(name).tier == "never":
+        if policy.settings_of(name).tier == "never":
             continue
         try:
-            found[name] = load_task_by_name(workspace, name, policy), policy.of(name).margin
+            found[name] = load_task_by_name(workspace, name, policy), policy.settings_of(name).margin
         except FactoryError as error:
             wrong[name] = error.message
     return found, wrong
@@ -272,18 +280,20 @@ def _licences(plant: Plant) -> Iterator[ReportLine]:
     from factory.training.planning import last_segment
 
     policy, data = (
-        ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")),
-        DataPolicy.load(plant.workspace.policy("data.yaml")),
+        ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")),
+        DataPolicy.load(plant.workspace.policy_path("data.yaml")),
     )
     tokens = count_tokens_by_licence(plant.ledger, None, data.licences)
-    other = not_releasable(data.licences, tokens)
+    other = shares_not_releasable(data.licences, tokens)
     share = sum(other.values())
     if share <= policy.not_releasable_max:
         trunk = last_segment(plant.ledger, "trunk")
         lineage = [row.id for row in SegmentRow.lineage(plant.ledger, trunk.id)] if trunk else []
         shares = {
             number: sum(
-                not_releasable(data.licences, count_tokens_by_licence(plant.ledger, number, data.licences)).values()
+                shares_not_releasable(
+                    data.licences, count_tokens_by_licence(plant.ledger, number, data.licences)
+                ).values()
             )
             for number in lineage
         }

@@ -17,7 +17,7 @@ RELEASABLE = "releasable"  # event: {"key", "lines"}
 POLICIES = ("data.yaml", "evals.yaml", "tasks.yaml", "gates/release.yaml")
 
 
-def newest(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
+def newest_report(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
     """``lines`` of the newest report, ``at``, when it was made, and ``stale``, whether its input changed since. None: no report."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=RELEASABLE):
         stale = row["detail"]["key"] != _key(workspace, db)
@@ -29,14 +29,14 @@ def newest(workspace: Workspace, db: ReadsSql) -> dict[str, Any] | None:
 def update_report(plant: Plant) -> None:
     """Make a new report if its input changed, and print the new lines. An unreadable policy is reported elsewhere."""
     from factory.ledger.writing import record_event_once
-    from factory.releasable.gathering import describe, look, verdict
+    from factory.releasable.gathering import make_report, report_lines, summary_line
 
-    before = newest(plant.workspace, plant.ledger)
+    before = newest_report(plant.workspace, plant.ledger)
     if before and not before["stale"]:
         return
     key = _key(plant.workspace, plant.ledger)
     try:
-        lines = look(plant)
+        lines = make_report(plant)
     except FactoryError:
         return
     if not lines:
@@ -45,8 +45,8 @@ def update_report(plant: Plant) -> None:
     fresh = [line for line in lines if tuple(map(str, vars(line).values())) not in known and line.ok is not True]
     record_event_once(plant.ledger, RELEASABLE, "data", {"key": key, "lines": [line.to_json() for line in lines]})
     if fresh:
-        plant.progress.line(f"  {verdict(lines)}")
-    for words in describe(fresh):
+        plant.progress.line(f"  {summary_line(lines)}")
+    for words in report_lines(fresh):
         plant.progress.line(f"  {words}")
 
 
@@ -62,7 +62,7 @@ def _key(workspace: Workspace, db: ReadsSql) -> str:
         "(SELECT COUNT(*) FROM releases) AS releases, (SELECT COUNT(*) FROM relabels) AS relabels, "
         "(SELECT MAX(id) FROM segments) AS segments, (SELECT MAX(id) FROM events WHERE subject LIKE 'removal:%' OR kind LIKE 'licence_%') AS changed"
     )
-    files = [workspace.policy(name) for name in POLICIES] + [workspace.recipe_path()]
+    files = [workspace.policy_path(name) for name in POLICIES] + [workspace.recipe_path()]
     tasks = workspace.root / "policies" / "tasks"
     files += sorted(tasks.iterdir()) if tasks.is_dir() else []
     return hashlib.sha256(json.dumps([counts, [_stamp(path) for path in files]], default=str).encode()).hexdigest()

@@ -16,7 +16,7 @@ from factory.ledger.decisions import (
     find_decision,
     was_export_rejected,
 )
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_event_once
@@ -32,12 +32,12 @@ class ApprovalNeededError(InputError):
     """The policy requires a person's approval before this release."""
 
 
-def automatic(workspace: Workspace) -> bool:
+def is_release_automatic(workspace: Workspace) -> bool:
     """Return whether the policy releases a promoted candidate without a person. Raises: ConfigError."""
-    return ReleasePolicy.load(workspace.policy("gates/release.yaml")).approval == "automatic"
+    return ReleasePolicy.load(workspace.policy_path("gates/release.yaml")).approval == "automatic"
 
 
-def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
+def record_approval(ledger: Ledger, verdict_id: int, by: str) -> None:
     """Record a person's approval of the export that this verdict judged.
 
     Raises: InputError for a verdict that does not promote, or that a person rejected.
@@ -45,23 +45,23 @@ def approve(ledger: Ledger, verdict_id: int, by: str) -> None:
     verdict = get_promoting_verdict(ledger, verdict_id)
     _refuse_rejected(ledger, verdict)
     with ledger.begin() as tx:
-        record(tx, APPROVED, Subject("verdict", verdict_id), {"sha256": verdict.subject_sha256, "by": by})
+        record_event(tx, APPROVED, Subject("verdict", verdict_id), {"sha256": verdict.subject_sha256, "by": by})
 
 
-def reject(plant: Plant, verdict_id: int, by: str, why: str) -> None:
+def record_rejection(plant: Plant, verdict_id: int, by: str, why: str) -> None:
     """Record that a person rejects the candidate of this verdict. Later approvals of this verdict do not count. It can be repeated.
 
     Raises: InputError for a verdict that does not promote or is out of date, and for a candidate that is released already.
     """
     verdict = get_promoting_verdict(plant.ledger, verdict_id)
-    with plant.workspace.lock("release", PATIENCE):
+    with plant.workspace.hold_lock("release", PATIENCE):
         check_verdict_newest(plant.ledger, verdict)
-        if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.number):
+        if released := ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number):
             raise InputError(
                 "approvals.already_released",
                 "candidate {candidate} is release {release} already. "
                 "To make an older release champion, run 'factory releases rollback N'",
-                candidate=verdict.number,
+                candidate=verdict.subject_number,
                 release=released.number,
             )
         known = find_decision(plant.ledger, verdict)
@@ -75,9 +75,9 @@ def find_approver(plant: Plant, verdict: VerdictRow) -> str:
     _refuse_rejected(plant.ledger, verdict)
     if decision := find_decision(plant.ledger, verdict):
         return decision.by
-    if automatic(plant.workspace) and not was_export_rejected(plant.ledger, verdict):
+    if is_release_automatic(plant.workspace) and not was_export_rejected(plant.ledger, verdict):
         return APPROVED_BY_POLICY
-    raise ApprovalNeededError(describe_waiting_candidate(verdict.number))
+    raise ApprovalNeededError(describe_waiting_candidate(verdict.subject_number))
 
 
 def describe_waiting_candidate(candidate: int) -> Message:
@@ -92,10 +92,10 @@ def describe_waiting_candidate(candidate: int) -> Message:
     )
 
 
-def waits(plant: Plant, verdict: VerdictRow) -> bool:
+def needs_decision(plant: Plant, verdict: VerdictRow) -> bool:
     """Return whether a person must decide before the candidate of a verdict is released."""
     return verdict.outcome == "promote" and (
-        not automatic(plant.workspace) or was_export_rejected(plant.ledger, verdict)
+        not is_release_automatic(plant.workspace) or was_export_rejected(plant.ledger, verdict)
     )
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 from factory.core.errors import InputError
 from factory.core.exports import export_folder_sha256
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.judge import of_training
+from factory.gates.release.judge import training_reasons
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.training_now import training_now
+from factory.gates.release.training_now import read_training_evidence
 from factory.ledger.anomalies import rewound_segments_of_lineage
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReadsSql, Subject, VerdictRow, champion
+from factory.ledger.rows import CandidateRow, ReadsSql, Subject, VerdictRow, find_champion
 
 
 class OutOfDateError(InputError):
@@ -42,7 +42,7 @@ def get_promoting_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
     return verdict
 
 
-def releasable(ledger: Ledger, verdict_id: int) -> VerdictRow:
+def get_releasable_verdict(ledger: Ledger, verdict_id: int) -> VerdictRow:
     """Return a verdict of the release gate that promotes, or that a person overrode. Raises: InputError."""
     verdict = VerdictRow.first(ledger, "WHERE gate = 'release' AND id = :id", id=verdict_id)
     if verdict is not None and verdict.outcome == "hold" and find_override(ledger, verdict):
@@ -52,7 +52,7 @@ def releasable(ledger: Ledger, verdict_id: int) -> VerdictRow:
 
 def check_verdict_newest(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the candidate has a newer verdict."""
-    newest = get_newest_verdict(ledger, verdict.number)
+    newest = get_newest_verdict(ledger, verdict.subject_number)
     if newest.id != verdict.id:
         raise InputError(
             "checks.newer_verdict",
@@ -74,7 +74,7 @@ def check_verdict_current(plant: Plant, verdict: VerdictRow) -> None:
 
 def check_not_rewound(db: ReadsSql, verdict: VerdictRow) -> None:
     """Raises: InputError when a segment of the candidate's training was rewound."""
-    if spoiled := rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.number).segment):
+    if spoiled := rewound_segments_of_lineage(db, CandidateRow.get(db, verdict.subject_number).segment):
         raise InputError(
             "checks.rewound",
             "{subject} is not released: segment {segment} of its training was rewound",
@@ -85,7 +85,7 @@ def check_not_rewound(db: ReadsSql, verdict: VerdictRow) -> None:
 
 def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: OutOfDate when the champion has changed since the verdict."""
-    now = champion(ledger)
+    now = find_champion(ledger)
     subject = str(Subject("candidate", now.candidate)) if now else None
     if verdict.against != subject:
         raise OutOfDateError(
@@ -96,7 +96,7 @@ def check_champion_unchanged(ledger: Ledger, verdict: VerdictRow) -> None:
             subject=verdict.subject,
             against=verdict.against or "no champion",
             champion=subject or "no candidate",
-            candidate=verdict.number,
+            candidate=verdict.subject_number,
         )
 
 
@@ -105,30 +105,30 @@ def check_training_unchanged(plant: Plant, verdict: VerdictRow) -> None:
 
     Raises: OutOfDate when they hold the candidate; ConfigError.
     """
-    now = training_now(plant, verdict.number)
+    now = read_training_evidence(plant, verdict.subject_number)
     if now["releasable"] is None and verdict.evidence(plant.ledger).get("releasable") is None:
         now["releasable"] = 1.0  # the training data are not recorded, and the verdict did not know them either
-    policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
-    if held := of_training(policy, ReleaseEvidence(**now)):
+    policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
+    if held := training_reasons(policy, ReleaseEvidence(**now)):
         raise OutOfDateError(
             "checks.held_now",
             "The release gate would hold {subject} now: {why} Judge it again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
             why=held[0].message,
-            candidate=verdict.number,
+            candidate=verdict.subject_number,
         )
 
 
 def check_judged_export(ledger: Ledger, verdict: VerdictRow) -> None:
     """Raises: InputError when the bytes of the export are not those that the verdict judged."""
-    row = check_export_unchanged(ledger, verdict.number)
+    row = check_export_unchanged(ledger, verdict.subject_number)
     if row.export_sha256 != verdict.subject_sha256:
         raise InputError(
             "checks.other_export",
             "verdict {verdict} judged another export of {subject}. Judge the export with 'factory evaluate {candidate}'",
             verdict=verdict.id,
             subject=verdict.subject,
-            candidate=verdict.number,
+            candidate=verdict.subject_number,
         )
 
 

@@ -1,6 +1,6 @@
 """Releases: a recoverable saga, ``decided`` → ``published`` (DESIGN §5).
 
-Each step is idempotent, and is recorded when it is done. After a kill ``reconcile``, or the same ``release`` again, continues from the
+Each step is idempotent, and is recorded when it is done. After a kill ``finish_releases``, or the same ``release_candidate`` again, continues from the
 recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
 the ledger, and is repaired after a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
 
@@ -16,16 +16,16 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
-from factory.gates.release.recorded import find_not_overridable, held_by
-from factory.gates.release.training_now import training_now
+from factory.gates.release.recorded import find_hold_reasons, find_not_overridable
+from factory.gates.release.training_now import read_training_evidence
 from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, find_decision, find_override
-from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, champion
+from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, find_champion
 from factory.ledger.snapshot import Snapshot
-from factory.ledger.writing import insert, next_key
+from factory.ledger.writing import insert_row, next_key
 from factory.release import serving
-from factory.release.approvals import approve, find_approver
+from factory.release.approvals import find_approver, record_approval
 from factory.release.checks import (
     OutOfDateError,
     check_champion_unchanged,
@@ -35,7 +35,7 @@ from factory.release.checks import (
     check_training_unchanged,
     check_verdict_current,
     get_newest_verdict,
-    releasable,
+    get_releasable_verdict,
 )
 from kernels.contract.message import Message
 
@@ -65,7 +65,7 @@ def normalise_reason(words: str) -> str:
     return why
 
 
-def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
+def check_override(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[str, str]:
     """Return the detail of an override's event. Raises: InputError for a verdict that no person can override."""
     name = f"verdict {verdict.id} on {verdict.subject}"
     if (known := find_decision(plant.ledger, verdict)) and known.word == REJECTED:
@@ -80,7 +80,7 @@ def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[st
             "releases.override_of_promoted",
             "{verdict} is 'promote', not 'hold'. Nothing was released. Release it with 'factory releases approve {candidate}'",
             verdict=name,
-            candidate=verdict.number,
+            candidate=verdict.subject_number,
         )
     if verdict.outcome != "hold":
         raise InputError(
@@ -91,7 +91,7 @@ def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[st
             outcome=verdict.outcome,
         )
     stored = verdict.evidence(plant.ledger)
-    held = held_by(stored, verdict.policy_sha256, name)
+    held = find_hold_reasons(stored, verdict.policy_sha256, name)
     if words := find_not_overridable(held):
         raise InputError(
             "releases.not_overridable",
@@ -99,21 +99,21 @@ def override_of(plant: Plant, verdict: VerdictRow, by: str, why: str) -> dict[st
             verdict=name,
             reasons=words,
         )
-    now = training_now(plant, verdict.number)
-    if words := find_not_overridable(held_by(stored, verdict.policy_sha256, name, **now)):
+    now = read_training_evidence(plant, verdict.subject_number)
+    if words := find_not_overridable(find_hold_reasons(stored, verdict.policy_sha256, name, **now)):
         raise InputError(
             "releases.not_overridable_now",
             "The release gate would hold {subject} now for a reason that no person can override: {reasons} Nothing was released. "
             "Judge it again with 'factory evaluate {candidate}'",
             subject=verdict.subject,
             reasons=words,
-            candidate=verdict.number,
+            candidate=verdict.subject_number,
         )
     return {"sha256": verdict.subject_sha256, "evidence_sha256": str(stored["sha256"]), "by": by, "why": why}
 
 
 # -- the saga -----------------------------------------------------------------------------------------------------------
-def release(
+def release_candidate(
     plant: Plant,
     verdict_id: int,
     *,
@@ -126,9 +126,9 @@ def release(
     Raises: InputError when the verdict does not promote, is out of date, or judged another export; ApprovalNeeded when the policy requires a
     person's approval first.
     """
-    verdict = releasable(plant.ledger, verdict_id)
-    candidate = verdict.number
-    with plant.workspace.lock("release", PATIENCE):
+    verdict = get_releasable_verdict(plant.ledger, verdict_id)
+    candidate = verdict.subject_number
+    with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
         known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
@@ -136,7 +136,7 @@ def release(
             check_verdict_current(plant, verdict)
             check_judged_export(plant.ledger, verdict)
             if approved_by:
-                approve(plant.ledger, verdict_id, approved_by)
+                record_approval(plant.ledger, verdict_id, approved_by)
             number = _decide(plant.ledger, verdict, find_approver(plant, verdict))
         else:
             number = known.number
@@ -145,21 +145,21 @@ def release(
     return number
 
 
-def override(plant: Plant, candidate: int, by: str, why: str) -> int:
+def release_held_candidate(plant: Plant, candidate: int, by: str, why: str) -> int:
     """Release a held candidate by a person's decision. Returns the release's number. A second call finishes an interrupted release.
 
     One transaction records the override and the release, with the hashes of the judged export and of the evidence.
 
-    Raises: InputError without a reason, for a candidate that no person can override, and as ``release`` does.
+    Raises: InputError without a reason, for a candidate that no person can override, and as ``release_candidate`` does.
     """
     why = normalise_reason(why)
-    with plant.workspace.lock("release", PATIENCE):
+    with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(candidate)
         known = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate)
         if known is None:
             verdict = get_newest_verdict(plant.ledger, candidate)
-            detail = override_of(plant, verdict, by, why)
+            detail = check_override(plant, verdict, by, why)
             check_verdict_current(plant, verdict)
             check_judged_export(plant.ledger, verdict)
             number = _decide(plant.ledger, verdict, by, detail)
@@ -177,24 +177,24 @@ def override(plant: Plant, candidate: int, by: str, why: str) -> int:
     return number
 
 
-def reconcile(plant: Plant) -> list[str]:
+def finish_releases(plant: Plant) -> list[str]:
     """Finish interrupted releases, and point the served link at the ledger's champion.
 
     Returns a line for each action, also for a release that cannot be finished (its export has changed).
     """
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
         return []
-    with plant.workspace.lock("release", PATIENCE):
+    with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         return saga.finish_others(None) + saga.serve()
 
 
-def rollback(plant: Plant, number: int) -> None:
+def roll_back_to(plant: Plant, number: int) -> None:
     """Make an older release champion again. Raises: InputError when it was not published, or its export has changed."""
-    with plant.workspace.lock("release", PATIENCE):
+    with plant.workspace.hold_lock("release", PATIENCE):
         saga = _Saga(plant)
         saga.finish_others(None)
-        row, now = ReleaseRow.get(plant.ledger, number), champion(plant.ledger)
+        row, now = ReleaseRow.get(plant.ledger, number), find_champion(plant.ledger)
         if row.state != "published" or now is None:
             raise InputError(
                 "releases.not_published",
@@ -204,14 +204,14 @@ def rollback(plant: Plant, number: int) -> None:
         check_export_unchanged(plant.ledger, row.candidate)
         if now.number != number:
             with plant.ledger.begin() as tx:
-                record(tx, "rolled_back", Subject("release", number), {"from": now.number})
+                record_event(tx, "rolled_back", Subject("release", number), {"from": now.number})
         saga.serve(expected=True)
     plant.progress.line(Message("releases.rolled_back", "release {release} is champion again", release=number))
 
 
 def find_replaced_release(ledger: Ledger) -> int:
     """Return the number of the release that the champion replaced. Raises: InputError when it replaced none."""
-    now = champion(ledger)
+    now = find_champion(ledger)
     against = now and VerdictRow.get(ledger, now.verdict).against
     found = against and ReleaseRow.first(
         ledger, "WHERE candidate = :candidate", candidate=Subject.parse(against).number
@@ -251,8 +251,8 @@ class _Saga:
         serving.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         with self.ledger.begin() as tx:
             tx.execute(releases.update().where(releases.c.number == row.number).values(state=PUBLISHED))
-            record(tx, "promoted", Subject("release", row.number), {"candidate": row.candidate})
-        self.plant.say(
+            record_event(tx, "promoted", Subject("release", row.number), {"candidate": row.candidate})
+        self.plant.print_line(
             Message(
                 "releases.published",
                 "release {release}: candidate {candidate} is champion",
@@ -278,7 +278,7 @@ class _Saga:
                     detail = {"why": str(error), "candidate": row.candidate}
                     with self.ledger.begin() as tx:
                         tx.execute(releases.delete().where(releases.c.number == row.number))
-                        record(tx, WITHDRAWN, Subject("release", row.number), detail)
+                        record_event(tx, WITHDRAWN, Subject("release", row.number), detail)
                 done.append(
                     Message(
                         "releases.not_finished",
@@ -294,7 +294,7 @@ class _Saga:
 
         Returns a line if the link was wrong. Raises: InputError when the champion's export has changed.
         """
-        row, note = champion(self.ledger), serving.served(self.workspace)
+        row, note = find_champion(self.ledger), serving.read_published_note(self.workspace)
         if row is None or (note and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)):
             return []
         check_export_unchanged(self.ledger, row.candidate)
@@ -306,19 +306,19 @@ class _Saga:
         )
         if not expected:
             with self.ledger.begin() as tx:
-                record(tx, "repaired", Subject("release", row.number), {"what": [done]})
+                record_event(tx, "repaired", Subject("release", row.number), {"what": [done]})
         return [done]
 
 
 # -- deciding -----------------------------------------------------------------------------------------------------------
 def _decide(ledger: Ledger, verdict: VerdictRow, by: str, override: dict[str, str] | None = None) -> int:
     """Add a row to ``releases``, with a person's override: the first step of a release. Returns the release's number."""
-    candidate = verdict.number
+    candidate = verdict.subject_number
     values = {"candidate": candidate, "verdict": verdict.id, "state": "decided", "approved_by": by}
     with ledger.begin() as tx:
         check_not_rewound(Snapshot(tx, ledger.root), verdict)  # a person may rewind at any moment
         if override is not None:
-            record(tx, OVERRIDDEN, Subject("verdict", verdict.id), dict(override))
-        number = insert(tx, releases, number=next_key(tx, releases), created_at=time.time(), **values)
-        record(tx, "release_decided", Subject("release", number), {"candidate": candidate, "verdict": verdict.id})
+            record_event(tx, OVERRIDDEN, Subject("verdict", verdict.id), dict(override))
+        number = insert_row(tx, releases, number=next_key(tx, releases), created_at=time.time(), **values)
+        record_event(tx, "release_decided", Subject("release", number), {"candidate": candidate, "verdict": verdict.id})
     return number

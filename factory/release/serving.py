@@ -21,7 +21,7 @@ MODEL_NAME = "factory-lm"
 def publish_export(workspace: Workspace, release: int, export: Path, sha256: str) -> None:
     """Point ``exports/champion`` at ``export``, atomically. A second call changes nothing.
 
-    The note is written before the link changes. If note and link name different targets, ``served`` knows that a call was interrupted.
+    The note is written before the link changes. If note and link name different targets, ``read_published_note`` knows that a call was interrupted.
     """
     folder = workspace.exports
     target = os.path.relpath(export, folder)  # relative, so that the workspace can be moved
@@ -38,7 +38,7 @@ def publish_export(workspace: Workspace, release: int, export: Path, sha256: str
     sync_folder(folder)
 
 
-def served(workspace: Workspace) -> dict[str, Any] | None:
+def read_published_note(workspace: Workspace) -> dict[str, Any] | None:
     """Return the note of the published release; None without one, or if note and link disagree."""
     try:
         note = json.loads((workspace.exports / NOTE).read_text(encoding="utf-8"))

@@ -10,31 +10,31 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import copy_checkpoint, folder_of, ladder_folder
+from factory.audit.keeping import audit_folder, copy_checkpoint, ladder_folder
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import export_folder_sha256
 from factory.core.faults import is_unreadable_now
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.evals.export_parity import recorded_export
-from factory.ledger.ledger import Ledger, candidates, checkpoints, record, segments
-from factory.ledger.places import portable
+from factory.ledger.ledger import Ledger, candidates, checkpoints, record_event, segments
+from factory.ledger.places import to_stored_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.runs.folders import read_result
-from factory.training.exporting import make_export
+from factory.training.exporting import write_export
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import set_aside
 from factory.training.training import run_trainer
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import (
+    checkpoint_name,
     find_fault,
     manifest_sha256,
     mark_as_bad,
-    name_of,
     read_manifest,
-    steps_in,
+    saved_steps,
 )
 from trainer.contract.errors import CheckpointError
 
@@ -93,12 +93,12 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
             )
     place = Path(recorded["path"])
     folder = plant.workspace.root / "replays" / Path(row.folder).name
-    remove(folder)
+    remove_path(folder)
     (folder / "checkpoints").mkdir(parents=True)
     try:
         start = _older(plant.workspace, row, folder / "checkpoints", recorded)
         if start == row.last_step:  # a copy of the damaged checkpoint
-            made = folder / "checkpoints" / name_of(start)
+            made = folder / "checkpoints" / checkpoint_name(start)
             _put_back(place, made)
             plant.progress.line(
                 Message(
@@ -109,7 +109,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
                 )
             )
             with plant.ledger.begin() as tx:
-                record(tx, "checkpoint_put_back", Subject("segment", number), {"checkpoint": recorded["id"]})
+                record_event(tx, "checkpoint_put_back", Subject("segment", number), {"checkpoint": recorded["id"]})
             return ""
         plant.progress.line(
             Message(
@@ -133,7 +133,7 @@ def replay_checkpoint(plant: Plant, number: int) -> str:
         exact = _same(place, Path(result["checkpoint"]), recorded["id"])
         _put_back(place, Path(result["checkpoint"]))
     finally:
-        remove(folder)
+        remove_path(folder)
     _record(plant.ledger, row, recorded, exact)
     if exact is None:
         said = Message("checkpoints.not_comparable", "the former weights cannot be compared")
@@ -157,9 +157,9 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
     sources = (
         Path(row.folder) / "checkpoints",
         ladder_folder(workspace, row.id),
-        folder_of(workspace, row.id) / "live",
+        audit_folder(workspace, row.id) / "live",
     )
-    found = [one for source in sources for one in steps_in(source)]
+    found = [one for source in sources for one in saved_steps(source)]
     for step, path in sorted(found, reverse=True):
         if step > row.last_step or step <= row.first_step or find_fault(path):
             continue
@@ -195,14 +195,14 @@ def _put_back(place: Path, made: Path) -> None:
 
 def _record(ledger: Ledger, row: SegmentRow, old: dict[str, Any], exact: bool | None) -> None:
     new = manifest_sha256(Path(old["path"]))
-    result = portable(ledger.root, (row.result or {}) | {"manifest_sha256": new})
+    result = to_stored_paths(ledger.root, (row.result or {}) | {"manifest_sha256": new})
     with ledger.begin() as tx:
         tx.execute(checkpoints.update().where(checkpoints.c.id == old["id"]).values(id=new))
         tx.execute(segments.update().where(segments.c.id == row.id).values(result=result))
         if exact:
             tx.execute(candidates.update().where(candidates.c.checkpoint == old["id"]).values(checkpoint=new))
         detail = {"checkpoint": new, "instead_of": old["id"], "exact": exact}
-        record(tx, "checkpoint_replayed", Subject("segment", row.id), detail)
+        record_event(tx, "checkpoint_replayed", Subject("segment", row.id), detail)
 
 
 # -- exports -----------------------------------------------------------------------------------------------------------
@@ -234,9 +234,9 @@ def remake_export(plant: Plant, number: int) -> str:
         return Message("checkpoints.no_source", "{fault}, and {why}", fault=fault, why=why)
     place = Path(row.export_path)
     aside = plant.workspace.exports / f".again-{row.segment:05d}"
-    remove(aside)
+    remove_path(aside)
     older = recorded_export(plant.ledger, number) is None
-    make_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
+    write_export(plant, SegmentRow.get(plant.ledger, row.segment), aside, as_it_was=older)
     if export_folder_sha256(aside) != row.export_sha256:
         shutil.rmtree(aside)
         return Message(
@@ -248,5 +248,5 @@ def remake_export(plant: Plant, number: int) -> str:
         set_aside(plant.workspace.root, place)
     rename_into_place(aside, place)
     with plant.ledger.begin() as tx:
-        record(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})
+        record_event(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})
     return ""

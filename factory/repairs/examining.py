@@ -12,16 +12,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from factory.backups.backups import MLFLOW_TABLE, database_damage
+from factory.backups.backups import MLFLOW_TABLE, find_database_damage
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
+from factory.ingest.compared import INDEX, hashes_file, list_hash_sources, read_hashes
 from factory.ledger.engine import sqlite_file
-from factory.ledger.files import retired
+from factory.ledger.files import retired_paths
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
-from factory.ledger.rows import CandidateRow, SegmentRow, champion
-from factory.release.serving import served
+from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
+from factory.release.serving import read_published_note
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
 from factory.repairs.token_shards import find_raw_shard, find_token_shard_damage, find_tokenizer_damage
 from factory.training.segment_folder import OWNER_FILE, is_owner, read_owner
@@ -43,9 +43,9 @@ class Damage:
 
     kind: str  # a key of CHECKS
     subject: str  # number or hash, as in the ledger
-    what: str  # the damage, as a sentence without an end
+    problem: str  # the damage, as a sentence without an end
     remedy: str  # the advice for a person
-    mends: bool = False  # whether 'factory check --repair' repairs it
+    is_repairable: bool = False  # whether 'factory check --repair' repairs it
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def examine_work(plant: Plant, deep: bool) -> list[ExaminedKind]:
     return [check(plant, deep) for check in CHECKS.values()]
 
 
-def find_database_damage(workspace: Workspace) -> Iterator[Damage]:
+def find_damaged_databases(workspace: Workspace) -> Iterator[Damage]:
     """Yield the damage of the ledger and of MLflow's database, if they are SQLite files. MLflow's may be missing: it is made when needed.
 
     Raises: sqlite3.OperationalError when the ledger cannot be checked now.
@@ -81,7 +81,7 @@ def find_database_damage(workspace: Workspace) -> Iterator[Damage]:
         if not file or not (file.exists() or kind == "ledger"):
             continue
         try:
-            fault = database_damage(file, table)
+            fault = find_database_damage(file, table)
         except sqlite3.OperationalError:
             if kind == "ledger":
                 raise
@@ -112,7 +112,7 @@ def _look(
 
 def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
     """Return the rows whose files retention has not removed."""
-    gone = {plant.workspace.root / path for path in retired(plant.ledger)}
+    gone = {plant.workspace.root / path for path in retired_paths(plant.ledger)}
     return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
 
 
@@ -148,7 +148,7 @@ def examine_checkpoints(plant: Plant, deep: bool) -> ExaminedKind:
 
 
 def _exports(plant: Plant, deep: bool) -> ExaminedKind:
-    best = champion(plant.ledger)
+    best = find_champion(plant.ledger)
     fault = lambda row, hashed: find_export_damage(row, hashed or (best is not None and best.candidate == row.id))
     rows = _kept(plant, CandidateRow.select(plant.ledger), lambda row: row.export_path)
     effect = Message("examining.remake_export", "makes the export again from its checkpoint")
@@ -198,9 +198,11 @@ def _hashes(plant: Plant, deep: bool) -> ExaminedKind:
         return ""
 
     effect = Message("examining.remake_hashes", "makes the file again from its raw shard")
-    found = _look(plant, deep, "hashes", sources(plant.ledger), lambda source: source[1], fault, _repair(effect))
+    found = _look(
+        plant, deep, "hashes", list_hash_sources(plant.ledger), lambda source: source[1], fault, _repair(effect)
+    )
     index = plant.workspace.root / INDEX
-    if index.exists() and (damage := database_damage(index, "sources")):
+    if index.exists() and (damage := find_database_damage(index, "sources")):
         effect = Message("examining.remake_index", "makes the index again from shards/hashes")
         found.faults.append(Damage("hashes", INDEX, _damaged(index, damage), _repair(effect), True))
     return found
@@ -239,10 +241,10 @@ def _folders(plant: Plant, deep: bool) -> ExaminedKind:
 
 
 def _served(plant: Plant, deep: bool) -> ExaminedKind:
-    best = champion(plant.ledger)
+    best = find_champion(plant.ledger)
     if best is None:
         return ExaminedKind("served", 0, 0, [])
-    note = served(plant.workspace)
+    note = read_published_note(plant.workspace)
     if note and (note["release"], note["export_sha256"]) == (best.number, best.export_sha256):
         return ExaminedKind("served", 1, 1, [])
     what = Message(

@@ -23,17 +23,17 @@ from factory.backups.backups import (
     MLFLOW,
     MLFLOW_TABLE,
     POSTGRESQL_ADVICE,
-    about,
-    database_damage,
     find_backup,
+    find_database_damage,
     make_backup,
+    read_backup_info,
     restore_hashes,
-    stamp,
+    time_for_name,
 )
-from factory.backups.keys import put_back
+from factory.backups.keys import restore_key
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import FOLDERS, Workspace, list_factory_work
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
@@ -42,18 +42,18 @@ from factory.ledger.engine import sqlite_file
 from factory.ledger.journal import (
     BACKUPS_FOLDER,
     NAME,
+    backup_sort_key,
     describe_damage,
-    folders_of,
-    key_of,
+    list_backup_folders,
     list_backups,
-    order_of,
-    replayed,
+    primary_key_name,
+    read_batches,
 )
-from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record, segments, tokenizers
+from factory.ledger.ledger import Ledger, data_plans, meta, metadata, record_event, segments, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION
-from factory.ledger.writing import insert
+from factory.ledger.writing import insert_row
 from factory.repairs.checkpoints import find_checkpoint_damage
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import PLANNED, read_owner, segment_plan_sha256, set_aside
@@ -63,7 +63,7 @@ from kernels.contract.message import Message
 LOCKS = ("model-loop", "code-loop", "release")
 
 
-def restore(root: Path, name: str, progress: Progress) -> list[str]:
+def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
     """Restore the ledger of the workspace ``root`` from the backup ``name``, by default the newest good one. Returns lines for a person.
 
     Without a backup, the ledger is made from the workspace's folders. The former ledger is moved to ``backups/``. After a kill at any moment
@@ -75,13 +75,13 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
     said = _restore_config(root, name)
     workspace = Workspace.open(root)
     named = [root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()] if name else []
-    said += put_back(root, [*named, *list_backups(root)[::-1]])
+    said += restore_key(root, [*named, *list_backups(root)[::-1]])
     file = sqlite_file(workspace.ledger_url)
     if file is None:
         raise WorkspaceError(POSTGRESQL_ADVICE)
     with ExitStack() as held:
         for lock in LOCKS:
-            held.enter_context(workspace.lock(lock))
+            held.enter_context(workspace.hold_lock(lock))
         base = find_backup(workspace, name) if name else _newest_good(root, said)
         if base is None and not list_factory_work(root):
             raise WorkspaceError(
@@ -89,7 +89,7 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
                 "{folder} has no work from which a ledger could be made: run 'factory init'",
                 folder=root,
             )
-        if base is None and not database_damage(file):
+        if base is None and not find_database_damage(file):
             raise InputError(
                 "lost_ledger.whole",
                 "{ledger} is whole and the workspace has no backup: nothing is restored. Make a backup with 'factory backup'. "
@@ -97,9 +97,9 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
                 ledger=file,
                 name=file.name,
             )
-        if file.exists() and not database_damage(file) and list_backups(root):
+        if file.exists() and not find_database_damage(file) and list_backups(root):
             with suppress(OSError, ValueError, sqlite3.Error), journal.hold_journal_lock(root):
-                journal.append(file, list_backups(root)[-1])
+                journal.append_changes(file, list_backups(root)[-1])
         if base and (count := restore_hashes(root, base)):
             said.append(
                 Message(
@@ -111,7 +111,7 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
             )
         aside = root / BACKUPS_FOLDER / ".restoring"
         for left in (aside, *workspace.shards.glob(".*")):  # left by an ingest or a restore that was killed
-            remove(left)
+            remove_path(left)
         aside.mkdir(parents=True)
         try:
             again = _again(workspace, base, aside / LEDGER, progress, said)
@@ -119,7 +119,7 @@ def restore(root: Path, name: str, progress: Progress) -> list[str]:
             said += lines
             _replace(root, file, backup / LEDGER, said)
         finally:
-            remove(aside)
+            remove_path(aside)
     return said
 
 
@@ -129,7 +129,7 @@ def _restore_config(root: Path, name: str) -> list[str]:
     # On a new disk everything comes from the named backup.
     fresh = not list_factory_work(root) and not (root.is_dir() and any(root.iterdir()))
     if (root / "factory.yaml").exists() or not (
-        list_factory_work(root) or (fresh and any(map(journal.about, backups)))
+        list_factory_work(root) or (fresh and any(map(journal.read_backup_info, backups)))
     ):
         for folder in FOLDERS if list_factory_work(root) else ():
             (root / folder).mkdir(exist_ok=True)
@@ -159,8 +159,8 @@ def _restore_config(root: Path, name: str) -> list[str]:
 def _newest_good(root: Path, said: list[str]) -> Path | None:
     """Return the newest backup that is whole and of this schema. Adds a line to ``said`` for each newer one."""
     for path in reversed(list_backups(root)):
-        fault = database_damage(path / LEDGER)
-        if not fault and about(path)["schema"] == SCHEMA_VERSION:
+        fault = find_database_damage(path / LEDGER)
+        if not fault and read_backup_info(path)["schema"] == SCHEMA_VERSION:
             return path
         why = fault or Message("lost_ledger.other_schema", "the backup is of another schema")
         said.append(
@@ -181,12 +181,12 @@ def _again(workspace: Workspace, base: Path | None, file: Path, progress: Progre
         ledger.journaled = False
         _from_nothing(Plant(workspace, ledger))
     else:
-        if about(base)["schema"] != SCHEMA_VERSION:
+        if read_backup_info(base)["schema"] != SCHEMA_VERSION:
             raise InputError(
                 "lost_ledger.wrong_schema",
                 "{backup} is of schema {schema}, and this factory reads schema {known}: name another backup",
                 backup=base,
-                schema=about(base)["schema"],
+                schema=read_backup_info(base)["schema"],
                 known=SCHEMA_VERSION,
             )
         shutil.copyfile(base / LEDGER, file)
@@ -238,17 +238,19 @@ def describe_start(root: Path) -> Message:
 # -- the journal -------------------------------------------------------------------------------------------------------
 def _replay(plant: Plant, base: Path, said: list[str]) -> int:
     """Write the batches of the journals since a backup. Returns how many. A batch that the backup already has changes nothing."""
-    own = folders_of(plant.workspace.root)
-    journals = [path / NAME for path in own if order_of(path) >= order_of(base)]
+    own = list_backup_folders(plant.workspace.root)
+    journals = [path / NAME for path in own if backup_sort_key(path) >= backup_sort_key(base)]
     # A backup in another folder: start with the journal that was in use when the backup was made.
     if base.parent != plant.workspace.root / BACKUPS_FOLDER:
-        earlier = [path for path in own if journal.about(path).get("seq", math.inf) <= about(base)["seq"]]
+        earlier = [
+            path for path in own if journal.read_backup_info(path).get("seq", math.inf) <= read_backup_info(base)["seq"]
+        ]
         journals = [path / NAME for path in own[max(0, len(earlier) - 1) :]]
     batches = 0
     for path in journals:
         if damage := describe_damage(path):
             said.append(Message("lost_ledger.damaged_journal", "  {damage}", damage=damage))
-        for batch in replayed(path):
+        for batch in read_batches(path):
             batches += 1
             _put(plant.ledger, batch)
     return batches
@@ -260,10 +262,10 @@ def _put(ledger: Ledger, batch: dict[str, Any]) -> None:
     with closing(sqlite3.connect(ledger.file)) as file:
         file.execute("PRAGMA foreign_keys=OFF")
         with file:
-            for table, key, value in [(t, key_of(metadata.tables[t]), v) for t, v in batch["gone"]]:
+            for table, key, value in [(t, primary_key_name(metadata.tables[t]), v) for t, v in batch["gone"]]:
                 file.execute(f'DELETE FROM "{table}" WHERE "{key}" = ?', [value])
             for table, row in batch["rows"]:
-                columns = [name for name in row if name != "rowid" or not key_of(metadata.tables[table])]
+                columns = [name for name in row if name != "rowid" or not primary_key_name(metadata.tables[table])]
                 names, marks = ", ".join(f'"{name}"' for name in columns), ", ".join("?" for _ in columns)
                 file.execute(
                     f'INSERT OR REPLACE INTO "{table}" ({names}) VALUES ({marks})', [row[name] for name in columns]
@@ -274,13 +276,13 @@ def ingest_raw_shard(plant: Plant, path: Path, name: str) -> str:
     """Ingest a raw shard under its original name, which determines the reader. Returns its SHA-256."""
     folder = plant.workspace.shards / f".again-{os.getpid()}"
     for left in (folder, *plant.workspace.shards.glob(".again-*")):  # left by a process that was killed
-        remove(left)
+        remove_path(left)
     folder.mkdir()
     try:
         (folder / name).symlink_to(path.resolve())
         return ingest_shard(plant, folder / name).sha256
     finally:
-        remove(folder)
+        remove_path(folder)
 
 
 # -- the folders -------------------------------------------------------------------------------------------------------
@@ -297,7 +299,11 @@ def _from_nothing(plant: Plant) -> None:
                 tx.execute(meta.update().where(meta.c.key == "identity").values(value=identity))
         if (plant.workspace.tokenizer / "tokenizer.json").exists():
             found = Tokenizer.load(plant.workspace.tokenizer)
-            values = {"sha256": found.sha256, "path": plant.ledger.inside(found.folder), "vocab_size": found.vocab_size}
+            values = {
+                "sha256": found.sha256,
+                "path": plant.ledger.to_stored_path(found.folder),
+                "vocab_size": found.vocab_size,
+            }
             tx.execute(tokenizers.insert().values(**values, created_at=time.time()))
 
 
@@ -395,8 +401,8 @@ def _plan_again(ledger: Ledger, folder: Path) -> str:
         if tx.execute(sa.select(data_plans.c.id).where(data_plans.c.id == planned.data_plan)).first() is None:
             tx.execute(data_plans.insert().values(id=planned.data_plan, plan=plan, created_at=planned.created_at))
         values = {key: value for key, value in vars(planned).items() if key not in ("result", "finished_at")}
-        insert(tx, segments, **values)
-        record(tx, "segment_taken_up", f"segment:{planned.id}", {"folder": row["folder"]})
+        insert_row(tx, segments, **values)
+        record_event(tx, "segment_taken_up", f"segment:{planned.id}", {"folder": row["folder"]})
     return ""
 
 
@@ -422,7 +428,7 @@ def _replace(root: Path, file: Path, made: Path, said: list[str]) -> None:
 
 def _replaced(root: Path) -> Path:
     """Make a new folder for replaced files. A second folder in the same second gets a number."""
-    name, number = f"replaced-{stamp()}", 0
+    name, number = f"replaced-{time_for_name()}", 0
     while (folder := root / BACKUPS_FOLDER / (f"{name}-{number}" if number else name)).exists():
         number += 1
     folder.mkdir(parents=True)
@@ -441,7 +447,7 @@ def restore_mlflow(workspace: Workspace) -> Message:
         if path.exists():
             rename_into_place(path, kept / path.name)
     for backup in reversed(list_backups(workspace.root)):
-        if (backup / MLFLOW).is_file() and not database_damage(backup / MLFLOW, MLFLOW_TABLE):
+        if (backup / MLFLOW).is_file() and not find_database_damage(backup / MLFLOW, MLFLOW_TABLE):
             new = file.with_name(f".{file.name}.restored")
             shutil.copyfile(backup / MLFLOW, new)
             rename_into_place(new, file)

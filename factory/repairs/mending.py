@@ -12,10 +12,10 @@ from factory.core.progress import SILENT, Progress
 from factory.core.workspace import Workspace
 from factory.ingest.compared import INDEX, HashIndex
 from factory.ledger.files import MLFLOW_REMADE
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.release.releases import reconcile
+from factory.release.releases import finish_releases
 from factory.repairs.checkpoints import find_checkpoint_damage, remake_export, replay_checkpoint
 from factory.repairs.examining import (
     Damage,
@@ -23,9 +23,9 @@ from factory.repairs.examining import (
     examine_token_shards,
     examine_tokenizer,
     examine_work,
-    find_database_damage,
+    find_damaged_databases,
 )
-from factory.repairs.lost_ledger import restore, restore_mlflow
+from factory.repairs.lost_ledger import restore_ledger, restore_mlflow
 from factory.repairs.token_shards import (
     HashedShards,
     find_token_shard_damage,
@@ -33,7 +33,7 @@ from factory.repairs.token_shards import (
     rebuild_token_shard,
     restore_tokenizer,
 )
-from factory.training.planning import last_checkpoint, plan_of
+from factory.training.planning import last_checkpoint, read_data_plan
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
@@ -45,14 +45,14 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
 
     A damaged ledger is restored first. The rest is then examined by the restored ledger.
     """
-    databases = list(find_database_damage(workspace))
-    lines = restore(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
+    databases = list(find_damaged_databases(workspace))
+    lines = restore_ledger(workspace.root, "", progress) if any(fault.kind == "ledger" for fault in databases) else []
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
-    with workspace.lock("model-loop"):
+    with workspace.hold_lock("model-loop"):
         faults = [fault for fault in databases if fault.kind == "mlflow"]
         faults += [fault for one in examine_work(Plant(workspace, ledger, progress), deep) for fault in one.faults]
         for fault in faults:
-            if fault.mends:
+            if fault.is_repairable:
                 try:
                     why = REPAIRS[fault.kind](Plant(workspace, ledger, progress), fault.subject)
                 except (FactoryError, TrainerError) as error:
@@ -61,14 +61,16 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
                 if why:
                     lines.append(Message("mending.not_repaired", "{name}: NOT repaired: {why}", name=name, why=why))
                 else:
-                    lines.append(Message("mending.repaired", "{name}: repaired ({what})", name=name, what=fault.what))
+                    lines.append(
+                        Message("mending.repaired", "{name}: repaired ({what})", name=name, what=fault.problem)
+                    )
     return lines
 
 
 def _mend_mlflow(plant: Plant, _: str) -> str:
-    plant.say(Message("mending.mlflow", "  {done}", done=restore_mlflow(plant.workspace)))
+    plant.print_line(Message("mending.mlflow", "  {done}", done=restore_mlflow(plant.workspace)))
     with plant.ledger.begin() as tx:
-        record(tx, MLFLOW_REMADE, "mlflow")
+        record_event(tx, MLFLOW_REMADE, "mlflow")
     return ""
 
 
@@ -87,7 +89,7 @@ def _mend_hashes(plant: Plant, subject: str) -> str:
 
 
 def _serve(plant: Plant, _: str) -> str:
-    reconcile(plant)
+    finish_releases(plant)
     return ""
 
 
@@ -110,8 +112,8 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     Raises: FactoryError with the remedy when a repair fails.
     """
     row, known = SegmentRow.get(plant.ledger, number), HashedShards(plant.workspace)
-    shards = {shard["id"]: Path(shard["path"]) for shard in plan_of(plant.ledger, row)["token_shards"]}
-    looked = {name: path for name, path in shards.items() if every or not known.same(path)}
+    shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
+    looked = {name: path for name, path in shards.items() if every or not known.is_unchanged(path)}
     damaged = []
     with plant.progress.task("hash token shards", len(looked)) as task:
         for name, path in looked.items():
@@ -121,7 +123,7 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     if every and row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
-    known.note(looked.values())
+    known.note_whole(looked.values())
     return mended
 
 
@@ -140,9 +142,11 @@ def call_with_repairs(plant: Plant, act: Callable[[], T]) -> T:
             if isinstance(error, DamagedExportError):
                 found = [Damage("exports", str(error.candidate), error.why, "", True)]
             else:
-                found = examine_tokenizer(plant.reporting_to(SILENT), False).faults
-                found += examine_token_shards(plant.reporting_to(SILENT), False).faults
-                found += [one for one in examine_checkpoints(plant.reporting_to(SILENT), False).faults if one.mends]
+                found = examine_tokenizer(plant.with_progress(SILENT), False).faults
+                found += examine_token_shards(plant.with_progress(SILENT), False).faults
+                found += [
+                    one for one in examine_checkpoints(plant.with_progress(SILENT), False).faults if one.is_repairable
+                ]
             damaged = [fault for fault in found if fault not in seen]
             if not damaged or not _mended(plant, damaged):
                 raise
@@ -151,12 +155,12 @@ def call_with_repairs(plant: Plant, act: Callable[[], T]) -> T:
 
 def _mended(plant: Plant, damaged: Sequence[Damage]) -> bool:
     for fault in damaged:
-        plant.progress.line(Message("mending.begins", "  {what}. The factory repairs this now", what=fault.what))
+        plant.progress.line(Message("mending.begins", "  {what}. The factory repairs this now", what=fault.problem))
         if why := REPAIRS[fault.kind](plant, fault.subject):
             raise FactoryError(
                 "mending.failed",
                 "{what}, and the repair failed: {why}",
-                what=fault.what,
+                what=fault.problem,
                 why=why,
                 subject=fault.subject,
             )

@@ -22,12 +22,12 @@ import yaml
 
 from factory.core.errors import ConfigError, WorkspaceError
 from factory.core.faults import is_unreadable_now
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
-from factory.ingest.chain import chunks
+from factory.ingest.chain import split_into_chunks
 from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, key_prefix, read_hashes, write_hashes
 from factory.ingest.decide import COPY_OF_BARRED
-from factory.ingest.document import Row, compared
+from factory.ingest.document import Row, text_to_compare
 from factory.ingest.held_tasks import record_task_ngrams
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules import decontaminate
@@ -35,9 +35,16 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.words import Hashes, hash_words
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
 from factory.ingest.tokenizer import Tokenizer, template_shows_calls
-from factory.ingest.worker import FinishedDocument, FinishTask, IngestJob, analyse_chunk, finish, read_spooled_ngrams
+from factory.ingest.worker import (
+    FinishedDocument,
+    FinishTask,
+    IngestJob,
+    analyse_chunk,
+    finish_chunk,
+    read_spooled_ngrams,
+)
 from factory.ledger.journal import list_backups
-from factory.ledger.ledger import Ledger, record, tokenizers
+from factory.ledger.ledger import Ledger, record_event, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.training.segment_folder import set_aside
@@ -107,11 +114,11 @@ class HashedShards:
             noted = {}
         self.known: dict[str, list[list[int]]] = noted if isinstance(noted, dict) else {}
 
-    def same(self, folder: Path) -> bool:
+    def is_unchanged(self, folder: Path) -> bool:
         """Return whether a token shard's files have the noted sizes and times."""
         return self.known.get(folder.name) == _times(folder)
 
-    def note(self, folders: Iterable[Path]) -> None:
+    def note_whole(self, folders: Iterable[Path]) -> None:
         """Note the sizes and times of token shards that were hashed and are whole."""
         new = {folder.name: _times(folder) for folder in folders}
         if any(self.known.get(name) != times for name, times in new.items()):
@@ -172,7 +179,9 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
                 set_aside(plant.workspace.root, place)
             rename_into_place(made.path, place)
             with plant.ledger.begin() as tx:
-                record(tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.inside(raw)})
+                record_event(
+                    tx, "token_shard_rebuilt", f"token_shard:{number}", {"from": plant.ledger.to_stored_path(raw)}
+                )
             return ""
     return Message(
         "token_shards.differs",
@@ -225,7 +234,7 @@ def _hashes_from_backup(plant: Plant, subject: str) -> bool:
 
 
 def _hashes_of_task(plant: Plant, subject: str) -> str:
-    record_task_ngrams(plant, DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram)
+    record_task_ngrams(plant, DataPolicy.load(plant.workspace.policy_path("data.yaml")).decontamination.ngram)
     try:
         read_hashes(plant.workspace.root, subject)
     except WorkspaceError:
@@ -307,20 +316,20 @@ def _asides(plant: Plant, shard: str, raw: Path) -> Iterator[tuple[DataPolicy, P
     _, name = find_raw_shard(plant, shard)
     aside = plant.workspace.shards / f".again-{os.getpid()}"
     for policy in _policies(plant.workspace):
-        remove(aside)
+        remove_path(aside)
         (aside / "spool").mkdir(parents=True)
         try:
             (aside / name).symlink_to(raw.resolve())
             yield policy, aside, name
         finally:
-            remove(aside)
+            remove_path(aside)
 
 
 def _policies(workspace: Workspace) -> Iterator[DataPolicy]:
     """Yield the present data policy, then those of backups, newest first: the policy may have changed since the ingest."""
     seen = set()
     for path in [
-        workspace.policy("data.yaml"),
+        workspace.policy_path("data.yaml"),
         *(backup / "policies" / "data.yaml" for backup in reversed(list_backups(workspace.root))),
     ]:
         if path.is_file() and (digest := hashlib.sha256(path.read_bytes()).hexdigest()) not in seen:
@@ -354,16 +363,20 @@ def _again(
     job = IngestJob(policy, folder / "spool", shard[:16], name, not template_shows_calls(plant.workspace.tokenizer))
     known = _held_out_then(plant, shard, policy.decontamination.ngram)
     with plant.progress.task(f"{name}: tokenise again", total=len(trained)) as task:
-        for chunk in chunks(read_rows(folder / name, policy.limits), policy):
+        for chunk in split_into_chunks(read_rows(folder / name, policy.limits), policy):
             analysed = analyse_chunk(job, *chunk)
-            alive = [analysed.rows[at] for at in analysed.alive]
+            alive = [analysed.rows[at] for at in analysed.undecided]
             every = read_spooled_ngrams(job.spool, analysed)
             tasks = []
             for place, grams in enumerate(every):
                 if alive[place].key in trained:
-                    cuts = decontaminate.spans(known.find(grams), policy.decontamination.ngram)
+                    cuts = decontaminate.merge_spans(known.find(grams), policy.decontamination.ngram)
                     tasks.append(FinishTask(place, alive[place].key, False, cuts))
-            done = {one.place: one for one in finish(job, chunk[0], tasks, plant.workspace.tokenizer)} if tasks else {}
+            done = (
+                {one.place: one for one in finish_chunk(job, chunk[0], tasks, plant.workspace.tokenizer)}
+                if tasks
+                else {}
+            )
             for place, grams in enumerate(every):
                 yield alive[place], analysed.signatures[place], grams, done.get(place, FinishedDocument(place))
             task.advance(len(tasks))
@@ -406,7 +419,7 @@ def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgr
         shard=f"shard:{shard[:16]}",
         held=HELD,
     )
-    return decontaminate.HeldOutNgrams.of(one for row in before for one in _held_out_of(plant, row["subject"], n))
+    return decontaminate.HeldOutNgrams.build(one for row in before for one in _held_out_of(plant, row["subject"], n))
 
 
 def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hashes]]:
@@ -416,7 +429,7 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
     except WorkspaceError:
         sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
         for row in plant.ledger.read(sql, of=f"{key_prefix(subject)}:%"):
-            yield row["key"], np.unique(decontaminate.ngrams(hash_words(compared(row["content"])), n))
+            yield row["key"], np.unique(decontaminate.hash_ngrams(hash_words(text_to_compare(row["content"])), n))
     else:
         for row in table.filter(pc.field("held_out")).to_pylist():
             yield row["key"], np.array(row["grams"], np.uint64)
@@ -427,13 +440,13 @@ NAMED = "tokenizer.json"  # the ledger has the hash of this file
 
 def find_tokenizer_damage(plant: Plant) -> str:
     """Describe the damage of the recorded tokenizer; '' without damage, and before the first ingest."""
-    recorded = plant.ledger.one(sa.select(tokenizers))
+    recorded = plant.ledger.select_first(sa.select(tokenizers))
     return _fault(plant.workspace.tokenizer, recorded["sha256"]) if recorded else ""
 
 
 def restore_tokenizer(plant: Plant) -> str:
     """Copy the recorded tokenizer from a backup or an export. Returns why this is impossible, or ''. The damaged one is set aside."""
-    recorded = plant.ledger.one(sa.select(tokenizers))
+    recorded = plant.ledger.select_first(sa.select(tokenizers))
     assert recorded
     exports = sorted(plant.workspace.exports.glob("segment-*"), reverse=True)
     kept = [*(path / "tokenizer" for path in reversed(list_backups(plant.workspace.root))), *exports]
@@ -445,7 +458,7 @@ def restore_tokenizer(plant: Plant) -> str:
             folder=plant.workspace.tokenizer,
         )
     aside = plant.workspace.root / f".{plant.workspace.tokenizer.name}.writing"
-    remove(aside)
+    remove_path(aside)
     aside.mkdir()
     for name in TOKENIZER_FILES:
         shutil.copyfile(good / name, aside / name)
@@ -453,7 +466,7 @@ def restore_tokenizer(plant: Plant) -> str:
         set_aside(plant.workspace.root, plant.workspace.tokenizer)
     rename_into_place(aside, plant.workspace.tokenizer)
     with plant.ledger.begin() as tx:
-        record(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.inside(good)})
+        record_event(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.to_stored_path(good)})
     return ""
 
 

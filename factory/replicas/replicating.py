@@ -17,14 +17,14 @@ from typing import Any
 from factory.computing.computing import format_kernels
 from factory.core.errors import FactoryError, SegmentError
 from factory.core.faults import is_unreadable_now
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import hash_held_out_document, hash_suite
-from factory.gates.patch.held_out import bits_per_byte_by_domain, held_out_texts
+from factory.gates.patch.held_out import measure_weights, read_held_out_texts
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.replicas import MEASURED, ReplicaNoise, due, may_start_replicas
-from factory.ledger.ledger import record
+from factory.gates.release.replicas import MEASURED, ReplicaNoise, find_due_anneal, may_start_replicas
+from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import ReadsSql, SegmentRow, Subject
@@ -35,7 +35,7 @@ from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import read_checkpoint
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import spec_of
+from factory.training.segment_folder import segment_spec
 from kernels.contract.message import Message
 
 
@@ -44,11 +44,11 @@ def train_next_replica(plant: Plant, anneal: int) -> None:
 
     The folder of an anneal that is not due is removed. Raises: FactoryError if a trainer fails; PausedError.
     """
-    policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
-    wanted = find_due_anneal(plant.workspace, plant.ledger, policy)
-    runs = runs_of(plant, anneal)
+    policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
+    wanted = find_replica_to_train(plant.workspace, plant.ledger, policy)
+    runs = replica_runs(plant, anneal)
     if wanted is None or wanted[0].id != anneal:
-        remove(runs.home)
+        remove_path(runs.home)
         return
     row, release = wanted
     arms = [replica_arm(plant, row, number) for number in range(1, policy.replicas.count + 1)]
@@ -57,24 +57,24 @@ def train_next_replica(plant: Plant, anneal: int) -> None:
             _train(runs, row, number, arm)
             return
     _measure(plant, row, release, [runs.trace(arm).checkpoint for arm in arms], policy)
-    remove(runs.home)
+    remove_path(runs.home)
 
 
-def waits(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> int | None:
+def find_waiting_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> int | None:
     """The anneal whose replicas must be trained, measured or removed. None: no such anneal."""
-    if wanted := find_due_anneal(workspace, db, policy):
+    if wanted := find_replica_to_train(workspace, db, policy):
         return wanted[0].id
-    left = sorted(int(path.name) for path in folder_of(workspace).glob("*") if path.name.isdigit())
+    left = sorted(int(path.name) for path in replicas_folder(workspace).glob("*") if path.name.isdigit())
     return left[0] if left else None
 
 
-def find_due_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
+def find_replica_to_train(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
     """The anneal that is due, and its release. None if its parent's checkpoint is missing, or if its replicas would take more than their share of
     all steps and none of them has begun."""
-    wanted = due(db, policy.replicas)
+    wanted = find_due_anneal(db, policy.replicas)
     if wanted is None:
         return None
-    begun = (folder_of(workspace) / f"{wanted[0].id:05d}").is_dir()
+    begun = (replicas_folder(workspace) / f"{wanted[0].id:05d}").is_dir()
     if not begun and not may_start_replicas(db, policy.replicas, wanted[0]):
         return None
     sql = "SELECT path FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1"
@@ -82,17 +82,17 @@ def find_due_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -
     return wanted if there and (Path(there[0]["path"]) / "manifest.json").is_file() else None
 
 
-def folder_of(workspace: Workspace) -> Path:
+def replicas_folder(workspace: Workspace) -> Path:
     return workspace.root / "replicas"
 
 
-def runs_of(plant: Plant, anneal: int) -> Runs:
-    return Runs(plant, folder_of(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
+def replica_runs(plant: Plant, anneal: int) -> Runs:
+    return Runs(plant, replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
 
 
 def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
     """The arm of a replica: the anneal, on the next documents of another order of the same data."""
-    spec = spec_of(plant.ledger, row)
+    spec = segment_spec(plant.ledger, row)
     spec["data_plan"] = with_replaced_token_shards(plant.ledger, spec["data_plan"])
     order = {"reshuffled": spec["data_plan"].get("reshuffled", 0) + number}
     return Arm(f"replica {number}", spec, row.code_commit, plan=order, kernels=format_kernels(row.computing))
@@ -113,7 +113,7 @@ def _fault(runs: Runs, arm: Arm) -> str:
 def _train(runs: Runs, row: SegmentRow, number: int, arm: Arm) -> None:
     plant, folder = runs.plant, runs.folder(arm)
     if (folder / "result.json").exists():
-        remove(folder)  # the replica is damaged
+        remove_path(folder)  # the replica is damaged
     plant.progress.line(
         Message(
             "replicas.training",
@@ -122,7 +122,9 @@ def _train(runs: Runs, row: SegmentRow, number: int, arm: Arm) -> None:
         )
     )  # fmt: skip
     title = f"replica {number} of segment {row.id}"
-    done = runs.live(LiveCode.of(plant, row.code_commit), [arm], title, measure_usual_times(plant.ledger, row))
+    done = runs.train_live(
+        LiveCode.of_commit(plant, row.code_commit), [arm], title, measure_usual_times(plant.ledger, row)
+    )
     if done.code:
         raise FactoryError(
             "replicas.failed",
@@ -135,8 +137,8 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
     """Measure bits per byte of the anneal and its replicas on the dev half, and record an event. The sealed half is for candidates."""
     from trainer.contract.checkpoint.format import manifest_sha256
 
-    evals = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
-    texts, _ = held_out_texts(evals.documents_per_domain, evals.document_bytes, plant)
+    evals = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
+    texts, _ = read_held_out_texts(evals.documents_per_domain, evals.document_bytes, plant)
     if not texts:
         raise FactoryError(
             "replicas.nothing_held_out",
@@ -149,7 +151,7 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
     title = Message("replicas.measuring", "measuring replicas of segment {segment}", segment=row.id)
     with plant.progress.task(title, len(checkpoints)) as task:
         for checkpoint in checkpoints:
-            found = bits_per_byte_by_domain(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
+            found = measure_weights(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
             task.advance(1, "bits per byte")
             if broken := sorted(domain for domain, bits in found.items() if not math.isfinite(bits)):
                 raise FactoryError(
@@ -165,15 +167,15 @@ def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Pat
         "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],
     }  # fmt: skip
     with plant.ledger.begin() as tx:
-        record(tx, MEASURED, Subject("segment", row.id), detail)
-    noise = describe(ReplicaNoise.of(runs, policy.target.weights))
+        record_event(tx, MEASURED, Subject("segment", row.id), detail)
+    noise = noise_line(ReplicaNoise.of_runs(runs, policy.target.weights))
     plant.progress.line(Message("replicas.measured", "  {noise}", noise=noise))
 
 
-def describe(noise: ReplicaNoise) -> Message:
+def noise_line(noise: ReplicaNoise) -> Message:
     """The noise as a line.
 
-    >>> describe(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
+    >>> noise_line(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
     'Another order of the same data changes bits per byte by 0.0042 (code), 0.0050 (docs), the standard deviation of 3 trainings.'
     """
     return Message(

@@ -17,14 +17,14 @@ OF_CODE = ("worktree", "compiled")
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision about a folder: whether it ``goes`` (is removed), and why, for a person."""
+    """The decision about a folder: whether it ``is_removed`` (is removed), and why, for a person."""
 
-    what: StoredFolder
-    goes: bool
-    why: str
+    folder: StoredFolder
+    is_removed: bool
+    reason: str
 
 
-def choose(
+def choose_removals(
     policy: RetentionPolicy,
     needs: Needs,
     segments: Sequence[SegmentRow],
@@ -56,9 +56,9 @@ def choose(
         if what.kind == "diagnosis":
             choices.append(Choice(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
             continue
-        if what.made is not None:
+        if what.made_at is not None:
             written = Message("choosing.written", "it was written")
-            choices.append(_by_age(what, (now - what.made) / DAY, policy.log_days, "log_days", written))
+            choices.append(_by_age(what, (now - what.made_at) / DAY, policy.log_days, "log_days", written))
             continue
         row = rows.get(what.number)
         if row is None:
@@ -74,7 +74,7 @@ def _needed(needs: Needs, ends: dict[int, int], what: StoredFolder) -> str:
         return next((why for commit, why in needs.commits.items() if commit[:12] == what.commit), "")
     if what.kind == "diagnosis":
         return needs.diagnoses.get(what.number, "")
-    if what.made is not None:
+    if what.made_at is not None:
         return ""
     if what.kind in ("export", "model"):
         return needs.exports.get(what.number, "")

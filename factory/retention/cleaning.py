@@ -18,17 +18,17 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import is_disk_full
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.repository import remove_worktree
 from factory.ledger.files import RETIRED
-from factory.ledger.ledger import record, tracked_runs
+from factory.ledger.ledger import record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.retention.choosing import Choice, choose
+from factory.retention.choosing import Choice, choose_removals
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
-from factory.retention.stored import stored
+from factory.retention.stored import list_stored
 from kernels.contract.message import Message
 
 REMOVED = ".retired-"  # the prefix of a folder while it is being removed
@@ -38,46 +38,46 @@ LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "comp
 
 @dataclass(frozen=True)
 class CleaningResult:
-    """The result of ``clean``: all decisions, and the bytes of the removed folders."""
+    """The result of ``remove_unneeded``: all decisions, and the bytes of the removed folders."""
 
     choices: list[Choice]
     bytes: int
 
     def gone(self) -> list[Choice]:
         """Return the decisions whose folders were removed."""
-        return [choice for choice in self.choices if choice.goes]
+        return [choice for choice in self.choices if choice.is_removed]
 
 
-def examine(plant: Plant, *, hard: bool = False) -> list[Choice]:
+def list_choices(plant: Plant, *, hard: bool = False) -> list[Choice]:
     """Decide about each stored folder. ``hard``: as when the disk is almost full. Raises: ConfigError, RepositoryError."""
-    policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
-    found = stored(plant)  # before the needs, so that folders made later are not in the list
-    needs = Needs.of(plant)
+    policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))
+    found = list_stored(plant)  # before the needs, so that folders made later are not in the list
+    needs = Needs.find(plant)
     last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
-    policy = policy.at_least() if hard else policy
-    return choose(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
+    policy = policy.for_full_disk() if hard else policy
+    return choose_removals(policy, needs, SegmentRow.select(plant.ledger), ends, found, time.time())
 
 
-def clean(plant: Plant, *, hard: bool = False) -> CleaningResult:
-    """Remove the folders that ``examine`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use stay.
+def remove_unneeded(plant: Plant, *, hard: bool = False) -> CleaningResult:
+    """Remove the folders that ``list_choices`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use stay.
 
     Raises: ConfigError, RepositoryError.
     """
     for left in _half_removed(plant.workspace):
-        remove(left)
+        remove_path(left)
     # No process uses these worktrees now: it would hold the lock 'model-loop'.
     for left in (path for name in ("diagnosis-*", "audit-*") for path in plant.workspace.worktrees.glob(name)):
         remove_worktree(plant.workspace.repository, left)
     with ExitStack() as held:
         busy = {name for name in set(LOCKS.values()) if not _locked(held, plant.workspace, name)}
         choices = [
-            Choice(one.what, False, BUSY) if one.goes and LOCKS.get(one.what.kind) in busy else one
-            for one in examine(plant, hard=hard)
+            Choice(one.folder, False, BUSY) if one.is_removed and LOCKS.get(one.folder.kind) in busy else one
+            for one in list_choices(plant, hard=hard)
         ]
-        going = [choice for choice in choices if choice.goes]
-        freed = _remove_folders(plant, [choice for choice in going if choice.what.kind != "run"])
-        freed += _remove_runs(plant, [choice for choice in going if choice.what.kind == "run"])
+        going = [choice for choice in choices if choice.is_removed]
+        freed = _remove_folders(plant, [choice for choice in going if choice.folder.kind != "run"])
+        freed += _remove_runs(plant, [choice for choice in going if choice.folder.kind == "run"])
     return CleaningResult(choices, freed)
 
 
@@ -86,23 +86,23 @@ def _remove_folders(plant: Plant, choices: list[Choice]) -> int:
     freed, untold = 0, dict[Path, dict[str, Any]]()
     try:
         for choice in choices:
-            size = choice.what.bytes()
-            detail = {"kind": choice.what.kind, "bytes": size, "why": choice.why}
+            size = choice.folder.size_on_disk()
+            detail = {"kind": choice.folder.kind, "bytes": size, "why": choice.reason}
             freed += size
             try:
-                _tell(plant, untold | {choice.what.path: detail})
+                _tell(plant, untold | {choice.folder.path: detail})
                 untold.clear()
             except sa.exc.DBAPIError as error:
                 if not is_disk_full(error):
                     raise
-                untold[choice.what.path] = detail
-            if choice.what.kind == "worktree":
-                remove_worktree(plant.workspace.repository, choice.what.path)
+                untold[choice.folder.path] = detail
+            if choice.folder.kind == "worktree":
+                remove_worktree(plant.workspace.repository, choice.folder.path)
                 continue
-            aside = choice.what.path.with_name(f"{REMOVED}{choice.what.path.name}")
-            remove(aside)
-            os.rename(choice.what.path, aside)
-            remove(aside)
+            aside = choice.folder.path.with_name(f"{REMOVED}{choice.folder.path.name}")
+            remove_path(aside)
+            os.rename(choice.folder.path, aside)
+            remove_path(aside)
     finally:
         if untold:
             _tell(plant, untold)
@@ -113,22 +113,22 @@ def _tell(plant: Plant, gone: dict[Path, dict[str, Any]]) -> None:
     with plant.ledger.begin() as tx:
         for path, detail in gone.items():
             name = path.relative_to(plant.workspace.root).as_posix()
-            record(tx, RETIRED, f"{detail['kind']}:{name}", {"path": name} | detail)
+            record_event(tx, RETIRED, f"{detail['kind']}:{name}", {"path": name} | detail)
 
 
 def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
     """Remove MLflow's runs from the ledger and record that. ``factory.show`` removes them from MLflow later. Returns the freed bytes."""
     if not choices:
         return 0
-    size = sum(choice.what.bytes() for choice in choices)
+    size = sum(choice.folder.size_on_disk() for choice in choices)
     with plant.ledger.begin() as tx:
         for choice in choices:
-            name = choice.what.path.relative_to(plant.workspace.root).as_posix()
-            tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == Subject("segment", choice.what.number)))
-            said = {"path": name, "kind": "run", "bytes": size, "why": choice.why, "segment": choice.what.number}
-            record(tx, RETIRED, f"run:{name}", said)
+            name = choice.folder.path.relative_to(plant.workspace.root).as_posix()
+            tx.execute(tracked_runs.delete().where(tracked_runs.c.subject == Subject("segment", choice.folder.number)))
+            said = {"path": name, "kind": "run", "bytes": size, "why": choice.reason, "segment": choice.folder.number}
+            record_event(tx, RETIRED, f"run:{name}", said)
     for choice in choices:
-        remove(choice.what.path)
+        remove_path(choice.folder.path)
     return size
 
 
@@ -141,36 +141,36 @@ def _half_removed(workspace: Workspace) -> Iterator[Path]:
 
 def _locked(held: ExitStack, workspace: Workspace, name: str) -> bool:
     try:
-        held.enter_context(workspace.lock(name))
+        held.enter_context(workspace.hold_lock(name))
     except WorkspaceError:
         return False
     return True
 
 
-def describe(cleaned: CleaningResult) -> Message:
+def describe_cleaning(cleaned: CleaningResult) -> Message:
     """Describe a result in a line for a person.
 
-    >>> print(describe(CleaningResult([], 0)))
+    >>> print(describe_cleaning(CleaningResult([], 0)))
     nothing to remove
     """
     gone = cleaned.gone()
     if not gone:
         return Message("cleaning.nothing", "nothing to remove")
-    kinds = {choice.what.kind for choice in gone}
+    kinds = {choice.folder.kind for choice in gone}
     return Message(
         "cleaning.freed",
         "{megabytes:,.1f} MB freed: {removed} removed",
         megabytes=cleaned.bytes / 1e6,
-        removed=[f"{sum(choice.what.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
+        removed=[f"{sum(choice.folder.kind == kind for choice in gone)} × {kind}" for kind in sorted(kinds)],
     )
 
 
 def clean_after_segment(plant: Plant) -> None:
-    """Call ``clean`` after a segment. An error becomes a line for a person: training never fails because of retention."""
+    """Call ``remove_unneeded`` after a segment. An error becomes a line for a person: training never fails because of retention."""
     try:
-        cleaned = clean(plant)
+        cleaned = remove_unneeded(plant)
         if cleaned.gone():
-            plant.progress.line(Message("cleaning.done", "  retention: {result}", result=describe(cleaned)))
+            plant.progress.line(Message("cleaning.done", "  retention: {result}", result=describe_cleaning(cleaned)))
     except (FactoryError, OSError) as error:
         why = getattr(error, "message", str(error))
         plant.progress.line(Message("cleaning.failed", "  retention removes nothing: {why}", why=why))

@@ -7,16 +7,16 @@ from shutil import disk_usage
 
 from factory.core.faults import is_disk_full
 from factory.core.workspace import Workspace
-from factory.ledger.files import DISK_LOW, DISK_NORMAL, low_disk
-from factory.ledger.ledger import record
+from factory.ledger.files import DISK_LOW, DISK_NORMAL, find_low_disk
+from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
-from factory.retention.cleaning import clean, describe
-from factory.retention.disk import note
+from factory.retention.cleaning import describe_cleaning, remove_unneeded
+from factory.retention.disk import note_free_space
 from factory.retention.policy import RetentionPolicy
 from kernels.contract.message import Message
 
 
-def filled(workspace: Workspace, error: BaseException) -> bool:
+def is_own_disk_full(workspace: Workspace, error: BaseException) -> bool:
     """Return whether an error means that the workspace's disk is full. If half of that disk is free, another disk is full."""
     if not is_disk_full(error):
         return False
@@ -27,30 +27,30 @@ def filled(workspace: Workspace, error: BaseException) -> bool:
     return room.free < room.total / 2
 
 
-def make_room(plant: Plant) -> None:
+def free_space(plant: Plant) -> None:
     """Remove all files that nothing needs. Prints a line if any were removed."""
-    cleaned = clean(plant, hard=True)
+    cleaned = remove_unneeded(plant, hard=True)
     if cleaned.gone():
         plant.progress.line(
-            Message("low_disk.cleaned", "  the disk is almost full: {result}", result=describe(cleaned))
+            Message("low_disk.cleaned", "  the disk is almost full: {result}", result=describe_cleaning(cleaned))
         )
 
 
 def must_training_wait(plant: Plant) -> bool:
     """Return whether the disk has too little space to train. Frees space first, and prints a line when the answer changes. Once a pass."""
     with suppress(OSError):  # the sample is only for people
-        note(plant.workspace)
-    policy = RetentionPolicy.load(plant.workspace.policy("retention.yaml"))
+        note_free_space(plant.workspace)
+    policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))
     room = disk_usage(plant.workspace.root)
-    floor = policy.floor(room.total)
-    was_low = low_disk(plant.ledger) is not None
+    floor = policy.floor_for_disk(room.total)
+    was_low = find_low_disk(plant.ledger) is not None
     if room.free < floor:
-        make_room(plant)
+        free_space(plant)
         room = disk_usage(plant.workspace.root)
     is_low = room.free < floor
     if is_low != was_low:
         with plant.ledger.begin() as tx:
-            record(tx, DISK_LOW if is_low else DISK_NORMAL, "daemon", {"free": room.free, "floor": floor})
+            record_event(tx, DISK_LOW if is_low else DISK_NORMAL, "daemon", {"free": room.free, "floor": floor})
         if is_low:
             plant.progress.line(
                 Message(

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from factory.audit.drawing import DRAWN, AuditWindow, tries
+from factory.audit.drawing import DRAWN, AuditWindow, count_tries
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.replicas import due
+from factory.gates.release.replicas import find_due_anneal
 from factory.git.repository import get_live_commit
 from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
 from factory.ledger.plant import Plant
@@ -37,10 +37,10 @@ class Needs:
     commits: dict[str, str] = field(default_factory=dict)  # worktrees and compiled kernels, by commit
 
     @classmethod
-    def of(cls, plant: Plant) -> Needs:
+    def find(cls, plant: Plant) -> Needs:
         """Find the needs at one moment of the ledger. Raises: ConfigError, RepositoryError."""
-        kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
-        audits = AuditPolicy.load(plant.workspace.policy("gates/audit.yaml"))
+        kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
+        audits = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
         found = cls()
         with plant.ledger.snapshot() as db:
             found._unfinished(db)
@@ -48,7 +48,7 @@ class Needs:
             found._candidates(db)
             found._anomalies(db, kinds)
             found._audits(db, audits)
-            found._replicas(db, ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")))
+            found._replicas(db, ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")))
             for row in ProposalRow.select(db, "WHERE state IN ('drafted', 'judged')"):
                 if row.commit:
                     why = Message(
@@ -139,9 +139,9 @@ class Needs:
             for row in db.read("SELECT subject FROM events WHERE kind = :kind", kind=DRAWN)
         }
         for number in drawn:
-            window, row = AuditWindow.of(db, number), SegmentRow.get(db, number)
+            window, row = AuditWindow.of_segment(db, number), SegmentRow.get(db, number)
             verdict = VerdictRow.newest(db, AUDIT, Subject("segment", number))
-            over = verdict is not None and (verdict.outcome != "hold" or tries(db, number) >= policy.tries)
+            over = verdict is not None and (verdict.outcome != "hold" or count_tries(db, number) >= policy.tries)
             if window is None or not window.steps or over or row.state == "rewound":
                 continue
             why = Message("needs.audit", "the audit of segment {segment} is not done", segment=number)
@@ -151,7 +151,7 @@ class Needs:
                 self.ends.setdefault(row.parent, why)
 
     def _replicas(self, db: ReadsSql, policy: ReleasePolicy) -> None:
-        if wanted := due(db, policy.replicas):
+        if wanted := find_due_anneal(db, policy.replicas):
             row, _ = wanted
             why = Message("needs.replicas", "replicas of segment {segment} will be trained", segment=row.id)
             self.ends.setdefault(row.id, why)

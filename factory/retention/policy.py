@@ -41,11 +41,11 @@ class RetentionPolicy(StrictPolicy):
         """Read the policy. Raises: ConfigError that names the file and the key."""
         return load_policy(cls, path)
 
-    def floor(self, total: int) -> int:
+    def floor_for_disk(self, total: int) -> int:
         """Return the floor in bytes for a disk of ``total`` bytes."""
         return max(self.floor_bytes, int(self.floor_share * total))
 
-    def at_least(self) -> Self:
+    def for_full_disk(self) -> Self:
         """Return the policy for a disk that is almost full: keep only needed files and runs in MLflow, whose store does not shrink."""
         nothing = dict.fromkeys(("ladders", "candidate_days", "rewound_days", "worktrees", "log_days"), 0)
         return self.model_copy(update={"trunk_segments": 1} | nothing)

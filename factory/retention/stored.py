@@ -28,7 +28,7 @@ RUNS = ("certificate", "preflight", "export")
 class StoredFolder:
     """A folder, a file, or a run of MLflow (by the folder of its artifacts, which may not exist).
 
-    ``number``: of its segment, or of a diagnosis's anomaly. ``step``: of a checkpoint; −1 for a damaged one that was put away. ``made``: the
+    ``number``: of its segment, or of a diagnosis's anomaly. ``step``: of a checkpoint; −1 for a damaged one that was put away. ``made_at``: the
     time of a file without a segment, in seconds since 1970.
     """
 
@@ -37,16 +37,16 @@ class StoredFolder:
     number: int = 0
     step: int = 0
     commit: str = ""  # the first twelve digits
-    made: float | None = None
+    made_at: float | None = None
 
-    def bytes(self) -> int:
+    def size_on_disk(self) -> int:
         """Return its size on the disk."""
         if not self.path.is_dir():
             return _size(self.path)
         return sum(_size(Path(folder) / name) for folder, _, names in os.walk(self.path) for name in names)
 
 
-def stored(plant: Plant) -> list[StoredFolder]:
+def list_stored(plant: Plant) -> list[StoredFolder]:
     """Return all of them, in a fixed order."""
     kinds = (_of_candidates(plant), _of_nothing(plant), _runs(plant))
     return [*_of_segments(plant.workspace), *_of_commits(plant.workspace), *(what for kind in kinds for what in kind)]
@@ -96,7 +96,7 @@ def _of_nothing(plant: Plant) -> Iterator[StoredFolder]:
     for place in ("torchrun", "exchanges"):
         for path in sorted((plant.workspace.logs / place).glob("*")):
             if str(path) not in unsent:
-                yield StoredFolder("log", path, made=_changed(path))
+                yield StoredFolder("log", path, made_at=_changed(path))
 
 
 def _runs(plant: Plant) -> Iterator[StoredFolder]:

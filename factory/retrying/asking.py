@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import InputError, WaitingError
-from factory.core.moments import local
+from factory.core.moments import format_local_time
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND
 from factory.ledger.removals import REMOVED, RETURNED
 from factory.ledger.rows import ReadsSql, SegmentRow
@@ -50,7 +50,7 @@ class Pause:
     def message(self) -> Message:
         return Message(
             "retrying.paused", "{person} paused {what} on {since}{why}. Run 'factory resume' to continue.",
-            what=self.what, person=self.by, since=local(self.at), at=self.at, why=f" ({self.why})" if self.why else "",
+            what=self.what, person=self.by, since=format_local_time(self.at), at=self.at, why=f" ({self.why})" if self.why else "",
         )  # fmt: skip
 
 
@@ -65,9 +65,9 @@ def current_pause(db: ReadsSql) -> Pause | None:
     return Pause(detail["what"], detail["by"], found[0]["at"], detail.get("why", ""))
 
 
-def pause(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
+def pause_daemon(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
     """Pause the daemon; replaces a pause in force. Raises: InputError."""
-    from factory.ledger.ledger import record
+    from factory.ledger.ledger import record_event
 
     if what not in (TRAINING, EVERYTHING):
         raise InputError(
@@ -75,21 +75,21 @@ def pause(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
             what=what, training=TRAINING, everything=EVERYTHING,
         )  # fmt: skip
     with ledger.begin() as tx:
-        record(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
+        record_event(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
     found = current_pause(ledger)
     assert found is not None
     return found
 
 
-def resume(ledger: Ledger, by: str) -> Pause:
+def resume_daemon(ledger: Ledger, by: str) -> Pause:
     """End the pause in force; returns it. Raises: InputError when nothing is paused."""
-    from factory.ledger.ledger import record
+    from factory.ledger.ledger import record_event
 
     found = current_pause(ledger)
     if found is None:
         raise InputError("retrying.not_paused", "Nothing is paused.")
     with ledger.begin() as tx:
-        record(tx, RESUMED, "daemon", {"by": by})
+        record_event(tx, RESUMED, "daemon", {"by": by})
     return found
 
 
@@ -99,16 +99,16 @@ def refuse_paused(db: ReadsSql) -> None:
         raise PausedError(found.message)
 
 
-def ask(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
-    """Record a request for each action, such as 'judge 3'. ``how``: further arguments of the duty, which ``asked`` returns."""
-    from factory.ledger.ledger import record
+def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
+    """Record a request for each action, such as 'judge 3'. ``how``: further arguments of the duty, which ``open_requests`` returns."""
+    from factory.ledger.ledger import record_event
 
     with ledger.begin() as tx:
         for action in actions:
-            record(tx, ASKED, "daemon", {"action": action, "by": by, **how})
+            record_event(tx, ASKED, "daemon", {"action": action, "by": by, **how})
 
 
-def asked(db: ReadsSql) -> dict[str, dict[str, Any]]:
+def open_requests(db: ReadsSql) -> dict[str, dict[str, Any]]:
     """The requests that are not done yet, by action, oldest first. Each has ``action``, ``by``, ``at`` and ``event``, its newest event."""
     sql = "SELECT id, kind, at, detail FROM events WHERE kind IN (:asked, :answered) ORDER BY id"
     found: dict[str, dict[str, Any]] = {}
@@ -122,12 +122,12 @@ def asked(db: ReadsSql) -> dict[str, dict[str, Any]]:
     return found
 
 
-def answer(ledger: Ledger, action: str, event: int) -> None:
+def record_request_done(ledger: Ledger, action: str, event: int) -> None:
     """Record that the request of the event ``event`` is done."""
-    from factory.ledger.ledger import record
+    from factory.ledger.ledger import record_event
 
     with ledger.begin() as tx:
-        record(tx, ACTION_DONE, "daemon", {"action": action, "event": event})
+        record_event(tx, ACTION_DONE, "daemon", {"action": action, "event": event})
 
 
 OVERRIDDEN = "recipe_overridden"  # event: other recipe values for the segment that replaces a rewound segment

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from factory.core.policy_file import Count, StrictPolicy, load_policy
 
-Seconds = Annotated[float, Field(gt=0)]
+PositiveSeconds = Annotated[float, Field(gt=0)]
 
 
 class RetryPolicy(StrictPolicy):
@@ -17,15 +17,15 @@ class RetryPolicy(StrictPolicy):
 
     tries: Count = 3
     """The factory parks a segment after so many deaths of its trainer without a new checkpoint in between."""
-    first_wait_seconds: Seconds = 10.0
+    first_wait_seconds: PositiveSeconds = 10.0
     """The wait before the first retry. It doubles with each further failure."""
-    longest_wait_seconds: Seconds = 600.0
+    longest_wait_seconds: PositiveSeconds = 600.0
     """The longest such wait."""
     hung_times: Annotated[float, Field(gt=1)] = 10.0
     """A trainer counts as hung after no step for this multiple of the usual time of a step, and for at least ``hung_seconds``."""
-    hung_seconds: Seconds = 300.0
+    hung_seconds: PositiveSeconds = 300.0
     """The least time without a step before a trainer counts as hung. Time in which it waits for a core does not count."""
-    start_seconds: Seconds = 3600.0
+    start_seconds: PositiveSeconds = 3600.0
     """The least time for the first step, which includes compiling. If longer, ``hung_times`` the longest start measured here is used."""
 
     @classmethod

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from factory.core.errors import InputError, SegmentError
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
-from factory.core.left_files import read_object
+from factory.core.left_files import read_json_object
 from factory.ledger.rows import ReadsSql, SegmentRow, Subject
 from factory.retrying.asking import refuse_rewound
 from kernels.contract.message import Message
@@ -163,7 +163,7 @@ def newest_checkpoint_step(row: SegmentRow) -> int | None:
 def _is_whole(checkpoint: Path) -> bool:
     """Whether all files of the manifest exist with the right length. Readers of the files check their hashes."""
     try:
-        files = read_object(checkpoint / "manifest.json")["files"]
+        files = read_json_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
     except (SegmentError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         if is_machine_fault_of_no_file(error):
@@ -178,7 +178,7 @@ def record_death(
 
     The segment is parked after ``tries`` deaths without progress, or at once if ``final``.
     """
-    from factory.ledger.ledger import record, segments
+    from factory.ledger.ledger import record_event, segments
     from factory.ledger.snapshot import Snapshot
 
     step = newest_checkpoint_step(row)
@@ -191,7 +191,7 @@ def record_death(
         outcome = {"state": "failed", "finished_at": time.time()} if parked else {}
         tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=attempts, **outcome))
         detail = {"exit": code, "how": ending.kind, "said": ending.says, "step": step, "tries": attempts}
-        record(tx, FAILED if parked else SEGMENT_STUMBLED, Subject("segment", row.id), detail)
+        record_event(tx, FAILED if parked else SEGMENT_STUMBLED, Subject("segment", row.id), detail)
     return SegmentRow.get(ledger, row.id)
 
 
@@ -209,13 +209,13 @@ def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
     return steps
 
 
-def open_segment(db: ReadsSql) -> int | None:
+def find_open_segment(db: ReadsSql) -> int | None:
     """The oldest segment that is planned and not done, or None."""
     row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
     return row.id if row else None
 
 
-def parked(db: ReadsSql) -> SegmentRow | None:
+def find_parked_segment(db: ReadsSql) -> SegmentRow | None:
     """The newest segment that trains, if it is parked. A person must decide about it before another segment trains."""
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     return newest if newest is not None and newest.state == "failed" else None
@@ -263,7 +263,7 @@ def format_start(step: int | None) -> str:
 
 def refuse_parked(db: ReadsSql) -> None:
     """Raises: InputError while a segment is parked."""
-    if row := parked(db):
+    if row := find_parked_segment(db):
         raise InputError(parked_instructions(db, row))
 
 
@@ -272,16 +272,16 @@ def newest_retry_request(db: ReadsSql) -> int:
     return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
 
 
-def retry(ledger: Ledger, segment: int | None, by: str) -> Message:
+def request_retry(ledger: Ledger, segment: int | None, by: str) -> Message:
     """Make the daemon retry now all work that waits after a failure, and a parked segment; returns a message.
 
     Raises: InputError for a segment that is neither parked nor planned.
     """
-    from factory.ledger.ledger import record, segments
+    from factory.ledger.ledger import record_event, segments
 
     if segment is None:
         with ledger.begin() as tx:
-            record(tx, ASKED, "daemon", {"by": by, "segment": None})
+            record_event(tx, ASKED, "daemon", {"by": by, "segment": None})
         return Message("retrying.retry_all", "The daemon now retries all work that waits after a failure.")
     row = SegmentRow.get(ledger, segment)
     with ledger.begin() as tx:
@@ -293,8 +293,8 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> Message:
                 "retrying.cannot_retry", "Segment {segment} is {state}. Only a parked or planned segment can be tried again.",
                 segment=segment, state=row.state,
             )  # fmt: skip
-        record(tx, ASKED, "daemon", {"by": by, "segment": segment})
-        record(tx, SEGMENT_RETRIED, Subject("segment", segment), {"by": by})
+        record_event(tx, ASKED, "daemon", {"by": by, "segment": segment})
+        record_event(tx, SEGMENT_RETRIED, Subject("segment", segment), {"by": by})
     step = newest_checkpoint_step(row)
     return Message(
         "retrying.retried", "The daemon continues segment {segment} from {start} in its next pass.",
@@ -302,12 +302,12 @@ def retry(ledger: Ledger, segment: int | None, by: str) -> Message:
     )  # fmt: skip
 
 
-def abandon(ledger: Ledger, segment: int, by: str) -> Message:
+def abandon_segment(ledger: Ledger, segment: int, by: str) -> Message:
     """Give up the steps of a parked segment; returns a message. The next segment starts where this one started. Its folder stays.
 
     Raises: InputError for a segment that is not parked.
     """
-    from factory.ledger.ledger import record, segments
+    from factory.ledger.ledger import record_event, segments
 
     row = SegmentRow.get(ledger, segment)
     step = newest_checkpoint_step(row)
@@ -320,7 +320,7 @@ def abandon(ledger: Ledger, segment: int, by: str) -> Message:
                 segment=segment,
                 state=row.state,
             )
-        record(tx, SEGMENT_ABANDONED, Subject("segment", segment), {"by": by, "step": step})
+        record_event(tx, SEGMENT_ABANDONED, Subject("segment", segment), {"by": by, "step": step})
     return Message(
         "retrying.abandoned",
         "Segment {segment} is abandoned, and {lost:,|step|steps} of it are given up. The next segment starts from step {first}. "

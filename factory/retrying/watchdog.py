@@ -21,8 +21,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.core.moments import span
-from factory.ledger.ledger import Ledger, record
+from factory.core.moments import format_duration
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.rows import SegmentRow, Subject
 from factory.retrying.policy import RetryPolicy
 from kernels.contract.message import Message
@@ -61,7 +61,7 @@ def record_first_step(ledger: Ledger, row: SegmentRow, process: int, seconds: fl
     """Record that a trainer made its first step."""
     detail = {"process": process, "seconds": seconds, "machine": _machine(row)}
     with ledger.begin() as tx:
-        record(tx, TRAINER_BEGUN, Subject("segment", row.id), detail)
+        record_event(tx, TRAINER_BEGUN, Subject("segment", row.id), detail)
 
 
 def _machine(row: SegmentRow) -> str:
@@ -69,7 +69,7 @@ def _machine(row: SegmentRow) -> str:
 
 
 class Watchdog:
-    """Watches one trainer, or a pool of workers, from its start. Call ``look`` about once a second."""
+    """Watches one trainer, or a pool of workers, from its start. Call ``check`` about once a second."""
 
     def __init__(
         self, policy: RetryPolicy, usual: UsualTimes, process: int, folder: Path, *, starts_often: bool = False, first_counts: bool = False,
@@ -88,24 +88,24 @@ class Watchdog:
         self._wrote: tuple[int, int] | None = None
 
     @property
-    def limit(self) -> float:
+    def limit_seconds(self) -> float:
         """Seconds without a step after which the process counts as hung."""
         start = max(self.policy.start_seconds, self.policy.hung_times * (self.usual.start or 0.0))
         if self.steps is None:
             return start
-        step = self.policy.hung_times * (self.step or 0.0)
+        step = self.policy.hung_times * (self.usual_step_seconds or 0.0)
         return max(self.policy.hung_seconds, step, 2 * self._longest, start if self.starts_often else 0.0)
 
     @property
-    def step(self) -> float | None:
+    def usual_step_seconds(self) -> float | None:
         """The usual time of a step, in seconds."""
         return statistics.median(self._took) if self._took else self.usual.step
 
-    def begin(self) -> None:
+    def restart_clock(self) -> None:
         """Start the clock again: the process had nothing to do since the last look."""
         self._looked = self._moved = self.clock()
 
-    def look(self, steps: int) -> str:
+    def check(self, steps: int) -> str:
         """Compare the number of steps since the start with the last look; returns '' or a message that the process hung."""
         now = self.clock()
         passed, self._looked = now - self._looked, now
@@ -118,20 +118,20 @@ class Watchdog:
             self.steps, self.idle_seconds, self._moved, self._wrote = steps, 0.0, now, None
             return ""
         self.idle_seconds += max(0.0, passed - self._waited_for_a_core())
-        if self.idle_seconds < self.limit / 2:
+        if self.idle_seconds < self.limit_seconds / 2:
             return ""
         wrote = count_files_and_bytes(self.folder)
         if self._wrote is None:
             self._wrote = wrote
         elif wrote != self._wrote:
             self._wrote, self.idle_seconds = wrote, 0.0
-        return self._hung() if self.idle_seconds >= self.limit else ""
+        return self._hung() if self.idle_seconds >= self.limit_seconds else ""
 
     def _hung(self) -> Message:
         return Message(
             "retrying.hung", "no {unit} for {idle} ({usual}, the limit is {limit})",
-            unit=f"first {self.unit}" if self.steps is None else self.unit, idle=span(self.idle_seconds), seconds=self.idle_seconds,
-            usual=f"{self.step:.3g} s is usual" if self.step else "none was timed yet", limit=span(self.limit),
+            unit=f"first {self.unit}" if self.steps is None else self.unit, idle=format_duration(self.idle_seconds), seconds=self.idle_seconds,
+            usual=f"{self.usual_step_seconds:.3g} s is usual" if self.usual_step_seconds else "none was timed yet", limit=format_duration(self.limit_seconds),
         )  # fmt: skip
 
     def _waited_for_a_core(self) -> float:
@@ -151,7 +151,7 @@ class Watchdog:
 def _tree(process: int) -> Iterator[int]:
     """A process and all its descendants."""
     yield process
-    for child in stopping.children(process):
+    for child in stopping.child_processes(process):
         yield from _tree(child)
 
 
@@ -182,11 +182,11 @@ def kill_when_idle(process: int, seconds: float) -> Iterator[list[str]]:
                     Message(
                         "retrying.tool_hung",
                         "killed, because it used no processor and wrote nothing for {idle} (hung_seconds)",
-                        idle=span(idle_seconds),
+                        idle=format_duration(idle_seconds),
                         seconds=idle_seconds,
                     )  # fmt: skip
                 )
-                stopping.kill([process])
+                stopping.kill_with_descendants([process])
                 return
 
     thread = threading.Thread(target=watch, name="idle timeout", daemon=True)

@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from factory.core.errors import InputError, nearest
+from factory.core.errors import InputError, suggest_name
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.recipe import Recipe, with_changed_keys
 from trainer.contract.strict import fields_at
@@ -105,7 +105,7 @@ def recipe_for_one_rank(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return with_changed_keys(recipe, {"parallel.tensor": 1, "parallel.replicas": 1})
 
 
-def refuse_impossible(arms: Sequence[Arm]) -> None:
+def check_arms(arms: Sequence[Arm]) -> None:
     """Raises: InputError for an arm with an unknown key, and for two equal arms."""
     seen: dict[str, str] = {}
     for arm in arms:
@@ -115,7 +115,7 @@ def refuse_impossible(arms: Sequence[Arm]) -> None:
             raise InputError(
                 "runs.unknown_plan_key",
                 "arm {arm!r}: no data plan has the key {key!r}{hint}",
-                arm=arm.name, key=key, hint=nearest(key, DataPlan.model_fields),
+                arm=arm.name, key=key, hint=suggest_name(key, DataPlan.model_fields),
             )  # fmt: skip
         if (other := seen.setdefault(arm.key, arm.name)) != arm.name:
             raise InputError(
@@ -136,7 +136,7 @@ def _refuse_unknown(arm: Arm, path: str) -> None:
             raise InputError(
                 "runs.unknown_recipe_key",
                 "arm {arm!r}: no recipe has the key {key!r}{hint}",
-                arm=arm.name, key=path, hint=nearest(part, known),
+                arm=arm.name, key=path, hint=suggest_name(part, known),
             )  # fmt: skip
 
 

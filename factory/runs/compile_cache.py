@@ -34,12 +34,12 @@ def copy_older_cache(plant: Plant, commit: str) -> Path | None:
 
     None: the commit has a cache already, or no cache may be copied. Raises: RepositoryError; OSError, which leaves nothing behind.
     """
-    own = devices.compiled(plant.workspace.root, commit)
+    own = devices.compiled_code_folder(plant.workspace.root, commit)
     if own.exists():
         return None
     own.parent.mkdir(exist_ok=True)
-    with plant.workspace.lock("compile-cache", PATIENCE_SECONDS):
-        found = None if own.exists() else next(readable(plant, commit), None)
+    with plant.workspace.hold_lock("compile-cache", PATIENCE_SECONDS):
+        found = None if own.exists() else next(find_readable_caches(plant, commit), None)
         if found is None or _bytes(found) > MOST_BYTES:
             return None
         aside = own.with_name("beginning")
@@ -53,17 +53,17 @@ def copy_older_cache(plant: Plant, commit: str) -> Path | None:
     return found
 
 
-def readable(plant: Plant, commit: str) -> Iterator[Path]:
+def find_readable_caches(plant: Plant, commit: str) -> Iterator[Path]:
     """The caches that ``commit`` may read, newest first: those of code that trained here and that the commit contains. Raises: RepositoryError."""
     code = plant.workspace.repository
     rows = ProposalRow.select(plant.ledger, "WHERE state IN ('approved', 'reverted')")
     patches = {row.commit: row for row in rows if row.commit}
     trained = dict.fromkeys(row.code_commit for row in SegmentRow.select(plant.ledger, "ORDER BY id DESC"))
     for older in trained:
-        cache = devices.compiled(plant.workspace.root, older)
-        if older == commit or not cache.is_dir() or not repository.contains(code, commit, older):
+        cache = devices.compiled_code_folder(plant.workspace.root, older)
+        if older == commit or not cache.is_dir() or not repository.is_ancestor(code, commit, older):
             continue
-        if not any(repository.contains(code, older, patch) for patch in patches):
+        if not any(repository.is_ancestor(code, older, patch) for patch in patches):
             yield cache
             continue
         between = repository.list_commits_between(code, older, commit)

@@ -29,7 +29,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class TensorDistance:
-    """The distance ``apart`` of one tensor, or of several together, in two runs, and the size that it is a share of."""
+    """The distance ``tensor_distances`` of one tensor, or of several together, in two runs, and the size that it is a share of."""
 
     apart: float
     size: float
@@ -40,7 +40,7 @@ class TensorDistance:
         >>> TensorDistance(0.1, 2.0).share, TensorDistance(0.0, 0.0).share, TensorDistance(0.1, 0.0).share
         (0.05, 0.0, inf)
         """
-        return share(self.apart, self.size)
+        return relative_size(self.apart, self.size)
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,17 @@ class Distance:
         return {name: one.share for name, one in (*self.weights.items(), *self.moments.items())}
 
 
-def distance(a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None) -> Distance:
+def checkpoint_distance(
+    a: Checkpoint, b: Checkpoint, begun: Tensors | None = None, other: Tensors | None = None
+) -> Distance:
     """The distance of ``b`` from ``a``, in fp64. ``begun``: the weights at the start; ``other``: those of ``b``, if they differ."""
-    return Distance(apart(a.model, b.model, begun, other), apart(a.optimizer, b.optimizer))
+    return Distance(tensor_distances(a.model, b.model, begun, other), tensor_distances(a.optimizer, b.optimizer))
 
 
-def apart(
+def tensor_distances(
     a: Tensors, b: Tensors, begun: Tensors | None = None, other: Tensors | None = None
 ) -> dict[str, TensorDistance]:
-    """``distance`` of some tensors."""
+    """``checkpoint_distance`` of some tensors."""
     found = {}
     other = begun if other is None else other
     for name in sorted((a.keys() | b.keys()) - {RANDOM_STATE}):
@@ -73,12 +75,14 @@ def apart(
             found[name] = TensorDistance(math.inf, 1.0)
             continue
         starts = (None, None) if begun is None or other is None else (begun[name], other[name])
-        found[name] = between(one, two, *starts)
+        found[name] = tensor_distance(one, two, *starts)
     return found
 
 
-def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None) -> TensorDistance:
-    """``distance`` of two tensors of the same shape."""
+def tensor_distance(
+    one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor | None = None
+) -> TensorDistance:
+    """``checkpoint_distance`` of two tensors of the same shape."""
     way, others = one.double(), two.double()
     if begun is not None and other is not None:
         way, others = way - begun.double(), others - other.double()
@@ -88,7 +92,9 @@ def between(one: Tensor, two: Tensor, begun: Tensor | None = None, other: Tensor
 def sum_by_kind(moments: Mapping[str, TensorDistance]) -> dict[str, TensorDistance]:
     """The distances of moments added up by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``), because the sizes of kinds are unrelated."""
     kinds = sorted({name.partition(".")[0] for name in moments})
-    return {kind: together(one for name, one in moments.items() if name.partition(".")[0] == kind) for kind in kinds}
+    return {
+        kind: sum_distances(one for name, one in moments.items() if name.partition(".")[0] == kind) for kind in kinds
+    }
 
 
 def find_unlike_tensor(a: Checkpoint, b: Checkpoint) -> str:
@@ -101,7 +107,7 @@ def find_unlike_tensor(a: Checkpoint, b: Checkpoint) -> str:
     return ""
 
 
-def same_bits(a: Checkpoint, b: Checkpoint) -> bool:
+def have_same_bits(a: Checkpoint, b: Checkpoint) -> bool:
     """True if weights and moments are equal. Recorded values do not count: another memory layout may round a diagnosis differently."""
     pairs = [
         (ours[name], theirs[name])
@@ -118,27 +124,27 @@ def find_different_weights(a: Tensors, b: Tensors) -> list[str]:
     return sorted(name for name in a.keys() | b.keys() if not same(name))
 
 
-def sizes(tensors: Tensors) -> dict[str, float]:
+def tensor_norms(tensors: Tensors) -> dict[str, float]:
     """The norm of each tensor of floats."""
     return {name: float(t.double().norm()) for name, t in tensors.items() if t.is_floating_point()}
 
 
-def together(parts: Iterable[TensorDistance]) -> TensorDistance:
+def sum_distances(parts: Iterable[TensorDistance]) -> TensorDistance:
     """The distance of several tensors as one long tensor.
 
-    >>> together([TensorDistance(3.0, 1.0), TensorDistance(4.0, 0.0)])
+    >>> sum_distances([TensorDistance(3.0, 1.0), TensorDistance(4.0, 0.0)])
     Apart(apart=5.0, size=1.0)
     """
     held = list(parts)
-    return TensorDistance(length(one.apart for one in held), length(one.size for one in held))
+    return TensorDistance(vector_norm(one.apart for one in held), vector_norm(one.size for one in held))
 
 
-def length(parts: Iterable[float]) -> float:
+def vector_norm(parts: Iterable[float]) -> float:
     """The norm of a vector from the norms of its parts."""
     return math.sqrt(math.fsum(part * part for part in parts))
 
 
-def share(difference: float, size: float) -> float:
+def relative_size(difference: float, size: float) -> float:
     """A difference as a share of a size; infinite if the size is 0 or the difference is not a number."""
     if difference == 0:
         return 0.0
@@ -197,7 +203,7 @@ def relative_differences(values: Sequence[float | None], others: Sequence[float 
     found = []
     for at, value in enumerate(values):
         other = others[at] if at < len(others) else None
-        found.append(math.inf if value is None or other is None else share(abs(value - other), abs(value)))
+        found.append(math.inf if value is None or other is None else relative_size(abs(value - other), abs(value)))
     return found
 
 

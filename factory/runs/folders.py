@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import DiskFullError, SegmentError
-from factory.core.faults import fits
-from factory.core.file_lock import LockedError, file_lock, find_lock_holders
-from factory.core.left_files import read_object, sweep
+from factory.core.faults import has_room_for
+from factory.core.file_lock import LockedError, find_lock_holders, hold_file_lock
+from factory.core.left_files import read_json_object, remove_special_files
 from factory.core.progress import Progress
 from factory.core.stopping import TRAINER_STOP_SECONDS
 from kernels.contract.files import write_atomically
@@ -44,7 +44,7 @@ def lock_folder(folder: Path) -> Iterator[int]:
     path = folder.with_name(f"{folder.name}.lock")
     with ExitStack() as held:
         try:
-            descriptor = held.enter_context(file_lock(path, LOCK_SECONDS))
+            descriptor = held.enter_context(hold_file_lock(path, LOCK_SECONDS))
         except LockedError as holder:
             old = ", ".join(map(str, find_lock_holders(path))) or "of another machine"
             raise SegmentError(
@@ -62,8 +62,8 @@ def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: 
 
     Raises: DiskFullError.
     """
-    size = checkpoint_bytes(recipe)
-    if not fits(folder, size):
+    size = max_checkpoint_bytes(recipe)
+    if not has_room_for(folder, size):
         cause = (
             Message.from_json(line)
             if line
@@ -76,7 +76,7 @@ def check_disk_space(folder: Path, recipe: Mapping[str, Any], title: str, line: 
         )  # fmt: skip
 
 
-def checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
+def max_checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
     """The most bytes of a checkpoint: weights and two moments in fp32, plus a third. 1 if only other code can read the recipe."""
     from trainer.contract.errors import RecipeError
     from trainer.contract.recipe import Recipe
@@ -87,9 +87,9 @@ def checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
         return 1
 
 
-def clear(folder: Path, progress: Progress) -> None:
-    """Remove links and pipes, which no trainer should leave in its folder. Raises: SegmentError (``sweep``)."""
-    if removed := sweep(folder):
+def remove_odd_files(folder: Path, progress: Progress) -> None:
+    """Remove links and pipes, which no trainer should leave in its folder. Raises: SegmentError (``remove_special_files``)."""
+    if removed := remove_special_files(folder):
         progress.line(
             Message(
                 "runs.odd_files",
@@ -101,10 +101,10 @@ def clear(folder: Path, progress: Progress) -> None:
 
 def read_result(folder: Path, last_step: int) -> dict[str, Any]:
     """The result.json of an ended trainer. Raises: SegmentError if it is not about this folder's last checkpoint."""
-    from trainer.contract.checkpoint.format import name_of
+    from trainer.contract.checkpoint.format import checkpoint_name
 
     path = folder / "result.json"
-    result = read_object(path)
+    result = read_json_object(path)
     for key, kind in RESULT_KEYS.items():
         if not isinstance(result.get(key), kind):
             raise SegmentError(
@@ -112,7 +112,7 @@ def read_result(folder: Path, last_step: int) -> dict[str, Any]:
                 "{file}: {key} is missing, or is not of type {kind}.",
                 file=path, key=key, kind=kind.__name__,
             )  # fmt: skip
-    expected = ("checkpoints", name_of(last_step))  # the workspace may have been moved since
+    expected = ("checkpoints", checkpoint_name(last_step))  # the workspace may have been moved since
     if (result["last_step"], Path(result["checkpoint"]).parts[-2:]) != (last_step, expected):
         raise SegmentError(
             "runs.other_result",

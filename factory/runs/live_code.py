@@ -21,7 +21,7 @@ import sqlalchemy as sa
 
 from factory.core import devices
 from factory.core.errors import ConfigError, IsolationError
-from factory.core.launching import launcher, make_die_with_parent, ranks
+from factory.core.launching import count_ranks, launcher_command, make_die_with_parent
 from factory.core.stopping import TRAINER_STOP_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
@@ -30,7 +30,7 @@ from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import kill_when_idle
 from factory.runs.compile_cache import copy_older_cache
 from factory.sandbox import live
-from factory.sandbox.live import Running
+from factory.sandbox.live import RunningCommand
 from factory.sandbox.view import cache_variables
 from kernels.contract.message import Message
 from trainer.contract import stopping
@@ -46,18 +46,18 @@ class LiveCode:
     hung_seconds: float = RetryPolicy().hung_seconds  # a tool that is idle for this long is killed
 
     @classmethod
-    def of(cls, plant: Plant, commit: str) -> LiveCode:
+    def of_commit(cls, plant: Plant, commit: str) -> LiveCode:
         """The live code of a commit. Raises: RepositoryError; IsolationError if the code may not run here without a sandbox."""
         from factory.git.repository import checkout_live_code
 
-        isolated, why = isolation(plant)
+        isolated, why = choose_isolation(plant)
         if not isolated:
             plant.progress.line(
                 Message("runs.not_isolated", "  WARNING: live code runs, and NOT in the sandbox: {why}", why=why)
             )
-        cache = devices.compiled(plant.workspace.root, commit)
+        cache = devices.compiled_code_folder(plant.workspace.root, commit)
         copy_older_cache(plant, commit)
-        patience = RetryPolicy.load(plant.workspace.policy("retries.yaml")).hung_seconds
+        patience = RetryPolicy.load(plant.workspace.policy_path("retries.yaml")).hung_seconds
         return cls(checkout_live_code(plant.workspace, commit), cache, isolated, patience)
 
     def start(
@@ -70,19 +70,19 @@ class LiveCode:
         stdout: IO[bytes] | int,
         stderr: IO[bytes] | int,
         lock: int | None = None,
-    ) -> Running:
+    ) -> RunningCommand:
         """Start ``command`` in its folder, as ``live.start`` does. The process ends with the factory. Raises: IsolationError; OSError."""
         own = {"PYTHONPATH": str(self.folder), **environment}
         if self.isolated:
             assert self.cache is not None
-            return live.start(
+            return live.start_in_sandbox(
                 command,
                 writable=writable,
                 readonly=readonly,
                 cwd=self.folder,
                 cache=self.cache,
                 environment=own,
-                nodes=devices.nodes(every=True),
+                nodes=devices.device_files(every=True),
                 stdout=stdout,
                 stderr=stderr,
                 lock=lock,
@@ -98,7 +98,7 @@ class LiveCode:
             preexec_fn=make_die_with_parent(os.getpid()),
             start_new_session=True,  # the factory handles Ctrl-C: the trainer gets a SIGTERM, to leave a checkpoint
         )
-        return Running(process)
+        return RunningCommand(process)
 
     def run(
         self,
@@ -117,7 +117,7 @@ class LiveCode:
                 [sys.executable, *words],
                 writable=writable,
                 readonly=readonly,
-                environment=devices.environment() | dict(environment),
+                environment=devices.device_environment() | dict(environment),
                 stdout=out,
                 stderr=subprocess.PIPE,
             )
@@ -143,7 +143,7 @@ class LiveCode:
             )
 
 
-def isolation(plant: Plant) -> tuple[bool, str]:
+def choose_isolation(plant: Plant) -> tuple[bool, str]:
     """(True if live code runs in the sandbox, else the reason). Raises: IsolationError if live code may not run at all."""
     chosen, where = plant.workspace.config.training_sandbox, plant.workspace.root / "factory.yaml"
     if chosen == "off":
@@ -155,7 +155,7 @@ def isolation(plant: Plant) -> tuple[bool, str]:
             file=where,
         )
     else:
-        why = live.refusal()
+        why = live.find_refusal()
     if not why:
         return True, ""
     advice = Message(
@@ -183,12 +183,12 @@ def isolation(plant: Plant) -> tuple[bool, str]:
 def find_newest_merged_proposal(ledger: Ledger) -> int | None:
     """The number of the newest merged proposal, or None."""
     newest = sa.select(sa.func.max(proposals.c.number).label("newest")).where(proposals.c.state == "approved")
-    row = ledger.one(newest)
+    row = ledger.select_first(newest)
     return row["newest"] if row else None
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
-def read_by(spec: Mapping[str, Any]) -> list[Path]:
+def list_read_paths(spec: Mapping[str, Any]) -> list[Path]:
     """The paths that a trainer reads besides its folder and code: token shards, a checkpoint, ``kernels.yaml``."""
     names = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
     return [Path(name) for name in (*names, spec["initial_checkpoint"], spec["kernels"]) if name]
@@ -204,7 +204,7 @@ def start_trainer(
     out: IO[bytes],
     lock: int,
     count: int | None = None,
-) -> Running:
+) -> RunningCommand:
     """Start ``-m trainer …`` of this code, with its output in ``out``. The process holds ``lock`` while it lives.
 
     ``count``: the number of ranks, on this machine; None: the workspace's. A caller that holds one device limits the trainer to that device.
@@ -214,13 +214,13 @@ def start_trainer(
     environment = {
         "PYTHONUNBUFFERED": "1",
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(math.ceil(stopping.GRACE_SECONDS) + 1),  # then it kills its ranks
-        **devices.environment(),
+        **devices.device_environment(),
     }
-    if (started := count or ranks(workspace)) > 1:  # torchrun would give each rank one thread
+    if (started := count or count_ranks(workspace)) > 1:  # torchrun would give each rank one thread
         threads = str(max(1, len(os.sched_getaffinity(0)) // started))
         environment["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", threads)
     logs = Path("/tmp") if code.isolated else workspace.logs / "torchrun"
-    words = launcher(workspace, logs, count)
+    words = launcher_command(workspace, logs, count)
     try:
         return code.start(
             [*words, "-m", "trainer", *arguments],
@@ -239,7 +239,7 @@ def start_trainer(
         ) from error  # fmt: skip
 
 
-def ended(process: Running, seconds: float) -> bool:
+def wait_for_end(process: RunningCommand, seconds: float) -> bool:
     """True if the process has ended. Waits at most ``seconds``. Raises: IsolationError if nothing was run."""
     try:
         process.wait(seconds)
@@ -248,11 +248,11 @@ def ended(process: Running, seconds: float) -> bool:
     return True
 
 
-def stop_trainer(process: Running) -> None:
+def stop_trainer(process: RunningCommand) -> None:
     """Stop a trainer, and return once it has ended. Code of an older commit may first end its step, which may take long; then it is killed."""
     process.terminate()
     try:
-        if ended(process, TRAINER_STOP_SECONDS):
+        if wait_for_end(process, TRAINER_STOP_SECONDS):
             return
     except IsolationError:
         return

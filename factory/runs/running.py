@@ -14,15 +14,15 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.moments import span
-from factory.core.removal import remove
+from factory.core.moments import format_duration
+from factory.core.removal import remove_path
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, RunRow, Subject
 from factory.retrying.watchdog import UsualTimes
 from factory.runs import sandboxed
-from factory.runs.arm import Arm, refuse_impossible
-from factory.runs.live import NO_USUAL_TIMES, Trained, train
+from factory.runs.arm import Arm, check_arms
+from factory.runs.live import NO_USUAL_TIMES, TrainerEnd, train_live
 from factory.runs.live_code import LiveCode
 from factory.runs.sandboxed import ArmEnd
 from factory.runs.trace import Trace
@@ -52,49 +52,51 @@ class Runs:
         """The trace of an arm that was trained to its end."""
         return Trace(self.folder(arm), arm.first, arm.last)
 
-    def live(self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES) -> Trained:
+    def train_live(
+        self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES
+    ) -> TrainerEnd:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live``).
 
         Raises: InputError for impossible arms; PausedError, SegmentError if they were stopped. The same call then continues.
         """
-        refuse_impossible(arms)
+        check_arms(arms)
         folders = {self.folder(arm): arm for arm in arms}
-        with self.noted(folders) as ends:
-            done = train(self.plant, code, self.home, folders, title, usual)
+        with self.record_rows(folders) as ends:
+            done = train_live(self.plant, code, self.home, folders, title, usual)
             for folder, arm in folders.items():
                 ends[arm.key] = "" if (folder / "result.json").exists() else done.line or "it did not begin"
         return done
 
-    def sandboxed(
+    def train_sandboxed(
         self, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
     ) -> Generator[ArmEnd, None, None]:
         """Train arms in the sandbox, each when it is requested (``factory.runs.sandboxed.train``). Close the iterator.
 
         Raises: InputError for an impossible arm; IsolationError.
         """
-        refuse_impossible(list(arms.values()))  # computes their keys too, before untrusted code runs
-        with closing(sandboxed.train(output, code, arms, wall_seconds)) as trained:
+        check_arms(list(arms.values()))  # computes their keys too, before untrusted code runs
+        with closing(sandboxed.train_sandboxed(output, code, arms, wall_seconds)) as trained:
             for folder, arm in arms.items():
-                with self.noted({folder: arm}) as ends:
+                with self.record_rows({folder: arm}) as ends:
                     ended = next(trained)
                     ends[arm.key] = ended.failed
                 yield ended
                 if ended.failed:
                     return
 
-    def alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmEnd:
+    def train_alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmEnd:
         """Train an arm in its own sandbox, in a folder of this name, unless it already ended well. Raises: IsolationError."""
         output, done = self.folder(arm), self.home / f"{arm.key}.json"
         if done.exists():
             return ArmEnd(output / name, **json.loads(done.read_text()))
-        remove(output)  # left by a killed process
-        (found,) = self.sandboxed(output, code, {output / name: arm}, wall_seconds)
+        remove_path(output)  # left by a killed process
+        (found,) = self.train_sandboxed(output, code, {output / name: arm}, wall_seconds)
         if not found.failed:
             write_atomically(done, json.dumps({"seconds": found.seconds}))
         return found
 
     @contextmanager
-    def noted(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
+    def record_rows(self, arms: Mapping[Path, Arm]) -> Iterator[dict[str, str]]:
         """Keep the rows of ``arms``: running, then ended as the block sets ('': done), or stopped if the block raises."""
         self._note(arms)
         ends: dict[str, str] = {}
@@ -114,7 +116,7 @@ class Runs:
             for folder, arm in arms.items():
                 values: dict[str, Any] = {
                     "purpose": self.purpose, "subject": str(self.subject), "arm": arm.to_json(), "state": "running",
-                    "folder": ledger.inside(folder), "started_at": now, "finished_at": None,
+                    "folder": ledger.to_stored_path(folder), "started_at": now, "finished_at": None,
                     "ended": f"{PROCESS_PREFIX}{os.getpid()} of {socket.gethostname()}",
                 }  # fmt: skip
                 known = tx.execute(sa.select(runs.c.state, runs.c.folder).where(runs.c.id == arm.key)).first()
@@ -146,7 +148,10 @@ def with_real_state(row: RunRow) -> RunRow:
             row,
             state="stopped",
             ended=Message(
-                "runs.silent", "it has written nothing for {time} on {host}", time=span(MAX_SILENCE_SECONDS), host=host
+                "runs.silent",
+                "it has written nothing for {time} on {host}",
+                time=format_duration(MAX_SILENCE_SECONDS),
+                host=host,
             ),
         )
     try:
@@ -169,10 +174,10 @@ def _last_written(folder: Path) -> float:
 def list_runs(db: ReadsSql, newest: int | None = None) -> list[dict[str, Any]]:
     """The newest runs, oldest first, as JSON for lists, pages and MLflow."""
     limit = "" if newest is None else f" LIMIT {newest}"
-    return [describe(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
+    return [run_to_json(row) for row in reversed(RunRow.select(db, f"ORDER BY started_at DESC, id{limit}"))]
 
 
-def describe(row: RunRow) -> dict[str, Any]:
+def run_to_json(row: RunRow) -> dict[str, Any]:
     """A run as JSON, with its duration and, while its folder exists, its newest recorded step."""
     from factory.core.left_files import count_lines
 
@@ -180,17 +185,17 @@ def describe(row: RunRow) -> dict[str, Any]:
     took = None if row.finished_at is None else row.finished_at - row.started_at
     there = Path(row.folder).is_dir()
     return {
-        "key": row.id, **row.only(" ".join(SHOWN)), "seconds": took,
+        "key": row.id, **row.select_fields(" ".join(SHOWN)), "seconds": took,
         "there": there, "steps": count_lines(Path(row.folder) / "metrics.jsonl") if there else None, "arm": row.arm,
     }  # fmt: skip
 
 
-def in_words(run: dict[str, Any]) -> Message:
+def run_line(run: dict[str, Any]) -> Message:
     """A run as one line of a list.
 
     >>> arm = {"name": "old code, again", "code": "c0ffee" * 6, "first": 20, "last": 40, "repeat": 1}
     >>> run = {"key": "ab12", "purpose": "certificate", "subject": "segment:3", "state": "done", "seconds": 4.25, "ended": None}
-    >>> in_words(run | {"steps": 20, "arm": arm})
+    >>> run_line(run | {"steps": 20, "arm": arm})
     'ab12  certificate of segment 3: old code, again (steps 20–40): done in 4.2 s'
     """
     arm: dict[str, Any] = run["arm"]

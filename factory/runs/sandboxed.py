@@ -26,14 +26,14 @@ from pathlib import Path
 
 from factory.core import devices
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.runs.arm import Arm, Spec
 from factory.runs.folders import reveal_spec
 from factory.sandbox import clock, sandbox
 from factory.sandbox.clock import CpuSeconds
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import name_of
+from trainer.contract.checkpoint.format import checkpoint_name
 
 POLL_SECONDS = 0.003
 
@@ -50,7 +50,9 @@ class ArmEnd:
     opened: int = -1  # of one of several arms: the descriptor of ``folder``, until the iterator is closed
 
 
-def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float) -> Generator[ArmEnd, None, None]:
+def train_sandboxed(
+    output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
+) -> Generator[ArmEnd, None, None]:
     """Train ``arms``, each when it is requested, in their folders below ``output``. The trainer may write only there.
 
     The iterator ends after the first failed arm. Close it, which ends the trainer. If an arm's steps continue after its last checkpoint, the
@@ -60,7 +62,7 @@ def train(output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: floa
         waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
         if len(waiting) == 1:
             reveal_spec(waiting[0].opened, waiting[0].spec)
-        held.enter_context(devices.one())  # the wait for a device does not count
+        held.enter_context(devices.hold_device())  # the wait for a device does not count
         trainer = _Trainer(held, output, code, arms, wall_seconds)
         for one in waiting:
             ended = trainer.train(one, shown=len(waiting) == 1)
@@ -81,7 +83,7 @@ class _Waiting:
 
     @classmethod
     def made(cls, path: Path, arm: Arm, held: ExitStack) -> _Waiting:
-        remove(path)  # left by an earlier process
+        remove_path(path)  # left by an earlier process
         path.mkdir(parents=True)
         if arm.resumes is not None:
             shutil.copytree(arm.resumes, path / "checkpoints" / arm.resumes.name)
@@ -105,13 +107,13 @@ class _Trainer:
         reads = {path for arm in arms.values() for path in _read_by(arm) if not path.is_relative_to(output)}
         of_python = [Path(path).parent.parent for path in (python, os.path.realpath(python)) if python]
         limits = _limits(arms.values(), output, wall_seconds)
-        self._process = Future[sandbox.Result]()
+        self._process = Future[sandbox.SandboxResult]()
         context = contextvars.copy_context()  # with the held device
 
         def run() -> None:
             try:
                 result = context.run(
-                    sandbox.run, command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
+                    sandbox.run_in_sandbox, command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
                     begun=self._inits.append, enough=self._enough,
                 )  # fmt: skip
                 self._process.set_result(result)
@@ -132,7 +134,7 @@ class _Trainer:
             try:
                 if set(os.listdir(arm.opened)) - arm.holds:  # older files would be taken for the arm's own
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
-                used, began = clock.read(self._inits[0]), time.monotonic()
+                used, began = clock.read_cpu_seconds(self._inits[0]), time.monotonic()
                 reveal_spec(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
                 if is_machine_fault_of_no_file(error):
@@ -141,11 +143,11 @@ class _Trainer:
                     arm.path, failed=Message("runs.not_begun", "the run could not begin: {error}", error=error.strerror)
                 )
         goes_on = arm.last < arm.spec["last_step"]
-        left = f"checkpoints/{name_of(arm.last)}/manifest.json" if goes_on else "result.json"
+        left = f"checkpoints/{checkpoint_name(arm.last)}/manifest.json" if goes_on else "result.json"
         there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
         if not there:
             return self._failed(arm.path, seconds)
-        cpu = clock.between(used, clock.read(self._inits[0])) if not shown else None
+        cpu = clock.cpu_seconds_between(used, clock.read_cpu_seconds(self._inits[0])) if not shown else None
         if goes_on:
             self._enough.set()
             self._process.result()
@@ -177,16 +179,16 @@ def _read_by(arm: Arm) -> list[Path]:
     return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
 
 
-def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> Limits:
+def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> SandboxLimits:
     """Limits with room for a checkpoint of each arm and a few more, by the size of the checkpoints at the start."""
     begins = {Path(path) for arm in arms if (path := arm.resumes or arm.spec()["initial_checkpoint"])}
     size = max(
         (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),
         default=0,
     )
-    return Limits(
+    return SandboxLimits(
         wall_seconds=wall_seconds,
-        memory=max(Limits.memory, 8 * size),
-        file=max(Limits.file, 2 * size),
-        output=max(Limits.output, (7 + len(arms)) * size),
+        memory=max(SandboxLimits.memory, 8 * size),
+        file=max(SandboxLimits.file, 2 * size),
+        output=max(SandboxLimits.output, (7 + len(arms)) * size),
     )

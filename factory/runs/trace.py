@@ -16,13 +16,13 @@ from typing import Any
 
 from factory.core.errors import SegmentError
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.left_files import parse_json, read_object
+from factory.core.left_files import parse_json, read_json_object
 from factory.runs.folders import read_result
 from factory.runs.untrusted_files import (
     UntrustedFileError,
     missing_file_error,
     not_regular_error,
-    object_of,
+    parse_object,
     read_bytes,
 )
 from trainer.contract.checkpoint import format as checkpoints
@@ -50,7 +50,7 @@ class Trace:
     @property
     def checkpoint(self) -> Path:
         """The path of the last checkpoint."""
-        return self.where or self.folder / "checkpoints" / checkpoints.name_of(self.last)
+        return self.where or self.folder / "checkpoints" / checkpoints.checkpoint_name(self.last)
 
     @cached_property
     def result(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Trace:
     @cached_property
     def replicas_apart(self) -> list[str] | None:
         """The weights whose copies on the ranks differ, as the trainer reports; None if it does not report them."""
-        names = read_object(self.folder / "result.json").get("replicas_apart")
+        names = read_json_object(self.folder / "result.json").get("replicas_apart")
         return [str(name)[:200] for name in names] if isinstance(names, list) else None
 
     @property
@@ -136,14 +136,17 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
         ) from None  # fmt: skip
 
 
-def read_alive(folder: int, step: int, like: Tensors, aside: Path | None = None) -> Checkpoint:
+def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | None = None) -> Checkpoint:
     """The checkpoint of ``step`` in an opened folder whose trainer still lives, and may change any file at any moment. So a private copy in ``aside``
     is read. All files are in memory before any of them is written, so the trainer gets no time to finish them.
 
     Raises: UntrustedFileError if a file differs from the manifest, or if the weights are not finite or have other names, shapes or dtypes than
     ``like``; OSError for a fault of the machine.
     """
-    name, size = checkpoints.name_of(step), sum(tensor.numel() * tensor.element_size() for tensor in like.values())
+    name, size = (
+        checkpoints.checkpoint_name(step),
+        sum(tensor.numel() * tensor.element_size() for tensor in like.values()),
+    )
     files = {
         "model.safetensors": 2 * size + HEADER_BYTES, "optimizer.safetensors": 4 * size + HEADER_BYTES, "state.json": JSON_BYTES,
         "manifest.json": HEADER_BYTES,
@@ -157,7 +160,7 @@ def read_alive(folder: int, step: int, like: Tensors, aside: Path | None = None)
                 (copy / file).write_bytes(content)
             left = read_checkpoint(copy)
             held = [{key: tensor.clone() for key, tensor in part.items()} for part in (left.model, left.optimizer)]
-        state = object_of(stored["state.json"], "state.json")  # read more strictly than by a trainer
+        state = parse_object(stored["state.json"], "state.json")  # read more strictly than by a trainer
         left = replace(
             left, model=held[0], optimizer=held[1], state=state
         )  # no tensor is a view of a file that is gone

@@ -24,7 +24,7 @@ class UntrustedFileError(CodedError):
     """A wrong file of untrusted code. It has no cause, so that it is never taken for a fault of the machine."""
 
 
-def unreadable_file(name: str, error: BaseException) -> UntrustedFileError:
+def unreadable_file_error(name: str, error: BaseException) -> UntrustedFileError:
     """The error that a file cannot be read."""
     return UntrustedFileError("runs.unreadable", "{file} cannot be read: {error}", file=name, error=str(error)[:300])
 
@@ -41,28 +41,28 @@ def not_regular_error(name: str) -> UntrustedFileError:
 
 def read_tensors(folder: int, parts: Sequence[str], limit: int) -> dict[str, torch.Tensor]:
     """The tensors of the safetensors file ``parts`` (``read_bytes``). Raises: UntrustedFileError."""
-    return tensors_of(read_bytes(folder, parts, limit), parts[-1])
+    return parse_tensors(read_bytes(folder, parts, limit), parts[-1])
 
 
-def tensors_of(stored: bytes, name: str) -> dict[str, torch.Tensor]:
+def parse_tensors(stored: bytes, name: str) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file's content. ``name``: for the error. Raises: UntrustedFileError."""
     try:
         return load(stored)
     except (SafetensorError, ValueError, KeyError, RuntimeError, MemoryError) as error:
-        raise unreadable_file(name, error) from None
+        raise unreadable_file_error(name, error) from None
 
 
 def read_object(folder: int, parts: Sequence[str], limit: int) -> dict[str, Any]:
     """The JSON object in the file ``parts`` (``read_bytes``). Raises: UntrustedFileError."""
-    return object_of(read_bytes(folder, parts, limit), parts[-1])
+    return parse_object(read_bytes(folder, parts, limit), parts[-1])
 
 
-def object_of(stored: bytes, name: str) -> dict[str, Any]:
+def parse_object(stored: bytes, name: str) -> dict[str, Any]:
     """The JSON object of a file's content. ``name``: for the error. Raises: UntrustedFileError."""
     try:
         return parse_json_object(stored)
     except ValueError as error:
-        raise unreadable_file(name, error) from None
+        raise unreadable_file_error(name, error) from None
 
 
 def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
@@ -92,7 +92,7 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
             raise
         raise missing_file_error(parts[-1], error) from None
     except MemoryError as error:
-        raise unreadable_file(parts[-1], error) from None
+        raise unreadable_file_error(parts[-1], error) from None
     finally:
         for descriptor in opened:
             os.close(descriptor)

@@ -41,7 +41,7 @@ NAMESPACE_SETTINGS = (
 )
 
 
-def command(
+def build_command(
     words: Sequence[str],
     opening: StartPipes,
     *,
@@ -63,7 +63,7 @@ def command(
     """
     arguments = [
         *private_mount_words(bool(nodes)),
-        choose()[0],
+        choose_bubblewrap()[0],
         *NAMESPACES,
         "--new-session",
         "--json-status-fd",
@@ -71,7 +71,7 @@ def command(
     ]
     arguments += ["--sync-fd", str(held)] if held is not None else []
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
-    if program := sandbox_filter.program():
+    if program := sandbox_filter.assemble_filter():
         arguments += ["--seccomp", str(opening.given(program))]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp"):
@@ -137,7 +137,7 @@ def _refused(*words: str) -> str:
     return done.stderr.decode(errors="replace").strip()[-200:] if done.returncode else ""
 
 
-def choose() -> tuple[str, str]:
+def choose_bubblewrap() -> tuple[str, str]:
     """Return the first bwrap that can isolate here, and why those before it cannot. A success is remembered for the life of this process.
 
     Raises: IsolationError with the reasons and the remedy when none can isolate.
@@ -154,16 +154,16 @@ def choose() -> tuple[str, str]:
         "bubblewrap.no_sandbox",
         "no sandbox: {why}. {advice}",
         why="; ".join(refused) or Message("bubblewrap.not_installed", "bubblewrap is not installed"),
-        advice=advice(),
+        advice=isolation_advice(),
     )
 
 
-def version(program: str) -> str:
+def bubblewrap_version(program: str) -> str:
     """Return the program's version: 'bubblewrap 0.11.0'."""
     return subprocess.run([program, "--version"], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def advice(switches: Path = Path("/proc/sys")) -> Message:
+def isolation_advice(switches: Path = Path("/proc/sys")) -> Message:
     """Return the advice for a machine where no bwrap can isolate."""
     for name, forbids, allows in NAMESPACE_SETTINGS:
         path = switches / name

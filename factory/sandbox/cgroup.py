@@ -23,7 +23,7 @@ PREFIX = "factory-sandbox-"
 
 
 @contextlib.contextmanager
-def task_limit(tasks: int) -> Iterator[Path | None]:
+def make_task_group(tasks: int) -> Iterator[Path | None]:
     """Make a control group of at most ``tasks`` processes and threads. Yields None if that is impossible. Removed after the block."""
     group = next((made for parent in _parents() if (made := _make(parent, tasks))), None)
     try:
@@ -34,7 +34,7 @@ def task_limit(tasks: int) -> Iterator[Path | None]:
             _clear(group.parent)
 
 
-def put(group: Path, init: int) -> None:
+def move_into_group(group: Path, init: int) -> None:
     """Move a namespace's init and its child, the waiting launcher, into the group. Their later children start in the group.
 
     Raises: IsolationError.

@@ -10,7 +10,7 @@ import os
 import time
 from dataclasses import dataclass, field
 
-from factory.sandbox.usage import tree
+from factory.sandbox.usage import read_process_tree
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PROCESS_CLOCK = 2  # CPUCLOCK_SCHED of a whole process: include/linux/posix-timers.h
@@ -33,13 +33,13 @@ class CpuSeconds:
     thread: float
 
 
-def read(init: int) -> CpuReading:
+def read_cpu_seconds(init: int) -> CpuReading:
     """Read the CPU seconds of ``init`` and all its descendants, with ended children that a process waited for.
 
     A child that ended without a wait is not counted. Code can hide work in this way: no decision about new code depends on this clock.
     """
     total, threads = 0.0, {}
-    for process in tree(init, ENOUGH)[0]:
+    for process in read_process_tree(init, ENOUGH)[0]:
         try:
             total += time.clock_gettime((~process << 3) | PROCESS_CLOCK) + _waited_for(process)
             for thread in os.listdir(f"/proc/{process}/task"):
@@ -50,7 +50,7 @@ def read(init: int) -> CpuReading:
     return CpuReading(total, threads)
 
 
-def between(first: CpuReading, last: CpuReading) -> CpuSeconds | None:
+def cpu_seconds_between(first: CpuReading, last: CpuReading) -> CpuSeconds | None:
     """Return the CPU seconds between two readings; None if they are unknown: a reading failed, or the busiest thread has ended."""
     if not first.threads or not last.threads or max(first.threads, key=first.threads.__getitem__) not in last.threads:
         return None

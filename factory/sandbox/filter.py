@@ -42,7 +42,7 @@ NUMBER, ARCHITECTURE, FIRST_ARGUMENT = 0, 4, 16  # offsets in seccomp_data
 
 
 @functools.cache
-def program(machine: str = platform.machine()) -> bytes:
+def assemble_filter(machine: str = platform.machine()) -> bytes:
     """Return the assembled filter; b'' for a processor without a table here."""
     if machine not in ARCHITECTURES:
         return b""

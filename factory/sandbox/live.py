@@ -20,8 +20,8 @@ from typing import IO
 
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap, sandbox
-from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launched
-from factory.sandbox.together import together
+from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launcher_words
+from factory.sandbox.together import make_mounts
 from factory.sandbox.view import cache_variables, clean_environment, writable_system_paths
 from trainer.contract import stopping
 
@@ -34,7 +34,7 @@ LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET
 NOTHING = [sys.executable, "-I", "-S", "-c", ""]
 
 
-class Running:
+class RunningCommand:
     """A started command, in the sandbox or outside."""
 
     def __init__(
@@ -65,7 +65,7 @@ class Running:
             code = self.process.wait(seconds)
             self._wait_for_all()
             if self.events is not None:
-                written = self.events.all()
+                written = self.events.read_all()
                 if code >= 0 and not any("exit-code" in event for event in written):
                     self.returncode = code
                     raise IsolationError(
@@ -78,11 +78,11 @@ class Running:
 
     def command(self) -> int:
         """Return the process number of the command; that of bubblewrap before the command starts and after it ends."""
-        return min(stopping.children(self.init), default=self.pid) if self.init else self.pid
+        return min(stopping.child_processes(self.init), default=self.pid) if self.init else self.pid
 
     def terminate(self) -> None:
         """Send SIGTERM to the command. In a sandbox the signal goes to the children of its init, since bubblewrap would not forward it."""
-        started = stopping.children(self.init) if self.init else [self.pid]
+        started = stopping.child_processes(self.init) if self.init else [self.pid]
         for process in started or [self.pid]:  # before the command starts, bubblewrap gets the signal
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
@@ -93,7 +93,7 @@ class Running:
         Raises: subprocess.TimeoutExpired when it still runs after ``seconds``: it waits in the kernel for a device.
         """
         if self.returncode is None:
-            stopping.kill([self.pid])
+            stopping.kill_with_descendants([self.pid])
             self.returncode = self.process.wait(seconds)
             self._wait_for_all()
 
@@ -120,7 +120,7 @@ def _pidfd(process: int) -> IO[bytes] | None:
         return None
 
 
-def start(
+def start_in_sandbox(
     command: Sequence[str],
     *,
     writable: Sequence[Path],
@@ -132,8 +132,8 @@ def start(
     stdout: IO[bytes] | int,
     stderr: IO[bytes] | int,
     lock: int | None = None,
-) -> Running:
-    """Start ``command``. It can write to the folders ``writable`` and ``cache`` (for compilers) and read ``readonly`` and ``cwd``.
+) -> RunningCommand:
+    """Start ``build_command``. It can write to the folders ``writable`` and ``cache`` (for compilers) and read ``readonly`` and ``cwd``.
 
     ``environment`` is added to the sandbox's own and to the variables of ``PASSED_PREFIXES``. ``nodes``: the files in ``/dev`` of its GPUs. The
     sandbox holds the descriptor ``lock`` until it ends; the command cannot reach it. The sandbox dies with this process.
@@ -153,11 +153,11 @@ def start(
     variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
     rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system_paths(nodes)]}
     with StartPipes() as opening, contextlib.ExitStack() as links:
-        arguments = bubblewrap.command(
-            launched(command, rules, opening),
+        arguments = bubblewrap.build_command(
+            launcher_words(command, rules, opening),
             opening,
             writable=folders,
-            given=links.enter_context(together([*readonly, cwd])),
+            given=links.enter_context(make_mounts([*readonly, cwd])),
             cwd=cwd,
             environment=variables,
             tmp=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,  # as Linux sizes /dev/shm
@@ -179,7 +179,7 @@ def start(
                 start_new_session=True,  # Ctrl-C goes to the factory, which sends the command a SIGTERM
             )
             opening.close_inherited()
-            init = events.child()
+            init = events.wait_for_child()
             opening.go_on()
         except BaseException:
             opening.close_inherited()
@@ -188,10 +188,10 @@ def start(
                 process.kill()
                 process.wait()
             raise
-        return Running(process, events, init or 0, status, links.pop_all())
+        return RunningCommand(process, events, init or 0, status, links.pop_all())
 
 
-def refusal() -> str:
+def find_refusal() -> str:
     """Return why no sandbox is available here; '' if one is. A success is remembered for the life of this process."""
     try:
         _try(os.environ.get("FACTORY_BWRAP", ""))
@@ -204,4 +204,4 @@ def refusal() -> str:
 def _try(named: str) -> None:
     """Run an empty command in a sandbox. Raises: IsolationError, which is not cached."""
     with tempfile.TemporaryDirectory() as folder:
-        sandbox.run(NOTHING, output=Path(folder))
+        sandbox.run_in_sandbox(NOTHING, output=Path(folder))

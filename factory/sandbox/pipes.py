@@ -17,7 +17,7 @@ from factory.sandbox.view import LAUNCHER_INSIDE
 SETUP_SECONDS = 5.0  # within which bubblewrap starts its child
 
 
-def unnamed(data: bytes) -> IO[bytes]:
+def unnamed_file(data: bytes) -> IO[bytes]:
     """Return an unnamed file with ``data``, positioned at its start."""
     file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  (the caller closes it)
     file.write(data)
@@ -43,7 +43,7 @@ class StartPipes:
 
     def given(self, data: bytes) -> int:
         """Make a file with ``data`` that bubblewrap inherits. Returns its descriptor's number."""
-        self._inherited.append(self._opened.enter_context(unnamed(data)))
+        self._inherited.append(self._opened.enter_context(unnamed_file(data)))
         return self._inherited[-1].fileno()
 
     def inherited(self) -> list[int]:
@@ -86,25 +86,25 @@ class StatusPipe:
         """Return the complete lines read so far."""
         return bytes(self.buffer).split(b"\n")[:-1]
 
-    def anything(self) -> bool:
+    def has_data(self) -> bool:
         """Return whether any byte was read."""
         return self.buffer[0] != 0
 
-    def child(self) -> int | None:
+    def wait_for_child(self) -> int | None:
         """Wait for the process number of the namespace's init. Returns None if bubblewrap ended without starting it."""
         while not self._lines():
             if not self._more():
                 return None
         return int(json.loads(self._lines()[0])["child-pid"])
 
-    def all(self) -> list[dict[str, Any]]:
+    def read_all(self) -> list[dict[str, Any]]:
         """Wait until the other end is closed. Returns all events."""
         while self._more():
             pass
         return [json.loads(line) for line in self._lines()]
 
 
-def launched(command: Sequence[str], rules: Mapping[str, object], opening: StartPipes) -> list[str]:
+def launcher_words(command: Sequence[str], rules: Mapping[str, object], opening: StartPipes) -> list[str]:
     """Return the command line of the launcher, which applies ``rules`` to itself and then becomes ``command``."""
     said = json.dumps({**rules, "go": opening.go_read.fileno(), "here": opening.here_write.fileno()})
     return [sys.executable, "-I", "-S", LAUNCHER_INSIDE, said, *map(str, command)]
@@ -117,8 +117,8 @@ def kill_and_wait(events: StatusPipe) -> None:
     bubblewrap. This function therefore waits for the child's number, which bubblewrap writes at once, or for the end of the pipe. A launcher
     that reads no "." ends by itself.
     """
-    started = events.anything() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
-    if started and (init := events.child()) is not None:
+    started = events.has_data() or select.select([events.descriptor], [], [], SETUP_SECONDS)[0]
+    if started and (init := events.wait_for_child()) is not None:
         with contextlib.suppress(ProcessLookupError):
             handle = os.pidfd_open(init)
             with os.fdopen(handle, "rb"):

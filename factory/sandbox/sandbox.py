@@ -1,6 +1,6 @@
 """Runs untrusted code: a proposed patch, its build, its training steps (DESIGN §5).
 
-``run`` starts one command under bubblewrap and restricts its whole process tree:
+``run_in_sandbox`` starts one command under bubblewrap and restricts its whole process tree:
 
 * own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespaces
 * a file system with the interpreter, its packages, ``/usr`` and the caller's inputs (all read-only), one writable output folder, and a small
@@ -10,7 +10,7 @@
 
 The kernel limits the tree's tasks: by a control group if possible, else by an rlimit (which does not bind root). A watch outside checks memory,
 output bytes and processes of the tree ten times a second, and kills the tree that exceeds a limit. The kill is certain: all processes are in a
-pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate, ``run``
+pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate, ``run_in_sandbox``
 raises IsolationError.
 """
 
@@ -36,9 +36,9 @@ from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import filter as sandbox_filter
-from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launched
-from factory.sandbox.together import together
-from factory.sandbox.usage import free_disk_bytes, measure_deleted_files, measure_folder, tree
+from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launcher_words
+from factory.sandbox.together import make_mounts
+from factory.sandbox.usage import free_disk_bytes, measure_deleted_files, measure_folder, read_process_tree
 from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system_paths
 from kernels.contract.message import Message
 
@@ -49,7 +49,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True)
-class Limits:
+class SandboxLimits:
     """The limits of one command, in bytes unless a name says otherwise."""
 
     wall_seconds: float = 120.0
@@ -70,7 +70,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Result:
+class SandboxResult:
     """How a command ended.
 
     ``stopped``: the limit that killed the command ('wall', 'memory', 'processes', 'output' or 'log'), or 'enough' if the caller ended it; None
@@ -111,43 +111,47 @@ class Result:
         )
 
 
-def run(
+def run_in_sandbox(
     command: Sequence[str],
     *,
     output: Path,
     readonly: Sequence[Path] = (),
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    limits: Limits | None = None,
+    limits: SandboxLimits | None = None,
     begun: Callable[[int], None] | None = None,
     enough: threading.Event | None = None,
-) -> Result:
-    """Run ``command`` with the writable folder ``output`` (made if missing) and the visible paths ``readonly``.
+) -> SandboxResult:
+    """Run ``build_command`` with the writable folder ``output`` (made if missing) and the visible paths ``readonly``.
 
     All paths are the same inside. The current folder is ``cwd`` (a visible path), else the output folder. Compilers keep their results in
     ``output/cache``. ``begun`` is called with the process number of the namespace's init, before the command starts. Setting ``enough`` ends
     the command. Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
     """
-    limits = limits or Limits()
+    limits = limits or SandboxLimits()
     output = output.resolve()
     output.mkdir(parents=True, exist_ok=True)
     # Idle OpenMP threads that spin make a busy machine many times slower, and its timings useless.
-    seen_variables = {**clean_environment(output / "cache"), "OMP_WAIT_POLICY": "PASSIVE", **devices.environment()}
-    with StartPipes() as opening, together(readonly) as given:
-        rules = _rules(output, limits, devices.nodes())
-        arguments = bubblewrap.command(
-            launched(command, rules, opening),
+    seen_variables = {
+        **clean_environment(output / "cache"),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **devices.device_environment(),
+    }
+    with StartPipes() as opening, make_mounts(readonly) as given:
+        rules = _rules(output, limits, devices.device_files())
+        arguments = bubblewrap.build_command(
+            launcher_words(command, rules, opening),
             opening,
             writable=[output],
             given=given,
             cwd=cwd or output,
             environment={**seen_variables, **(environment or {})},
             tmp=limits.tmp,
-            nodes=devices.nodes(),
+            nodes=devices.device_files(),
         )
         process: subprocess.Popen[bytes] | None = None
         events = StatusPipe(opening.status.fileno())
-        with sandbox_cgroup.task_limit(limits.processes * TASKS) as group:
+        with sandbox_cgroup.make_task_group(limits.processes * TASKS) as group:
             started = time.monotonic()
             try:
                 process = subprocess.Popen(
@@ -161,9 +165,9 @@ def run(
                 )
                 opening.close_inherited()
                 held = _Held(process, started, limits, output, enough)
-                child = events.child()  # known before the command starts; None if bubblewrap failed
+                child = events.wait_for_child()  # known before the command starts; None if bubblewrap failed
                 if group is not None and child is not None:
-                    sandbox_cgroup.put(group, child)
+                    sandbox_cgroup.move_into_group(group, child)
                 if begun is not None and child is not None:
                     begun(child)
                 opening.go_on()
@@ -175,7 +179,7 @@ def run(
                 if process is not None:
                     process.kill()
                     process.wait()
-                written = events.all()
+                written = events.read_all()
                 for tail in (process.stdout, process.stderr) if process is not None else ():
                     assert tail is not None
                     tail.close()
@@ -188,7 +192,7 @@ def run(
             program=arguments[0],
             why=stderr.strip()[-500:],
         )
-    return Result(
+    return SandboxResult(
         returncode=code if code is not None and held.stopped is None else 137,
         stdout=held.tail(process.stdout),
         stderr=stderr,
@@ -206,7 +210,7 @@ class _Held:
         self,
         process: subprocess.Popen[bytes],
         started: float,
-        limits: Limits,
+        limits: SandboxLimits,
         output: Path,
         enough: threading.Event | None = None,
     ) -> None:
@@ -280,7 +284,7 @@ class _Held:
         return True
 
     def _look(self) -> None:
-        processes, memory = tree(self.process.pid, self.limits.processes)
+        processes, memory = read_process_tree(self.process.pid, self.limits.processes)
         self.peak_memory = max(self.peak_memory, memory)
         if len(processes) > self.limits.processes:
             self.stopped = "processes"
@@ -311,21 +315,21 @@ class _Held:
         return size, files
 
 
-def describe() -> dict[str, str]:
-    """Describe the sandbox's restrictions on this machine, for ``factory check``. ``"isolation"`` starts with 'none' if ``run`` would refuse."""
+def describe_sandbox() -> dict[str, str]:
+    """Describe the sandbox's restrictions on this machine, for ``factory check``. ``"isolation"`` starts with 'none' if ``run_in_sandbox`` would refuse."""
     try:
-        program, refused = bubblewrap.choose()
+        program, refused = bubblewrap.choose_bubblewrap()
         with tempfile.TemporaryDirectory() as folder:
-            probe = run([sys.executable, "-I", "-S", LAUNCHER_INSIDE, "--describe"], output=Path(folder))
+            probe = run_in_sandbox([sys.executable, "-I", "-S", LAUNCHER_INSIDE, "--describe"], output=Path(folder))
         inside = json.loads(probe.stdout)
     except (IsolationError, ValueError) as error:
         return {"isolation": Message("sandbox.none", "none: {why}", why=getattr(error, "message", str(error)))}
-    rules = len(sandbox_filter.program()) // 8
+    rules = len(sandbox_filter.assemble_filter()) // 8
     return {
         "isolation": Message(
             "sandbox.isolation",
             "{version}: user, pid, ipc, net, uts, mount and cgroup namespaces, by {program}{others}",
-            version=bubblewrap.version(program),
+            version=bubblewrap.bubblewrap_version(program),
             program=program,
             others=f" (not by {refused})" if refused else "",
         ),
@@ -351,7 +355,7 @@ def describe() -> dict[str, str]:
 
 
 def _task_limit() -> Message:
-    with sandbox_cgroup.task_limit(1) as group:
+    with sandbox_cgroup.make_task_group(1) as group:
         if group is not None:
             return Message("sandbox.control_group", "a control group limits tasks")
     if os.geteuid() == 0:
@@ -359,7 +363,7 @@ def _task_limit() -> Message:
     return Message("sandbox.task_rlimit", "an rlimit for tasks")
 
 
-def _rules(output: Path, limits: Limits, nodes: Sequence[str]) -> dict[str, object]:
+def _rules(output: Path, limits: SandboxLimits, nodes: Sequence[str]) -> dict[str, object]:
     """Return the rules that the launcher applies to itself before it becomes the command.
 
     With a GPU, memory has no rlimit, since its driver maps far more than it uses. Then only the watch limits the tree's memory.

@@ -16,7 +16,7 @@ HIDING = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG)
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def tree(root: int, enough: int) -> tuple[list[int], int]:
+def read_process_tree(root: int, enough: int) -> tuple[list[int], int]:
     """Return the processes (``root`` first) and the resident bytes of ``root`` and its descendants. Stops after ``enough`` processes.
 
     No process can leave the tree: in a pid namespace an orphan becomes a child of the namespace's init, which is below ``root``.

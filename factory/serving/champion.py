@@ -9,8 +9,8 @@ from pathlib import Path
 from factory.core.errors import InputError
 from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
-from factory.ledger.reader import Reader
-from factory.ledger.rows import champion
+from factory.ledger.reader import LedgerReader
+from factory.ledger.rows import find_champion
 from kernels.contract.message import Message
 
 
@@ -22,7 +22,7 @@ class Champion:
     export: Path
     export_sha256: str  # recorded in the ledger when the export was judged
 
-    def check(self) -> None:
+    def check_export(self) -> None:
         """Raises: InputError when the export is missing or differs in a byte from the judged export."""
         found = export_folder_sha256(self.export)
         if found != self.export_sha256:
@@ -40,18 +40,18 @@ class ExportWatch:
         self._seen: list[tuple[str, int, int, int]] = []
         self.problem = ""
 
-    def check(self) -> None:
-        """Raises: InputError, OSError, as ``Champion.check``."""
+    def check_export(self) -> None:
+        """Raises: InputError, OSError, as ``Champion.check_export``."""
         self._seen = _signature(self._champion.export)
-        self._champion.check()
+        self._champion.check_export()
 
-    def look(self) -> bool:
+    def has_new_problem(self) -> bool:
         """Whether there is a new ``problem``. Reads the files only after a change of a size, a time or an inode."""
         if _signature(self._champion.export) == self._seen:
             return False
         before, self.problem = self.problem, ""
         try:
-            self.check()
+            self.check_export()
         except (InputError, OSError) as error:
             self.problem = Message(
                 "serving.served_from_memory",
@@ -73,5 +73,5 @@ def _signature(folder: Path) -> list[tuple[str, int, int, int]]:
 
 def read_champion(workspace: Workspace) -> Champion | None:
     """The champion of the ledger; None before the first release. Raises: WorkspaceError when the ledger cannot be read."""
-    row = champion(Reader(workspace))
+    row = find_champion(LedgerReader(workspace))
     return Champion(row.number, Path(row.export_path), row.export_sha256) if row else None

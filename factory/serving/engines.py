@@ -45,7 +45,7 @@ class EngineKind:
     adapt: Callable[[str, bytes, Path], bytes]  # (path, body, export) → the body for the engine; raises ApiError
 
 
-def native() -> EngineKind:
+def native_engine_kind() -> EngineKind:
     """The embedded engine: fp32 on a GPU if the machine has one, else on the CPU."""
 
     def command(export: Path, socket: str) -> list[str]:
@@ -102,7 +102,7 @@ class Engine:
             raise
         return cls(kind, champion, folder, path, process)
 
-    async def ask(self, method: str, path: str, **parts: Any) -> httpx.Response:
+    async def send_request(self, method: str, path: str, **parts: Any) -> httpx.Response:
         """Send a request; returns the answer with its body unread. Raises: httpx.TransportError, also after the engine was stopped."""
         if self.client.is_closed:
             raise httpx.ConnectError("the engine was stopped")
@@ -113,11 +113,11 @@ class Engine:
         while True:
             if self.ended.done():
                 raise EngineError(self.describe_end())
-            if not await self.unhealthy():
+            if not await self.health_problem():
                 return
             await asyncio.wait([self.ended], timeout=POLL_SECONDS)
 
-    async def unhealthy(self) -> str:
+    async def health_problem(self) -> str:
         """The problem that the engine itself reports; empty when it is healthy."""
         try:
             answer = await self.client.get("/health")
@@ -131,16 +131,16 @@ class Engine:
             return str(answer.json().get("problem") or answer.status_code)
         return f"status {answer.status_code}"
 
-    async def examine(self) -> bool:
+    async def is_usable(self) -> bool:
         """Whether the engine can still be used. Sets ``problem`` when not."""
         if not self.problem:
             if self.ended.done():
                 self.problem = self.describe_end()
-            elif why := await self.unhealthy():
-                self.problem = await self.end() or why
+            elif why := await self.health_problem():
+                self.problem = await self.wait_for_end() or why
         return not self.problem
 
-    async def end(self) -> str:
+    async def wait_for_end(self) -> str:
         """How the engine ended; empty when it runs. Waits a moment, because a killed process stops answering before its end is known."""
         await asyncio.wait([self.ended], timeout=END_SECONDS)
         return self.describe_end() if self.ended.done() else ""

@@ -19,7 +19,7 @@ import httpx
 from factory.core.errors import FactoryError
 from factory.core.launching import make_die_with_parent
 from factory.core.workspace import checkout_root
-from factory.evals.probes.engine import Asking, make_fixture
+from factory.evals.probes.engine import EngineClient, make_fixture
 from factory.release.serving import MODEL_NAME
 
 
@@ -27,7 +27,7 @@ class ParityError(FactoryError):
     """The engine does not answer like the judged model."""
 
 
-def make(export: Path) -> dict[str, Any]:
+def make_parity_fixture(export: Path) -> dict[str, Any]:
     """The answers of the judge's model. Raises: InputError for an export that cannot be read."""
     from factory.evals.reference_model import ReferenceModel
     from factory.ingest.tokenizer import Tokenizer
@@ -37,20 +37,20 @@ def make(export: Path) -> dict[str, Any]:
     return make_fixture(Tokenizer.load(export), model, model.config.context, greedy)
 
 
-async def check(client: httpx.AsyncClient, fixture: dict[str, Any], tolerance: float) -> None:
+async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], tolerance: float) -> None:
     """Compare an engine with the fixture. ``tolerance``: of log-probabilities, in nats.
 
     Raises: ParityError naming the failed checks; httpx.HTTPError.
     """
-    found = await Asking(client, fixture, tolerance, MODEL_NAME).check(typed_texts=False)
+    found = await EngineClient(client, fixture, tolerance, MODEL_NAME).check(typed_texts=False)
     if wrong := [f"{check.name}: {check.detail}" for check in found if not check.ok]:
         raise ParityError(
             "serving.not_the_judged_model", "The engine does not answer like the judged model: {failed}", failed=wrong
         )
 
 
-async def made(export: Path) -> dict[str, Any]:
-    """Run ``make`` in a process of its own. Raises: ParityError."""
+async def make_in_process(export: Path) -> dict[str, Any]:
+    """Run ``make_parity_fixture`` in a process of its own. Raises: ParityError."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"
         process = await asyncio.create_subprocess_exec(
@@ -79,7 +79,7 @@ async def made(export: Path) -> dict[str, Any]:
 def main(arguments: list[str]) -> int:
     export, out = map(Path, arguments)
     try:
-        out.write_text(json.dumps(make(export)), encoding="utf-8")
+        out.write_text(json.dumps(make_parity_fixture(export)), encoding="utf-8")
     except FactoryError as error:
         print(error, file=sys.stderr)
         return error.exit_code

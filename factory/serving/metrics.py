@@ -38,12 +38,12 @@ class Metrics:
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()
 
-    def add(self, name: str, amount: float = 1, **labels: object) -> None:
+    def count(self, name: str, amount: float = 1, **labels: object) -> None:
         """Add to a counter of ``HELP``."""
         assert name in HELP, name
         self._counts[name, _labels(labels)] += amount  # type: ignore[assignment]
 
-    def text(self, gauges: list[tuple[str, dict[str, object], float]]) -> str:
+    def format_page(self, gauges: list[tuple[str, dict[str, object], float]]) -> str:
         """The metrics page: all counters and ``gauges`` (name, labels, value)."""
         values = {**self._counts, **{(name, _labels(labels)): value for name, labels, value in gauges}}
         lines = []

@@ -24,7 +24,7 @@ from factory.release.serving import MODEL_NAME
 from factory.serving.api.disconnects import ClientGone, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
-from factory.serving.swap import Supervisor, Unavailable
+from factory.serving.swap import Supervisor, UnavailableError
 from kernels.contract.message import Message
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -33,7 +33,7 @@ MOST_TRIES = 5  # of one request, because the request itself may make engines fa
 ENDED = Message("serving.engine_ended_in_answer", "The engine ended while it answered. Send the request again.")
 
 
-def application(supervisor: Supervisor, key: str) -> Starlette:
+def make_application(supervisor: Supervisor, key: str) -> Starlette:
     """The router as an ASGI application. ``key``: the bearer token that each request needs; empty: no token."""
     router = _Router(supervisor, key)
     routes = [Route(path, router.guarded(router.generate), methods=["POST"]) for path in PATHS]
@@ -65,12 +65,12 @@ class _Router:
                 response = await handle(request)
             except ApiError as error:
                 response = JSONResponse(error.body(), error.status)
-            except Unavailable as error:
+            except UnavailableError as error:
                 body = ApiError(503, Message.from_json(error.message), openai_code="no_engine").body()
                 response = JSONResponse(body, 503, {"Retry-After": "5"})
             except (ClientGone, ClientDisconnect):
                 response = Response(status_code=499)
-            self.metrics.add("factory_serve_requests_total", status=response.status_code)
+            self.metrics.count("factory_serve_requests_total", status=response.status_code)
             return response
 
         return answer
@@ -81,7 +81,7 @@ class _Router:
         path, tried = request.url.path, 0
         while True:
             async with AsyncExitStack() as held:
-                engine = await cancel_if_gone(request, held.enter_async_context(self.supervisor.use()))
+                engine = await cancel_if_gone(request, held.enter_async_context(self.supervisor.use_engine()))
                 adapted = engine.kind.adapt(path, body, engine.champion.export)
                 try:
                     answer = await cancel_if_gone(request, self._ask(engine, path, adapted, held))
@@ -89,7 +89,7 @@ class _Router:
                         return self._passed_on(answer, engine, began, held.pop_all())
                 except httpx.TransportError:
                     pass
-                await self.supervisor.examine(engine)
+                await self.supervisor.is_usable(engine)
                 tried += 1
             if tried == MOST_TRIES:
                 failed = Message(
@@ -98,7 +98,7 @@ class _Router:
                     tried=tried,
                 )
                 raise ApiError(502, failed, openai_code="engine_failed")
-            self.metrics.add("factory_serve_retries_total")
+            self.metrics.count("factory_serve_retries_total")
 
     async def _ask(self, engine: Engine, path: str, body: bytes, held: AsyncExitStack) -> _Answer | None:
         """The answer, whole or up to its first bytes; None when the engine failed and another should be asked."""
@@ -106,7 +106,7 @@ class _Router:
             "content-type": "application/json",
             "accept-encoding": "identity",
         }  # the bytes are passed on unchanged
-        response = await engine.ask("POST", path, content=body, headers=headers)
+        response = await engine.send_request("POST", path, content=body, headers=headers)
         held.push_async_callback(response.aclose)
         if response.headers.get("content-type", "").startswith("text/event-stream"):
             chunks = response.aiter_raw()
@@ -115,7 +115,7 @@ class _Router:
         if (
             response.status_code >= 500
             and _code_of(content) != "not_finite"
-            and not await self.supervisor.examine(engine)
+            and not await self.supervisor.is_usable(engine)
         ):
             return None
         return _Answer(response, content, None)
@@ -134,11 +134,11 @@ class _Router:
                 async for chunk in answer.rest:
                     yield chunk
             except httpx.TransportError:
-                self.metrics.add("factory_serve_broken_streams_total")
-                await self.supervisor.examine(engine)
+                self.metrics.count("factory_serve_broken_streams_total")
+                await self.supervisor.is_usable(engine)
                 yield f"data: {json.dumps(ApiError(502, ENDED, openai_code='engine_failed').body())}\n\n".encode()
-        self.metrics.add("factory_serve_request_seconds_sum", time.monotonic() - began)
-        self.metrics.add("factory_serve_request_seconds_count")
+        self.metrics.count("factory_serve_request_seconds_sum", time.monotonic() - began)
+        self.metrics.count("factory_serve_request_seconds_count")
 
     async def models(self, request: Request) -> Response:
         engine = self.supervisor.current
@@ -155,7 +155,7 @@ class _Router:
         wanted = supervisor.wanted.release if supervisor.wanted else None
         facts = {"ok": engine is not None, "release": engine and engine.champion.release, "champion": wanted}
         return JSONResponse(
-            facts | {"problem": supervisor.trouble or supervisor.changed_export or None}, 200 if engine else 503
+            facts | {"problem": supervisor.trouble or supervisor.export_problem or None}, 200 if engine else 503
         )
 
     async def metrics_page(self, request: Request) -> Response:
@@ -164,15 +164,15 @@ class _Router:
         gauges: list[tuple[str, dict[str, object], float]] = [
             ("factory_serve_release", {}, engine.champion.release if engine else 0),
             ("factory_serve_champion", {}, wanted.release if wanted else 0),
-            ("factory_serve_export_changed", {}, bool(supervisor.changed_export)),
+            ("factory_serve_export_changed", {}, bool(supervisor.export_problem)),
         ]
         gauges += [
             ("factory_serve_in_flight", {"release": e.champion.release}, e.in_flight) for e in supervisor.engines
         ]
-        text = self.metrics.text(gauges)
+        text = self.metrics.format_page(gauges)
         if engine:
             try:
-                text += (await (await engine.ask("GET", "/metrics")).aread()).decode()
+                text += (await (await engine.send_request("GET", "/metrics")).aread()).decode()
             except httpx.HTTPError as error:
                 text += f"# engine metrics missing: {type(error).__name__}\n"
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")

@@ -10,21 +10,21 @@ from typing import Any
 import uvicorn
 
 from factory.core.errors import InputError
-from factory.core.listening import is_loopback, listen
+from factory.core.listening import is_loopback, open_listening_socket
 from factory.core.served import note_served_address
 from factory.core.workspace import Workspace
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.rows import Subject
 from factory.serving.champion import read_champion
 from factory.serving.engines import EngineKind
-from factory.serving.router import application
+from factory.serving.router import make_application
 from factory.serving.swap import Supervisor
 from kernels.contract.message import Message
 
 CLOSE_SECONDS = 5  # after an interrupt, for requests in flight
 
 
-def serve(
+def serve_champion(
     workspace: Workspace, kind: EngineKind, *, host: str, port: int, key: str, say: Callable[[str], None]
 ) -> None:
     """Serve the champion until interrupted. ``port`` 0: a free port, which ``say`` reports.
@@ -37,12 +37,12 @@ def serve(
             "Other machines can reach --host {host}, so a key is required. Set --key or $FACTORY_SERVE_KEY.",
             host=host,
         )
-    listening = listen(host, port)
+    listening = open_listening_socket(host, port)
     ledger = Ledger.open(workspace.ledger_url)
 
     def note(event: str, release: int, detail: dict[str, Any]) -> None:
         with ledger.begin() as tx:
-            record(tx, event, Subject("release", release), detail)
+            record_event(tx, event, Subject("release", release), detail)
 
     supervisor = Supervisor(kind, lambda: read_champion(workspace), say, workspace.logs, note)
     where = f"[{host}]" if ":" in host else host
@@ -54,7 +54,7 @@ def serve(
 
 async def _run(supervisor: Supervisor, listening: socket.socket, key: str) -> None:
     options = uvicorn.Config(
-        application(supervisor, key),
+        make_application(supervisor, key),
         log_level="warning",
         access_log=False,
         lifespan="off",

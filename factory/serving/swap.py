@@ -34,10 +34,10 @@ NO_ANSWER_SECONDS, NO_ANSWER = (
     60.0,
     50,
 )  # an engine hangs if a health request takes so many seconds, and so many times the longest earlier one
-Stage = Callable[[str, Engine], Awaitable[None]]
+StageCallback = Callable[[str, Engine], Awaitable[None]]
 
 
-class Unavailable(FactoryError):
+class UnavailableError(FactoryError):
     """No engine serves. The message has the reason."""
 
 
@@ -52,7 +52,7 @@ class _Attempt:
 
 
 class Supervisor:
-    """Starts, watches and replaces engines. ``run`` it beside the router, which gets an engine from ``use``.
+    """Starts, watches and replaces engines. ``run`` it beside the router, which gets an engine from ``use_engine``.
 
     ``logs``: a folder for the engines' output. ``note``: records (event, release, detail) in the ledger.
     """
@@ -64,7 +64,7 @@ class Supervisor:
         say: Callable[[str], None],
         logs: Path,
         note: Callable[[str, int, dict[str, Any]], None] = lambda event, release, detail: None,
-        on_stage: Stage | None = None,
+        on_stage: StageCallback | None = None,
     ) -> None:
         self.kind, self.metrics = kind, Metrics()
         self._read, self._say, self._note, self._on_stage, self._logs = read, say, note, on_stage, logs
@@ -86,13 +86,13 @@ class Supervisor:
         self._slowest_answer = 0.0
 
     @property
-    def changed_export(self) -> str:
+    def export_problem(self) -> str:
         """The problem with the files of the served export, which its engine no longer reads."""
         return self._watch.problem if self._watch else ""
 
     # -- for the router -------------------------------------------------------------------------------------------------
     @contextlib.asynccontextmanager
-    async def use(self) -> AsyncIterator[Engine]:
+    async def use_engine(self) -> AsyncIterator[Engine]:
         """An engine for a request. It is not stopped before the block ends. Waits while an engine starts. Raises: Unavailable."""
         engine = await self._pick()
         engine.in_flight += 1
@@ -110,15 +110,15 @@ class Supervisor:
                     "serving.nothing_released",
                     "No model is released, so none can be served. Run 'factory status' to see the candidates.",
                 )
-                raise Unavailable(Message.from_json(self.trouble or none))
+                raise UnavailableError(Message.from_json(self.trouble or none))
             async with self._changed:
                 if self.current is None:
                     await self._changed.wait()
         return self.current
 
-    async def examine(self, engine: Engine) -> bool:
+    async def is_usable(self, engine: Engine) -> bool:
         """Whether an engine can still be used. If not, it gets no more requests, and another engine is started."""
-        sound = await engine.examine()
+        sound = await engine.is_usable()
         if not sound and engine is self.current:
             await self._lose(engine)
         return sound
@@ -158,9 +158,9 @@ class Supervisor:
                 )
             )
         if self.current and self.current.ended.done():
-            await self.examine(self.current)
+            await self.is_usable(self.current)
         if watch := self._watch:
-            changed: bool = await asyncio.to_thread(watch.look)
+            changed: bool = await asyncio.to_thread(watch.has_new_problem)
             if changed:
                 self._say(watch.problem)
         await self._retarget("mend", self.serving if self.current is None else None)
@@ -229,7 +229,7 @@ class Supervisor:
         """
         stage, engine, began = "started", None, time.monotonic()
         try:
-            await asyncio.to_thread(champion.check)
+            await asyncio.to_thread(champion.check_export)
             engine = await Engine.start(self.kind, champion, self._logs)
             self.engines.append(engine)
             await self._passed(stage, engine)
@@ -238,24 +238,26 @@ class Supervisor:
             await self._passed(stage, engine)
             stage = "verified"
             watch = ExportWatch(champion)
-            await asyncio.to_thread(watch.check)  # the engine read the files that are there now: the judged export
+            await asyncio.to_thread(
+                watch.check_export
+            )  # the engine read the files that are there now: the judged export
             await self._passed(stage, engine)
             stage = "parity"
             expected = await self._fixture(champion)
-            await fixture.check(engine.client, expected, self.kind.tolerance)
+            await fixture.check_parity(engine.client, expected, self.kind.tolerance)
             await self._passed(stage, engine)
             stage = "warm"
             await _warm_up(engine, expected)
             await self._passed(stage, engine)
             stage = "flipped"
-            if not await engine.examine():
+            if not await engine.is_usable():
                 raise EngineError(engine.problem)
         except BaseException as error:
             if isinstance(error, Exception):
-                self.metrics.add("factory_serve_failures_total", stage=stage)
+                self.metrics.count("factory_serve_failures_total", stage=stage)
             if engine:
                 self.engines.remove(engine)
-                ended = await engine.end() if isinstance(error, (httpx.HTTPError, fixture.ParityError)) else ""
+                ended = await engine.wait_for_end() if isinstance(error, (httpx.HTTPError, fixture.ParityError)) else ""
                 await asyncio.shield(engine.stop())
                 if ended:
                     raise EngineError(ended) from error
@@ -274,7 +276,7 @@ class Supervisor:
         old, self.current = self.current, engine
         again = self.serving == engine.champion
         self.serving, self.trouble, self._said = engine.champion, "", ""
-        self.metrics.add("factory_serve_swaps_total", release=engine.champion.release)
+        self.metrics.count("factory_serve_swaps_total", release=engine.champion.release)
         if old:
             self._start(self._retire(old))
         self._start(self._record("serving", engine.champion.release, {"engine": engine.kind.name, "again": again}))
@@ -292,7 +294,7 @@ class Supervisor:
         """Replace the current engine, which can no longer be used."""
         self.current = None
         self.trouble = engine.problem
-        self.metrics.add("factory_serve_engine_ends_total")
+        self.metrics.count("factory_serve_engine_ends_total")
         soon = time.monotonic() - self._flipped_at < SHORT_LIFE_TIMES * self._seconds_to_start
         self._short_lives = self._short_lives + 1 if soon else 0
         pause = _pause(self._short_lives - 1)
@@ -321,7 +323,7 @@ class Supervisor:
     async def _fixture(self, champion: Champion) -> dict[str, Any]:
         """The fixture of an export, made once in a process of its own. Raises: ParityError."""
         if champion.export_sha256 not in self._fixtures:
-            self._fixtures = {champion.export_sha256: await fixture.made(champion.export)}
+            self._fixtures = {champion.export_sha256: await fixture.make_in_process(champion.export)}
         return self._fixtures[champion.export_sha256]
 
     async def _passed(self, stage: str, engine: Engine) -> None:
@@ -348,7 +350,7 @@ class Supervisor:
                 continue
             began = time.monotonic()
             limit = max(NO_ANSWER_SECONDS, NO_ANSWER * self._slowest_answer)
-            answer = asyncio.ensure_future(self.examine(engine))
+            answer = asyncio.ensure_future(self.is_usable(engine))
             await asyncio.wait([answer, engine.ended], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 self._slowest_answer = max(self._slowest_answer, time.monotonic() - began)
@@ -361,7 +363,7 @@ class Supervisor:
                         release=engine.champion.release,
                         seconds=limit,
                     )
-                await self.examine(engine)
+                await self.is_usable(engine)
             await asyncio.wait([engine.ended], timeout=POLL_SECONDS)
 
     def _start(self, work: Any) -> None:

@@ -33,7 +33,7 @@ SETTINGS = {
 }
 
 
-def vllm(environment: Path | None = None) -> EngineKind:
+def vllm_engine_kind(environment: Path | None = None) -> EngineKind:
     """vLLM from ``environment``; default: that of ``make serve-env``. Raises: InputError when vLLM is not installed there."""
     environment = environment or checkout_root() / ENVIRONMENT
     program = environment / "bin" / "vllm"
@@ -62,10 +62,10 @@ def vllm(environment: Path | None = None) -> EngineKind:
     if not on_gpu:
         settings["VLLM_CPU_KVCACHE_SPACE"] = CPU_CACHE_GIB
     # In bf16 two correct programs differ by some hundredths of a nat.
-    return EngineKind("vllm", command, settings, tolerance=0.1 if on_gpu else 1e-3, adapt=adapt)
+    return EngineKind("vllm", command, settings, tolerance=0.1 if on_gpu else 1e-3, adapt=adapt_request)
 
 
-def adapt(path: str, body: bytes, export: Path) -> bytes:
+def adapt_request(path: str, body: bytes, export: Path) -> bytes:
     """The body for vLLM, made from the body of a request. Raises: ApiError."""
     chat = path.endswith("/chat/completions")
     data = parse_body(body)
@@ -86,7 +86,7 @@ def main(arguments: list[str]) -> NoReturn:
     """``python -m factory.serving.vllm EXPORT SOCKET``: becomes vLLM, for the release gate."""
     export, socket = arguments
     try:
-        kind = vllm()
+        kind = vllm_engine_kind()
         command = kind.command(Path(export), socket)
     except FactoryError as error:
         print(error, file=sys.stderr)

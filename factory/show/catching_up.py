@@ -23,7 +23,7 @@ from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
 from factory.runs.running import with_real_state
-from factory.show.mlflow.outages import TrackingError, describe_single_failure, shown
+from factory.show.mlflow.outages import TrackingError, describe_single_failure, try_to_show
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (
     ARM_SHOWN,
@@ -32,13 +32,13 @@ from factory.show.mlflow.runs import (
     PROFILE_SHOWN,
     RUN_DELETED,
     SHOWN,
-    Tracking,
+    MlflowTracking,
 )
 from factory.show.mlflow.store import check_writable
 from factory.show.pages import anomaly_page, proposal_report, release_report
 from kernels.contract.message import Message
 
-Wanted = Mapping[
+ThingsBySubject = Mapping[
     str, tuple[Any, dict[str, Any]]
 ]  # by subject: a thing, and the detail of the event that records its showing
 
@@ -49,7 +49,7 @@ class ThingToShow:
 
     name: str
     behind: Callable[[Plant, ReadsSql], Iterable[Any]]
-    show: Callable[[Plant, Tracking, Any], object]
+    show: Callable[[Plant, MlflowTracking, Any], object]
 
 
 def show_missing(plant: Plant) -> None:
@@ -57,19 +57,21 @@ def show_missing(plant: Plant) -> None:
 
     Raises: the errors of a fault of the machine.
     """
-    tracking = Tracking.open(plant)
+    tracking = MlflowTracking.open(plant)
     with plant.ledger.snapshot() as db:
         pages, rest = ([(one, [*one.behind(plant, db)]) for one in showings] for showings in (PAGES, IN_MLFLOW))
     for showing, behind in pages:
         for one in behind:
             _alone(plant, tracking, showing, one)
     if any(behind for _, behind in rest):
-        shown(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
+        try_to_show(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
 
 
-def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[ThingToShow, list[Any]]]) -> bool:
+def _in_mlflow(plant: Plant, tracking: MlflowTracking, rest: Sequence[tuple[ThingToShow, list[Any]]]) -> bool:
     """Raises: TrackingError; WorkspaceError while another process shows."""
-    with plant.workspace.lock("tracking", PATIENCE):  # without the lock, two processes could send the same thing twice
+    with plant.workspace.hold_lock(
+        "tracking", PATIENCE
+    ):  # without the lock, two processes could send the same thing twice
         check_writable(plant.workspace)
         for showing, behind in rest:
             for one in behind:
@@ -82,7 +84,7 @@ def _in_mlflow(plant: Plant, tracking: Tracking, rest: Sequence[tuple[ThingToSho
 _refused: set[tuple[Path, str]] = set()  # messages that this process has printed
 
 
-def _alone(plant: Plant, tracking: Tracking, showing: ThingToShow, one: Any) -> None:
+def _alone(plant: Plant, tracking: MlflowTracking, showing: ThingToShow, one: Any) -> None:
     """Show one thing. An error that concerns only this thing (a deleted run, a missing branch) is printed once per process.
 
     Raises: TrackingError where MLflow does not answer; the errors of a fault of the machine.
@@ -101,7 +103,7 @@ def _alone(plant: Plant, tracking: Tracking, showing: ThingToShow, one: Any) -> 
         said = plant.workspace.root, message
         if said not in _refused:
             _refused.add(said)
-            plant.say(said[1])
+            plant.print_line(said[1])
 
 
 # -- pages --------------------------------------------------------------------------------------------------------------
@@ -117,10 +119,10 @@ def _candidates_without_page(plant: Plant, db: ReadsSql) -> list[tuple[int, floa
     found: dict[int, float] = {}
     released = {row.candidate: row for row in ReleaseRow.select(db)} if judged else {}
     for verdict in judged:
-        page, release = release_report.page_of(plant, verdict.number), released.get(verdict.number)
+        page, release = release_report.report_path(plant, verdict.subject_number), released.get(verdict.subject_number)
         newest = max(verdict.created_at, release.created_at if release else 0.0)
         if not page.is_file() or page.stat().st_mtime < newest or (release and release.report is None):
-            found[verdict.number] = max(newest, found.get(verdict.number, 0.0))
+            found[verdict.subject_number] = max(newest, found.get(verdict.subject_number, 0.0))
     return [*found.items()]
 
 
@@ -144,7 +146,7 @@ def _diagnoses(db: ReadsSql) -> list[tuple[int, float, dict[str, Any]]]:
 
 def _diagnoses_without_page(plant: Plant, db: ReadsSql) -> list[tuple[dict[str, Any], float]]:
     """(detail, time) of diagnoses whose page is missing or older than the newest event."""
-    found = [(anomaly_page.page_of(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
+    found = [(anomaly_page.diagnosis_page_path(plant, detail), at, detail) for _, at, detail in _diagnoses(db)]
     return [(detail, at) for page, at, detail in found if not page.is_file() or page.stat().st_mtime < at]
 
 
@@ -157,7 +159,7 @@ def _unclosed(plant: Plant, db: ReadsSql) -> list[int]:
     return [number for number in left if number not in retired]
 
 
-def _close(plant: Plant, tracking: Tracking, number: int) -> None:
+def _close(plant: Plant, tracking: MlflowTracking, number: int) -> None:
     follower = tracking.follow_segment(SegmentRow.get(plant.ledger, number), plant.progress.line)
     while follower.poll():
         pass
@@ -177,18 +179,20 @@ def _unshown_proposals(plant: Plant, db: ReadsSql) -> list[int]:
 
 
 def _unshown_diagnoses(plant: Plant, db: ReadsSql) -> list[tuple[int, dict[str, Any]]]:
-    found: Wanted = {f"diagnosis:{event}": ((event, detail), {}) for event, _, detail in _diagnoses(db)}
+    found: ThingsBySubject = {f"diagnosis:{event}": ((event, detail), {}) for event, _, detail in _diagnoses(db)}
     return _untold(db, DIAGNOSIS_SHOWN, found)
 
 
-def _show_diagnosis(plant: Plant, tracking: Tracking, one: tuple[int, dict[str, Any]]) -> None:
+def _show_diagnosis(plant: Plant, tracking: MlflowTracking, one: tuple[int, dict[str, Any]]) -> None:
     event, detail = one
-    segment, page = SegmentRow.get(plant.ledger, detail["segment"]), anomaly_page.page_of(plant, detail)
+    segment, page = SegmentRow.get(plant.ledger, detail["segment"]), anomaly_page.diagnosis_page_path(plant, detail)
     tracking.segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
 
 
 def _unshown_profiles(plant: Plant, db: ReadsSql) -> list[int]:
-    rows: Wanted = {f"profile:{row['id']}": (row, {}) for row in db.read("SELECT id, path FROM profiles ORDER BY id")}
+    rows: ThingsBySubject = {
+        f"profile:{row['id']}": (row, {}) for row in db.read("SELECT id, path FROM profiles ORDER BY id")
+    }
     return [row["id"] for row in _untold(db, PROFILE_SHOWN, rows) if Path(row["path"]).is_file()]
 
 
@@ -215,7 +219,7 @@ def _untraced(plant: Plant, db: ReadsSql) -> list[dict[str, Any]]:
     return db.read("SELECT * FROM exchanges WHERE trace IS NULL AND file IS NOT NULL ORDER BY id")
 
 
-def _untold(db: ReadsSql, kind: str, wanted: Wanted) -> list[Any]:
+def _untold(db: ReadsSql, kind: str, wanted: ThingsBySubject) -> list[Any]:
     """The things whose newest event of this kind does not have the wanted detail. Events before MLflow's database was remade do not count."""
     if not wanted:
         return []
@@ -235,11 +239,15 @@ PAGES = (
         _candidates_without_page,
         lambda plant, _, one: _dated(release_report.write_report(plant, one[0]), one[1]),
     ),
-    ThingToShow("proposals' pages", _proposals_without_page, lambda plant, _, one: proposal_report.write(plant, one)),
+    ThingToShow(
+        "proposals' pages",
+        _proposals_without_page,
+        lambda plant, _, one: proposal_report.write_proposal_report(plant, one),
+    ),
     ThingToShow(
         "diagnoses' pages",
         _diagnoses_without_page,
-        lambda plant, _, one: _dated(anomaly_page.write(plant, one[0]), one[1]),
+        lambda plant, _, one: _dated(anomaly_page.write_diagnosis_page(plant, one[0]), one[1]),
     ),
 )
 IN_MLFLOW = (
@@ -249,6 +257,6 @@ IN_MLFLOW = (
     ThingToShow("diagnoses", _unshown_diagnoses, _show_diagnosis),
     ThingToShow("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
     ThingToShow("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
-    ThingToShow("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.say)),
+    ThingToShow("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.print_line)),
     ThingToShow("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

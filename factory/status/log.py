@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from factory.core.left_files import read_tail
-from factory.core.moments import format_iso_time, local, span
-from factory.core.progress import Progress, Task
+from factory.core.moments import format_duration, format_iso_time, format_local_time
+from factory.core.progress import Progress, ProgressTask
 from factory.core.workspace import Workspace
 from factory.status.running import TASK_NOTE
 
@@ -42,7 +42,7 @@ class LoggedProgress:
         self.shown.line(text)
 
     @contextmanager
-    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+    def task(self, title: str, total: float | None = None) -> Iterator[ProgressTask]:
         began = (title, time.time())
         self._write("began", title)
         with self._lock:
@@ -81,7 +81,7 @@ class LoggedProgress:
             os.replace(aside, self.note)
 
 
-def entries(workspace: Workspace, count: int, until: int | None = None) -> list[dict[str, Any]]:
+def read_entries(workspace: Workspace, count: int, until: int | None = None) -> list[dict[str, Any]]:
     """The newest ``count`` entries of the log, oldest first. ``until``: read only this many bytes of the newest file."""
     found: list[dict[str, Any]] = []
     for path in (workspace.logs / NAME, *(workspace.logs / f"{NAME}.{n}" for n in range(1, FILES))):
@@ -92,12 +92,12 @@ def entries(workspace: Workspace, count: int, until: int | None = None) -> list[
     return found[-count:] if count else []
 
 
-def follow(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
+def follow_entries(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
     """The newest ``count`` entries, and then, without end, each new entry. A file that is renamed meanwhile is read to its end first."""
     path = workspace.logs / NAME
     path.touch()
     file = open(path, "rb")  # noqa: SIM115 (open as long as it is the newest)
-    yield from entries(workspace, count, until=file.seek(0, os.SEEK_END))
+    yield from read_entries(workspace, count, until=file.seek(0, os.SEEK_END))
     rest = b""
     while True:
         renamed = path.exists() and not os.path.samestat(os.fstat(file.fileno()), path.stat())
@@ -110,15 +110,15 @@ def follow(workspace: Workspace, count: int) -> Iterator[dict[str, Any]]:
             time.sleep(POLL_SECONDS)
 
 
-def describe(entry: dict[str, Any]) -> str:
+def format_entry(entry: dict[str, Any]) -> str:
     """A log entry as a line for a person."""
     at = str(entry.get("at", ""))
     with contextlib.suppress(ValueError):
         from datetime import datetime
 
-        at = local(datetime.fromisoformat(at).timestamp())
+        at = format_local_time(datetime.fromisoformat(at).timestamp())
     word = {"began": "begins: ", "ended": "ended: "}.get(str(entry.get("kind")), "")
-    took = f" ({span(entry['seconds'])})" if "seconds" in entry else ""
+    took = f" ({format_duration(entry['seconds'])})" if "seconds" in entry else ""
     return f"{at}  {word}{entry.get('text', '')}{took}"
 
 

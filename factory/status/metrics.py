@@ -11,13 +11,13 @@ from typing import Any
 
 from factory.core.errors import ConfigError, FactoryError
 from factory.core.workspace import Workspace
-from factory.status.status import facts
+from factory.status.status import status_facts
 
 ADDRESS = "127.0.0.1"
 FORMAT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def text(found: dict[str, Any]) -> str:
+def prometheus_text(found: dict[str, Any]) -> str:
     """The facts in Prometheus' text format: one line for each number, and a HELP line for each metric."""
     lines: list[str] = []
 
@@ -95,7 +95,7 @@ def _escaped(value: str) -> str:
 
 
 @contextmanager
-def serving(workspace: Workspace) -> Iterator[int]:
+def serve_metrics(workspace: Workspace) -> Iterator[int]:
     """Answer ``GET /metrics`` while the block runs, if ``metrics_port`` is set. Yields the port, or 0 if nothing is served.
 
     Raises: ConfigError where the port is in use.
@@ -111,7 +111,7 @@ def serving(workspace: Workspace) -> Iterator[int]:
                 self.send_error(404)
                 return
             try:
-                status, body = 200, text(facts(workspace))
+                status, body = 200, prometheus_text(status_facts(workspace))
             except (FactoryError, OSError) as error:  # a locked ledger, a full disk
                 status, body = 503, f"{error}\n"
             data = body.encode("utf-8", "backslashreplace")

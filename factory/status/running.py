@@ -18,7 +18,7 @@ TAIL_BYTES = 1 << 16
 RATE_STEPS = 32  # the rate is measured from this many newest steps
 
 
-def daemon(workspace: Workspace) -> dict[str, Any]:
+def daemon_facts(workspace: Workspace) -> dict[str, Any]:
     """``running``: whether a process holds the model loop's lock. If so, also ``process``, ``command`` and ``since``, and ``doing`` and
     ``doing_since`` while it has a task."""
     path = workspace.root / LOCK_FILE
@@ -74,7 +74,7 @@ def current_segment_facts(db: ReadsSql, now: float | None = None) -> dict[str, A
     if row is None:
         return None
     now = time.time() if now is None else now
-    facts: dict[str, Any] = row.only("id kind first_step last_step attempts created_at") | {
+    facts: dict[str, Any] = row.select_fields("id kind first_step last_step attempts created_at") | {
         "step": row.first_step, "loss": None, "tokens_per_s": None, "mfu": None, "step_seconds": None, "eta_seconds": None,
         "age_seconds": now - row.created_at, "seconds_since_step": None,
     }  # fmt: skip

@@ -8,42 +8,49 @@ from typing import Any
 
 from factory.code_loop import improvements
 from factory.core.errors import ConfigError
-from factory.core.moments import local, span
+from factory.core.moments import format_duration, format_local_time
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
-from factory.ledger.anomalies import every_anomaly
-from factory.ledger.files import low_disk
-from factory.ledger.reader import Reader
+from factory.ledger.anomalies import list_anomalies
+from factory.ledger.files import find_low_disk
+from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import ReadsSql
-from factory.releasable.recorded import newest
-from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, samples
-from factory.status.running import current_segment_facts, daemon
-from factory.status.waiting import ACTION_FAILED, PASS_FAILED, lines_of, open_verdicts, waiting, waiting_facts
+from factory.releasable.recorded import newest_report
+from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, read_samples
+from factory.status.running import current_segment_facts, daemon_facts
+from factory.status.waiting import (
+    ACTION_FAILED,
+    PASS_FAILED,
+    list_waiting_for_person,
+    open_verdicts,
+    waiting_facts,
+    waiting_lines,
+)
 from kernels.contract.message import Message
 
 AHEAD = "trunk_ahead"  # event when the possible training changes: {steps, new_shards, wanted, missing_tokens}
 DAY = 86_400
 
 
-def facts(workspace: Workspace) -> dict[str, Any]:
+def status_facts(workspace: Workspace) -> dict[str, Any]:
     """All facts as JSON-ready data. Moments are seconds since 1970. Raises: WorkspaceError."""
-    db, now = Reader(workspace), time.time()
+    db, now = LedgerReader(workspace), time.time()
     return (
-        recorded.snapshot(workspace)
+        recorded.read_status(workspace)
         | waiting_facts(db)
         | {
             "at": now,
-            "daemon": daemon(workspace),
+            "daemon": daemon_facts(workspace),
             "last_error": read_last_error(db),
             "training": current_segment_facts(db, now),
-            "waiting_for_a_person": waiting(workspace, db),
+            "waiting_for_a_person": list_waiting_for_person(workspace, db),
             "open_verdicts": open_verdicts(db),
-            "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in every_anomaly(db)),
+            "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in list_anomalies(db)),
             "data_ahead": read_data_ahead(db),
-            "releasable": newest(workspace, db),
-            "disk": disk(workspace, db, now),
+            "releasable": newest_report(workspace, db),
+            "disk": disk_facts(workspace, db, now),
             "spend": spending_facts(db, now),
-            "improve": improvements.facts(db, improvements.improve_policy_as_written(workspace), now),
+            "improve": improvements.improvement_facts(db, improvements.improve_policy_as_written(workspace), now),
         }
     )
 
@@ -63,11 +70,11 @@ def read_data_ahead(db: ReadsSql) -> dict[str, Any] | None:
     return None
 
 
-def disk(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
+def disk_facts(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
     """``free``, ``total`` and ``floor`` in bytes. ``estimate_hours_left``: until the free space reaches the floor, at the rate of the last hours; None: the
     free space does not shrink, or too little was measured."""
     room = disk_usage(workspace.root)
-    policy = load_yaml(workspace.policy("retention.yaml"))
+    policy = load_yaml(workspace.policy_path("retention.yaml"))
     keys = policy if isinstance(policy, dict) else {}
     try:
         floor = max(int(keys.get("floor_bytes", FLOOR_BYTES)), int(keys.get("floor_share", 0.0) * room.total))
@@ -75,10 +82,16 @@ def disk(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
         raise ConfigError(
             "status.bad_floor",
             "{file}: floor_bytes and floor_share must be numbers.",
-            file=workspace.policy("retention.yaml"),
+            file=workspace.policy_path("retention.yaml"),
         ) from None
-    left = estimate_hours_left(samples(workspace), room.free, floor, now)
-    return {"free": room.free, "total": room.total, "floor": floor, "hours_left": left, "low": low_disk(db) is not None}
+    left = estimate_hours_left(read_samples(workspace), room.free, floor, now)
+    return {
+        "free": room.free,
+        "total": room.total,
+        "floor": floor,
+        "hours_left": left,
+        "low": find_low_disk(db) is not None,
+    }
 
 
 def spending_facts(db: ReadsSql, now: float) -> dict[str, Any]:
@@ -87,17 +100,17 @@ def spending_facts(db: ReadsSql, now: float) -> dict[str, Any]:
     return {"today": db.read(sql, since=now - now % DAY)[0], "in_all": db.read(sql, since=0.0)[0]}
 
 
-def screen(found: dict[str, Any]) -> list[str]:
-    """``facts`` as lines for a person."""
-    first, *rest = recorded.screen(found)
-    lines = [f"{first}   ({local(found['at'])})", *_daemon_lines(found), *_training_lines(found)]
+def status_lines(found: dict[str, Any]) -> list[str]:
+    """``status_facts`` as lines for a person."""
+    first, *rest = recorded.format_status(found)
+    lines = [f"{first}   ({format_local_time(found['at'])})", *_daemon_lines(found), *_training_lines(found)]
     for one in found["waiting_for_a_person"]:
         lines.append(
             Message("status.for_you", "waits     for you: {what} → {command}", what=one["what"], command=one["command"])
         )
     lines += _releasable_lines(found)
-    lines += lines_of(found | {"parked": None, "paused": None})  # these two wait for a person, as shown above
-    lines += improvements.lines(found["improve"], found["daemon"]["running"])
+    lines += waiting_lines(found | {"parked": None, "paused": None})  # these two wait for a person, as shown above
+    lines += improvements.improvement_lines(found["improve"], found["daemon"]["running"])
     lines += [_disk_line(found), *_spend_lines(found)]
     return lines + rest
 
@@ -105,14 +118,14 @@ def screen(found: dict[str, Any]) -> list[str]:
 def _daemon_lines(found: dict[str, Any]) -> list[str]:
     runs, now = found["daemon"], found["at"]
     if runs["running"]:
-        doing = f"; now {runs['doing']}, for {span(now - runs['doing_since'])}" if "doing" in runs else ""
+        doing = f"; now {runs['doing']}, for {format_duration(now - runs['doing_since'])}" if "doing" in runs else ""
         lines: list[str] = [
             Message(
                 "status.daemon_runs",
                 "daemon    runs: process {process} ({command}) since {since}{doing}",
                 process=runs["process"],
                 command=runs["command"],
-                since=local(runs["since"]),
+                since=format_local_time(runs["since"]),
                 doing=doing,
             )
         ]
@@ -123,8 +136,8 @@ def _daemon_lines(found: dict[str, Any]) -> list[str]:
             Message(
                 "status.last_error",
                 "          last error {at} ({ago} ago), {what}: {error}",
-                at=local(error["at"]),
-                ago=span(now - error["at"]),
+                at=format_local_time(error["at"]),
+                ago=format_duration(now - error["at"]),
                 what=error["what"],
                 error=error["error"],
             )
@@ -139,9 +152,13 @@ def _training_lines(found: dict[str, Any]) -> list[str]:
         words += [f"loss {row['loss']:.3f}"] if row["loss"] is not None else []
         words += [f"{row['tokens_per_s']:,.0f} tokens/s"] if row["tokens_per_s"] else []
         words += [f"MFU {100 * row['mfu']:.1f} %"] if row["mfu"] else []
-        words += [f"{span(row['eta_seconds'])} left"] if row["eta_seconds"] is not None else []
-        words += [f"newest step {span(row['seconds_since_step'])} ago"] if row["seconds_since_step"] is not None else []
-        words += [f"planned {span(row['age_seconds'])} ago"]
+        words += [f"{format_duration(row['eta_seconds'])} left"] if row["eta_seconds"] is not None else []
+        words += (
+            [f"newest step {format_duration(row['seconds_since_step'])} ago"]
+            if row["seconds_since_step"] is not None
+            else []
+        )
+        words += [f"planned {format_duration(row['age_seconds'])} ago"]
         tries = Message(
             "status.failed_tries",
             "{tries:,|try|tries} failed since the newest checkpoint",
@@ -194,7 +211,7 @@ def _disk_line(found: dict[str, Any]) -> str:
             "disk      {free:,.1f} of {total:,.1f} GB are free; {left} until the floor of {floor:,.1f} GB, at the rate of the last hours",
             free=free,
             total=total,
-            left=span(3600 * facts["hours_left"]),
+            left=format_duration(3600 * facts["hours_left"]),
             floor=floor,
         )
     return Message("status.disk", "disk      {free:,.1f} of {total:,.1f} GB are free", free=free, total=total)

@@ -8,22 +8,22 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from factory.core.moments import local
+from factory.core.moments import format_local_time
 from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import list_unread_files
 from factory.ledger.anomalies import ASKED, CLOSED, newest_details_by_anomaly
-from factory.ledger.decisions import undecided
-from factory.ledger.files import held, low_disk
+from factory.ledger.decisions import list_undecided_verdicts
+from factory.ledger.files import find_low_disk, held_files
 from factory.ledger.rows import CandidateRow, ProposalRow, ReadsSql, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.retrying.asking import Pause, asked, current_pause
-from factory.retrying.tries import parked, parked_commands, parked_instructions, parked_message
+from factory.retrying.asking import Pause, current_pause, open_requests
+from factory.retrying.tries import find_parked_segment, parked_commands, parked_instructions, parked_message
 from factory.status.notified import FILE, read_positions
 from kernels.contract.message import Message
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"
 
 
-def waiting(workspace: Workspace, db: ReadsSql) -> list[dict[str, str]]:
+def list_waiting_for_person(workspace: Workspace, db: ReadsSql) -> list[dict[str, str]]:
     """Each thing that waits for a person: ``what`` it is, and the ``command`` to type (or what to do). The most urgent comes first."""
     found = [
         *_training(db),
@@ -41,7 +41,7 @@ def _training(db: ReadsSql) -> list[tuple[str, str]]:
     if pause := current_pause(db):
         paused = Message("waiting.paused", "{what}, paused by {person}", what=pause.what, person=pause.by)
         found.append((paused, "factory resume"))
-    if disk := low_disk(db):
+    if disk := find_low_disk(db):
         low = Message(
             "waiting.disk_low",
             "training: the disk has {free:.2f} GB free, and the floor is {floor:.2f} GB",
@@ -49,7 +49,7 @@ def _training(db: ReadsSql) -> list[tuple[str, str]]:
             floor=disk["floor"] / 1e9,
         )
         found.append((low, Message("waiting.free_space", "free some space, for example with 'factory clean'")))
-    if row := parked(db):
+    if row := find_parked_segment(db):
         found.append((parked_message(db, row), parked_commands(row)))
     newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
     if newest and newest.state == "uncertified":
@@ -63,8 +63,8 @@ def _training(db: ReadsSql) -> list[tuple[str, str]]:
 def _verdicts(db: ReadsSql) -> list[tuple[str, str]]:
     """Promoted candidates that are not released, and promoted proposals that are not merged."""
     found: list[tuple[str, str]] = []
-    for verdict in undecided(db):
-        number = verdict.number
+    for verdict in list_undecided_verdicts(db):
+        number = verdict.subject_number
         command = Message(
             "waiting.release_commands",
             "factory releases approve {candidate}, or factory releases reject {candidate} --why …",
@@ -112,7 +112,7 @@ def _inbox(workspace: Workspace, db: ReadsSql) -> list[tuple[str, str]]:
         names = {os.fsencode(name).decode("utf-8", "backslashreplace") for name in os.listdir(workspace.inbox)}
     except OSError:
         return []
-    return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held(db).items()) if name in names]
+    return [(f"{name} in the inbox", one["why"]) for name, one in sorted(held_files(db).items()) if name in names]
 
 
 def _tasks(workspace: Workspace) -> list[tuple[str, str]]:
@@ -158,16 +158,16 @@ def open_verdicts(db: ReadsSql) -> list[str]:
 
 def waiting_facts(db: ReadsSql) -> dict[str, Any]:
     """The pause, the parked segment, the failing actions and the requests to the daemon, as JSON-ready facts."""
-    pause, row = current_pause(db), parked(db)
+    pause, row = current_pause(db), find_parked_segment(db)
     return {
         "paused": vars(pause) if pause else None,
         "parked": {"segment": row.id, "says": parked_instructions(db, row)} if row else None,
-        "failing": failing(db),
-        "asked": [{key: one[key] for key in ("action", "by", "at")} for one in asked(db).values()],
+        "failing": failing_actions(db),
+        "asked": [{key: one[key] for key in ("action", "by", "at")} for one in open_requests(db).values()],
     }
 
 
-def lines_of(facts: dict[str, Any]) -> list[str]:
+def waiting_lines(facts: dict[str, Any]) -> list[str]:
     """The facts of ``waiting_facts`` as lines for people."""
     lines: list[str] = [f"paused    {Pause(**facts['paused'])}"] if facts["paused"] else []
     lines += [f"parked    {facts['parked']['says']}"] if facts["parked"] else []
@@ -177,7 +177,7 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
                 "waiting.failing",
                 "failing   {what} since {since}: {error}",
                 what=one["what"],
-                since=local(one["since"]),
+                since=format_local_time(one["since"]),
                 error=one["error"],
             )
         )
@@ -188,13 +188,13 @@ def lines_of(facts: dict[str, Any]) -> list[str]:
                 "asked     {person} asked for '{action}' at {at}; 'factory run' does it in its next pass",
                 person=one["by"],
                 action=one["action"],
-                at=local(one["at"]),
+                at=format_local_time(one["at"]),
             )
         )
     return lines
 
 
-def failing(db: ReadsSql) -> list[dict[str, Any]]:
+def failing_actions(db: ReadsSql) -> list[dict[str, Any]]:
     """Actions that failed and have not succeeded since, oldest first: ``what``, ``error``, ``failures`` (at the last record), ``since``."""
     found: dict[str, dict[str, Any]] = {}
     kinds = ", ".join(f"'{kind}'" for kind in (ACTION_FAILED, PASS_FAILED, WORKS_AGAIN))

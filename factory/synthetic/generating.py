@@ -23,17 +23,17 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.core.progress import Progress, Task
+from factory.core.progress import Progress, ProgressTask
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
 from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.rules.claims import counted, strictest_licence
+from factory.ingest.rules.claims import find_relicensed_documents, strictest_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
-from factory.synthetic.openings import openings
+from factory.synthetic.openings import draw_openings
 from factory.synthetic.prompts import Prompt, choose_licence, read_prompts
 from factory.synthetic.writers import (
     Answer,
@@ -42,7 +42,7 @@ from factory.synthetic.writers import (
     WriterError,
     find_release_writer,
     make_endpoint_writer,
-    opened,
+    open_writer,
 )
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
@@ -142,14 +142,14 @@ class GenerationRequest:
                 "synthetic.domain_of_prompts",
                 "give either --domain or --prompts: --domain chooses among this workspace's documents, but rows of --prompts name their own",
             )
-        if self.licence and not policy.licences.of(self.licence).train:
+        if self.licence and not policy.licences.find_licence(self.licence).train:
             raise InputError(
                 "synthetic.licence",
                 "--license {licence!r} does not allow training (licences in data.yaml): ingest would drop every document",
                 licence=self.licence,
             )
 
-    def key(self) -> str:
+    def hash_arguments(self) -> str:
         """A hash of the arguments and of the file of prompts. Raises: InputError if that file cannot be read."""
         try:
             prompts = file_sha256(self.prompts) if self.prompts else ""
@@ -167,12 +167,12 @@ class GenerationPlan:
     writer: TextWriter
     prompts: list[Prompt]
     count: int  # documents; if the prompts are fewer, they are used again from the first
-    began: bool = False  # True: an earlier call began this run
+    is_resumed: bool = False  # True: an earlier call began this run
 
     def prompt(self, number: int) -> Prompt:
         return self.prompts[number % len(self.prompts)]
 
-    def says(self) -> dict[str, Any]:
+    def summarise(self) -> dict[str, Any]:
         """The plan in numbers, for a person, before the run begins."""
         licences: Counter[str] = Counter()
         domains: Counter[str] = Counter()
@@ -206,16 +206,16 @@ class GeneratedShard:
         return asdict(self) | {"path": str(self.path)}
 
 
-def plan(plant: Plant, request: GenerationRequest) -> GenerationPlan:
+def plan_generation(plant: Plant, request: GenerationRequest) -> GenerationPlan:
     """The plan of a new run, or of the interrupted run with the same arguments. Changes nothing. Raises: InputError; ConfigError."""
-    policy = DataPolicy.load(plant.workspace.policy("data.yaml"))
+    policy = DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     request.check(policy)
-    key = request.key()
+    key = request.hash_arguments()
     if (found := _read_plan(plant.workspace.root / FOLDER / f".{key}", plant.ledger)) is not None:
         return found
     if request.endpoint:
         writer = make_endpoint_writer(
-            request.endpoint, request.model, AgentsPolicy.load(plant.workspace.policy("agents.yaml")).llm
+            request.endpoint, request.model, AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")).llm
         )
     else:
         writer = find_release_writer(plant.ledger, request.release)
@@ -226,14 +226,14 @@ def plan(plant: Plant, request: GenerationRequest) -> GenerationPlan:
         count = request.count or DEFAULT_DOCUMENTS
         _refuse_long(writer, request)
         tokenizer = Tokenizer.load(plant.workspace.tokenizer)
-        prompts = openings(
+        prompts = draw_openings(
             plant.ledger, tokenizer, count, request.opening_tokens, request.domain, request.seed, policy.licences
         )
     named = [
         Prompt(**{**vars(prompt), "license": choose_licence(prompt, request.licence, policy.licences)})
         for prompt in prompts
     ]
-    return GenerationPlan(f"synthetic-{writer.slug}-{key}", writer, named, count)
+    return GenerationPlan(f"synthetic-{writer.file_name_part}-{key}", writer, named, count)
 
 
 def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
@@ -250,18 +250,18 @@ def _refuse_long(writer: TextWriter, request: GenerationRequest) -> None:
         )
 
 
-def generate(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -> GeneratedShard:
+def generate_shard(plant: Plant, request: GenerationRequest, *, inbox: bool = False) -> GeneratedShard:
     """Write the shard, or continue an interrupted run; a finished shard is not written again. ``inbox``: put a copy into the inbox.
 
     Raises: InputError; WorkspaceError while another run writes in this workspace; WriterError, after which the answers so far are kept.
     """
-    with plant.workspace.lock(LOCK):
-        what = plan(plant, request)
+    with plant.workspace.hold_lock(LOCK):
+        what = plan_generation(plant, request)
         place = plant.workspace.root / FOLDER / f"{what.name}.jsonl"
-        aside = plant.workspace.root / FOLDER / f".{request.key()}"
+        aside = plant.workspace.root / FOLDER / f".{request.hash_arguments()}"
         ends: dict[str, int] = {}
         if not place.is_file():
-            if not what.began:
+            if not what.is_resumed:
                 _begin(aside, what)
             ends = _write(plant, request, what, aside, place)
         _delete(aside)
@@ -295,7 +295,7 @@ def _read_plan(folder: Path, ledger: Ledger) -> GenerationPlan | None:
         writer = find_release_writer(ledger, began.release) if began.release else began  # the export may have moved
         if writer.export_sha256 != began.export_sha256:
             raise ValueError(f"{began.name} began this run, but release {began.release} has other weights now")
-        return GenerationPlan(str(fixed["name"]), writer, prompts, int(fixed["count"]), began=True)
+        return GenerationPlan(str(fixed["name"]), writer, prompts, int(fixed["count"]), is_resumed=True)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -330,9 +330,12 @@ def _write(
                     kept=len(journal),
                     count=what.count,
                 ) from None
-        licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
-        claimed = {key: one.counts_as(licences) for key, one in counted(plant.ledger, licences).items()}
-        barred = {key for key, name in claimed.items() if not licences.of(name).train}
+        licences = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
+        claimed = {
+            key: one.effective_licence(licences)
+            for key, one in find_relicensed_documents(plant.ledger, licences).items()
+        }
+        barred = {key for key, name in claimed.items() if not licences.find_licence(name).train}
         gone = _taken_out(plant.ledger, what.prompts) | barred
         made = aside / "shard.jsonl"
         ends: Counter[str] = Counter()
@@ -385,11 +388,11 @@ def _why(ends: Counter[str], what: GenerationPlan, journal: AnswerJournal) -> st
 async def _answer_all(
     workspace: Workspace, request: GenerationRequest, what: GenerationPlan, journal: AnswerJournal, progress: Progress
 ) -> None:
-    policy = AgentsPolicy.load(workspace.policy("agents.yaml")).llm
-    async with opened(what.writer, workspace, policy, progress.line) as asking:
+    policy = AgentsPolicy.load(workspace.policy_path("agents.yaml")).llm
+    async with open_writer(what.writer, workspace, policy, progress.line) as asking:
         with progress.task(f"{what.writer.name} writes", total=what.count) as task:
             task.advance(len(journal))
-            size, requests = asking.at_once
+            size, requests = asking.request_shape
             every = (range(first, min(first + size, what.count)) for first in range(0, what.count, size))
             left = (numbers for numbers in every if any(number not in journal for number in numbers))
             workers = [
@@ -409,20 +412,22 @@ async def _answer_some(
     what: GenerationPlan,
     journal: AnswerJournal,
     left: Iterator[range],
-    task: Task,
+    task: ProgressTask,
 ) -> None:
     for (
         numbers
     ) in left:  # complete requests, even if some of their answers exist: the model writes the same answers again
         prompts = [what.prompt(number).content for number in numbers]
-        answers = await asking.answers(prompts, request.tokens, request.temperature, seed_of(request.seed, numbers[0]))
+        answers = await asking.request_answers(
+            prompts, request.tokens, request.temperature, derive_seed(request.seed, numbers[0])
+        )
         for number, answer in zip(numbers, answers, strict=True):
             if number not in journal:
                 journal.add(number, answer)
                 task.advance()
 
 
-def seed_of(seed: int, number: int) -> int:
+def derive_seed(seed: int, number: int) -> int:
     """The seed of the request that begins with document ``number``: 31 bits, which every endpoint accepts."""
     return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4]) >> 1
 
@@ -434,7 +439,7 @@ def _taken_out(ledger: Ledger, prompts: list[Prompt]) -> set[str]:
     c = documents.c
     for start in range(0, len(keys), 5000):
         there = sa.select(c.key).where(c.key.in_(keys[start : start + 5000]), c.fate == "train")
-        found |= {*keys[start : start + 5000]} - {row["key"] for row in ledger.rows(there)}
+        found |= {*keys[start : start + 5000]} - {row["key"] for row in ledger.select_rows(there)}
     return found
 
 
@@ -451,7 +456,7 @@ def _row(what: GenerationPlan, number: int, prompt: Prompt, answer: Answer) -> d
 
 
 def _to_inbox(plant: Plant, made: GeneratedShard) -> str:
-    known = plant.ledger.one(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
+    known = plant.ledger.select_first(sa.select(shards.c.state).where(shards.c.sha256 == made.sha256))
     if known:
         return Message("synthetic.known_shard", "the shard was {state} before", state=known["state"])
     place = plant.workspace.inbox / made.path.name

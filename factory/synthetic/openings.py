@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.ingest.document import SYNTHETIC_PREFIX, Content
-from factory.ingest.rules.claims import counted
+from factory.ingest.rules.claims import find_relicensed_documents
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, token_shards
@@ -26,7 +26,7 @@ from trainer.contract.errors import TrainerError
 AT_ONCE = 5000  # values in one IN (…)
 
 
-def openings(
+def draw_openings(
     ledger: Ledger,
     tokenizer: Tokenizer,
     count: int,
@@ -48,8 +48,10 @@ def openings(
         sa.or_(c.detail.is_(None), sa.not_(c.detail.like(f"{SYNTHETIC_PREFIX}%"))),
     ]
     usable += [c.domain == domain] if domain else []
-    stricter = {key: one.counts_as(licences) for key, one in counted(ledger, licences).items()}
-    barred = {key for key, licence in stricter.items() if not licences.of(licence or None).train}
+    stricter = {
+        key: one.effective_licence(licences) for key, one in find_relicensed_documents(ledger, licences).items()
+    }
+    barred = {key for key, licence in stricter.items() if not licences.find_licence(licence or None).train}
     drawn = heapq.nsmallest(count, ((_draw(key, seed), key) for key in _keys(ledger, usable) if key not in barred))
     if not drawn:
         raise InputError(
@@ -62,7 +64,7 @@ def openings(
     keys = [key for _, key in drawn]
     for start in range(0, len(keys), AT_ONCE):
         chosen = sa.select(c.key, c.domain, c.source, c.license, c.token_shard)
-        for row in ledger.rows(chosen.where(c.key.in_(keys[start : start + AT_ONCE]))):
+        for row in ledger.select_rows(chosen.where(c.key.in_(keys[start : start + AT_ONCE]))):
             rows[row["key"]] = row
     contents = _contents(ledger, tokenizer, rows, tokens)
     made = ((rows[key], contents.get(key)) for key in keys)
@@ -91,7 +93,7 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
     by_shard: dict[str, list[str]] = {}
     for key, row in rows.items():
         by_shard.setdefault(row["token_shard"], []).append(key)
-    for row in ledger.rows(sa.select(token_shards.c.id, token_shards.c.path)):
+    for row in ledger.select_rows(sa.select(token_shards.c.id, token_shards.c.path)):
         if row["id"] not in by_shard:
             continue
         shard = TokenShard(Path(row["path"]))
@@ -100,7 +102,7 @@ def _contents(ledger: Ledger, tokenizer: Tokenizer, rows: dict[str, dict[str, An
             wanted = table.filter(pc.is_in(table["key"], value_set=pa.array(by_shard[row["id"]])))
             for one in wanted.select(["key", "start", "length"]).to_pylist():
                 start, stop = one["start"], one["start"] + one["length"]
-                content = tokenizer.content(
+                content = tokenizer.decode_document(
                     ids := shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
                 )
                 if opening := _opening(tokenizer, content, ids, tokens):

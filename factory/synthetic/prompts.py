@@ -10,7 +10,7 @@ from factory.core.errors import InputError
 from factory.ingest.document import BadRow, Content, parse_document, parse_json
 from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.rules.policy import Licences
-from factory.ingest.shapes.bad_row import not_an_object
+from factory.ingest.shapes.bad_row import not_an_object_error
 from factory.ingest.shapes.calls import TOOLS
 from kernels.contract.message import Message
 
@@ -92,7 +92,7 @@ def _prompt(line: bytes, as_json: bool, default_domain: str) -> Prompt:
     else:
         row = parse_json(line)
     if not isinstance(row, dict):
-        raise not_an_object(row)
+        raise not_an_object_error(row)
     text, messages = row.get("prompt"), row.get("messages")
     if (text is None) == (messages is None):
         one = Message("synthetic.one_prompt", "a row needs either 'prompt' or 'messages', not both")
@@ -133,5 +133,5 @@ def choose_licence(prompt: Prompt, named: str | None, policy: Licences) -> str |
     """
     if named is None or (prompt.license is None and prompt.opening_of is None):
         return named or prompt.license
-    its, own = policy.of(prompt.license), policy.of(named)
+    its, own = policy.find_licence(prompt.license), policy.find_licence(named)
     return named if (own.train, own.release) <= (its.train, its.release) else prompt.license

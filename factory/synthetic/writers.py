@@ -23,12 +23,12 @@ from agents.llm.policy import LlmPolicy
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
-from factory.ingest.document import Content, written_by
+from factory.ingest.document import Content, format_release_maker
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
-from factory.ledger.rows import ReleaseRow, champion
+from factory.ledger.rows import ReleaseRow, find_champion
 from factory.serving.champion import Champion
-from factory.serving.engines import Engine, native
+from factory.serving.engines import Engine, native_engine_kind
 from kernels.contract.message import Message
 
 BATCH = 16  # documents that are written at the same time
@@ -43,7 +43,7 @@ class WriterError(FactoryError):
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer. ``end``: 'stop' (the model ended it), 'length' (it reached the limit of tokens), or 'refused' (``text`` is the reason)."""
+    """One answer. ``wait_for_end``: 'stop' (the model ended it), 'length' (it reached the limit of tokens), or 'refused' (``text`` is the reason)."""
 
     text: str
     end: str
@@ -61,7 +61,7 @@ class TextWriter:
     model: str = ""
 
     @property
-    def slug(self) -> str:
+    def file_name_part(self) -> str:
         """The writer's name as a part of a file's name."""
         letters = "".join(c if c.isascii() and c.isalnum() else "-" for c in (self.model or f"release-{self.release}"))
         return letters.strip("-").lower()[:60] or "model"
@@ -69,14 +69,16 @@ class TextWriter:
 
 def find_release_writer(ledger: Ledger, number: int | None) -> TextWriter:
     """Release ``number``; None: the champion. Raises: InputError if the release does not exist, or its export is not the judged one."""
-    row = ReleaseRow.get(ledger, number) if number is not None else champion(ledger)
+    row = ReleaseRow.get(ledger, number) if number is not None else find_champion(ledger)
     if row is None:
         raise InputError(
             "synthetic.no_release",
             "no model is released yet, so there is no champion that could write. Give an endpoint with --endpoint URL --model NAME",
         )
-    Champion(row.number, Path(row.export_path), row.export_sha256).check()
-    return TextWriter(written_by(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256)
+    Champion(row.number, Path(row.export_path), row.export_sha256).check_export()
+    return TextWriter(
+        format_release_maker(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256
+    )
 
 
 def make_endpoint_writer(url: str, model: str, policy: LlmPolicy) -> TextWriter:
@@ -95,7 +97,7 @@ def _key() -> str:
 
 
 @asynccontextmanager
-async def opened(
+async def open_writer(
     writer: TextWriter, workspace: Workspace, policy: LlmPolicy, say: Callable[[str], None]
 ) -> AsyncIterator[WriterClient]:
     """A client of the model, ready for requests. A release's engine runs until the block ends. Raises: InputError; EngineError."""
@@ -106,11 +108,11 @@ async def opened(
             yield WriterClient(writer, policy, client, writer.url.rstrip("/"), say)
         return
     export = Champion(writer.release, Path(writer.export), writer.export_sha256)
-    export.check()
+    export.check_export()
     say(Message("synthetic.starts", "the engine of release {release} starts", release=writer.release))
     logs = workspace.logs / "generate"  # a 'factory serve' may run at the same time, with logs of its own
     logs.mkdir(parents=True, exist_ok=True)
-    engine = await Engine.start(native(), export, logs)
+    engine = await Engine.start(native_engine_kind(), export, logs)
     try:
         await engine.wait_ready()
         yield WriterClient(writer, policy, engine.client, "/v1", say, engine)
@@ -135,11 +137,13 @@ class WriterClient:
         return Tokenizer.load(Path(self.writer.export)), read_config(Path(self.writer.export)).context
 
     @property
-    def at_once(self) -> tuple[int, int]:
+    def request_shape(self) -> tuple[int, int]:
         """(prompts in one request, requests at the same time). A release's engine gets one batch at a time."""
         return (BATCH, 1) if self.engine else (1, BATCH)
 
-    async def answers(self, prompts: Sequence[Content], tokens: int, temperature: float, seed: int) -> list[Answer]:
+    async def request_answers(
+        self, prompts: Sequence[Content], tokens: int, temperature: float, seed: int
+    ) -> list[Answer]:
         """The model's answer to each prompt, of at most ``tokens`` tokens. Raises: WriterError."""
         body: dict[str, Any] = {"temperature": temperature, "seed": seed}
         if self.engine:
@@ -159,7 +163,9 @@ class WriterClient:
         tokens."""
         tokenizer, context = self._reads
         ids = [
-            (tokenizer.text_prompt(p["text"]) if "text" in p else tokenizer.prompt(p["messages"])).tolist()
+            (
+                tokenizer.encode_text_prompt(p["text"]) if "text" in p else tokenizer.encode_chat_prompt(p["messages"])
+            ).tolist()
             for p in prompts
         ]
         fits = [number for number, one in enumerate(ids) if one and len(one) + body["max_tokens"] <= context]
@@ -195,7 +201,7 @@ class WriterClient:
                     seconds=within,
                 )
             except httpx.HTTPError as error:
-                if self.engine and (how := await self.engine.end()):
+                if self.engine and (how := await self.engine.wait_for_end()):
                     raise WriterError("synthetic.engine_ended", "{how}", how=how) from None
                 why = Message(
                     "synthetic.no_answer", "no answer: {error}", error=f"{type(error).__name__} {error}".strip()

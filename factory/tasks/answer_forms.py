@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factory.tasks.units import NOTHING, UNITS, NumberWords, number_words
+from factory.tasks.units import NOTHING, UNITS, NumberWords, parse_number_words
 
 LONGEST = 200  # most characters of an answer
 LARGEST_POWER = 1000  # largest power of ten that is computed
@@ -19,7 +19,7 @@ MOST_ITEMS = 30  # most items of a list
 
 
 @dataclass(frozen=True)
-class Number:
+class NumberValue:
     """A number as written: ``60%`` is 60 with ``percent``, and ``5 cm`` is 5 with a unit."""
 
     figure: Fraction
@@ -48,7 +48,7 @@ class NamedValue:
 
 
 @dataclass(frozen=True)
-class Literal:
+class LiteralText:
     """A text that equals only itself: words, ratios, dates, numbers with a base."""
 
     text: str
@@ -61,7 +61,7 @@ class Formula:
     tex: str
 
 
-Value = Number | SeveralValues | NamedValue | Literal | Formula
+Value = NumberValue | SeveralValues | NamedValue | LiteralText | Formula
 Library = Callable[[str, str], bool]  # (gold, said), in TeX: are the formulas equal?
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -93,45 +93,47 @@ _FUNCTIONS = [
 ]  # fmt: skip
 
 
-def read(text: str) -> Value | None:
+def parse_answer(text: str) -> Value | None:
     """The value of an answer. None: the answer is empty.
 
-    >>> read(r"1\\frac12").figure, read("1{,}200").figure, read("(1,200)").form, read("60 percent").percent, read("not 18")
+    >>> parse_answer(r"1\\frac12").figure, parse_answer("1{,}200").figure, parse_answer("(1,200)").form, parse_answer("60 percent").percent, parse_answer("not 18")
     (Fraction(3, 2), Fraction(1200, 1), '()', True, Literal(text='not 18'))
     """
     if len(text) > 4 * LONGEST or len(plain := _plain(text)) > 2 * LONGEST:
-        return Literal(text.strip())
+        return LiteralText(text.strip())
     return _read(plain, 0) if plain else None
 
 
-def same(gold: Value, said: Value, library: Library) -> bool:
+def is_same_value(gold: Value, said: Value, library: Library) -> bool:
     """Is the value ``said`` the right answer ``gold``?"""
     if isinstance(gold, NamedValue) and isinstance(said, NamedValue):
-        return gold.name == said.name and same(gold.value, said.value, library)
+        return gold.name == said.name and is_same_value(gold.value, said.value, library)
     if _is_equation(gold) or _is_equation(said):  # x + y = 5 is y = 5 - x
         gold, said = _equation(gold), _equation(said)
     if isinstance(said, NamedValue):
-        return same(gold, said.value, library)
+        return is_same_value(gold, said.value, library)
     if isinstance(gold, NamedValue):  # "5" is x = 5; "2x + 1" is not the line y = 2x + 1
-        return not isinstance(gold.value, Formula) and same(gold.value, said, library)
+        return not isinstance(gold.value, Formula) and is_same_value(gold.value, said, library)
     if isinstance(gold, SeveralValues) or isinstance(said, SeveralValues):
         return _same_items(gold, said, library)
-    if isinstance(gold, Number):
-        return isinstance(said, Number) and _same_number(gold, said)
-    if isinstance(gold, Formula) and isinstance(said, Formula | Number):
-        if isinstance(said, Number) and said.number_words.unit:
+    if isinstance(gold, NumberValue):
+        return isinstance(said, NumberValue) and _same_number(gold, said)
+    if isinstance(gold, Formula) and isinstance(said, Formula | NumberValue):
+        if isinstance(said, NumberValue) and said.number_words.unit:
             return False
         ours, theirs = _tex(gold), _tex(said)
         return ours.replace(" ", "") == theirs.replace(" ", "") or library(ours, theirs)
-    return isinstance(said, Literal) and isinstance(gold, Literal) and _letters(gold.text) == _letters(said.text)
+    return (
+        isinstance(said, LiteralText) and isinstance(gold, LiteralText) and _letters(gold.text) == _letters(said.text)
+    )
 
 
 def is_literal_words(value: Value | None) -> bool:
     """Is it a text with letters that has no mathematical form?"""
-    return isinstance(value, Literal) and any(letter.isalpha() for letter in value.text)
+    return isinstance(value, LiteralText) and any(letter.isalpha() for letter in value.text)
 
 
-def _same_number(gold: Number, said: Number) -> bool:
+def _same_number(gold: NumberValue, said: NumberValue) -> bool:
     one, other = gold.number_words, said.number_words
     if one.unit and other.unit:
         if one.unit != other.unit:
@@ -153,9 +155,9 @@ def _same_items(gold: Value, said: Value, library: Library) -> bool:
     if ours.form != theirs.form or len(ours.values) != len(theirs.values):
         return False
     if ours.form not in ("{}", "∪"):
-        found = [same(one, other, library) for one, other in zip(ours.values, theirs.values)]
+        found = [is_same_value(one, other, library) for one, other in zip(ours.values, theirs.values)]
         return all(found)
-    equal = [[same(one, other, library) for other in theirs.values] for one in ours.values]
+    equal = [[is_same_value(one, other, library) for other in theirs.values] for one in ours.values]
     return _matched(equal)
 
 
@@ -180,14 +182,14 @@ def _is_equation(value: Value) -> bool:
 
 
 def _equation(value: Value) -> Value:
-    named = isinstance(value, NamedValue) and isinstance(value.value, Formula | Number)
+    named = isinstance(value, NamedValue) and isinstance(value.value, Formula | NumberValue)
     return Formula(f"{value.name}={_tex(value.value)}") if isinstance(value, NamedValue) and named else value
 
 
 def _tex(value: Value) -> str:
     if isinstance(value, Formula):
         return value.tex
-    if isinstance(value, Number):
+    if isinstance(value, NumberValue):
         exact = value.value * value.number_words.times
         return str(exact) if exact.denominator == 1 else rf"\frac{{{exact.numerator}}}{{{exact.denominator}}}"
     return ""
@@ -244,11 +246,11 @@ def _vulgar(letter: str) -> str:
 def _read(text: str, depth: int) -> Value:
     text = text.strip()
     if depth > 4:
-        return Literal(text)
+        return LiteralText(text)
     while len(text) > 2 and _encloses(text, "{", "}"):
         text = text[1:-1].strip()  # a group of TeX
     if found := re.fullmatch(r"«?\(([A-Za-z])\)»?", text):
-        return Literal(found[1])  # a choice
+        return LiteralText(found[1])  # a choice
     inner = _bracketed(text, depth)
     if inner is not None:
         return inner
@@ -257,7 +259,7 @@ def _read(text: str, depth: int) -> Value:
     if (number := _number(text)) is not None:
         return number
     if re.fullmatch(r"\d+(?:\.\d+)?(?:\s*:\s*\d+(?:\.\d+)?)+|\d+(?:[/-]\d+){2,}|\d+(?:\.\d+){2,}|\w+_\{?\d+\}?", text):
-        return Literal(re.sub(r"[\s{}]", "", text))  # a ratio, a date, a number with its base
+        return LiteralText(re.sub(r"[\s{}]", "", text))  # a ratio, a date, a number with its base
     if (several := _several(text, depth)) is not None:
         return several
     return _formula(text)
@@ -313,7 +315,7 @@ def _several(text: str, depth: int) -> Value | None:
     return SeveralValues("{}", tuple(values))
 
 
-def _number(text: str) -> Number | None:
+def _number(text: str) -> NumberValue | None:
     """The only number of a text, with the words next to it. None: no number, or several."""
     text = re.sub(r"[«»]", " ", text)
     text = re.sub(r"(?i)(?<![a-z])(?:minus|negative)\s+(?=[\d.$])", "-", text)
@@ -333,14 +335,14 @@ def _number(text: str) -> Number | None:
     figure = _figure(found)
     if figure is None:
         return None
-    words = number_words(before + (" " + found["money"] if found["money"] else ""), after)
+    words = parse_number_words(before + (" " + found["money"] if found["money"] else ""), after)
     if words is None:
         return None
     if found["sign"] and found["inner"]:
         return None
     if "-" in (found["sign"], found["inner"]):
         figure = -figure
-    return Number(figure, bool(found["percent"]), words)
+    return NumberValue(figure, bool(found["percent"]), words)
 
 
 def _only_words(text: str) -> bool:
@@ -384,7 +386,7 @@ def _ratio(above: str, below: str) -> Fraction | None:
 
 
 def _formula(text: str) -> Value:
-    """A formula in TeX for the library, without decimals and with braces around exponents; or a ``Literal`` if the text is not a formula."""
+    """A formula in TeX for the library, without decimals and with braces around exponents; or a ``LiteralText`` if the text is not a formula."""
     text = (
         re.sub(r"«[^«»]*»\s*$", "", text)
         if re.search(r"[^\s«»].*«[^«»]*»\s*$", text) and not re.match(r"\s*«", text)
@@ -401,7 +403,7 @@ def _formula(text: str) -> Value:
     several = re.search(r"\d\s+\d", text) or re.fullmatch(r"[A-Za-z]", text)  # "1 200" is no product
     strange = re.search(r"[^\w\s+*/^=<>()\[\]{}|!.,'\\&:-]|\\f?boxed", text)
     if "«" in text or unknown or several or strange or not re.search(r"[\w\\]", bare + ("\\" if "\\" in text else "")):
-        return Literal(re.sub(r"[«»]", "", text).strip())
+        return LiteralText(re.sub(r"[«»]", "", text).strip())
     text = re.sub(r"\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(rf"(?<![\\a-zA-Z])({'|'.join(_FUNCTIONS)})(?![a-zA-Z])", r"\\\1 ", text)
     text = re.sub(r"\^\s*(-?\d{2,}|-\d)", r"^{\1}", text).replace("**", "^").replace("*", r"\cdot ")

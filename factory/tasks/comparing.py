@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from factory.evals.power import MOST_FAILED, ScoredGuard, smoothed_variance
-from factory.evals.statistics import Gain, compare, holm_step_down
+from factory.evals.statistics import Gain, compare_items, holm_step_down
 from factory.evals.tasks import EvalItem
 from kernels.contract.message import Message
 
@@ -30,38 +30,40 @@ class TaskEvidence:
     variances: Mapping[str, float] = field(default_factory=dict)  # metric → variance of the champion's item values
 
     @classmethod
-    def problem(cls, words: str, remedy: str) -> TaskEvidence:
+    def of_problem(cls, words: str, remedy: str) -> TaskEvidence:
         """The evidence of a task that could not be measured or compared."""
         return cls(problems=(words,), remedies={words: remedy})
 
     def __bool__(self) -> bool:
         return bool(self.evaluations or self.problems)
 
-    def with_other(self, other: TaskEvidence) -> TaskEvidence:
+    def merge(self, other: TaskEvidence) -> TaskEvidence:
         """This evidence and that of other tasks."""
         mine, its = vars(self), vars(other)
         both: dict[str, Any] = {name: {**mine[name], **its[name]} for name in mine if isinstance(mine[name], dict)}
         return replace(self, **both, problems=(*self.problems, *other.problems))
 
 
-def scores(items: Sequence[EvalItem]) -> dict[str, Gain]:
+def score_metrics(items: Sequence[EvalItem]) -> dict[str, Gain]:
     """Each metric's score with its standard error, as a gain over zero."""
-    return gains(items, [replace(item, value=0.0) for item in items]) or {}
+    return compare_evaluations(items, [replace(item, value=0.0) for item in items]) or {}
 
 
-def gains(
+def compare_evaluations(
     candidate: Sequence[EvalItem], champion: Sequence[EvalItem], costs: Sequence[str] = ()
 ) -> dict[str, Gain] | None:
     """{metric: gain} of two evaluations of a task. None if their items differ. ``costs``: metrics whose lower value is better.
 
     >>> one = [EvalItem("t/acc", f"{i}", "t", f"source{i}", float(i < 6), 1.0) for i in range(8)]
     >>> other = [EvalItem("t/acc", f"{i}", "t", f"source{i}", float(i < 4), 1.0) for i in range(8)]
-    >>> gain = gains(one, other)["t/acc"]
+    >>> gain = compare_evaluations(one, other)["t/acc"]
     >>> round(gain.gain, 6), round(gain.error, 6), gain.clusters
     (0.25, 0.174964, 8)
     """
-    # ``compare`` expects bits-per-byte items in nats, with the metric as domain.
-    found = compare([_as_nats(item, costs) for item in candidate], [_as_nats(item, costs) for item in champion], {})
+    # ``compare_items`` expects bits-per-byte items in nats, with the metric as domain.
+    found = compare_items(
+        [_as_nats(item, costs) for item in candidate], [_as_nats(item, costs) for item in champion], {}
+    )
     return found[1] if found else None
 
 
@@ -71,7 +73,7 @@ def _as_nats(item: EvalItem, costs: Sequence[str]) -> EvalItem:
     return replace(item, task="bpb", item=f"{item.task}\0{item.item}", domain=item.task, value=value)
 
 
-def sizes(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
+def count_items_and_variances(champion: Sequence[EvalItem]) -> tuple[dict[str, int], dict[str, float]]:
     """({metric: number of items}, {metric: variance of an item's value}) of the champion.
 
     Only metrics whose items have weight 1 and values from 0 to 1 are included.
@@ -98,13 +100,13 @@ class TaskReasons:
     facts: tuple[str, ...] = ()
 
 
-def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, ScoredGuard]:
+def find_unreliable_metrics(evidence: TaskEvidence, clusters_min: int) -> dict[str, ScoredGuard]:
     """Metrics that cannot guard: more than one in five equally good models would fail them, or they have too few groups.
 
     A metric with missing numbers is not set aside. The result depends only on the items and the champion, not on the candidate's answers.
 
     >>> of = lambda items: TaskEvidence({"t/acc": Gain(0.05, 0.08, items, items)}, {"t/acc": 0.1}, items={"t/acc": items}, variances={"t/acc": 0.25})
-    >>> [sorted(set_aside(of(items), 8)) for items in (40, 400)]
+    >>> [sorted(find_unreliable_metrics(of(items), 8)) for items in (40, 400)]
     [['t/acc'], []]
     """
     found = {}
@@ -115,12 +117,12 @@ def set_aside(evidence: TaskEvidence, clusters_min: int) -> dict[str, ScoredGuar
             continue
         assert items and variance is not None and gain.clusters is not None and gain.effective is not None
         scored = ScoredGuard(items, gain.effective, variance, evidence.margins[name], evidence.alpha)
-        if gain.clusters < clusters_min or not scored.stands:
+        if gain.clusters < clusters_min or not scored.is_reliable:
             found[name] = scored
     return found
 
 
-def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
+def reasons_of_tasks(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     """The sentences about a candidate's tasks. Pure.
 
     Each metric is a guard: its gain must be shown to be above −margin, all guards together at level ``alpha`` (Holm). A metric that is set aside
@@ -131,16 +133,16 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
     open_: list[Message] = []
     facts: list[Message] = []
     names = sorted(evidence.gains)
-    apart = set_aside(evidence, clusters_min)
+    apart = find_unreliable_metrics(evidence, clusters_min)
 
     def above(name: str, shared: int) -> bool:
-        bound = evidence.gains[name].bound(evidence.alpha / shared)
+        bound = evidence.gains[name].confidence_bound(evidence.alpha / shared)
         return bound is not None and bound > -evidence.margins[name]
 
     shown = holm_step_down([name for name in names if name not in apart], above)
     for name in names:
         gain, margin = evidence.gains[name], evidence.margins[name]
-        upper = gain.bound(evidence.alpha / len(names), above=True)
+        upper = gain.confidence_bound(evidence.alpha / len(names), above=True)
         few = gain.clusters is None or gain.clusters < clusters_min
         if name in apart and few:
             facts.append(
@@ -167,7 +169,7 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
                 )
             )
             continue
-        low, high = gain.bound(0.025), gain.bound(0.025, above=True)
+        low, high = gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True)
         compared = Message(
             "comparing.compared", "Task {task}: {gain:+.3f} against the champion (95 % between {low} and {high})",
             task=name, gain=gain.gain, low=_signed(low), high=_signed(high),
@@ -177,7 +179,7 @@ def reasons(evidence: TaskEvidence, clusters_min: int) -> TaskReasons:
             against.append(
                 Message("comparing.loss_shown", "{compared}. A loss of at most {margin:.3f} is allowed.", **data)
             )
-        elif name in apart and apart[name].tells and gain.gain < -margin:
+        elif name in apart and apart[name].is_loss_informative and gain.gain < -margin:
             open_.append(
                 Message(
                     "comparing.loss_measured",
@@ -215,7 +217,7 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
             "comparing.only_informs", "It only informs, because it has {groups:,|document group|document groups} and a guard needs {needed:,}.",
             groups=clusters, needed=clusters_min,
         )  # fmt: skip
-    needed = known.needed()
+    needed = known.items_needed()
     size = (
         Message("comparing.items_needed", "A guard needs about {items:,} items", items=needed)
         if needed
@@ -226,10 +228,10 @@ def _small(known: ScoredGuard, gain: Gain, clusters_min: int) -> Message:
         "It is not a guard, because its {items:,} items would hold {held:.0f} of 100 equally good models, and at most {limit:.0f} is allowed. "
         "{size} (margin in tasks.yaml). {effect}",
         items=known.items,
-        held=100 * (1 - known.passed),
+        held=100 * (1 - known.share_passing),
         limit=100 * MOST_FAILED,
         size=size,
-        effect=known.still,
+        effect=known.describe_effect,
     )
 
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import re
 
-from factory.tasks.answer_forms import LONGEST, Formula, Library, Literal, Value, is_literal_words, read, same
+from factory.tasks.answer_forms import (
+    LONGEST,
+    Formula,
+    Library,
+    LiteralText,
+    Value,
+    is_literal_words,
+    is_same_value,
+    parse_answer,
+)
 from factory.tasks.units import UNITS
 
 TAIL = 20_000  # characters at a text's end that are searched for a box
@@ -63,16 +72,16 @@ def is_same_answer(said: str, right: str, library: Library = lambda gold, said: 
     >>> is_same_answer("1,200.0", "$1200"), is_same_answer("1/2", "0.5"), is_same_answer("x + 1", "x+1"), is_same_answer("0.3333", "1/3")
     (True, True, True, False)
     """
-    ours, theirs = read(right), read(said)
-    return ours is not None and theirs is not None and same(ours, theirs, library)
+    ours, theirs = parse_answer(right), parse_answer(said)
+    return ours is not None and theirs is not None and is_same_value(ours, theirs, library)
 
 
 def _is_answer(text: str) -> bool:
     """Is a text only an answer: a value, or a few words without a number?"""
-    value: Value | None = read(text)
+    value: Value | None = parse_answer(text)
     if value is None or isinstance(value, Formula):
         return value is not None
-    if isinstance(value, Literal) and is_literal_words(value):
+    if isinstance(value, LiteralText) and is_literal_words(value):
         words = value.text
         return len(words) <= MOST_WORDS and not re.search(r"\d|\\|[.!?]\s|[.!?]$", words) and len(words.split()) <= 2
     return not _prose(text)

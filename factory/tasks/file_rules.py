@@ -77,7 +77,7 @@ def refuse_shown_records(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]
 
 
 def _asked(item: TaskItem) -> tuple[str, ...]:
-    first, *rest = item.asks
+    first, *rest = item.question_texts
     return (_words(first), *sorted(map(_words, rest)))
 
 

@@ -38,7 +38,7 @@ def generate_and_check(
     prompts = [_prompt(file, item, task) for item in task.items]
     how = GenerationParameters(file.max_tokens, file.stops, file.temperature)
     asked = [(item, prompt, number) for item, prompt in zip(task.items, prompts) for number in range(file.samples)]
-    seeds = [seed_of(file.seed, task.name, item.key, number) for item, _, number in asked]
+    seeds = [derive_seed(file.seed, task.name, item.key, number) for item, _, number in asked]
     drawn = model.generate([prompt for _, prompt, _ in asked], how, seeds, advance)
     if task.kind == "code":
         programs = [(item.program(one.text), item.tests) for (item, _, _), one in zip(asked, drawn, strict=True)]
@@ -79,7 +79,7 @@ def _prompt(file: TaskFile, item: CodeItem | MathsItem, task: EvalTask) -> str:
     )
 
 
-def seed_of(*parts: object) -> int:
+def derive_seed(*parts: object) -> int:
     """A 56-bit seed: a hash of ``parts``."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")
 

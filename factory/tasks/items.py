@@ -40,7 +40,7 @@ def repeated_id(where: str, name: str, first: int, second: int) -> Message:
     )
 
 
-def unreadable(path: object, error: Exception) -> Message:
+def file_unreadable(path: object, error: Exception) -> Message:
     """A task file cannot be read."""
     return Message("items.unreadable", "{file} cannot be read: {reason}", file=str(path), reason=str(error))
 
@@ -65,12 +65,12 @@ class TaskItem(StrictPolicy):
         return self.source or self.key
 
     @property
-    def asks(self) -> tuple[str, ...]:
+    def question_texts(self) -> tuple[str, ...]:
         """The texts of the question. Two items with the same texts are the same question."""
         raise NotImplementedError
 
     @property
-    def gold(self) -> str:
+    def right_answer(self) -> str:
         """The right answer, for comparison and for messages."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class ChoiceItem(TaskItem):
     """The right choice: its place (from 0), its letter or its text."""
 
     @property
-    def ways(self) -> dict[str, int]:
+    def places_by_reading(self) -> dict[str, int]:
         """The place of the choice that ``answer`` names, for each reading of ``answer`` (place, letter, text) that names one choice."""
         found: dict[str, int] = {}
         said = str(self.answer)
@@ -106,7 +106,7 @@ class ChoiceItem(TaskItem):
         return found
 
     @property
-    def right(self) -> int:
+    def right_place(self) -> int:
         """The place of the right choice. A number is a place. A text is the choice's text or else its letter.
 
         Raises: ValueError if the answer names no choice or several.
@@ -114,17 +114,17 @@ class ChoiceItem(TaskItem):
         if isinstance(self.answer, str) and self.choices.count(self.answer) > 1:
             raise ValueError(f"answer {self.answer!r} names more than one choice")
         for way in ("place",) if isinstance(self.answer, int) else ("text", "letter"):
-            if way in self.ways:
-                return self.ways[way]
+            if way in self.places_by_reading:
+                return self.places_by_reading[way]
         raise ValueError(f"answer {self.answer!r} names no choice")
 
     @property
-    def asks(self) -> tuple[str, ...]:
+    def question_texts(self) -> tuple[str, ...]:
         return (self.question, *self.choices)
 
     @property
-    def gold(self) -> str:
-        return self.choices[self.right]
+    def right_answer(self) -> str:
+        return self.choices[self.right_place]
 
 
 class MathsItem(TaskItem):
@@ -135,11 +135,11 @@ class MathsItem(TaskItem):
     """The answer: after '####', in \\boxed{}, or the whole text."""
 
     @property
-    def asks(self) -> tuple[str, ...]:
+    def question_texts(self) -> tuple[str, ...]:
         return (self.question,)
 
     @property
-    def gold(self) -> str:
+    def right_answer(self) -> str:
         return str(self.answer)
 
 
@@ -157,14 +157,14 @@ class CodeItem(TaskItem):
     """The modules outside the standard library that tests and solution import."""
 
     @property
-    def asks(self) -> tuple[str, ...]:
+    def question_texts(self) -> tuple[str, ...]:
         return (self.prompt, self.tests)
 
     @property
-    def gold(self) -> str:
+    def right_answer(self) -> str:
         return self.tests  # every program that passes them is right
 
-    def program(self, written: str) -> str:
+    def program_of_reply(self, written: str) -> str:
         """The program of a model's reply: the prompt and its continuation, or the code in the reply's fences."""
         return extract_program(self.prompt if self.begins is None else self.begins, written)
 
@@ -223,7 +223,7 @@ def read_published(
 def _repeated_note(again: Sequence[tuple[TaskItem, TaskItem]]) -> Message:
     item, other = again[0]
     data = {"count": len(again), "item": item.key, "other": other.key}
-    if item.gold == other.gold:
+    if item.right_answer == other.right_answer:
         return Message(
             "items.repeated_question",
             "{count:,|question is|questions are} repeated. Copies of a question count as one. First: item {item!r} repeats {other!r}",
@@ -238,11 +238,11 @@ def _repeated_note(again: Sequence[tuple[TaskItem, TaskItem]]) -> Message:
 
 
 def _refuse_doubled(first: TaskItem, second: TaskItem, place: dict[str, Any]) -> None:
-    if first.gold != second.gold:
+    if first.right_answer != second.right_answer:
         raise TaskError(
             "items.two_answers",
             "{file}: records {first} and {second} ask the same question but have two answers, {answers}. Remove the wrong record",
-            **place, answers=[repr(one.gold[:60]) for one in (first, second)],
+            **place, answers=[repr(one.right_answer[:60]) for one in (first, second)],
         )  # fmt: skip
     if first.cluster != second.cluster:
         raise TaskError(
@@ -264,7 +264,7 @@ def _fault(item: TaskItem, doubled_choices: bool) -> Message | None:
         if len(set(item.choices)) < len(item.choices) and not doubled_choices:
             return Message("items.same_choices", "Two choices are the same")
         try:
-            item.right  # noqa: B018  (it raises)
+            item.right_place  # noqa: B018  (it raises)
         except ValueError as error:
             return Message("items.odd_answer", "{reason}", reason=str(error))
     if isinstance(item, MathsItem):

@@ -24,9 +24,9 @@ from typing import Any
 
 import yaml
 
-from factory.core.errors import nearest
+from factory.core.errors import suggest_name
 from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files
-from factory.tasks.items import TaskError, repeated_id, unreadable
+from factory.tasks.items import TaskError, file_unreadable, repeated_id
 from kernels.contract.message import Message
 
 LARGEST = 1 << 20  # bytes of a YAML file
@@ -62,17 +62,17 @@ REFUSED = {
 
 
 class _Loader(yaml.SafeLoader):
-    """A safe loader that reads ``!function`` as a ``Function``."""
+    """A safe loader that reads ``!function`` as a ``PythonFunction``."""
 
 
 @dataclass(frozen=True)
-class Function:
+class PythonFunction:
     """A value that ``!function`` marks: the name of a Python function."""
 
     name: str
 
 
-_Loader.add_constructor("!function", lambda loader, node: Function(str(node.value)))
+_Loader.add_constructor("!function", lambda loader, node: PythonFunction(str(node.value)))
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def read_lm_eval_file(path: Path, functions: bool) -> LmEvalFile:
                 "{file}: unknown key {key!r}{hint}",
                 file=path,
                 key=str(key)[:80],
-                hint=nearest(str(key), KEYS),
+                hint=suggest_name(str(key), KEYS),
             )
     task = config.get("task")
     if not isinstance(task, str) or not task:
@@ -290,7 +290,7 @@ def _with_included(path: Path, folder: Path, read: list[Path]) -> dict[Any, Any]
             )
         config = yaml.load(path.read_text(encoding="utf-8"), _Loader)  # noqa: S506 - a SafeLoader
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(unreadable(path, error)) from error
+        raise TaskError(file_unreadable(path, error)) from error
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:
         raise TaskError(
             "lm_eval_file.no_yaml",
@@ -328,8 +328,8 @@ def _count(value: Any, path: Path, seen: list[int]) -> None:
         _count(part, path, seen)
 
 
-def _functions(value: Any) -> list[Function]:
-    if isinstance(value, Function):
+def _functions(value: Any) -> list[PythonFunction]:
+    if isinstance(value, PythonFunction):
         return [value]
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return [found for part in parts for found in _functions(part)]

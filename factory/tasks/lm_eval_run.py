@@ -16,11 +16,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from factory.core.left_files import open_file
+from factory.core.left_files import open_regular_file
 from factory.evals.tasks import EvalItem
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits, Result
-from factory.tasks.generation import seed_of
+from factory.sandbox.sandbox import SandboxLimits, SandboxResult
+from factory.tasks.generation import derive_seed
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_file import LmEvalFile
 from factory.tasks.model import Advance, GenerationParameters, TaskModel
@@ -58,7 +58,7 @@ def run_lm_eval(
     return _items(task, found)
 
 
-def _start(folder: Path, task: EvalTask, policy: TasksPolicy, enough: threading.Event) -> Result:
+def _start(folder: Path, task: EvalTask, policy: TasksPolicy, enough: threading.Event) -> SandboxResult:
     assert isinstance(task.file, LmEvalFile)
     running = policy.running
     path = task.path.resolve()
@@ -66,17 +66,19 @@ def _start(folder: Path, task: EvalTask, policy: TasksPolicy, enough: threading.
         over = json.loads(task.file.shipped)
         path = folder / "task.yaml"
         path.write_text(json.dumps(over | {"include": [*over["include"], str(task.path.resolve())]}))
-    return sandbox.run(
+    return sandbox.run_in_sandbox(
         [sys.executable, "-I", str(INSIDE), str(folder), str(path), task.file.cluster_by],
         output=folder,
         readonly=[INSIDE, task.path.resolve().parent],
         cwd=task.path.resolve().parent,
-        limits=Limits(wall_seconds=running.lm_eval_seconds, memory=running.lm_eval_memory_mib << 20, output=4 << 30),
+        limits=SandboxLimits(
+            wall_seconds=running.lm_eval_seconds, memory=running.lm_eval_memory_mib << 20, output=4 << 30
+        ),
         enough=enough,
     )
 
 
-def _answer(folder: Path, ended: Future[Result], model: TaskModel, advance: Advance) -> None:
+def _answer(folder: Path, ended: Future[SandboxResult], model: TaskModel, advance: Advance) -> None:
     """Answer lm-eval's requests, one after the other, until lm-eval ends."""
     number = 1
     while not ended.done():
@@ -103,13 +105,13 @@ def answer_request(asked: Any, model: TaskModel, advance: Advance) -> list[Any]:
         scored = model.log_probabilities([(one[0], one[1]) for one in requests], advance)
         return [[one.log_probability, one.likeliest] for one in scored]
     if kind == "loglikelihood_rolling":
-        return model.rolling([one[0] for one in requests], advance)
+        return model.whole_text_log_probabilities([one[0] for one in requests], advance)
     found: list[str] = [""] * len(requests)
     by_drawing: dict[GenerationParameters, list[int]] = {}
     for index, one in enumerate(requests):
         by_drawing.setdefault(_drawing(one[1] if len(one) > 1 else {}), []).append(index)
     for how, indices in by_drawing.items():
-        seeds = [seed_of(index, requests[index][0]) for index in indices]
+        seeds = [derive_seed(index, requests[index][0]) for index in indices]
         for index, one in zip(indices, model.generate([requests[i][0] for i in indices], how, seeds, advance)):
             found[index] = one.text
     return found
@@ -186,7 +188,7 @@ def _rows(name: str, sample: Any) -> Sequence[EvalItem]:
 
 def _read(path: Path) -> Any:
     try:
-        with open_file(path) as file:
+        with open_regular_file(path) as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
             raise TaskError(

@@ -15,30 +15,30 @@ from typing import Any
 import numpy as np
 
 from factory.core.progress import Progress
-from factory.evals.evaluator import refuse_damaged
+from factory.evals.evaluator import refuse_damaged_export
 from factory.evals.tasks import EvalItem
-from factory.ingest.index import Index
+from factory.ingest.index import DocumentIndex
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.task_items import hash_item_ngrams
 from factory.ingest.tokenizer import Tokenizer
-from factory.ledger.ledger import Ledger, eval_items, evaluations, record
+from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, EvaluationRow, Subject
-from factory.ledger.writing import insert
-from factory.tasks.comparing import scores
+from factory.ledger.writing import insert_row
+from factory.tasks.comparing import score_metrics
 from factory.tasks.generation import generate_and_check
 from factory.tasks.items import TaskError
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.lm_eval_run import run_lm_eval
 from factory.tasks.model import Advance, TaskModel
-from factory.tasks.multiple_choice import choose
+from factory.tasks.multiple_choice import score_choices
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.proving import is_proven, prove
+from factory.tasks.proving import is_proven, prove_task
 from factory.tasks.task_file import EvalTask, TaskFile
-from kernels.contract.files import finite
+from kernels.contract.files import finite_values
 
 
-def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy) -> int:
+def measure_task(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy) -> int:
     """Measure a candidate and return the evaluation's id. Idempotent for the same candidate, task file, items and tokenizer.
 
     Raises: TaskError if the task cannot be measured; IsolationError without a sandbox; DamagedExportError; NoMemoryError; InputError for an
@@ -50,7 +50,7 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
     mine = "WHERE candidate = :candidate AND suite_sha256 = :identity"
     if known := EvaluationRow.first(plant.ledger, mine, candidate=candidate_id, identity=identity):
         return known.id
-    contaminated = trained_on(plant, task)
+    contaminated = find_contaminated_items(plant, task)
     share = len(contaminated) / len(task.records)
     if share > policy.contaminated_max:
         raise TaskError(
@@ -60,7 +60,7 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
             task=task.name, count=len(contaminated), items=len(task.records), limit=policy.contaminated_max,
             record=contaminated[0][0] + 1, document=contaminated[0][1],
         )  # fmt: skip
-    refuse_damaged(candidate)
+    refuse_damaged_export(candidate)
     _prove(plant.ledger, task, policy, plant.progress)
     started = time.monotonic()
     model = TaskModel.load(Path(candidate.export_path), tokenizer, policy.batch_tokens, policy.device)
@@ -83,25 +83,25 @@ def measure(plant: Plant, candidate_id: int, task: EvalTask, policy: TasksPolicy
         "clusters": len({row.cluster for row in rows}),
         "metrics": {
             name: {"value": gain.gain, "error": gain.error, "effective_clusters": gain.effective}
-            for name, gain in scores(rows).items()
+            for name, gain in score_metrics(rows).items()
         },
         "contaminated": len(contaminated),
-        "cut": model.cut,
+        "cut": model.cut_contexts,
         "device": model.model.device.type,
         "seconds": round(time.monotonic() - started, 3),
     } | said
     return _write(plant.ledger, candidate_id, identity, summary, rows)
 
 
-def trained_on(plant: Plant, task: EvalTask) -> list[tuple[int, str]]:
+def find_contaminated_items(plant: Plant, task: EvalTask) -> list[tuple[int, str]]:
     """(record number from 0, key of a training document) for each item that shares words with training data.
 
     Ingest keeps only a sample of n-grams, so 44 shared words in a row are always found, and 13 words only by chance.
     """
-    n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
+    n = DataPolicy.load(plant.workspace.policy_path("data.yaml")).decontamination.ngram
     grams = [hash_item_ngrams(item, n) for item in task.records]
     found: dict[int, str] = {}
-    for gram, key in Index(plant.ledger).trained_with(np.unique(np.concatenate(grams))):
+    for gram, key in DocumentIndex(plant.ledger).find_trained_by_ngram(np.unique(np.concatenate(grams))):
         found.setdefault(gram, key)
     hits = np.array(sorted(found), np.uint64)
     return [
@@ -116,7 +116,7 @@ def _run(
 ) -> tuple[list[EvalItem], dict[str, Any]]:
     try:
         if task.kind == "multiple_choice":
-            return choose(task, model, advance), {}
+            return score_choices(task, model, advance), {}
         if task.kind == "lm-eval":
             return run_lm_eval(task, model, policy, advance)
         if task.kind == "code":
@@ -134,7 +134,7 @@ def _run(
 def _prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> None:
     try:
         if not is_proven(ledger, task):
-            prove(ledger, task, policy, progress)
+            prove_task(ledger, task, policy, progress)
     except TaskError as error:
         raise TaskError(
             "measuring.not_sound", "task {task} has an error: {problem}. After a change, test the file: 'factory tasks check FILE'",
@@ -148,9 +148,9 @@ def _write(ledger: Ledger, candidate: int, identity: str, summary: dict[str, Any
         known = tx.execute(evaluations.select().where(mine)).scalar()
         if known is not None:  # another process was faster; its measurement stands
             return int(known)
-        values = {"candidate": candidate, "suite_sha256": identity, "summary": finite(summary)}
-        number = insert(tx, evaluations, **values, created_at=time.time())
+        values = {"candidate": candidate, "suite_sha256": identity, "summary": finite_values(summary)}
+        number = insert_row(tx, evaluations, **values, created_at=time.time())
         tx.execute(eval_items.insert(), [asdict(row) | {"evaluation": number} for row in rows])
         detail = {"evaluation": number, "task": summary["task"], "items": summary["items"]}
-        record(tx, "task_measured", Subject("candidate", candidate), detail)
+        record_event(tx, "task_measured", Subject("candidate", candidate), detail)
     return number

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from factory.evals.export_config import ExportError
-from factory.evals.reference_model import ReferenceModel, greedy
+from factory.evals.reference_model import ReferenceModel, choose_likeliest
 from factory.ingest.tokenizer import Tokenizer
 from factory.tasks.items import TaskError
 
@@ -52,12 +52,12 @@ class GenerationParameters:
 
 @dataclass
 class TaskModel:
-    """A loaded export with its tokenizer. ``cut`` counts contexts that lost their beginning."""
+    """A loaded export with its tokenizer. ``cut_contexts`` counts contexts that lost their beginning."""
 
     model: ReferenceModel
     tokenizer: Tokenizer
     batch_tokens: int
-    cut: int = field(default=0)
+    cut_contexts: int = field(default=0)
 
     @classmethod
     def load(cls, export: Path, tokenizer: Tokenizer, batch_tokens: int, device: str) -> TaskModel:
@@ -75,14 +75,14 @@ class TaskModel:
             )  # fmt: skip
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(model.to(device), tokenizer, batch_tokens)
+        return cls(model.move_to(device), tokenizer, batch_tokens)
 
     @property
     def context(self) -> int:
         return self.model.config.context
 
     @property
-    def prefix(self) -> list[int]:
+    def tokens_without_context(self) -> list[int]:
         """The tokens before a text that has no context."""
         return list(self.tokenizer.bos) or [self.tokenizer.stop_token]
 
@@ -90,9 +90,9 @@ class TaskModel:
         """The tokens of context and continuation. Raises: TaskError if the continuation has no tokens."""
         kept = context.rstrip()
         continuation, context = context[len(kept) :] + continuation, kept
-        alone = self.tokenizer.ids(context)
-        before = [*self.tokenizer.bos, *alone] or self.prefix
-        after = self.tokenizer.ids(context + continuation)[len(alone) :]
+        alone = self.tokenizer.encode(context)
+        before = [*self.tokenizer.bos, *alone] or self.tokens_without_context
+        after = self.tokenizer.encode(context + continuation)[len(alone) :]
         if not after:
             raise TaskError(
                 "model.no_tokens", "The continuation {text!r} has no tokens, so it has no score", text=continuation[:40]
@@ -120,7 +120,7 @@ class TaskModel:
         kept = []
         for before, after in sequences:
             whole = (before + after)[-(self.context + 1) :]
-            self.cut += len(before) + len(after) > len(whole)
+            self.cut_contexts += len(before) + len(after) > len(whole)
             kept.append((whole, len(after)))
         ranked = sorted(range(len(kept)), key=lambda i: len(kept[i][0]), reverse=True)
         while ranked:
@@ -133,7 +133,7 @@ class TaskModel:
                 whole, last = kept[index]
                 tokens_BT[row, : len(whole)] = torch.tensor(whole)
                 scored_BT[row, len(whole) - last : len(whole)] = True
-            nats_BT, likeliest_BT = self.model.scores(tokens_BT, scored_BT)
+            nats_BT, likeliest_BT = self.model.score_tokens(tokens_BT, scored_BT)
             for row, index in enumerate(batch):
                 whole, last = kept[index]
                 log_probability = -float(nats_BT[row, len(whole) - last : len(whole)].sum())
@@ -148,11 +148,11 @@ class TaskModel:
             advance(len(batch))
         return found
 
-    def rolling(self, texts: Sequence[str], advance: Advance) -> list[float]:
+    def whole_text_log_probabilities(self, texts: Sequence[str], advance: Advance) -> list[float]:
         """The log-probability of each whole text, its own BOS included, in windows that do not overlap and start after another BOS."""
         sequences, owner = [], []
         for index, text in enumerate(texts):
-            tokens = [*self.prefix, *self.tokenizer.bos, *self.tokenizer.ids(text)]
+            tokens = [*self.tokens_without_context, *self.tokenizer.bos, *self.tokenizer.encode(text)]
             for start, stop in _windows(len(tokens) - 1, self.context):
                 begin = max(0, stop - self.context)
                 sequences.append((tokens[begin : start + 1], tokens[start + 1 : stop + 1]))
@@ -176,8 +176,8 @@ class TaskModel:
             )  # fmt: skip
         encoded = []
         for prompt in prompts:
-            tokens = self.tokenizer.text_prompt(prompt).tolist() or self.prefix
-            self.cut += len(tokens) > room
+            tokens = self.tokenizer.encode_text_prompt(prompt).tolist() or self.tokens_without_context
+            self.cut_contexts += len(tokens) > room
             encoded.append(tokens[-room:])
         ranked = sorted(range(len(encoded)), key=lambda i: len(encoded[i]), reverse=True)
         found: list[GeneratedText] = [GeneratedText("", False)] * len(encoded)
@@ -215,7 +215,7 @@ def _refuse_unmeasured(logits_BV: torch.Tensor) -> None:
 
 def _likeliest(logits_BV: torch.Tensor) -> torch.Tensor:
     _refuse_unmeasured(logits_BV)
-    return greedy(logits_BV)
+    return choose_likeliest(logits_BV)
 
 
 def _until(text: str, stop: Sequence[str]) -> str:

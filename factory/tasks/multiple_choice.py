@@ -17,7 +17,7 @@ from factory.tasks.task_file import EvalTask, TaskFile
 def build_prompt(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) -> str:
     """The prompt of a question: header, examples with their answers, question."""
     known = select_examples(item, examples, file.shots)
-    shown = [f"{_question(file, one)} {_choices(file, one)[one.right]}" for one in known]
+    shown = [f"{_question(file, one)} {_choices(file, one)[one.right_place]}" for one in known]
     return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
 
@@ -27,7 +27,7 @@ class Scorer(Protocol):
     def log_probabilities(self, pairs: Sequence[tuple[str, str]], advance: Advance) -> list[ContinuationScore]: ...
 
 
-def choose(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
+def score_choices(task: EvalTask, model: Scorer, advance: Advance) -> list[EvalItem]:
     """For each item ``acc`` (1 if the right choice has the highest log-probability) and, in cloze format, ``acc_norm`` (the same per character).
 
     If n choices share the highest value, each counts 1/n, so that a model without a preference scores chance.

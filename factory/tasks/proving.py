@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from factory.core.progress import Progress
-from factory.ledger.ledger import Ledger, record
+from factory.ledger.ledger import Ledger, record_event
 from factory.tasks.exact_answer import extract_answer, is_same_answer
 from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, tests_are_empty
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.model import Advance, ContinuationScore
-from factory.tasks.multiple_choice import choose
+from factory.tasks.multiple_choice import score_choices
 from factory.tasks.policy import TaskLimits, TasksPolicy
 from factory.tasks.program_texts import EMPTY_CLASS, EMPTY_REPLIES, RAISE
 from factory.tasks.task_file import EvalTask, TaskFile
@@ -39,7 +39,7 @@ class Proof:
     blind: dict[str, float] = field(default_factory=dict)  # by rule: of answers that ignore the question
     without_solution: int = 0  # code items without a solution to run their tests on
 
-    def words(self) -> list[Message]:
+    def describe(self) -> list[Message]:
         """The findings, each a part of a sentence."""
         said = []
         if self.gold is not None:
@@ -62,7 +62,7 @@ class Proof:
         return said
 
 
-def prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> Proof:
+def prove_task(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> Proof:
     """Prove a task and record the proof.
 
     Raises: TaskError naming the item that fails and how; IsolationError if programs or formulas need a sandbox and there is none.
@@ -74,7 +74,7 @@ def prove(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progres
     }
     found = prover[task.kind]() if task.kind in prover else Proof()
     with ledger.begin() as tx:
-        record(tx, EVENT, f"task:{task.name}", {**_what(task), **asdict(found)})
+        record_event(tx, EVENT, f"task:{task.name}", {**_what(task), **asdict(found)})
     return found
 
 
@@ -108,8 +108,8 @@ class _Said:
 def _choices(task: EvalTask) -> Proof:
     assert isinstance(task.file, TaskFile)
     items: tuple[ChoiceItem, ...] = task.items
-    scored = lambda values: choose(task, _Said(values), lambda n: None)
-    for row in scored([0.0 if at == item.right else -1e6 for item in items for at in range(len(item.choices))]):
+    scored = lambda values: score_choices(task, _Said(values), lambda n: None)
+    for row in scored([0.0 if at == item.right_place else -1e6 for item in items for at in range(len(item.choices))]):
         if row.value != 1:
             raise TaskError(
                 "proving.right_choice", "item {item!r}: its right choice is by far the likeliest, but scores {score:g} on {metric}, not 1",
@@ -127,7 +127,7 @@ def _choices(task: EvalTask) -> Proof:
                 "proving.not_chance", "A model without a preference scores {score:.3f} on {metric}, but chance is {chance:.3f}",
                 score=sum(mine) / len(mine), metric=metric, chance=chance,
             )  # fmt: skip
-    places = Counter(item.right for item in items)
+    places = Counter(item.right_place for item in items)
     lengths = [[len(choice) for choice in item.choices] for item in items]
     place, most = places.most_common(1)[0]
     blind = {
@@ -153,7 +153,8 @@ def _choices(task: EvalTask) -> Proof:
 def _share(lengths: list[list[int]], items: Sequence[ChoiceItem], which: Callable[[list[int]], int]) -> float:
     """The share of items whose right choice has the extreme length. If n choices share that length, an item counts 1/n."""
     return sum(
-        (mine[item.right] == which(mine)) / mine.count(which(mine)) for mine, item in zip(lengths, items, strict=True)
+        (mine[item.right_place] == which(mine)) / mine.count(which(mine))
+        for mine, item in zip(lengths, items, strict=True)
     ) / len(items)
 
 
@@ -212,7 +213,7 @@ def empty_programs(item: CodeItem) -> Iterator[tuple[str, str]]:
     >>> dict(empty_programs(CodeItem(id=1, prompt="def f(x):\\n", tests="assert f(1) == 2", solution="    return x + 1\\n")))["returns None"]
     'def f(x):\\n    return None\\n'
     """
-    found = {"": "is empty", item.program(""): "ends with its prompt"}
+    found = {"": "is empty", item.program_of_reply(""): "ends with its prompt"}
     for how, statement in (("returns None", "return None"), ("raises", RAISE)):
         found.setdefault(_body(item, statement), how)
     for program, how in found.items():
@@ -221,7 +222,7 @@ def empty_programs(item: CodeItem) -> Iterator[tuple[str, str]]:
 
 def _body(item: CodeItem, statement: str) -> str:
     """A program whose functions have only ``statement`` as body: all functions of the solution, or the prompt's last function."""
-    begun = item.program("")
+    begun = item.program_of_reply("")
     if not begun.strip():
         return "".join(_stub(name, kind, statement) for name, kind in _defined(item.solution or ""))
     lines = [line for line in (item.solution or "").splitlines() if line.strip()]

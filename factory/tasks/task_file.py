@@ -22,13 +22,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from factory.core.errors import ConfigError, InputError, nearest
+from factory.core.errors import ConfigError, InputError, suggest_name
 from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files, list_unread_files
 from factory.ingest.rules.task_items import ItemFile, read_items
 from factory.tasks.file_rules import refuse_shown_items, refuse_shown_records, resolve_answers
-from factory.tasks.items import TaskError, TaskItem, read_published, read_records, unreadable
+from factory.tasks.items import TaskError, TaskItem, file_unreadable, read_published, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.published.benchmarks import (
@@ -36,7 +36,7 @@ from factory.tasks.published.benchmarks import (
     BENCHMARKS,
     TRAINED,
     PublishedError,
-    items_of,
+    convert_records,
     recognise_benchmark,
     subject_and_split,
 )
@@ -175,11 +175,11 @@ class EvalTask:
             said = self.file.sha256
         else:
             said = _file_sha256(self.file.model_copy(update={"items": "", "examples": ""}))
-        examples = [_told(item, LATER_OF_ITEMS) for item in self.shown]
+        examples = [_told(item, LATER_OF_ITEMS) for item in self.shown_examples_of_task]
         return _sha256([VERSIONS[self.kind], self.kind, said, examples])
 
     @property
-    def shown(self) -> tuple[Any, ...]:
+    def shown_examples_of_task(self) -> tuple[Any, ...]:
         """The examples that are shown before questions: the first ``shots`` of each subject."""
         return first_examples_of_subjects(self.examples, self.file.shots)
 
@@ -282,7 +282,7 @@ def load_task_by_name(workspace: Workspace, name: str, policy: TasksPolicy) -> E
         )
     if name not in known:
         raise TaskError(
-            "task_file.unknown_task", "There is no task {task!r}{hint}", task=name, hint=nearest(name, known)
+            "task_file.unknown_task", "There is no task {task!r}{hint}", task=name, hint=suggest_name(name, known)
         )
     return load_task(known[name], policy)
 
@@ -362,7 +362,7 @@ def _published(
     policy: TasksPolicy,
     shots_said: bool,
 ) -> EvalTask:
-    """The task of a benchmark. Its examples come from ``shown``, or else from the benchmark's own file."""
+    """The task of a benchmark. Its examples come from ``shown_examples_of_task``, or else from the benchmark's own file."""
     if file.kind != benchmark.kind:
         raise TaskError(
             "task_file.other_kind", "{file}: kind is {given}, but {benchmark} has kind {kind}",
@@ -388,7 +388,7 @@ def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[
     """(tested items, example items, notes)."""
     where = str(file.path)
     try:
-        found = items_of(benchmark, file.records, file.path.name.removesuffix(data_suffix(file.path)))
+        found = convert_records(benchmark, file.records, file.path.name.removesuffix(data_suffix(file.path)))
     except PublishedError as error:
         raise TaskError("task_file.odd_record", "{file}, {problem}", file=where, problem=error.message) from None
     tested, notes = read_published(benchmark.kind, found.tested, where, lenient)
@@ -439,7 +439,7 @@ def resolve_data_file(path: Path, key: str, name: str) -> Path:
         names = [str(file.relative_to(path.parent)) for file in known.values()]
         raise TaskError(
             "task_file.no_items_file", "{file}: key {key!r}: the folder has no data file {name!r}{hint}",
-            file=path, key=key, name=name, hint=nearest(name, names) if names else "",
+            file=path, key=key, name=name, hint=suggest_name(name, names) if names else "",
         )  # fmt: skip
     return found
 
@@ -448,7 +448,7 @@ def _ours(path: Path) -> bool:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise TaskError(unreadable(path, error)) from error
+        raise TaskError(file_unreadable(path, error)) from error
     return any(re.match(r"""(["']?)(kind|published)\1:""", line) for line in lines)
 
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any
 
 from factory.core.errors import IsolationError
-from factory.evals.evaluator import items_of
-from factory.ledger.ledger import Ledger, record
+from factory.evals.evaluator import read_items_of_evaluation
+from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.rows import EvaluationRow, champion
-from factory.tasks.comparing import TaskEvidence, gains, sizes
+from factory.ledger.rows import EvaluationRow, find_champion
+from factory.tasks.comparing import TaskEvidence, compare_evaluations, count_items_and_variances
 from factory.tasks.items import TaskError
-from factory.tasks.measuring import measure
+from factory.tasks.measuring import measure_task
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, list_tasks, load_task_by_name, task_folder
 from kernels.contract.message import Message
@@ -26,7 +26,7 @@ def measure_due_tasks(plant: Plant, candidate: int, *, would_promote: bool) -> T
 
     Raises: ConfigError for a bad tasks.yaml; DamagedExportError; NoMemoryError.
     """
-    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    policy = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
     names = list(list_tasks(task_folder(plant.workspace)).tasks)
     evidence = TaskEvidence(alpha=policy.guards_alpha)
     for name in sorted(set(policy.tasks) - set(names)):
@@ -35,35 +35,35 @@ def measure_due_tasks(plant: Plant, candidate: int, *, would_promote: bool) -> T
             task=name, file=f"{task_folder(plant.workspace) / name}.yaml",
         )  # fmt: skip
         remedy = Message("tiers.write_file", "write the task's file, or remove {task} from tasks.yaml.", task=name)
-        evidence = evidence.with_other(TaskEvidence.problem(problem, remedy))
+        evidence = evidence.merge(TaskEvidence.of_problem(problem, remedy))
     for name in names:
-        if policy.of(name).due(candidate, would_promote):
-            evidence = evidence.with_other(_evidence(plant, candidate, name, policy))
+        if policy.settings_of(name).due(candidate, would_promote):
+            evidence = evidence.merge(_evidence(plant, candidate, name, policy))
     return evidence
 
 
 def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> TaskEvidence:
     try:
         task = load_task_by_name(plant.workspace, name, policy)
-        best = champion(plant.ledger)
+        best = find_champion(plant.ledger)
         if changed := describe_protocol_change(plant.ledger, task):
             todo = Message(
                 "tiers.undo_change",
                 "undo the change of task {task}, or make it the new baseline: 'factory tasks run {task} --baseline'.",
                 task=name,
             )
-            return TaskEvidence.problem(changed, todo)
-        ours = measure(plant, candidate, task, policy)
-        theirs = measure(plant, best.candidate, task, policy) if best else None
+            return TaskEvidence.of_problem(changed, todo)
+        ours = measure_task(plant, candidate, task, policy)
+        theirs = measure_task(plant, best.candidate, task, policy) if best else None
     except (TaskError, IsolationError) as error:
-        never = policy.setting(name, "tier", "never")
+        never = policy.command_to_set(name, "tier", "never")
         todo = Message(
             "tiers.repair",
             "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. To stop measuring it: '{never}'.",
             task=name, candidate=candidate, never=never or "tier: never",
         )  # fmt: skip
         reason = Message.restored(error.code, str(error).removesuffix("."), error.data)
-        return TaskEvidence.problem(
+        return TaskEvidence.of_problem(
             Message("tiers.not_measured", "Task {task} could not be measured: {reason}.", task=name, reason=reason),
             todo,
         )
@@ -72,8 +72,8 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
     evidence = TaskEvidence(values=values, evaluations={name: [ours, theirs]})
     if theirs is None:
         return evidence
-    of_champion = items_of(plant.ledger, theirs)
-    found = gains(items_of(plant.ledger, ours), of_champion, summary.get("costs", ()))
+    of_champion = read_items_of_evaluation(plant.ledger, theirs)
+    found = compare_evaluations(read_items_of_evaluation(plant.ledger, ours), of_champion, summary.get("costs", ()))
     if found is None:
         problem = Message(
             "tiers.other_items", "Candidate and champion were not measured on the same items of task {task}.", task=name
@@ -82,15 +82,15 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
             "tiers.measure_again", "do not change the items of task {task}, and measure both again: 'factory evaluate {candidate}'.",
             task=name, candidate=candidate,
         )  # fmt: skip
-        return evidence.with_other(TaskEvidence.problem(problem, todo))
-    margins = dict.fromkeys(found, policy.of(name).margin)
-    items, variances = sizes(of_champion)
-    return evidence.with_other(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
+        return evidence.merge(TaskEvidence.of_problem(problem, todo))
+    margins = dict.fromkeys(found, policy.settings_of(name).margin)
+    items, variances = count_items_and_variances(of_champion)
+    return evidence.merge(TaskEvidence(gains=found, margins=margins, items=items, variances=variances))
 
 
 def describe_protocol_change(ledger: Ledger, task: EvalTask) -> Message | None:
     """A sentence if the task's protocol differs from that of earlier releases. None: it is the same."""
-    fixed = baseline(ledger, task.name)
+    fixed = read_baseline(ledger, task.name)
     if fixed is None or fixed["protocol"] == task.protocol:
         return None
     change = (
@@ -107,7 +107,7 @@ def describe_protocol_change(ledger: Ledger, task: EvalTask) -> Message | None:
     )
 
 
-def baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
+def read_baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
     """{"protocol", "format"} that releases are measured with on a task. None before the first measured release."""
     taken = ledger.read(
         "SELECT detail FROM events WHERE kind = 'task_baseline' AND subject = :subject ORDER BY id DESC LIMIT 1",
@@ -124,9 +124,9 @@ def baseline(ledger: Ledger, name: str) -> dict[str, Any] | None:
 
 def take_baseline(plant: Plant, task: EvalTask, policy: TasksPolicy, by: str) -> int | None:
     """Make the task's present protocol the baseline and measure the champion with it. Returns the id of the champion's evaluation."""
-    best = champion(plant.ledger)
-    number = measure(plant, best.candidate, task, policy) if best else None
+    best = find_champion(plant.ledger)
+    number = measure_task(plant, best.candidate, task, policy) if best else None
     with plant.ledger.begin() as tx:
         detail = {"protocol": task.protocol, "format": task.format, "by": by, "evaluation": number}
-        record(tx, "task_baseline", f"task:{task.name}", detail)
+        record_event(tx, "task_baseline", f"task:{task.name}", detail)
     return number

@@ -51,12 +51,12 @@ class NumberWords:
 NOTHING = NumberWords()
 
 
-def number_words(before: str, after: str) -> NumberWords | None:
+def parse_number_words(before: str, after: str) -> NumberWords | None:
     """The meaning of the words before and after a number. None if they make it another number (``not 18``, ``18 and a half``).
 
-    >>> number_words("", "cm^2").unit, number_words("", "million dollars").times
+    >>> parse_number_words("", "cm^2").unit, parse_number_words("", "million dollars").times
     ('length^2', 1000000)
-    >>> sorted(number_words("She has", "red apples").nouns), number_words("not", "")
+    >>> sorted(parse_number_words("She has", "red apples").nouns), parse_number_words("not", "")
     (['apple', 'red'], None)
     """
     words = _words(before) + _words(after)

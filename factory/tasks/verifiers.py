@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.core.left_files import open_file
+from factory.core.left_files import open_regular_file
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from factory.tasks.exact_answer import extract_answer, is_same_answer
 from factory.tasks.items import CodeItem, MathsItem, TaskError
 from factory.tasks.model import Advance
@@ -95,7 +95,7 @@ def check_programs(
 def check_solutions(items: Sequence[CodeItem], running: TaskLimits, advance: Advance = lambda n: None) -> None:
     """Raises: TaskError naming the first item whose own solution fails its tests."""
     mine = [item for item in items if item.solution is not None]
-    programs = [(item.program(item.solution or ""), item.tests) for item in mine]
+    programs = [(item.program_of_reply(item.solution or ""), item.tests) for item in mine]
     for item, found in zip(mine, check_programs(programs, running, advance), strict=True):
         if not found.right:
             how = (
@@ -127,12 +127,12 @@ def _compare_part(pairs: list[Pair], running: TaskLimits) -> list[str]:
         folder, seconds = Path(name), running.formula_cpu_seconds
         (folder / "pairs.json").write_text(json.dumps(pairs))
         program = INSIDE / "maths.py"
-        ended = sandbox.run(
+        ended = sandbox.run_in_sandbox(
             [sys.executable, "-I", str(program), str(folder), str(seconds)],
             output=folder,
             readonly=[program],
             environment={"OMP_NUM_THREADS": "1"},
-            limits=Limits(
+            limits=SandboxLimits(
                 wall_seconds=STARTING_SECONDS + 4 * seconds * len(pairs),
                 memory=running.formula_memory_mib << 20,
                 file=16 << 20,
@@ -150,7 +150,7 @@ def _compare_part(pairs: list[Pair], running: TaskLimits) -> list[str]:
                 reason=ended.why(),
             )
         try:
-            with open_file(folder / "equal.json") as file:
+            with open_regular_file(folder / "equal.json") as file:
                 found = json.loads(file.read(64 * len(pairs) + 64))
         except (OSError, ValueError, RecursionError) as error:
             raise TaskError(
@@ -168,12 +168,12 @@ def _check(program: str, tests: str, running: TaskLimits) -> AnswerCheck:
         # "surrogatepass": a model can write half of a surrogate pair; Python in the sandbox then refuses the file
         for file, text in (("program.py", program), ("tests.py", tests), ("word", word)):
             (folder / file).write_bytes(text.encode("utf-8", "surrogatepass"))
-        ended = sandbox.run(
+        ended = sandbox.run_in_sandbox(
             [sys.executable, "-I", "-S", str(runner), str(folder), *PACKAGES],
             output=folder,
             readonly=[runner],
             environment={"OMP_NUM_THREADS": "1"},
-            limits=Limits(
+            limits=SandboxLimits(
                 wall_seconds=running.code_seconds,
                 cpu_seconds=running.code_cpu_seconds,
                 memory=running.code_memory_mib << 20,

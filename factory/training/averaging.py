@@ -16,11 +16,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core.errors import ConfigError, InputError
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import held_out_documents
-from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_documents, noise_floor, ratio_bits
+from factory.evals.suite import select_held_out_documents
+from factory.evals.tasks import (
+    EvalItem,
+    ScoredText,
+    bits_per_byte_by_domain,
+    encode_documents,
+    measure_noise_floor,
+    score_bits_per_byte,
+)
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.tokenizer import Tokenizer
@@ -28,10 +35,10 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.places import with_absolute_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.runs.folders import clear
+from factory.runs.folders import remove_odd_files
 from factory.runs.live_code import LiveCode
 from factory.training.planning import insert_planned_segment, last_segment
-from factory.training.segment_folder import claim, failed, give_up, record_segment_done
+from factory.training.segment_folder import claim_folder, mark_failed, raise_trainer_failure, record_segment_done
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
@@ -70,19 +77,19 @@ def weights_from_losses(losses: Sequence[float], noise: float) -> list[float]:
 
 
 # -- choosing and planning ---------------------------------------------------------------------------------------------
-def kept(ledger: Ledger, segment: SegmentRow) -> list[SourceCheckpoint]:
+def checkpoints_to_average(ledger: Ledger, segment: SegmentRow) -> list[SourceCheckpoint]:
     """The checkpoints on disk that may be averaged with a segment's newest checkpoint, oldest first.
 
     An anneal has its own checkpoints only. A trunk segment also has those of earlier trunk segments with the same recipe.
     """
-    from trainer.contract.checkpoint.format import manifest_sha256, steps_in
+    from trainer.contract.checkpoint.format import manifest_sha256, saved_steps
 
     found: dict[Path, SourceCheckpoint] = {}
     row = segment
     while row.recipe_sha256 == segment.recipe_sha256:
         if row.kind == segment.kind:
             listed = ledger.read("SELECT path FROM checkpoints WHERE segment = :segment", segment=row.id)
-            own = {path.resolve(): step for step, path in steps_in(Path(row.folder) / "checkpoints")}
+            own = {path.resolve(): step for step, path in saved_steps(Path(row.folder) / "checkpoints")}
             own |= {Path(r["path"]).resolve(): int(Path(r["path"]).name.rpartition("-")[2]) for r in listed}
             for path, step in own.items():
                 if path not in found and (path / "manifest.json").is_file():
@@ -93,7 +100,7 @@ def kept(ledger: Ledger, segment: SegmentRow) -> list[SourceCheckpoint]:
     return sorted(found.values(), key=lambda source: source.step)
 
 
-def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[SourceCheckpoint]:
+def choose_checkpoints(ledger: Ledger, segment: int | None, last: int | None) -> list[SourceCheckpoint]:
     """The checkpoints to average, oldest first: the newest ``last`` of a segment. The default is all of them, at most ``MOST_CHECKPOINTS``.
 
     ``segment``: None for the newest finished trunk segment. Raises: InputError with the known checkpoints, when there are too few.
@@ -113,7 +120,7 @@ def choose(ledger: Ledger, segment: int | None, last: int | None) -> list[Source
                 "training.segment_not_finished", "Segment {segment} is not finished or does not exist. Finished segments: {finished}.",
                 segment=segment, finished=[one.id for one in trained] or "none",
             )  # fmt: skip
-    available = kept(ledger, row)
+    available = checkpoints_to_average(ledger, row)
     count = last if last is not None else min(MOST_CHECKPOINTS, len(available))
     if count < 2 or len(available) < count:
         raise InputError(
@@ -129,18 +136,18 @@ def plan_average(plant: Plant, rule: WeightingRule, segment: int | None = None, 
     """Record an average as a planned segment; returns its id. The same rule and checkpoints give the same segment."""
     from factory.git.repository import get_live_commit
 
-    sources = choose(plant.ledger, segment, last)
-    listed = [asdict(source) | {"path": plant.ledger.inside(source.path)} for source in sources]
+    sources = choose_checkpoints(plant.ledger, segment, last)
+    listed = [asdict(source) | {"path": plant.ledger.to_stored_path(source.path)} for source in sources]
     plan = {"rule": rule, "sources": listed}
     for row in SegmentRow.select(
         plant.ledger, f"WHERE kind = '{KIND}' AND state NOT IN ('failed', 'abandoned') ORDER BY id"
     ):
-        if _identity(planned(plant.ledger, row.id)) == _identity(plan):
+        if _identity(read_average_plan(plant.ledger, row.id)) == _identity(plan):
             return row.id
     commit = get_live_commit(plant.workspace.repository)
     parent = SegmentRow.get(plant.ledger, sources[-1].segment)
     steps = (sources[-1].step, sources[-1].step)
-    same = parent.only(PARENT_COLUMNS)
+    same = parent.select_fields(PARENT_COLUMNS)
     with plant.ledger.begin() as tx:
         detail = {"average": plan}
         return insert_planned_segment(
@@ -148,7 +155,7 @@ def plan_average(plant: Plant, rule: WeightingRule, segment: int | None = None, 
         )
 
 
-def planned(ledger: Ledger, number: int) -> dict[str, Any]:
+def read_average_plan(ledger: Ledger, number: int) -> dict[str, Any]:
     """The rule and the checkpoints of an average segment, as they were planned."""
     sql = "SELECT detail FROM events WHERE kind = 'segment_planned' AND subject = :subject"
     plan = dict(ledger.read(sql, subject=str(Subject("segment", number)))[0]["detail"]["average"])
@@ -166,11 +173,11 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
     Raises: SegmentError, naming the log, when a checkpoint is damaged or has other shapes; InputError when the held-out loss
     cannot be measured.
     """
-    from trainer.contract.checkpoint.format import manifest_sha256, name_of
+    from trainer.contract.checkpoint.format import checkpoint_name, manifest_sha256
 
-    plan = planned(plant.ledger, row.id)
-    folder = claim(plant, row)
-    code = LiveCode.of(plant, row.code_commit)
+    plan = read_average_plan(plant.ledger, row.id)
+    folder = claim_folder(plant, row)
+    code = LiveCode.of_commit(plant, row.code_commit)
     parts: list[dict[str, Any]] = [dict(source) for source in plan["sources"]]
     measured: dict[str, Any] = {}
     with plant.progress.task(
@@ -181,7 +188,7 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
                 advance = lambda n: task.advance(n, "held-out loss")
                 measured = _measure(plant, row, code, parts, advance)
             except (InputError, ConfigError) as error:
-                give_up(plant.ledger, row, str(error))
+                mark_failed(plant.ledger, row, str(error))
                 raise
         else:
             for part in parts:
@@ -191,9 +198,9 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         paths = [part["path"] for part in parts]
         arguments = [str(folder / "checkpoints"), *paths, "--weights", weights]
         made = code.run("-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths)))
-        clear(folder, plant.progress)
+        remove_odd_files(folder, plant.progress)
         _succeeded(plant, row, made)
-    path = folder / "checkpoints" / name_of(row.last_step)
+    path = folder / "checkpoints" / checkpoint_name(row.last_step)
     result = {
         "state": "done",
         "last_step": row.last_step,
@@ -207,24 +214,24 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
 
 
 def _measure(
-    plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: Advance
+    plant: Plant, row: SegmentRow, code: LiveCode, parts: list[dict[str, Any]], advance: ProgressCallback
 ) -> dict[str, Any]:
     """Add the keys ``loss`` and ``weight`` to each part; returns the noise and the documents of the measurement."""
     ruler = load_held_out_loss(plant)
     scratch = Path(row.folder) / "export"
     noise = 0.0
     for part in parts:
-        remove(scratch)
+        remove_path(scratch)
         scratch.mkdir()
         arguments = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
         made = code.run("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
-        clear(scratch, plant.progress)
+        remove_odd_files(scratch, plant.progress)
         _succeeded(plant, row, made)
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)
         else:
             part["loss"] = ruler.loss(scratch, advance)
-    remove(scratch)
+    remove_path(scratch)
     for part, weight in zip(parts, weights_from_losses([part["loss"] for part in parts], noise), strict=True):
         part["weight"] = weight
     return {"noise": noise, "documents": ruler.documents, "shares": ruler.shares}
@@ -235,10 +242,10 @@ def _succeeded(plant: Plant, row: SegmentRow, done: subprocess.CompletedProcess[
     if done.returncode:
         with open(plant.workspace.logs / f"segment-{row.id:05d}.log", "a") as log:
             log.write(done.stderr)
-        failed(plant, row, done.returncode, None)
+        raise_trainer_failure(plant, row, done.returncode, None)
 
 
-Advance = Callable[[float], None]
+ProgressCallback = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -249,20 +256,20 @@ class HeldOutLoss:
     shares: dict[str, float]  # the weight of each domain; they sum to one
     policy: EvalPolicy
 
-    def loss(self, export: Path, advance: Advance = lambda _: None) -> float:
+    def loss(self, export: Path, advance: ProgressCallback = lambda _: None) -> float:
         """Bits per byte of an export. Raises: ExportError; InputError when the loss is not finite."""
         return self._measure(ReferenceModel.load(export), advance, export)[0]
 
-    def loss_and_noise(self, export: Path, advance: Advance = lambda _: None) -> tuple[float, float]:
+    def loss_and_noise(self, export: Path, advance: ProgressCallback = lambda _: None) -> tuple[float, float]:
         """The loss, and how far a second measurement of the same weights may be from it (``tasks.noise_floor``)."""
         model = ReferenceModel.load(export)
         loss, items = self._measure(model, advance, export)
-        noise = noise_floor(model, self.texts, items, self.policy, advance)
+        noise = measure_noise_floor(model, self.texts, items, self.policy, advance)
         return loss, sum(share * noise[domain] for domain, share in self.shares.items())
 
-    def _measure(self, model: ReferenceModel, advance: Advance, export: Path) -> tuple[float, list[EvalItem]]:
-        items = bits_per_byte(model, self.texts, self.policy, advance)
-        bits = ratio_bits(items)
+    def _measure(self, model: ReferenceModel, advance: ProgressCallback, export: Path) -> tuple[float, list[EvalItem]]:
+        items = score_bits_per_byte(model, self.texts, self.policy, advance)
+        bits = bits_per_byte_by_domain(items)
         loss = sum(share * bits[domain] for domain, share in self.shares.items())
         if not math.isfinite(loss):
             raise InputError("training.loss_not_finite", "The held-out loss of {export} is not finite.", export=export)
@@ -279,10 +286,10 @@ def load_held_out_loss(plant: Plant) -> HeldOutLoss:
 
     Raises: InputError when no such document is held out; ConfigError.
     """
-    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
-    weights = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml")).target.weights
+    policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
+    weights = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")).target.weights
     tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
-    dev = held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
+    dev = select_held_out_documents(plant.ledger, policy.documents_per_domain, sealed=False)
     weight_of = {d.domain: weights.get(d.domain, 0.0) if weights else 1.0 for d in dev}
     texts = encode_documents(dev, tokenizer, token_bytes, policy.document_bytes)
     texts = [text for text in texts if weight_of[text.document.domain] > 0]

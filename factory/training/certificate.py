@@ -38,13 +38,13 @@ TRAINING_FILES = ("trainer/", "kernels/", "policies/kernels.yaml")  # all files 
 
 Series = list[float | None]  # one value for each step; None: not finite, or not written
 TENSOR_UPDATE_MEASURE = "tensor's update length"  # name of a measure
-Part = Literal["resume", "accumulation", "kernels", "compile", "ranks"]
+PreflightPart = Literal["resume", "accumulation", "kernels", "compile", "ranks"]
 
 
 class PreflightPolicy(StrictPolicy):
     """The key ``preflight`` of the same file; ``factory/training/preflight.py`` uses it."""
 
-    parts: list[Part] = ["resume", "accumulation", "kernels", "compile", "ranks"]
+    parts: list[PreflightPart] = ["resume", "accumulation", "kernels", "compile", "ranks"]
     """Comparisons to make at each new commit, layout or environment. An empty list turns the preflight off."""
     steps: Count = 20
     """Steps that each way to train takes, with a small model."""
@@ -71,7 +71,7 @@ class CertificatePolicy(StrictPolicy):
 
 
 @dataclass(frozen=True)
-class Numbers:
+class RunNumbers:
     """The numbers of one run that are judged."""
 
     series: dict[str, Series]  # by name, one value for each step
@@ -90,10 +90,10 @@ class CertificateEvidence:
     steps: int = 0
     basis: Literal["segment", "parent", ""] = ""  # both commits ran with the recipe and data plan of this segment
     seeds: tuple[int, ...] = ()
-    old: Numbers | None = None
-    again: Numbers | None = None  # the old code a second time
-    new: Numbers | None = None
-    others: tuple[Numbers, ...] = ()  # the old code under ``seeds``
+    old: RunNumbers | None = None
+    again: RunNumbers | None = None  # the old code a second time
+    new: RunNumbers | None = None
+    others: tuple[RunNumbers, ...] = ()  # the old code under ``seeds``
     apart: float = math.nan  # ‖weights new − old‖
     apart_again: float = math.nan  # ‖weights again − old‖
     apart_seeds: float = math.nan  # root mean square over pairs of seeds of ‖weights − weights‖
@@ -158,7 +158,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
     if evidence.steps < 1 or not any(value is not None for value in evidence.old.series.get("loss", [])):
         why = Message("training.certificate.no_losses", "The run of the old code wrote no loss to compare with.")
         return Judgement("hold", [why], [])
-    found = measures(evidence)
+    found = compute_measures(evidence)
     unmeasured = [m.name for m in found if math.isnan(m.noise) or m.name in ("loss", "weights") and m.noise == 0]
     if unmeasured:
         why = Message(
@@ -209,7 +209,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
     return Judgement("promote", facts, found)
 
 
-def measures(evidence: CertificateEvidence) -> list[Measure]:
+def compute_measures(evidence: CertificateEvidence) -> list[Measure]:
     """All measured differences between the run of the new code and the run of the old code."""
     old, new, again, others = evidence.old, evidence.new, evidence.again or evidence.old, evidence.others
     assert old is not None and new is not None and again is not None
@@ -231,7 +231,7 @@ def measures(evidence: CertificateEvidence) -> list[Measure]:
 
 # -- one measure each --------------------------------------------------------------------------------------------------
 def _by_step(
-    name: str, old: Numbers, new: Numbers, again: Numbers, others: Sequence[Numbers], first_step: int
+    name: str, old: RunNumbers, new: RunNumbers, again: RunNumbers, others: Sequence[RunNumbers], first_step: int
 ) -> Measure:
     """The largest difference of any step; the noise is pooled over the steps."""
     values = old.series.get(name, [])

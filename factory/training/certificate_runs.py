@@ -16,20 +16,20 @@ from typing import Any
 
 from factory.computing import computing
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.git.repository import CheckoutError, RepositoryError, changes
+from factory.git.repository import CheckoutError, RepositoryError, read_changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import with_replaced_token_shards
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
-from factory.runs.distance import Tensors, apart, sizes, together
+from factory.runs.distance import Tensors, sum_distances, tensor_distances, tensor_norms
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.training.certificate import SERIES, TRAINING_FILES, CertificateEvidence, CertificatePolicy, Numbers
-from factory.training.planning import plan_of
-from factory.training.segment_folder import spec_of
+from factory.training.certificate import SERIES, TRAINING_FILES, CertificateEvidence, CertificatePolicy, RunNumbers
+from factory.training.planning import read_data_plan
+from factory.training.segment_folder import segment_spec
 from kernels.contract.message import Message
 
 EXIT_INVALID_INPUT = 2  # the trainer cannot run this spec, recipe, data or checkpoint
@@ -37,10 +37,12 @@ EXIT_INVALID_INPUT = 2  # the trainer cannot run this spec, recipe, data or chec
 
 def changed_files(repository: Path, old: str, new: str) -> list[str]:
     """The files that training reads and that differ between two commits. Raises: RepositoryError."""
-    return [change.path for change in changes(repository, old, new) if change.path.startswith(TRAINING_FILES)]
+    return [change.path for change in read_changes(repository, old, new) if change.path.startswith(TRAINING_FILES)]
 
 
-def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> CertificateEvidence:
+def gather_certificate_evidence(
+    plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy
+) -> CertificateEvidence:
     """Make the runs that the certificate needs; returns their evidence.
 
     Raises: SegmentError when the trainer was stopped or the disk is full; CheckoutError; any error that a fault of the machine causes.
@@ -49,10 +51,10 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
         files = changed_files(plant.workspace.repository, parent.code_commit, row.code_commit)
-        changed = files + computing.changed(parent, row)
+        changed = files + computing.describe_changes(parent, row)
         if not changed:
             return evidence
-        sides = {name: LiveCode.of(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
+        sides = {name: LiveCode.of_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
     except RepositoryError as error:
         if isinstance(error, CheckoutError) or is_machine_fault_of_no_file(error):
             raise
@@ -68,14 +70,14 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
         )  # fmt: skip
     )
     steps = min(policy.steps, row.last_step - row.first_step)
-    plan = with_replaced_token_shards(plant.ledger, plan_of(plant.ledger, row))
-    seeds = tuple(seed_of(plan, number) for number in range(policy.seeds))
+    plan = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, row))
+    seeds = tuple(noise_seed(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
     runs = Runs(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
-    for basis, spec in bases(plant.ledger, row, parent, steps).items():
+    for basis, spec in specs_by_basis(plant.ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
-        old, again, others, new = arms(spec, parent, row, seeds)
-        done = runs.live(sides["old"], [old, *again, *others], "certificate, old code")
+        old, again, others, new = certificate_arms(spec, parent, row, seeds)
+        done = runs.train_live(sides["old"], [old, *again, *others], "certificate, old code")
         if done.code == 0:
             break
         evidence = replace(evidence, old_failed=done.line)
@@ -83,13 +85,13 @@ def gather(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: Certificat
             return evidence
     else:
         return evidence
-    done = runs.live(sides["new"], [new], "certificate, new code")
+    done = runs.train_live(sides["new"], [new], "certificate, new code")
     evidence = replace(evidence, new_failed=done.line)
     before, repeated, after, *seeded = map(runs.trace, (old, (*again, old)[0], new, *others))
-    return compare(evidence, Path(spec["initial_checkpoint"]), before, repeated, seeded, after)
+    return compare_certificate_runs(evidence, Path(spec["initial_checkpoint"]), before, repeated, seeded, after)
 
 
-def seed_of(plan: dict[str, Any], number: int) -> int:
+def noise_seed(plan: dict[str, Any], number: int) -> int:
     """The seed of a noise run. It depends on the content of the data plan alone.
 
     After a kill, the factory therefore resumes the same runs, and the same data give the same noise on every machine.
@@ -98,23 +100,23 @@ def seed_of(plan: dict[str, Any], number: int) -> int:
     return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
-def bases(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
+def specs_by_basis(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
     """The specs that both commits can be run with, best first: that of the segment, then that of its parent.
 
     The parent's spec is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is shortened
     to ``steps`` steps, so that its whole schedule is run.
     """
-    spec = spec_of(ledger, row) | {"last_step": row.first_step + steps}
+    spec = segment_spec(ledger, row) | {"last_step": row.first_step + steps}
     plain = {key: spec[key] for key in ("kind", "first_step", "last_step", "initial_checkpoint")}
     before = {
         "recipe": parent.recipe_json,
-        "data_plan": with_replaced_token_shards(ledger, plan_of(ledger, parent)),
+        "data_plan": with_replaced_token_shards(ledger, read_data_plan(ledger, parent)),
         "restart_data": True,
     }
     return {"segment": spec, "parent": plain | before}
 
 
-def arms(
+def certificate_arms(
     spec: Spec, parent: SegmentRow, row: SegmentRow, seeds: Sequence[int]
 ) -> tuple[Arm, list[Arm], list[Arm], Arm]:
     """The runs of one spec: (old code, old code a second time or none, old code with each other seed, new code).
@@ -136,7 +138,7 @@ def arms(
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
-def compare(
+def compare_certificate_runs(
     evidence: CertificateEvidence, start: Path, old: Trace, again: Trace, others: Sequence[Trace], new: Trace
 ) -> CertificateEvidence:
     """Add the numbers of each run and the distances between weights. Holds the weights of three runs in memory.
@@ -154,29 +156,29 @@ def compare(
             apart_again=_weights_apart(old_weights, weights), apart_seeds=math.hypot(*between) / math.sqrt(len(between)),
         )  # fmt: skip
     except UntrustedFileError as error:
-        return replace(evidence, old_failed=unreadable(error))
+        return replace(evidence, old_failed=unreadable_run_message(error))
     if evidence.new_failed:
         return evidence
     try:
         numbers, weights = _read(new, origin)
     except UntrustedFileError as error:
-        return replace(evidence, new_failed=unreadable(error))
+        return replace(evidence, new_failed=unreadable_run_message(error))
     return replace(evidence, new=numbers, apart=_weights_apart(old_weights, weights))
 
 
-def unreadable(error: Exception) -> Message:
+def unreadable_run_message(error: Exception) -> Message:
     """Says that files of a run cannot be read."""
     return Message("training.run_not_readable", "the files of the run cannot be read: {error}", error=str(error))
 
 
 def _weights_apart(a: Tensors, b: Tensors) -> float:
-    return together(apart(a, b).values()).apart
+    return sum_distances(tensor_distances(a, b).values()).apart
 
 
-def _read(trace: Trace, origin: Tensors) -> tuple[Numbers, dict[str, Any]]:
+def _read(trace: Trace, origin: Tensors) -> tuple[RunNumbers, dict[str, Any]]:
     """Raises: UntrustedFileError when a file or tensor is missing or a tensor has another shape."""
     left = trace.left
-    moved = {name: one.apart for name, one in apart(origin, left.model).items()}
+    moved = {name: one.apart for name, one in tensor_distances(origin, left.model).items()}
     if not all(map(math.isfinite, moved.values())):
         raise UntrustedFileError(
             Message(
@@ -184,4 +186,4 @@ def _read(trace: Trace, origin: Tensors) -> tuple[Numbers, dict[str, Any]]:
                 "Its weights are not finite, or their names or shapes differ from those of the checkpoint.",
             )
         )
-    return Numbers(trace.series(SERIES), moved, sizes(left.optimizer)), left.model
+    return RunNumbers(trace.series(SERIES), moved, tensor_norms(left.optimizer)), left.model

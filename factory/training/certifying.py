@@ -16,13 +16,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.computing.computing import changed
+from factory.computing.computing import describe_changes
 from factory.core.errors import InputError, SegmentError, WaitingError
-from factory.core.policy_file import policy_sha256
-from factory.core.removal import remove
+from factory.core.policy_file import hash_policy
+from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.repository import RepositoryError
-from factory.ledger.ledger import Ledger, record, segments
+from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
@@ -37,7 +37,7 @@ from factory.training.certificate import (
 )
 from factory.training.planning import last_checkpoint
 from factory.training.preflight import judge_preflight
-from kernels.contract.files import finite, finite_json, write_atomically
+from kernels.contract.files import finite_json, finite_values, write_atomically
 from kernels.contract.message import Message
 
 GATE = "code"
@@ -61,8 +61,8 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
     Raises: NotCertified when the segment may not start; SegmentError when the runs were stopped, and the caller may begin again.
     """
     parent = SegmentRow.get(plant.ledger, row.parent) if row.parent else None
-    policy = CertificatePolicy.load(plant.workspace.policy("gates/certificate.yaml"))
-    if parent and (parent.code_commit != row.code_commit or changed(parent, row)):
+    policy = CertificatePolicy.load(plant.workspace.policy_path("gates/certificate.yaml"))
+    if parent and (parent.code_commit != row.code_commit or describe_changes(parent, row)):
         _allow(plant.ledger, row, _newest(plant.ledger, GATE, row.id) or _certify(plant, row, parent, policy))
     if policy.preflight.parts and _needs_preflight(plant.workspace, parent, row):
         _allow(
@@ -72,8 +72,8 @@ def ensure_certified(plant: Plant, row: SegmentRow) -> None:
 
 def _allow(ledger: Ledger, row: SegmentRow, verdict: VerdictRow) -> None:
     """Remove the runs, whose verdict is recorded. Raises: NotCertified."""
-    remove(Path(row.folder) / RUNS_FOLDER[verdict.gate])
-    if verdict.outcome != "promote" and not accepted(ledger, verdict):
+    remove_path(Path(row.folder) / RUNS_FOLDER[verdict.gate])
+    if verdict.outcome != "promote" and not find_acceptance(ledger, verdict):
         raise NotCertifiedError(
             "training.not_certified", "Segment {segment} was not started. {reasons} {to_do}",
             segment=row.id, reasons=" ".join(verdict.reasons), to_do=certificate_instructions(row.id),
@@ -99,7 +99,7 @@ def newest_code_verdict(ledger: Ledger, segment: int) -> VerdictRow | None:
     return VerdictRow.first(ledger, f"WHERE {OF_CODE} AND subject = :subject ORDER BY id DESC", subject=subject)
 
 
-def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
+def find_acceptance(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
     """``{"by", "at"}`` of the person who accepted the code of this verdict, or None."""
     for row in ledger.read(
         "SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC", kind=CERTIFICATE_ACCEPTED
@@ -109,7 +109,7 @@ def accepted(ledger: Ledger, verdict: VerdictRow) -> dict[str, Any] | None:
     return None
 
 
-def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
+def accept_code(plant: Plant, segment: int, person: str) -> VerdictRow:
     """Record that a person accepts the code of an uncertified segment, which is then planned again. Returns the verdict.
 
     Raises: InputError when the segment does not wait for that, or another segment replaced it.
@@ -131,14 +131,14 @@ def accept(plant: Plant, segment: int, person: str) -> VerdictRow:
     with plant.ledger.begin() as tx:
         waits = (segments.c.id == segment) & (segments.c.state == UNCERTIFIED)
         tx.execute(segments.update().where(waits).values(state="planned"))
-        record(tx, CERTIFICATE_ACCEPTED, Subject("segment", segment), detail)
+        record_event(tx, CERTIFICATE_ACCEPTED, Subject("segment", segment), detail)
     return verdict
 
 
 def list_certificates(ledger: Ledger) -> list[dict[str, Any]]:
     """All certificates and preflights with their evidence, oldest first, and with the person who accepted the code."""
     return [
-        {"segment": row.number, **row.with_evidence(ledger), "accepted": accepted(ledger, row)}
+        {"segment": row.subject_number, **row.with_evidence(ledger), "accepted": find_acceptance(ledger, row)}
         for row in VerdictRow.select(ledger, f"WHERE {OF_CODE} ORDER BY id")
     ]
 
@@ -146,14 +146,14 @@ def list_certificates(ledger: Ledger) -> list[dict[str, Any]]:
 # -- making a certificate ----------------------------------------------------------------------------------------------
 def _certify(plant: Plant, row: SegmentRow, parent: SegmentRow, policy: CertificatePolicy) -> VerdictRow:
     def measure() -> tuple[Judgement, dict[str, Any]]:
-        from factory.training.certificate_runs import gather
+        from factory.training.certificate_runs import gather_certificate_evidence
 
-        evidence = gather(plant, row, parent, policy)
+        evidence = gather_certificate_evidence(plant, row, parent, policy)
         judgement = judge_certificate(policy, evidence)
         return judgement, _shown(evidence, judgement) | {"evidence": asdict(evidence)}
 
     judged = _identity(policy, row, parent, last_checkpoint(plant.ledger, parent.id)["id"])
-    return _verdict(plant, row, GATE, judged, policy_sha256(policy), parent.code_commit, measure)
+    return _verdict(plant, row, GATE, judged, hash_policy(policy), parent.code_commit, measure)
 
 
 def _verdict(
@@ -171,7 +171,7 @@ def _verdict(
         judgement, measured = measure()
         outcome, reasons = judgement.outcome, list(judgement.reasons)
         file = Path(row.folder) / f"{RUNS_FOLDER[gate]}.json"
-        shown = finite(measured) | {"file": str(file)}
+        shown = finite_values(measured) | {"file": str(file)}
         file.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(file, finite_json(shown | {"outcome": outcome, "reasons": reasons}, indent=1))
         shown.pop("evidence", None)  # every number of every step: the file has it, the ledger does not
@@ -182,10 +182,10 @@ def _verdict(
         number = record_verdict(
             tx, gate, subject, against=against, policy_sha256=policy, subject_sha256=judged, outcome=outcome, reasons=reasons, evidence=shown
         )  # fmt: skip
-        record(tx, event, subject, {"verdict": number})
+        record_event(tx, event, subject, {"verdict": number})
         if outcome != "promote":
             tx.execute(segments.update().where(segments.c.id == row.id).values(state=UNCERTIFIED))
-    plant.say(
+    plant.print_line(
         Message(
             "training.code_certified",
             "  The code of segment {segment} is certified. {reason}",
@@ -208,7 +208,7 @@ def _identity(policy: CertificatePolicy, row: SegmentRow, parent: SegmentRow, ch
     """The hash of all inputs of the measurement. An acceptance is valid for this hash."""
     same = [row.kind, row.recipe_sha256, row.data_plan, row.first_step, row.last_step]
     of = policy.model_dump(exclude={"preflight"})
-    parts = [of, parent.code_commit, row.code_commit, checkpoint, same, changed(parent, row)]
+    parts = [of, parent.code_commit, row.code_commit, checkpoint, same, describe_changes(parent, row)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -277,4 +277,4 @@ def _run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Ve
 
     parts = [policy.model_dump(), _trained_by(row), row.recipe_json["model"], row.data_plan]
     judged = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-    return _verdict(plant, row, PREFLIGHT, judged, policy_sha256(policy), None, measure)
+    return _verdict(plant, row, PREFLIGHT, judged, hash_policy(policy), None, measure)

@@ -10,12 +10,12 @@ from pathlib import Path
 from factory.core.errors import SegmentError
 from factory.core.exports import export_folder_sha256
 from factory.core.progress import SILENT
-from factory.core.removal import remove
-from factory.ledger.ledger import candidates, record
+from factory.core.removal import remove_path
+from factory.ledger.ledger import candidates, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
-from factory.ledger.writing import insert, next_key
-from factory.runs.folders import clear
+from factory.ledger.writing import insert_row, next_key
+from factory.runs.folders import remove_odd_files
 from factory.runs.live_code import LiveCode
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_folder, sync_tree
@@ -26,27 +26,31 @@ def export_candidate(plant: Plant, segment: int) -> int:
     known = CandidateRow.first(plant.ledger, "WHERE segment = :segment", segment=segment)
     if known:
         return known.id
-    from factory.evals.export_parity import made_from
+    from factory.evals.export_parity import expected_export
 
     row = SegmentRow.get(plant.ledger, segment)
     checkpoint = last_checkpoint(plant.ledger, segment)
     target, aside = (plant.workspace.exports / f"{name}-{segment:05d}" for name in ("segment", ".writing"))
     if not target.exists():
-        make_export(plant, row, aside)
+        write_export(plant, row, aside)
         os.rename(aside, target)
     sync_folder(target.parent)  # also when a killed process made the export
-    made = made_from(
+    made = expected_export(
         Path(checkpoint["path"]), row.recipe_json
     )  # this process reads the checkpoint; the exporting code is not trusted
     with plant.ledger.begin() as tx:
-        values = {"checkpoint": checkpoint["id"], "export_path": plant.ledger.inside(target), "created_at": time.time()}
+        values = {
+            "checkpoint": checkpoint["id"],
+            "export_path": plant.ledger.to_stored_path(target),
+            "created_at": time.time(),
+        }
         values |= {"id": next_key(tx, candidates), "segment": segment, "export_sha256": export_folder_sha256(target)}
-        number = insert(tx, candidates, **values)
-        record(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
+        number = insert_row(tx, candidates, **values)
+        record_event(tx, "candidate", Subject("candidate", number), {"segment": segment, "made": made.to_json()})
     return number
 
 
-def make_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
+def write_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = False) -> None:
     """Write a segment's last checkpoint in the format of transformers to a new ``folder``, and flush it.
 
     Chat template and sampling defaults are those of this factory. ``as_it_was``: those of the segment's code and tokenizer, to make an
@@ -56,12 +60,12 @@ def make_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = F
     from trainer.contract.checkpoint.export import generation_config
 
     checkpoint = last_checkpoint(plant.ledger, row.id)
-    remove(folder)
+    remove_path(folder)
     folder.mkdir()
-    code = LiveCode.of(plant.reporting_to(SILENT), row.code_commit)
+    code = LiveCode.of_commit(plant.with_progress(SILENT), row.code_commit)
     arguments = ["trainer.contract.checkpoint.export", checkpoint["path"], str(folder)]
     done = code.run("-m", *arguments, writable=[folder], readonly=[Path(checkpoint["path"])])
-    clear(folder, SILENT)
+    remove_odd_files(folder, SILENT)
     if done.returncode:
         raise SegmentError(
             "training.export_failed", "The export of {checkpoint} failed: {error}",

@@ -19,18 +19,18 @@ import sqlalchemy as sa
 from factory.computing import computing
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import ConfigError, InputError
-from factory.core.launching import check_ranks
+from factory.core.launching import check_ranks_fit
 from factory.core.workspace import Workspace
-from factory.ingest.rules.claims import CONFLICT_EVENT, counted
+from factory.ingest.rules.claims import CONFLICT_EVENT, find_relicensed_documents
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.vocabulary_size import check_vocabulary
-from factory.ledger.ledger import Ledger, data_plans, record, segments, token_shards
-from factory.ledger.places import inside, portable
+from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
+from factory.ledger.places import to_stored_path, to_stored_paths
 from factory.ledger.plant import Plant
-from factory.ledger.removals import REMOVED, REMOVED_FATE, removals, with_replaced_token_shards
+from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, with_replaced_token_shards
 from factory.ledger.rows import ReadsSql, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.ledger.writing import insert, next_key
+from factory.ledger.writing import insert_row, next_key
 from factory.retrying.asking import OVERRIDDEN, newest_decision_event, refuse_newer_decision, refuse_rewound
 from factory.retrying.tries import refuse_parked
 from kernels.contract.message import Message
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Trunk:
+class TrunkForecast:
     """The next trunk segment that the data allow."""
 
     steps: int  # 0: too little data for a trunk segment and its anneal
@@ -52,7 +52,7 @@ class Trunk:
     missing_tokens: int  # more tokens that a first step needs; 0 when there are enough
 
 
-def forecast_trunk(plant: Plant, steps: int | None = None) -> Trunk:
+def forecast_trunk(plant: Plant, steps: int | None = None) -> TrunkForecast:
     """The trunk segment that could be planned now: ``steps`` or the recipe's steps, shortened to the data.
 
     The recipe's ``max_epochs`` limits the data, and the tokens of an anneal are reserved. Batches are counted as full, so a packing
@@ -65,15 +65,15 @@ def forecast_trunk(plant: Plant, steps: int | None = None) -> Trunk:
     # Positions of a trunk segment of that many steps and its anneal. The batch size may still warm up.
     needs = lambda trunk: recipe.tokens_between(first, first + trunk + recipe.schedule.anneal_steps)
     shards = _every_shard(plant.ledger, last)
-    seen = {shard["id"] for shard in plan_of(plant.ledger, last)["token_shards"]} if last else set()
+    seen = {shard["id"] for shard in read_data_plan(plant.ledger, last)["token_shards"]} if last else set()
     new = sum(1 for shard in shards if shard[0] not in seen)
     if not shards:
-        return Trunk(0, 0, wanted, needs(1))
+        return TrunkForecast(0, 0, wanted, needs(1))
     refuse_changed_model(plant, recipe, last)
     plan, _ = _data_plan(plant.ledger, recipe, "trunk", shards, first, first + wanted, _licences(plant.workspace))
     left = _data_order(plant.ledger, recipe, plan, last).positions_left()
     possible = bisect_right(range(wanted + 1), left, key=needs) - 1
-    return Trunk(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
+    return TrunkForecast(max(0, possible), new, wanted, max(0, needs(1) - left) if possible < 1 else 0)
 
 
 def plan_trunk(plant: Plant, steps: int | None = None) -> int:
@@ -105,7 +105,7 @@ def plan_anneal(plant: Plant) -> int:
         raise InputError(
             "training.no_trunk", "No trunk segment is finished, so no anneal can branch off. Run 'factory train' first."
         )
-    planned = with_replaced_token_shards(plant.ledger, plan_of(plant.ledger, trunk))["token_shards"]
+    planned = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, trunk))["token_shards"]
     shards = [(shard["id"], shard["path"], shard["generation"]) for shard in planned]
     return _plan(plant, "anneal", trunk, load_recipe(plant.workspace).schedule.anneal_steps, shards)
 
@@ -133,7 +133,7 @@ def last_checkpoint(db: ReadsSql, segment: int) -> dict[str, Any]:
     return db.read("SELECT * FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1", segment=segment)[0]
 
 
-def plan_of(db: ReadsSql, segment: SegmentRow) -> dict[str, Any]:
+def read_data_plan(db: ReadsSql, segment: SegmentRow) -> dict[str, Any]:
     """The data plan of a segment, as JSON values."""
     return dict(db.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)[0]["plan"])
 
@@ -146,7 +146,7 @@ def load_recipe(workspace: Workspace) -> Recipe:
         recipe = Recipe.load(workspace.recipe_path())
     except TrainerError as error:
         raise ConfigError(error.message) from error
-    check_ranks(workspace, recipe)
+    check_ranks_fit(workspace, recipe)
     return recipe
 
 
@@ -181,7 +181,7 @@ def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str
 
     A shard is left out when the trunk has not seen it and a person took out all of its documents.
     """
-    seen = {shard["id"]: shard["generation"] for shard in plan_of(ledger, last)["token_shards"]} if last else {}
+    seen = {shard["id"]: shard["generation"] for shard in read_data_plan(ledger, last)["token_shards"]} if last else {}
     newest = max(seen.values(), default=0)
     listed = ledger.read("SELECT id, path FROM token_shards WHERE tokens > 0 ORDER BY created_at, id")
     empty = _emptied(ledger) - seen.keys()
@@ -190,7 +190,9 @@ def _every_shard(ledger: Ledger, last: SegmentRow | None) -> list[tuple[str, str
 
 def _emptied(ledger: Ledger) -> set[str]:
     """The token shards of which a person took out all documents."""
-    touched = {shard for removal in removals(ledger) if removal.state != "returned" for shard in removal.token_shards}
+    touched = {
+        shard for removal in list_removals(ledger) if removal.state != "returned" for shard in removal.token_shards
+    }
     sql = "SELECT COUNT(*) AS n FROM documents WHERE token_shard = :shard AND fate <> :fate"
     return {shard for shard in touched if not ledger.read(sql, shard=shard, fate=REMOVED_FATE)[0]["n"]}
 
@@ -210,20 +212,22 @@ def _data_plan(
     plan = DataPlan.make(recipe.mixture, "anneal" if kind == "anneal" else "trunk", shards, recipe.seed)
     plan = plan.model_copy(update={"targets_in_every_batch": True})
     with _fits(recipe):
-        plan, left_out = plan.of_arrived(held, first, last)
+        plan, left_out = plan.without_missing_domains(held, first, last)
     plan = DataPlan.from_json(_with_moved(ledger, with_replaced_token_shards(ledger, json.loads(plan.to_json()))))
-    return plan.masking(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
+    return plan.with_masked(sorted({*_left_out(ledger, ids), *_barred(ledger, ids, licences)})), left_out
 
 
 def _with_moved(ledger: Ledger, plan: dict[str, Any]) -> dict[str, Any]:
     """The plan with the domains that a person gave to documents (``factory.data.relabelling``)."""
-    rows = ledger.rows(sa.select(token_shards.c.id, token_shards.c.moved).where(token_shards.c.moved.is_not(None)))
+    rows = ledger.select_rows(
+        sa.select(token_shards.c.id, token_shards.c.moved).where(token_shards.c.moved.is_not(None))
+    )
     moved = {row["id"]: {"moved": row["moved"]} for row in rows if row["moved"]}
     return {**plan, "token_shards": [{**shard, **moved.get(shard["id"], {})} for shard in plan["token_shards"]]}
 
 
 def _licences(workspace: Workspace) -> Licences:
-    return DataPolicy.load(workspace.policy("data.yaml")).licences
+    return DataPolicy.load(workspace.policy_path("data.yaml")).licences
 
 
 def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[str]:
@@ -233,9 +237,11 @@ def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[s
         "licence" in (row["counts"] or {}).get("dropped", {}) for row in ledger.read("SELECT counts FROM shards")
     ):
         return set()  # saves a search of the long table of documents
-    strict = counted(ledger, licences).values()
+    strict = find_relicensed_documents(ledger, licences).values()
     return {
-        one.key for one in strict if one.token_shard in token_shards and not licences.of(one.counts_as(licences)).train
+        one.key
+        for one in strict
+        if one.token_shard in token_shards and not licences.find_licence(one.effective_licence(licences)).train
     }
 
 
@@ -277,7 +283,7 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     recipe = load_recipe(plant.workspace)
     notes: list[str] = [*refuse_changed_model(plant, recipe, parent)]
     first = parent.last_step if parent else 0
-    overridden = override_of(plant.ledger, kind, parent.id if parent else None)
+    overridden = find_override(plant.ledger, kind, parent.id if parent else None)
     if overridden is not None:
         recipe = _with_keys(recipe, overridden.keys)
         length = max(1, min(length, overridden.until - first)) if kind == "trunk" else length
@@ -295,13 +301,13 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     _refuse_padding(plant.ledger, recipe, plan, parent, first + length)
     commit = get_live_commit(plant.workspace.repository)
     kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
-    recipe, computed, of_computing = computing.decide(
+    recipe, computed, of_computing = computing.decide_computing(
         plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
     notes += of_computing
     for note in notes:
         plant.progress.line(f"  {note}")
-    moved = portable(plant.workspace.root, json.loads(plan.to_json()))  # its id is the same in any folder
+    moved = to_stored_paths(plant.workspace.root, json.loads(plan.to_json()))  # its id is the same in any folder
     plan = type(plan).from_json(moved)
     detail: dict[str, Any] = {"domains_not_arrived": left_out, "notes": notes}
     detail |= {"overridden": dict(overridden.keys)} if overridden else {}
@@ -321,10 +327,10 @@ def insert_planned_segment(
 ) -> int:
     """Add the row of a planned segment of the steps [first, last), and its event; returns its id."""
     number = next_key(tx, segments)
-    folder = inside(workspace.root, workspace.segments / f"{number:05d}-{kind}")
+    folder = to_stored_path(workspace.root, workspace.segments / f"{number:05d}-{kind}")
     made = {"folder": folder, "state": "planned", "created_at": time.time()}
-    insert(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
-    record(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
+    insert_row(tx, segments, id=number, kind=kind, first_step=steps[0], last_step=steps[1], **made, **columns)
+    record_event(tx, "segment_planned", Subject("segment", number), {"kind": kind, "steps": list(steps), **detail})
     return number
 
 
@@ -341,10 +347,10 @@ def record_override(tx: sa.Connection, spoiled: SegmentRow, override: RecipeOver
     """Record an override for the segment that will replace ``spoiled``."""
     place = {"kind": spoiled.kind, "parent": spoiled.parent}
     detail = {"keys": dict(override.keys), "until": override.until, "reason": override.reason}
-    record(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
+    record_event(tx, OVERRIDDEN, Subject("segment", spoiled.id), place | detail)
 
 
-def override_of(db: ReadsSql, kind: str, parent: int | None) -> RecipeOverride | None:
+def find_override(db: ReadsSql, kind: str, parent: int | None) -> RecipeOverride | None:
     """The newest override for a segment of this kind and parent; None when it has no keys, as after a rejected diagnosis."""
     found = _newest(db, kind, parent)
     return RecipeOverride(found["keys"], found["until"], found["reason"]) if found and found["keys"] else None

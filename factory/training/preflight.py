@@ -41,7 +41,7 @@ MOST_WEIGHTS_NAMED = 3  # weights in a message
 
 
 @dataclass(frozen=True)
-class Way:
+class TrainingWay:
     """One way to train that must end with the weights of the straight run. ``words``: names both sides of the comparison."""
 
     name: str
@@ -53,21 +53,21 @@ class Way:
 
 
 WAYS = (
-    Way("resumed", "resume", Message("training.preflight.resumed", "a resumed run and an uninterrupted run")),
-    Way(
+    TrainingWay("resumed", "resume", Message("training.preflight.resumed", "a resumed run and an uninterrupted run")),
+    TrainingWay(
         "accumulated", "accumulation",
         Message("training.preflight.accumulated", "accumulation of {micro_batches} micro-batches and of 1", micro_batches=MICRO_BATCHES),
         {"batch.micro_sequences": SEQUENCES // MICRO_BATCHES},
     ),
-    Way(
+    TrainingWay(
         "reference", "kernels", Message("training.preflight.reference", "reference kernels and the chosen kernels"), reference_kernels=True
     ),
-    Way("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
-    Way("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
-    Way(
+    TrainingWay("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
+    TrainingWay("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
+    TrainingWay(
         "tensor", "ranks", Message("training.preflight.tensor", "2 ranks that split each matrix and 1 rank"), {"parallel.tensor": 2}, ranks=2
     ),
-    Way(
+    TrainingWay(
         "replicas", "ranks", Message("training.preflight.replicas", "2 ranks that each hold all weights and 1 rank"),
         {"parallel.replicas": 2}, ranks=2,
     ),
@@ -202,14 +202,14 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     return Judgement("promote", facts, [])
 
 
-def _beyond_exact(way: Way, beyond: ExcessDifference) -> Message:
+def _beyond_exact(way: TrainingWay, beyond: ExcessDifference) -> Message:
     return Message(
         "training.preflight.bits_differ", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
         "all bits must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
     )  # fmt: skip
 
 
-def _beyond_rounding(way: Way, beyond: ExcessDifference) -> Message:
+def _beyond_rounding(way: TrainingWay, beyond: ExcessDifference) -> Message:
     return Message(
         "training.preflight.beyond_rounding", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
         "rounding gives {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
@@ -235,9 +235,9 @@ def find_first_excess(evidence: PreflightEvidence, found: StraightRunDistance, t
         return first
     last = evidence.lead + evidence.steps - 1
     worst: tuple[float, ExcessDifference] | None = None
-    usual = {kind: _usual(kind, evidence.rounding) for kind in {kind_of(name) for name in found.tensors}}
+    usual = {kind: _usual(kind, evidence.rounding) for kind in {tensor_kind(name) for name in found.tensors}}
     for name, share in sorted(found.tensors.items()):
-        noise = max(usual[kind_of(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
+        noise = max(usual[tensor_kind(name)], *(other.tensors.get(name, 0.0) for other in evidence.rounding))
         if not share <= _bound(times, noise):
             over = share / max(noise, LEAST)
             if worst is None or not over <= worst[0]:
@@ -245,7 +245,7 @@ def find_first_excess(evidence: PreflightEvidence, found: StraightRunDistance, t
     return worst[1] if worst else None
 
 
-def kind_of(tensor: str) -> str:
+def tensor_kind(tensor: str) -> str:
     """``exp_avg`` for ``exp_avg.embedding``; ``weight`` for a weight, whose name is that of the model."""
     kind = tensor.partition(".")[0]
     return kind if kind in ("exp_avg", "exp_avg_sq", "momentum", "step") else "weight"
@@ -253,7 +253,7 @@ def kind_of(tensor: str) -> str:
 
 def _usual(kind: str, rounding: Sequence[StraightRunDistance]) -> float:
     """The median over the tensors of a kind, because the distance of one tensor can be small by chance."""
-    shares = [share for other in rounding for name, share in other.tensors.items() if kind_of(name) == kind]
+    shares = [share for other in rounding for name, share in other.tensors.items() if tensor_kind(name) == kind]
     return statistics.median(shares) if shares else 0.0
 
 
@@ -262,7 +262,7 @@ def _bound(times: float, noise: float) -> float:
 
 
 # -- the small model ---------------------------------------------------------------------------------------------------
-def small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def make_small_recipe(recipe: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """A recipe with the same switches whose steps take a fraction of a second. ``recipe``: complete, as JSON.
 
     It has few heads, layers and rows. The vocabulary stays, because the data's tokens are its numbers. Clipping always acts. Nothing is

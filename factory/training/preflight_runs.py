@@ -19,14 +19,19 @@ from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm
-from factory.runs.distance import distance, find_different_weights, relative_differences, save_perturbed_checkpoint
+from factory.runs.distance import (
+    checkpoint_distance,
+    find_different_weights,
+    relative_differences,
+    save_perturbed_checkpoint,
+)
 from factory.runs.live_code import LiveCode
 from factory.runs.running import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
-from factory.training.certificate_runs import unreadable
-from factory.training.planning import plan_of
+from factory.training.certificate_runs import unreadable_run_message
+from factory.training.planning import read_data_plan
 from factory.training.preflight import (
     LEAD_STEPS,
     PERTURBED_RUNS,
@@ -34,11 +39,11 @@ from factory.training.preflight import (
     WAYS,
     PreflightEvidence,
     StraightRunDistance,
-    Way,
-    small_recipe,
+    TrainingWay,
+    make_small_recipe,
 )
 from kernels.contract.message import Message
-from trainer.contract.checkpoint.format import name_of
+from trainer.contract.checkpoint.format import checkpoint_name
 from trainer.contract.errors import TrainerError
 from trainer.contract.recipe import Recipe, with_changed_keys
 
@@ -70,17 +75,17 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
         )  # fmt: skip
     )
     try:
-        code = LiveCode.of(plant, row.code_commit)
+        code = LiveCode.of_commit(plant, row.code_commit)
     except RepositoryError as error:
         if isinstance(error, CheckoutError) or is_machine_fault_of_no_file(error):
             raise
         return replace(found, failed={"straight": str(error)})
     for name, arms in flight.trainers():
-        done = flight.runs.live(code, arms, f"preflight, {name}")
+        done = flight.runs.train_live(code, arms, f"preflight, {name}")
         if done.code:
             unfinished = [arm for arm in arms if not (flight.runs.folder(arm) / "result.json").exists()]
             return replace(found, failed={(unfinished or arms)[0].name: done.line})
-    found = compare(found, flight.ways, flight.parted, flight.began, flight.trace)
+    found = compare_preflight_runs(found, flight.ways, flight.parted, flight.began, flight.trace)
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -90,13 +95,15 @@ class PreflightRuns:
     def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
         self.row, self.last = row, LEAD_STEPS + policy.steps
         self.runs = Runs(plant, Path(row.folder) / "preflight", "preflight", Subject("segment", row.id))
-        self.recipe = Recipe.parse(small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)).model_dump()
+        self.recipe = Recipe.parse(
+            make_small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)
+        ).model_dump()
         self.device = row.computing["machine"]["device"] if row.computing else "cpu"
         asked = [way for way in WAYS if way.part in policy.parts]
         self.left_out = {way.name: why for way in asked if (why := self._impossible(way))}
         self.ways = [way for way in asked if way.name not in self.left_out]
         self.base = {
-            "kind": "trunk", "recipe": self.recipe, "data_plan": plan_of(plant.ledger, row) | {"max_epochs": 1000}, "first_step": 0,
+            "kind": "trunk", "recipe": self.recipe, "data_plan": read_data_plan(plant.ledger, row) | {"max_epochs": 1000}, "first_step": 0,
             "last_step": self.last, "initial_checkpoint": None, "code_commit": row.code_commit,
         }  # fmt: skip
 
@@ -105,7 +112,7 @@ class PreflightRuns:
         """The steps of all runs together."""
         return LEAD_STEPS + (1 + len(PERTURBED_RUNS) + len(self.ways)) * (self.last - LEAD_STEPS)
 
-    def _impossible(self, way: Way) -> str:
+    def _impossible(self, way: TrainingWay) -> str:
         """Why a way cannot be run here, as a clause; empty: it can."""
         if way.part == "kernels" and not self.row.computing:
             return Message(
@@ -166,7 +173,7 @@ class PreflightRuns:
     @cached_property
     def parted(self) -> Path:
         """The straight run's checkpoint at step LEAD, where the runs separate."""
-        return self.runs.folder(self.arm("straight")) / "checkpoints" / name_of(LEAD_STEPS)
+        return self.runs.folder(self.arm("straight")) / "checkpoints" / checkpoint_name(LEAD_STEPS)
 
     def began(self, name: str) -> Path:
         """The checkpoint from which an arm starts: that of the straight run, or a perturbed copy."""
@@ -179,9 +186,9 @@ class PreflightRuns:
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
-def compare(
+def compare_preflight_runs(
     found: PreflightEvidence,
-    ways: Sequence[Way],
+    ways: Sequence[TrainingWay],
     parted: Path,
     began: Callable[[str], Path],
     trace: Callable[[str], Trace],
@@ -194,12 +201,14 @@ def compare(
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
         begun, straight = read_checkpoint(parted).model, trace(run)
-        series, apart = values_of(straight), {}
+        series, apart = series_of(straight), {}
         for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
             other, left = trace(run), read_checkpoint(began(run)).model if run in PERTURBED_RUNS else None
-            values = values_of(other)
+            values = series_of(other)
             shares = {name: relative_differences(series[name], values[name]) for name in SERIES}
-            apart[run] = StraightRunDistance(shares, distance(straight.left, other.left, begun, left).shares())
+            apart[run] = StraightRunDistance(
+                shares, checkpoint_distance(straight.left, other.left, begun, left).shares()
+            )
         born: dict[str, list[str]] = {}
         if ranks:
             first = trace(run := INITIAL_WEIGHTS_PREFIX + "1 rank").left.model
@@ -209,12 +218,12 @@ def compare(
             }
         copies = {run: trace(run).replicas_apart for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
-        return replace(found, failed={run: unreadable(error)})
+        return replace(found, failed={run: unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
     return replace(found, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 
-def values_of(trace: Trace) -> dict[str, Series]:
+def series_of(trace: Trace) -> dict[str, Series]:
     """All of ``SERIES``, with None where the trainer wrote nothing."""
     nothing: Series = [None] * (trace.last - trace.first)
     return dict.fromkeys(SERIES, nothing) | trace.series(SERIES)

@@ -12,10 +12,10 @@ from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
 from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, find_failure_line
-from factory.core.left_files import parse_object_of_file, read_object, read_tail, read_text
+from factory.core.left_files import parse_object_of_file, read_json_object, read_tail, read_text
 from factory.ledger.anomalies import REPLICAS_DIFFER
-from factory.ledger.ledger import Ledger, anomalies, checkpoints, record, segments
-from factory.ledger.places import portable
+from factory.ledger.ledger import Ledger, anomalies, checkpoints, record_event, segments
+from factory.ledger.places import to_stored_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
@@ -30,7 +30,7 @@ from factory.retrying.tries import (
     record_death,
 )
 from factory.runs.folders import check_disk_space
-from factory.training.planning import last_checkpoint, plan_of
+from factory.training.planning import last_checkpoint, read_data_plan
 from kernels.contract.files import rename_into_place, sync_folder, write_atomically
 from kernels.contract.message import Message
 
@@ -45,11 +45,11 @@ PLAN_COLUMNS = " ".join(
 KIND = re.compile(r"[a-z][a-z0-9_]{0,63}")  # of an anomaly: people read it in a terminal
 
 
-def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
+def segment_spec(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
     """The content of segment.json, without its kernels (``computing.write_kernels``)."""
     parent = SegmentRow.get(ledger, row.parent) if row.parent else None
     spec = {
-        "kind": row.kind, "recipe": row.recipe_json, "data_plan": plan_of(ledger, row), "first_step": row.first_step,
+        "kind": row.kind, "recipe": row.recipe_json, "data_plan": read_data_plan(ledger, row), "first_step": row.first_step,
         "last_step": row.last_step, "initial_checkpoint": parent and last_checkpoint(ledger, parent.id)["path"],
         "code_commit": row.code_commit, "kernels": None,
     }  # fmt: skip
@@ -58,7 +58,7 @@ def spec_of(ledger: Ledger, row: SegmentRow) -> dict[str, Any]:
     return spec
 
 
-def claim(plant: Plant, row: SegmentRow) -> Path:
+def claim_folder(plant: Plant, row: SegmentRow) -> Path:
     """The segment's folder, marked with the segment's plan and the ledger's identity.
 
     A folder with the mark of another plan or ledger is moved to ``set-aside/`` and never used.
@@ -76,7 +76,7 @@ def claim(plant: Plant, row: SegmentRow) -> Path:
             )  # fmt: skip
         )
         with plant.ledger.begin() as tx:
-            record(tx, "set_aside", Subject("segment", row.id), {"where": plant.ledger.inside(away)})
+            record_event(tx, "set_aside", Subject("segment", row.id), {"where": plant.ledger.to_stored_path(away)})
     mark_owner(plant.ledger, row)
     sync_folder(folder.parent)
     return folder
@@ -87,8 +87,8 @@ def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
     path = Path(row.folder) / OWNER_FILE
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        planned = row.only(PLANNED) | {"folder": ledger.inside(row.folder)}
-        plan = portable(ledger.root, plan_of(ledger, row))
+        planned = row.select_fields(PLANNED) | {"folder": ledger.to_stored_path(row.folder)}
+        plan = to_stored_paths(ledger.root, read_data_plan(ledger, row))
         mark = {"ledger": ledger.identity, "plan_sha256": segment_plan_sha256(row), "row": planned, "data_plan": plan}
         write_atomically(path, json.dumps(mark))
 
@@ -96,7 +96,7 @@ def mark_owner(ledger: Ledger, row: SegmentRow) -> None:
 def read_owner(folder: Path) -> dict[str, Any]:
     """The owner that a segment's folder names; empty when it names none."""
     try:
-        return read_object(folder / OWNER_FILE)
+        return read_json_object(folder / OWNER_FILE)
     except SegmentError:
         return {}
 
@@ -107,7 +107,7 @@ def is_owner(owner: Mapping[str, Any], ledger: Ledger, row: SegmentRow) -> bool:
 
 def segment_plan_sha256(row: SegmentRow) -> str:
     """The hash of what a segment computes and of the segment from which it starts."""
-    plan = row.only(PLAN_COLUMNS)
+    plan = row.select_fields(PLAN_COLUMNS)
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
@@ -119,7 +119,7 @@ def set_aside(root: Path, path: Path) -> Path:
     return away
 
 
-def failed(
+def raise_trainer_failure(
     plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: TrainerEnding | None = None
 ) -> NoReturn:
     """Record how a segment's trainer ended: ``why``, or what its exit and log show. ``kills_before``: ``count_oom_kills`` at its start.
@@ -133,7 +133,7 @@ def failed(
         check_disk_space(Path(row.folder), row.recipe_json, f"segment {row.id}", line)
     refuse_rewound(plant.ledger, row.id)
     ending = why or classify_ending(code, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills_before)
-    policy = RetryPolicy.load(plant.workspace.policy("retries.yaml"))
+    policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
     row = record_death(plant.ledger, row, ending, code, policy.tries, final=code == 2)
     if row.state == "failed":
         parked = Message(
@@ -154,12 +154,12 @@ def failed(
     raise TrainerDiedError(died, row.attempts, False)
 
 
-def give_up(ledger: Ledger, row: SegmentRow, why: str) -> None:
+def mark_failed(ledger: Ledger, row: SegmentRow, why: str) -> None:
     """Mark a segment as failed when another try would not help."""
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
         tx.execute(segments.update().where(segments.c.id == row.id).values(state="failed", finished_at=time.time()))
-        record(tx, "segment_failed", Subject("segment", row.id), {"said": why})
+        record_event(tx, "segment_failed", Subject("segment", row.id), {"said": why})
 
 
 def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: dict[str, Any]) -> None:
@@ -187,14 +187,16 @@ def record_segment_done(ledger: Ledger, row: SegmentRow, folder: Path, result: d
         found.append({"step": row.last_step - 1, "kind": REPLICAS_DIFFER, "weights": weights})
     with ledger.begin() as tx:
         refuse_rewound(Snapshot(tx, ledger.root), row.id)
-        values = {"id": manifest, "segment": row.id, "step": result["last_step"], "path": ledger.inside(path)}
+        values = {"id": manifest, "segment": row.id, "step": result["last_step"], "path": ledger.to_stored_path(path)}
         tx.execute(checkpoints.insert().values(**values, created_at=time.time()))
         for anomaly in found:
             of = {"segment": row.id, "step": anomaly["step"], "kind": anomaly["kind"]}
             tx.execute(anomalies.insert().values(**of, detail=anomaly))
-        done = {"state": "done", "result": portable(ledger.root, result), "finished_at": time.time()}
+        done = {"state": "done", "result": to_stored_paths(ledger.root, result), "finished_at": time.time()}
         tx.execute(segments.update().where(segments.c.id == row.id).values(**done))
-        record(tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest})
+        record_event(
+            tx, "segment_done", Subject("segment", row.id), {"loss": result.get("loss"), "checkpoint": manifest}
+        )
 
 
 def _lines(path: Path) -> list[str]:

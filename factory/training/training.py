@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from factory.computing.computing import write_kernels
 from factory.core.errors import SegmentError
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks, exit_code, remove_exit_codes
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks_fit, read_exit_code, remove_exit_codes
 from factory.core.left_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -21,11 +21,11 @@ from factory.retrying.asking import refuse_paused, refuse_rewound
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.tries import HUNG, REFUSED, TrainerEnding, count_oom_kills
 from factory.retrying.watchdog import Watchdog, measure_usual_times, record_first_step
-from factory.runs.folders import check_disk_space, clear, lock_folder, read_result, write_spec
+from factory.runs.folders import check_disk_space, lock_folder, read_result, remove_odd_files, write_spec
 from factory.runs.live import ignore_machine_faults
-from factory.runs.live_code import LiveCode, ended, read_by, start_trainer, stop_trainer
-from factory.sandbox.live import Running
-from factory.training.segment_folder import claim, failed, record_segment_done, spec_of
+from factory.runs.live_code import LiveCode, list_read_paths, start_trainer, stop_trainer, wait_for_end
+from factory.sandbox.live import RunningCommand
+from factory.training.segment_folder import claim_folder, raise_trainer_failure, record_segment_done, segment_spec
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
@@ -66,23 +66,25 @@ def run_segment(
     from factory.training.certifying import ensure_certified
     from trainer.contract.recipe import Recipe
 
-    check_ranks(plant.workspace, Recipe.parse(row.recipe_json))  # the number of GPUs may differ from that at planning
-    folder = claim(plant, row)
+    check_ranks_fit(
+        plant.workspace, Recipe.parse(row.recipe_json)
+    )  # the number of GPUs may differ from that at planning
+    folder = claim_folder(plant, row)
     ensure_certified(plant, row)
-    mend(not all(path.exists() for path in read_by(spec_of(plant.ledger, row))))
+    mend(not all(path.exists() for path in list_read_paths(segment_spec(plant.ledger, row))))
     while True:
         kills = count_oom_kills()
         code, hung = run_trainer(plant, row, folder, follower)
         if hung or code in ENDED or not mend(True):
             break  # else an input was damaged and is repaired
     if hung or code != 0 or not (folder / "result.json").exists():
-        failed(plant, row, code, kills, hung)
+        raise_trainer_failure(plant, row, code, kills, hung)
     try:
         result = read_result(folder, row.last_step)
         record_segment_done(plant.ledger, row, folder, result)
     except SegmentError as error:
         said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
-        failed(plant, row, code, kills, TrainerEnding(REFUSED, said))
+        raise_trainer_failure(plant, row, code, kills, TrainerEnding(REFUSED, said))
     return result
 
 
@@ -93,7 +95,7 @@ def run_trainer(
 
     A trainer that hangs is killed. Raises: PausedError when a pause stopped the trainer; RewoundError when the segment was rewound.
     """
-    code = LiveCode.of(plant, row.code_commit)
+    code = LiveCode.of_commit(plant, row.code_commit)
     log = plant.workspace.logs / f"segment-{row.id:05d}.log"
     title = f"{row.kind} {row.first_step}–{row.last_step}"
     with (
@@ -101,13 +103,16 @@ def run_trainer(
         open(log, "ab") as out,
         plant.progress.task(title, row.last_step - row.first_step) as task,
     ):
-        clear(folder, plant.progress)  # files of a trainer that was killed together with its factory
+        remove_odd_files(folder, plant.progress)  # files of a trainer that was killed together with its factory
         remove_exit_codes(folder)
-        spec = spec_of(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
+        spec = segment_spec(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
         write_spec(folder, spec)
-        reads = read_by(spec | {"kernels": None})
+        reads = list_read_paths(spec | {"kernels": None})
         check_disk_space(folder, row.recipe_json, f"segment {row.id}")
-        policy, usual = RetryPolicy.load(plant.workspace.policy("retries.yaml")), measure_usual_times(plant.ledger, row)
+        policy, usual = (
+            RetryPolicy.load(plant.workspace.policy_path("retries.yaml")),
+            measure_usual_times(plant.ledger, row),
+        )
         watch = _StepWatch(folder / "metrics.jsonl", row.first_step)
         process = start_trainer(
             plant.workspace, code, [str(folder)], writable=[folder], readonly=reads, out=out, lock=lock
@@ -116,10 +121,10 @@ def run_trainer(
         task.advance(0, Message("training.starting", "starting; the first start compiles the model"))
         hung, number = "", process.command()
         try:
-            while not hung and not ended(process, POLL_SECONDS):
+            while not hung and not wait_for_end(process, POLL_SECONDS):
                 begins, number = dog.steps is None, process.command()
                 watch.report(task)
-                hung = dog.look(watch.made)
+                hung = dog.check(watch.made)
                 with ignore_machine_faults():
                     if begins and dog.steps is not None:
                         record_first_step(plant.ledger, row, number, dog.clock() - dog.started)
@@ -134,16 +139,16 @@ def run_trainer(
             raise
         if hung:
             _kill(process, row, number, hung)
-        clear(folder, plant.progress)
+        remove_odd_files(folder, plant.progress)
     if follower:
         follower.poll()
     ending = Message(
         "training.hung", "hung, so the factory killed its process {process}: {hung}", hung=hung, process=number
     )
-    return exit_code(process.wait(), [folder]), TrainerEnding(HUNG, ending) if hung else None
+    return read_exit_code(process.wait(), [folder]), TrainerEnding(HUNG, ending) if hung else None
 
 
-def _kill(process: Running, row: SegmentRow, number: int, hung: str) -> None:
+def _kill(process: RunningCommand, row: SegmentRow, number: int, hung: str) -> None:
     """Kill a trainer that hung. Raises: SegmentError when it does not end."""
     try:
         process.kill(KILL_SECONDS)

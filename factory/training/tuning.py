@@ -25,9 +25,9 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
 from factory.training.planning import load_recipe, trunk_parent
-from kernels.contract.choice import automatic, device_section
+from kernels.contract.choice import auto_ops, device_section
 from kernels.contract.files import write_atomically
-from kernels.contract.machine import here
+from kernels.contract.machine import this_machine
 from kernels.contract.message import Message
 from kernels.contract.precision import precision_of_values
 
@@ -42,25 +42,25 @@ def tune_if_needed(workspace: Workspace, progress: Progress) -> None:
     """Tune when this machine, torch and precision have no tuning. A failure is a line of progress; nothing is raised."""
     try:
         text = (_live_code(workspace) / KERNELS).read_text("utf-8")
-        automatic_here = automatic(device_section(text, devices.kind()))
-        if automatic_here and find_tuning(workspace, here(), next_trunk_precision(workspace)).choice is None:
-            tune(workspace, progress)
+        automatic_here = auto_ops(device_section(text, devices.device_kind()))
+        if automatic_here and find_tuning(workspace, this_machine(), next_trunk_precision(workspace)).choice is None:
+            tune_kernels(workspace, progress)
     except FactoryError as error:
         progress.line(Message("training.not_tuned", "  The kernels are not tuned: {error}", error=error))
 
 
-def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> Path:
+def tune_kernels(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> Path:
     """Time every registered implementation that computes correctly here, at the recipe's shapes; returns the file with the result.
 
     Raises: TuningError, ConfigError, RepositoryError.
     """
     recipe, precision = load_recipe(workspace), next_trunk_precision(workspace)
-    code = LiveCode.of(
+    code = LiveCode.of_commit(
         Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress),
         get_live_commit(workspace.repository),
     )
     # Many kernels are compiled in one process, so a precompiled header saves time. No other process uses these builds.
-    code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{here().name}")
+    code = replace(code, cache=workspace.root / "cache" / f"tuning-{code.folder.name}-{this_machine().name}")
     header = {devices.PRECOMPILE_HEADERS: "1"}
 
     def on_line(line: str) -> None:
@@ -72,17 +72,17 @@ def tune(workspace: Workspace, progress: Progress, seconds: float = SECONDS) -> 
         Message(
             "training.tuning",
             "  Tuning the kernels for {machine}, recipe {recipe} in {precision}, for at most {seconds:.0f} s.",
-            machine=str(here()),
+            machine=str(this_machine()),
             recipe=recipe.name,
             precision=precision,
             seconds=seconds,
         )  # fmt: skip
     )
-    with tempfile.TemporaryDirectory() as folder, progress.task("tuning kernels") as task, devices.one():
+    with tempfile.TemporaryDirectory() as folder, progress.task("tuning kernels") as task, devices.hold_device():
         given = Path(folder) / "recipe.yaml"
         given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
         arguments = ["-m", "kernels.contract.tune", "--recipe", str(given), "--precision", precision]
-        arguments += ["--device", devices.kind(), "--seconds", str(seconds)]
+        arguments += ["--device", devices.device_kind(), "--seconds", str(seconds)]
         done = code.run(*arguments, readonly=[given], on_line=on_line, environment=header)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or [""])[-1][:500]

@@ -12,7 +12,16 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, lazily_compiled, normal, op, triton_implementation
+from kernels.contract.op import (
+    Cost,
+    Implementation,
+    Inputs,
+    Shape,
+    lazily_compiled,
+    make_op,
+    normal_tensor,
+    triton_implementation,
+)
 
 Tensors = list[Tensor]
 SETTINGS = (1e-3, 0.9, 0.95, 1e-8, 0.1)  # lr, beta1, beta2, eps, weight decay
@@ -48,7 +57,7 @@ def reference(
 
 
 @contextmanager
-def dense(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
+def with_dense_copies(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
     """The lists with a dense copy of each tensor that is not dense. The copies are written back at the end."""
     copies = [[x.contiguous() for x in tensors] for tensors in lists]
     yield copies
@@ -58,7 +67,7 @@ def dense(lists: Sequence[list[Tensor]]) -> Iterator[list[list[Tensor]]]:
                 x.copy_(copy)
 
 
-def fused(
+def fused_adamw(
     weights: Tensors,
     gradients: Tensors,
     exp_avgs: Tensors,
@@ -77,7 +86,7 @@ def fused(
         return
     # torch's optimiser does this itself: the count rises first, and falls again if the kernel changed nothing
     torch._foreach_add_(steps, 1.0)
-    with dense((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
+    with with_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as (held, grads, means, squares):
         torch._fused_adamw_(
             held,
             grads,
@@ -120,11 +129,11 @@ def compiled(
 
 def cost(shape: Shape, itemsize: int) -> Cost:
     """Reads weight, gradient and both moments, writes all but the gradient."""
-    elements = sum(torch.Size(size).numel() for size in sizes(shape))
+    elements = sum(torch.Size(size).numel() for size in tensor_sizes(shape))
     return Cost(7 * elements * itemsize, 15 * elements, 0, 0)
 
 
-def sizes(shape: Shape) -> list[tuple[int, ...]]:
+def tensor_sizes(shape: Shape) -> list[tuple[int, ...]]:
     """A layer's MLP, a norm and the embedding."""
     D, F = shape.d_model, shape.d_ff
     return [(F, D), (F, D), (D, F), (D,), (shape.vocab_size, D), (shape.batch, D)]
@@ -132,17 +141,19 @@ def sizes(shape: Shape) -> list[tuple[int, ...]]:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """Inputs after three updates, with moments as from gradients of size 0.1."""
-    made = [[normal(generator, size, device, dtype, 0.1) for size in sizes(shape)] for _ in range(3)]
-    exp_avg_sqs = [normal(generator, size, device, dtype, 0.03).square() for size in sizes(shape)]
+    made = [[normal_tensor(generator, size, device, dtype, 0.1) for size in tensor_sizes(shape)] for _ in range(3)]
+    exp_avg_sqs = [normal_tensor(generator, size, device, dtype, 0.03).square() for size in tensor_sizes(shape)]
     steps = [torch.tensor(3.0, device=device) for _ in exp_avg_sqs]
     scalars = torch.tensor(1.7, device=device), torch.tensor(0.0, device=device)
     return *made, exp_avg_sqs, steps, *scalars, *SETTINGS
 
 
-COMPILED = Implementation("compiled", compiled, about="the reference through torch.compile", eager=reference)
-FUSED = Implementation("fused", fused, about="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it")
+COMPILED = Implementation("compiled", compiled, description="the reference through torch.compile", eager=reference)
+FUSED = Implementation(
+    "fused", fused_adamw, description="torch's own fused kernel, as torch.optim.AdamW(fused=True) calls it"
+)
 TRITON = triton_implementation("kernels.adamw.triton", function="adamw", about="one Triton kernel over all tensors")
-OP = op(
+OP = make_op(
     "adamw",
     reference,
     cost=cost,

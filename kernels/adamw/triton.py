@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.adamw import dense
+from kernels.adamw import with_dense_copies
 
 BLOCK, WARPS = 2048, 8  # elements and warps of a program: two loads of 16 bytes a thread of each fp32 tensor
 KEPT = 16  # tables: number of tables that are kept: for a few groups of parameters, and for gradients that alternate between places
@@ -31,7 +31,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``table``: rows of ``tensors`` int64: addresses of weights, gradients, both moments and steps; numbers of elements; first
-    programs. ``owners``: the tensor of each program."""
+    programs. ``tensor_of_each_program``: the tensor of each program."""
     if tl.load(skip) > 0:
         return
     program = tl.program_id(0)
@@ -68,10 +68,10 @@ def numbers_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(KEPT)
-def owners(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+def tensor_of_each_program(blocks: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [programs]: the tensor whose block each program has.
 
-    >>> owners((2, 0, 1), torch.device("cpu")).tolist()
+    >>> tensor_of_each_program((2, 0, 1), torch.device("cpu")).tolist()
     [0, 0, 2]
     """
     each = torch.tensor(blocks)
@@ -107,13 +107,13 @@ def adamw(
         return
     assert all(step.dtype == torch.float32 for step in steps)
     device = skip.device
-    with dense((weights, gradients, exp_avgs, exp_avg_sqs)) as lists:
+    with with_dense_copies((weights, gradients, exp_avgs, exp_avg_sqs)) as lists:
         addresses = [x.data_ptr() for tensors in lists for x in tensors]
         aligned = not any(number % 16 for number in (*addresses, *counts))  # then 16 bytes are one load
         table = (*addresses, *(step.data_ptr() for step in steps), *counts, *begins)
         update_kernel[(programs,)](
             weights[0],
-            owners(blocks, device),
+            tensor_of_each_program(blocks, device),
             numbers_on_device(table, device),
             divide_by,
             skip,

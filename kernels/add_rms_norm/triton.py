@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import share, tile
+from kernels.rows_in_triton import share_out_rows, tile_settings
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def forward_op(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tupl
     rows = x.numel() // columns
     total, normed = torch.empty_like(x), torch.empty_like(x)
     scale_N = torch.empty(rows, dtype=torch.float32, device=x.device)
-    settings = tile(columns)
+    settings = tile_settings(columns)
     grid = (triton.cdiv(rows, settings["ROWS"]),)
     forward_kernel[grid](x, y, weight_D.contiguous(), total, normed, scale_N, rows, columns, eps, **settings)
     return total, normed, scale_N
@@ -78,7 +78,7 @@ def backward_op(
     dtotal, dnormed, total = dsum_XD.contiguous(), dnormed_XD.contiguous(), sum_XD.contiguous()
     rows, columns = len(scale_N), total.shape[-1]
     dx = torch.empty_like(total)
-    launch = share(rows, columns, 3 * columns * total.element_size(), total.device)
+    launch = share_out_rows(rows, columns, 3 * columns * total.element_size(), total.device)
     partial = torch.empty((launch.programs, columns), dtype=torch.float32, device=total.device)
     tensors = (dtotal, dnormed, total, weight_D.contiguous(), scale_N, dx, partial)
     backward_kernel[(launch.programs,)](*tensors, rows, columns, launch.rows_each, **launch.settings)
@@ -95,7 +95,7 @@ def _(dsum: Tensor, dnormed: Tensor, total: Tensor, weight: Tensor, scale: Tenso
     return total.new_empty(total.shape), weight.new_empty(weight.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[0], inputs[2], output[2])
     ctx.mark_non_differentiable(output[2])
 
@@ -105,7 +105,7 @@ def gradients(ctx: Any, dsum_XD: Tensor, dnormed_XD: Tensor, _: Tensor) -> tuple
     return dx_XD, dx_XD, dweight_D, None
 
 
-forward_op.register_autograd(gradients, setup_context=keep)
+forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 def add_rms_norm(x_XD: Tensor, y_XD: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -20,10 +20,10 @@ from kernels.contract.op import (
     ImportedAtFirstCall,
     Inputs,
     Shape,
-    compiled,
+    compiled_implementation,
     lazily_compiled,
-    normal,
-    op,
+    make_op,
+    normal_tensor,
 )
 
 
@@ -34,7 +34,7 @@ def document_mask(document_BT: Tensor) -> Tensor:
     return same & torch.ones(T, T, dtype=torch.bool, device=document_BT.device).tril()
 
 
-def nothing(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
+def attend_no_rows(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
     """Attention over no rows, with a gradient for each argument. (torch 2.11 returns None on a GPU.)"""
     return q_BTHK + k_BTGK.sum() + v_BTGK.sum()
 
@@ -42,7 +42,7 @@ def nothing(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor) -> Tensor:
 def reference(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     """q [B, T, H, K]; k, v [B, T, G, K], H a multiple of G; document [B, T] integers. Returns [B, T, H, K]."""
     if not q_BTHK.numel():
-        return nothing(q_BTHK, k_BTGK, v_BTGK)
+        return attend_no_rows(q_BTHK, k_BTGK, v_BTGK)
     q, k, v = (x.transpose(1, 2) for x in (q_BTHK, k_BTGK, v_BTGK))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=document_mask(document_BT).unsqueeze(1), enable_gqa=True)
     return o.transpose(1, 2)
@@ -58,7 +58,7 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     B, T, H, G, K = shape.batch, shape.context, shape.heads, shape.kv_heads, shape.head_dim
-    q, k, v = (normal(generator, (B, T, heads, K), device, dtype) for heads in (H, G, G))
+    q, k, v = (normal_tensor(generator, (B, T, heads, K), device, dtype) for heads in (H, G, G))
     starts = torch.rand((B, T), generator=generator) < 8 / (T + 8)
     return q, k, v, starts.cumsum(1).to(device)
 
@@ -127,7 +127,7 @@ def recompute(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tenso
 RECOMPUTE = Implementation(
     "recompute",
     lazily_compiled(recompute),
-    about="SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
+    description="SDPA forward; backward by matrix products on recomputed fp32 scores, compiled",
     devices=("cpu",),
     eager=recompute,
 )
@@ -135,7 +135,7 @@ RECOMPUTE = Implementation(
 
 def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     """Computes what ``reference`` does, in C++ for bf16; by ``recompute`` in other dtypes, or on a CPU that does not multiply bf16."""
-    if q_BTHK.dtype == torch.bfloat16 and attention_native.usable(q_BTHK.shape[-1]):
+    if q_BTHK.dtype == torch.bfloat16 and attention_native.is_usable(q_BTHK.shape[-1]):
         return attention_native.forward_op(q_BTHK, k_BTGK, v_BTGK, document_BT)
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
@@ -145,7 +145,7 @@ def native_fallback(shape: Shape, dtype: torch.dtype) -> str:
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")
         return Message("kernels.bf16_only", "recompute, uncompiled: the C++ is for bf16, not {dtype}", dtype=dtype_name)
-    if not attention_native.usable(shape.head_dim):
+    if not attention_native.is_usable(shape.head_dim):
         return Message(
             "kernels.no_bf16_products",
             "recompute, uncompiled: this CPU has no bf16 products that take heads of {head_dim}",
@@ -157,7 +157,7 @@ def native_fallback(shape: Shape, dtype: torch.dtype) -> str:
 NATIVE = Implementation(
     "native",
     native,
-    about="C++: a key head's rows stay in cache, blocks of other documents are left out",
+    description="C++: a key head's rows stay in cache, blocks of other documents are left out",
     devices=("cpu",),
     fallback=native_fallback,
 )
@@ -166,13 +166,13 @@ NATIVE = Implementation(
 MOST_HEAD_DIM = 256  # of FlashAttention
 
 
-def taken(head_dim: int, dtype: torch.dtype) -> bool:
+def takes_heads(head_dim: int, dtype: torch.dtype) -> bool:
     """True if FlashAttention takes such heads."""
     return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
 
 
 def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
-    if taken(shape.head_dim, dtype):
+    if takes_heads(shape.head_dim, dtype):
         return ""
     return Message(
         "kernels.flash_heads",
@@ -186,7 +186,7 @@ def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
 VARLEN = Implementation(
     "varlen",
     ImportedAtFirstCall("kernels.attention.varlen", function="varlen"),
-    about="FlashAttention over the stretches of one document, found once a batch",
+    description="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
     fallback=varlen_fallback,
     prepare=ImportedAtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
@@ -194,16 +194,16 @@ VARLEN = Implementation(
 FLEX = Implementation(
     "flex",
     lazily_compiled(flex.flex),
-    about="FlexAttention over blocks of one document, found once a batch; compiled",
+    description="FlexAttention over blocks of one document, found once a batch; compiled",
     devices=("cuda",),
     eager=flex.flex,
     prepare=flex.document_blocks,
 )
-OP = op(
+OP = make_op(
     "attention",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1, 2),
-    implementations=(compiled(reference), RECOMPUTE, NATIVE, VARLEN, FLEX),
+    implementations=(compiled_implementation(reference), RECOMPUTE, NATIVE, VARLEN, FLEX),
 )

@@ -12,24 +12,24 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.native import call, cpu_op, library
+from kernels.native import call_cpp, cpu_op, load_library
 
 
-def usable(head_dim: int) -> bool:
+def is_usable(head_dim: int) -> bool:
     """True if this CPU multiplies bf16 (AVX-512 bf16 or AMX) and heads of that size can be packed for it."""
     return head_dim % 2 == 0 and _multiplies_bf16()
 
 
 @functools.cache
 def _multiplies_bf16() -> bool:
-    return bool(library("attention").attention_usable())
+    return bool(load_library("attention").attention_usable())
 
 
 # The attribute that torch.compiler.assume_constant_result sets; importing the compiler would take a second.
-usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
+is_usable._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def run(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
+def run_attention(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[Tensor]) -> None:
     """Call the C++. Inputs: q, k, v and tensors of q's shape, with a dense last dimension. Outputs are contiguous.
 
     Raises: ValueError for shapes or dtypes that do not fit: the C++ would read past their ends.
@@ -43,10 +43,10 @@ def run(function: str, inputs: list[Tensor], document_BT: Tensor, outputs: list[
     # The lower 32 bits distinguish the documents of a row: otherwise a row would have to hold 2³² documents.
     document_BT = document_BT.to(torch.int32).contiguous()
     strides = torch.tensor([x.stride()[:3] for x in inputs])
-    call("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
+    call_cpp("attention", function, *inputs[:3], document_BT, *inputs[3:], *outputs, strides, B, T, H, G, K, K**-0.5)
 
 
-def dense(x: Tensor) -> Tensor:
+def dense_rows(x: Tensor) -> Tensor:
     """The tensor, dense in its last dimension and with rows that begin at a pair, because pairs of neighbours are moved as one."""
     return x if x.stride(-1) == 1 and not any(step % 2 for step in x.stride()[:-1]) else x.contiguous()
 
@@ -54,7 +54,7 @@ def dense(x: Tensor) -> Tensor:
 @cpu_op("factory::attention")
 def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) -> Tensor:
     o_BTHK = torch.empty_like(q_BTHK, memory_format=torch.contiguous_format)
-    run("attention_forward", [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
+    run_attention("attention_forward", [dense_rows(x) for x in (q_BTHK, k_BTGK, v_BTGK)], document_BT, [o_BTHK])
     return o_BTHK
 
 
@@ -62,9 +62,9 @@ def forward_op(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tens
 def backward_op(
     q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor, do_BTHK: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    inputs = [dense(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
+    inputs = [dense_rows(x) for x in (q_BTHK, k_BTGK, v_BTGK, do_BTHK)]
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs[:3]]
-    run("attention_backward", inputs, document_BT, gradients)
+    run_attention("attention_backward", inputs, document_BT, gradients)
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -79,7 +79,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, document: Tensor, do: Tensor) -> tuple[Te
     return dq, dk, dv
 
 
-def keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -87,7 +87,7 @@ def gradients(ctx: Any, do_BTHK: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
     return *backward_op(*ctx.saved_tensors, do_BTHK), None  # type: ignore[return-value]
 
 
-forward_op.register_autograd(gradients, setup_context=keep)
+forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 @register_flop_formula(torch.ops.factory.attention)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from kernels.attention import nothing, reference, taken
+from kernels.attention import attend_no_rows, reference, takes_heads
 
 HEAD_MULTIPLE = 8
 MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its grid, which CUDA bounds
@@ -22,7 +22,7 @@ MOST_STRETCHES = 65535  # FlashAttention lays them along the second side of its 
 GQA: Any = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def begins(document_BT: Tensor) -> Tensor:
+def stretch_begins(document_BT: Tensor) -> Tensor:
     """[B, T] bool: the first token of each stretch."""
     first_BT = torch.ones_like(document_BT, dtype=torch.bool)
     first_BT[:, 1:] = document_BT[:, 1:] != document_BT[:, :-1]
@@ -37,9 +37,9 @@ def stretch_bounds(document_BT: Tensor, most: int) -> Tensor:
     >>> stretch_bounds(torch.tensor([[0, 0, 1, -1], [0, 0, 0, 0]]), 5).tolist()
     [0, 2, 3, 4, 8, 8]
     """
-    most = most or int(begins(document_BT).sum())
+    most = most or int(stretch_begins(document_BT).sum())
     assert most <= MOST_STRETCHES, most
-    number_N = begins(document_BT).flatten().cumsum(0)  # of the stretch that a token is in, from 1
+    number_N = stretch_begins(document_BT).flatten().cumsum(0)  # of the stretch that a token is in, from 1
     wanted = torch.arange(1, most + 2, device=document_BT.device)
     return torch.searchsorted(number_N, wanted).int()
 
@@ -61,10 +61,10 @@ def varlen(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, documents: Tensor) ->
     than bf16, larger heads) the reference computes.
     """
     B, T, _, K = q_BTHK.shape
-    if not taken(K, q_BTHK.dtype):
+    if not takes_heads(K, q_BTHK.dtype):
         return reference(q_BTHK, k_BTGK, v_BTGK, documents if documents.ndim == 2 else stretches_of(documents, B, T))
     if not q_BTHK.numel():
-        return nothing(q_BTHK, k_BTGK, v_BTGK)
+        return attend_no_rows(q_BTHK, k_BTGK, v_BTGK)
     bounds = stretch_bounds(documents, 0) if documents.ndim == 2 else documents
     q, k, v = (_whole_heads(x).flatten(0, 1) for x in (q_BTHK, k_BTGK, v_BTGK))
     o_NHK = varlen_attn(q, k, v, bounds, bounds, T, T, scale=K**-0.5, window_size=(-1, 0), **GQA)

@@ -30,8 +30,8 @@ import torch
 
 from kernels.contract.message import titled
 from kernels.contract.op import KernelError, Op, OracleCase, Shape
-from kernels.contract.oracle import outcome
-from kernels.contract.registry import OPS, get
+from kernels.contract.oracle import outputs_and_gradients
+from kernels.contract.registry import OPS, find_op
 
 # Compute capability → bytes of shared memory that one block can have (CUDA C++ programming guide, table of capabilities).
 TARGETS = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
@@ -68,7 +68,7 @@ class CompiledKernel:
 
 
 @contextmanager
-def launches(target: int) -> Iterator[list[tuple[str, Any]]]:
+def compile_launches(target: int) -> Iterator[list[tuple[str, Any]]]:
     """In this context Triton's launches compile for ``target`` and run nothing. Yields (kernel's name, compiled kernel),
     one for each launch, as they come.
 
@@ -135,8 +135,8 @@ def compile_op(
     found, known = [], set()
     for shape in shapes:
         inputs = op.inputs(OracleCase("ahead", shape), dtype=dtype)
-        with launches(target) as seen:
-            outcome(op, function, inputs, seed=0)
+        with compile_launches(target) as seen:
+            outputs_and_gradients(op, function, inputs, seed=0)
         for name, kernel in seen:
             if kernel.hash not in known:
                 known.add(kernel.hash)
@@ -176,7 +176,7 @@ def registers_and_stack(cubin: bytes) -> tuple[int, int]:
     return registers, max(stack, local)
 
 
-def table(rows: Sequence[CompiledKernel]) -> str:
+def compiled_table(rows: Sequence[CompiledKernel]) -> str:
     """A table for people: one line for each kernel."""
     head = ("op", "kernel", "width", "sm", "warps", "registers", "spilled B", "shared B")
     cells = [(r.op, r.kernel, *map(str, (r.width, r.target, r.warps, r.registers, r.spilled, r.shared))) for r in rows]
@@ -216,14 +216,14 @@ Exits with 1 if a kernel spills, or does not fit its target. Takes seconds for e
     shapes = [s for s in SHAPES if not chosen.width or s.d_model in chosen.width]
     rows: list[CompiledKernel] = []
     try:
-        for op in [get(name) for name in chosen.op or OPS]:
+        for op in [find_op(name) for name in chosen.op or OPS]:
             for name in [i.name for i in op.implementations.values() if i.needs_triton]:
                 for target in chosen.target or TARGETS:
                     rows += compile_op(op, target, shapes, dtype, name)
     except KernelError as error:
         print(titled(error), file=sys.stderr)
         return 2
-    print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else table(rows))
+    print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else compiled_table(rows))
     return 0 if all(row.fits for row in rows) else 1
 
 

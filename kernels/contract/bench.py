@@ -25,7 +25,7 @@ from kernels.contract.machine import fast_precision
 from kernels.contract.message import titled
 from kernels.contract.op import KernelError, Op, OracleCase, Shape, unreadable_file
 from kernels.contract.precision import DTYPES, bf16_matmul
-from kernels.contract.registry import DEVICE_CLASSES, OPS, check, get, unknown_device_class
+from kernels.contract.registry import DEVICE_CLASSES, OPS, find_implementation, find_op, unknown_device_class
 from kernels.contract.strict_yaml import read_yaml
 
 
@@ -85,7 +85,7 @@ class Comparison:
     pairs: int
 
 
-def compare(
+def compare_implementations(
     name: str | Op,
     implementation: str,
     against: str = "reference",
@@ -100,7 +100,7 @@ def compare(
 
     Raises: KernelError for an op or implementation that does not exist or does not run on the device, or a missing device.
     """
-    op = get(name) if isinstance(name, str) else name
+    op = find_op(name) if isinstance(name, str) else name
     deadline = time.monotonic() + seconds
     if device.split(":")[0] not in DEVICE_CLASSES:
         raise unknown_device_class(device)
@@ -109,12 +109,14 @@ def compare(
             "kernels.no_gpu", "device {device!r}: torch sees no GPU on this machine. Use 'cpu'.", device=device
         )
     case = OracleCase("recipe", setting.shape)
-    both = [check(op, n, torch.device(device).type) for n in (against, implementation)]
+    both = [find_implementation(op, n, torch.device(device).type) for n in (against, implementation)]
     functions = [one.function for one in both]
     if setting.compile and op.in_block:
         functions = [torch.compile(f, dynamic=False) for f in functions]
     steps = [
-        _step(f, one.prepared(op.inputs(case, device=device, dtype=DTYPES[setting.precision])), op.gradients, device)
+        _step(
+            f, one.prepare_inputs(op.inputs(case, device=device, dtype=DTYPES[setting.precision])), op.gradients, device
+        )
         for f, one in zip(functions, both)
     ]
     for step in steps:
@@ -193,7 +195,7 @@ def main(arguments: list[str] | None = None) -> int:
         if chosen.list or not (chosen.op and chosen.implementation):
             table = {
                 o.name: {
-                    i.name: {"about": i.about, "runs_here": i.runs_on(chosen.device)}
+                    i.name: {"about": i.description, "runs_here": i.can_run_on(chosen.device)}
                     for i in o.implementations.values()
                 }
                 for o in OPS.values()
@@ -204,7 +206,7 @@ def main(arguments: list[str] | None = None) -> int:
         given = chosen.precision or setting.precision
         setting = replace(setting, precision=fast_precision(chosen.device) if given == "auto" else given)
         with bf16_matmul(DTYPES[setting.precision]):  # as the trainer does
-            found = compare(
+            found = compare_implementations(
                 chosen.op,
                 chosen.implementation,
                 chosen.against,

@@ -46,10 +46,10 @@ UNTUNED: dict[str, dict[int, Choice]] = {  # by device class, by least compute c
 CAPABILITY = 80  # assumed for "cuda" where no machine is named
 
 
-def untuned(op: str, machine: str = "cpu") -> str:
+def untuned_implementation(op: str, machine: str = "cpu") -> str:
     """The implementation that ``auto`` runs before tuning. ``machine``: a class of ``kernels.contract.machine``, or a device class.
 
-    >>> untuned("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"), untuned("attention", "cuda-sm75-tesla-t4"), untuned("attention")
+    >>> untuned_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"), untuned_implementation("attention", "cuda-sm75-tesla-t4"), untuned_implementation("attention")
     ('varlen, flex, reference', 'reference', 'reference')
     """
     device = machine.partition("-")[0]
@@ -68,16 +68,16 @@ def implementation_names(choice: str) -> list[str]:
     return [name.strip() for name in choice.split(",")]
 
 
-def resolve(section: Mapping[str, str], tuned: Mapping[str, str] | None = None, machine: str = "cpu") -> Choice:
+def replace_auto(section: Mapping[str, str], tuned: Mapping[str, str] | None = None, machine: str = "cpu") -> Choice:
     """A section of ``kernels.yaml`` with every ``auto`` replaced: by ``tuned``, else by what runs untuned on ``machine``."""
     chosen = tuned or {}
     return {
-        op: chosen.get(op, untuned(op, machine)) if implementation == AUTO else implementation
+        op: chosen.get(op, untuned_implementation(op, machine)) if implementation == AUTO else implementation
         for op, implementation in section.items()
     }
 
 
-def automatic(section: Mapping[str, str]) -> list[str]:
+def auto_ops(section: Mapping[str, str]) -> list[str]:
     """The ops of a section whose implementation is ``auto``."""
     return [op for op, implementation in section.items() if implementation == AUTO]
 
@@ -100,7 +100,7 @@ def text_without_auto(
       adamw: fused
     """
     document = yaml.safe_load(text) or {}
-    kept: dict[str, Any] = {device: resolve(device_section(text, device), tuned, machine or device)}
+    kept: dict[str, Any] = {device: replace_auto(device_section(text, device), tuned, machine or device)}
     if isinstance(document, dict) and "fallback" in document:
         kept["fallback"] = document["fallback"]
     return yaml.safe_dump(kept, sort_keys=False)

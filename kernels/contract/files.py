@@ -61,7 +61,7 @@ def rename_into_place(made: Path, place: Path) -> None:
     sync_folder(place.parent)
 
 
-def finite(value: Any) -> Any:
+def finite_values(value: Any) -> Any:
     """``value`` as JSON has it: every NaN and infinity is None, keys are strings, tuples are lists, at any depth.
 
     JSON has no number for NaN and infinity, and judges read None as "not measured".
@@ -69,12 +69,12 @@ def finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
-        return {str(key): finite(part) for key, part in value.items()}
+        return {str(key): finite_values(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
+        return [finite_values(part) for part in value]
     return value
 
 
 def finite_json(value: Any, indent: int | None = None) -> str:
-    """``finite(value)`` as JSON. Raises: TypeError for what JSON has no form for."""
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
+    """``finite_values(value)`` as JSON. Raises: TypeError for what JSON has no form for."""
+    return json.dumps(finite_values(value), indent=indent, allow_nan=False)

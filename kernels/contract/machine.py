@@ -46,7 +46,7 @@ class Machine:
         return f"{self.name} ({self.processor}{threads}), torch {self.torch}"
 
 
-def here(device: str | None = None) -> Machine:
+def this_machine(device: str | None = None) -> Machine:
     """The machine that this process computes on; ``device``: 'cpu' or 'cuda', by default the GPU where there is one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda":

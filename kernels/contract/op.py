@@ -84,7 +84,7 @@ class Implementation:
 
     name: str
     function: Callable[..., Any]
-    about: str
+    description: str
     devices: tuple[str, ...] = ("cpu", "cuda")
     needs_triton: bool = False
     eager: Callable[..., Any] | None = None  # the same maths without torch.compile, where ``function`` compiles
@@ -93,7 +93,7 @@ class Implementation:
     # Returns "NAME: reason" if another implementation computes instead on this machine, for this shape and dtype; else "".
     fallback: Callable[[Shape, torch.dtype], str] = lambda shape, dtype: ""
 
-    def prepared(self, inputs: Inputs) -> Inputs:
+    def prepare_inputs(self, inputs: Inputs) -> Inputs:
         """An op's arguments as a layer of the model passes them. For attention, the documents are prepared first."""
         if self.prepare is None:
             return inputs
@@ -101,7 +101,7 @@ class Implementation:
         stretches = int((document_BT[:, 1:] != document_BT[:, :-1]).sum()) + len(document_BT)
         return *others, self.prepare(document_BT, stretches_bound(stretches))
 
-    def runs_on(self, device_class: str) -> bool:
+    def can_run_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:
             return False
         interpreted = self.needs_triton and os.environ.get("TRITON_INTERPRET") == "1"
@@ -152,20 +152,20 @@ class Op:
         generator = torch.Generator("cpu").manual_seed(seed)
         made = list(self.make_inputs(case.shape, generator, device, dtype))
         if not case.contiguous:
-            made = tree_map_only(Tensor, strided, made)
+            made = tree_map_only(Tensor, strided_view, made)
         for position in self.gradients:
             made[position] = made[position].detach().requires_grad_()
         return tuple(made)
 
 
-def strided(x: Tensor) -> Tensor:
+def strided_view(x: Tensor) -> Tensor:
     """The same values as a view with a step of two in the last dimension: not contiguous."""
     wide = x.new_zeros((*x.shape, 2))
     wide[..., 0] = x
     return wide[..., 0]
 
 
-def normal(
+def normal_tensor(
     generator: torch.Generator, size: tuple[int, ...], device: torch.device, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
     """Normal values drawn on the CPU, so that every device gets the same ones."""
@@ -214,20 +214,20 @@ def triton_implementation(module: str, function: str, about: str = "") -> Implem
     return Implementation(
         "triton",
         ImportedAtFirstCall(module, function),
-        about=about or "one Triton kernel forward, one backward",
+        description=about or "one Triton kernel forward, one backward",
         devices=("cuda",),
         needs_triton=True,
     )
 
 
-def compiled(reference: Callable[..., Any]) -> Implementation:
-    """The implementation ``compiled``: the reference as one region of torch.compile. Inside a compiled block it becomes part of that block."""
+def compiled_implementation(reference: Callable[..., Any]) -> Implementation:
+    """The implementation ``compiled_implementation``: the reference as one region of torch.compile. Inside a compiled block it becomes part of that block."""
     return Implementation(
-        "compiled", lazily_compiled(reference), about="the reference through torch.compile", eager=reference
+        "compiled", lazily_compiled(reference), description="the reference through torch.compile", eager=reference
     )
 
 
-def op(
+def make_op(
     name: str,
     reference: Callable[..., Any],
     *,
@@ -241,7 +241,7 @@ def op(
     clobbers: tuple[int, ...] = (),
 ) -> Op:
     """An op with these implementations, and its reference as the implementation ``reference``."""
-    everything = (Implementation("reference", reference, about="the plain eager expression"), *implementations)
+    everything = (Implementation("reference", reference, description="the plain eager expression"), *implementations)
     by_name = {i.name: i for i in everything}
     return Op(name, reference, cost, make_inputs, gradients, by_name, in_block, hostile or gradients, writes, clobbers)
 

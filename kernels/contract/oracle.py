@@ -85,7 +85,7 @@ HOSTILE: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def judge(
+def compare_with_fp64(
     op: Op,
     implementation: str,
     case: OracleCase,
@@ -100,9 +100,9 @@ def judge(
     inputs = list(op.inputs(case, device=device, dtype=dtype, seed=seed))
     for position in op.hostile:
         inputs[position] = tree_map_only(Tensor, lambda x: _like(HOSTILE[values](x), x), _detached(inputs[position]))
-    exact = outcome(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
-    eager = outcome(op, op.reference, tuple(inputs), seed)
-    found = outcome(op, function, tuple(inputs), seed)
+    exact = outputs_and_gradients(op, op.reference, tree_map_only(Tensor, _double, tuple(inputs)), seed)
+    eager = outputs_and_gradients(op, op.reference, tuple(inputs), seed)
+    found = outputs_and_gradients(op, function, tuple(inputs), seed)
     eps = max(torch.finfo(dtype).eps, 16 * torch.finfo(torch.float32).eps)
     tensors = tuple(_compare(name, found[name], eager[name], exact[name], eps) for name in exact)
     return OracleResult(op.name, implementation, case.name, str(dtype).removeprefix("torch."), device, values, tensors)
@@ -121,7 +121,7 @@ def _detached(x: Any) -> Any:
     return tree_map_only(Tensor, torch.Tensor.detach, x)
 
 
-def outcome(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
+def outputs_and_gradients(op: Op, function: Callable[..., Any], inputs: Inputs, seed: int) -> dict[str, Tensor]:
     """Run once: outputs and gradients by name, for an upstream gradient of normal values drawn from the seed.
 
     Arguments that the op writes in place are copied first, and are its outputs.

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from kernels.contract import machine
-from kernels.contract.choice import AUTO, Choice, implementation_names, resolve
+from kernels.contract.choice import AUTO, Choice, implementation_names, replace_auto
 from kernels.contract.message import Message
 from kernels.contract.op import CASES, Cost, Implementation, KernelError, Op, OracleCase, Shape, unreadable_file
-from kernels.contract.oracle import judge, outcome
+from kernels.contract.oracle import compare_with_fp64, outputs_and_gradients
 from kernels.contract.strict_yaml import read_yaml
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
     "OPS",
     "OracleCase",
     "Choice",
-    "Computing",
+    "ChosenImplementation",
     "Cost",
     "Implementation",
     "KernelError",
@@ -34,9 +34,9 @@ __all__ = [
     "Op",
     "Ops",
     "Shape",
-    "bind",
-    "computing",
-    "get",
+    "bind_ops",
+    "find_implementations_in_use",
+    "find_op",
     "load_choice",
     "load_fallback",
 ]
@@ -97,7 +97,7 @@ class KernelWarning(UserWarning):
     """A chosen implementation does not work here, and ``fallback: reference`` replaces it with the reference."""
 
 
-def get(name: str) -> Op:
+def find_op(name: str) -> Op:
     """The op of that name. Raises: KernelError that lists the known ones."""
     if name not in OPS:
         raise KernelError("kernels.no_op", "There is no op {op!r}. The ops are: {known}.", op=name, known=list(OPS))
@@ -111,8 +111,8 @@ def load_choice(path: Path | str, device: str = "cpu", tuned: Mapping[str, str] 
     Raises: KernelError that names the file and the key, and lists the allowed values.
     """
     kind = torch.device(device).type
-    name = machine.here(kind).name if kind == "cuda" and torch.cuda.is_available() else kind
-    return dict.fromkeys(OPS, "reference") | resolve(_read(path).get(kind, {}), tuned, name)
+    name = machine.this_machine(kind).name if kind == "cuda" and torch.cuda.is_available() else kind
+    return dict.fromkeys(OPS, "reference") | replace_auto(_read(path).get(kind, {}), tuned, name)
 
 
 def load_fallback(path: Path | str) -> str:
@@ -140,9 +140,9 @@ def _read(path: Path | str) -> dict[str, Any]:
             if not isinstance(value, dict):
                 raise KernelError("kernels.not_a_section", "Expected a map: op → implementation.")
             for name, implementation in value.items():
-                get(str(name))
+                find_op(str(name))
                 for one in implementation_names(str(implementation)) if implementation != AUTO else ():
-                    check(str(name), one, key)
+                    find_implementation(str(name), one, key)
         except KernelError as error:
             raise KernelError(
                 "kernels.wrong_key", "{file}: {key}: {problem}", file=str(path), key=str(key), problem=error.message
@@ -170,12 +170,12 @@ def _check_fallback(value: object) -> None:
         )
 
 
-def check(name: str | Op, implementation: str, device_class: str) -> Implementation:
+def find_implementation(name: str | Op, implementation: str, device_class: str) -> Implementation:
     """The implementation. Raises: KernelError unless the op has it and it runs on that device class."""
-    op = get(name) if isinstance(name, str) else name
+    op = find_op(name) if isinstance(name, str) else name
     found = op.implementation(implementation)
-    if not found.runs_on(device_class):
-        runs = sorted(i.name for i in op.implementations.values() if i.runs_on(device_class))
+    if not found.can_run_on(device_class):
+        runs = sorted(i.name for i in op.implementations.values() if i.can_run_on(device_class))
         raise KernelError(
             "kernels.wrong_device",
             "{op}: {implementation} does not run on {device}. These do: {known}.",
@@ -188,23 +188,25 @@ def check(name: str | Op, implementation: str, device_class: str) -> Implementat
 
 
 @functools.cache
-def failure(name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True) -> str | None:
+def find_failure(
+    name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True
+) -> str | None:
     """Run an implementation once, forward and backward, on small sizes. Returns what goes wrong; None if nothing does.
 
     A kernel is compiled when it is first called: without a trial it would fail during a training step.
     """
-    op = get(name)
+    op = find_op(name)
     function = _function(op.implementation(implementation), compile)
     tried = replace(op, implementations={implementation: replace(op.implementation(implementation), function=function)})
     try:
         if device_class == "cuda":  # the code was compiled for this device: compare its results with fp64 once
-            found = judge(tried, implementation, CASES[0], dtype=dtype, device=device_class)
+            found = compare_with_fp64(tried, implementation, CASES[0], dtype=dtype, device=device_class)
             if found.ok:
                 return None
             return Message(
                 "kernels.wrong_results", "its results are wrong on this machine: {tensors}", tensors=found.failures()
             )
-        outcome(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
+        outputs_and_gradients(op, function, op.inputs(CASES[0], device=device_class, dtype=dtype), seed=0)
     except Exception as error:  # compilers raise what they like
         return f"{type(error).__name__}: {str(error).strip() or 'no message'}"
     return None
@@ -224,15 +226,15 @@ def _working(
     names = implementation_names(chosen)
     problems: list[str] = []
     for one in names:
-        found = get(name).implementation(one)
+        found = find_op(name).implementation(one)
         if len(names) == 1:
-            check(name, one, device_class)
-        if not found.runs_on(device_class):
+            find_implementation(name, one, device_class)
+        if not found.can_run_on(device_class):
             problem: str | None = Message("kernels.not_here", "it does not run on {device}", device=device_class)
         elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
             problem = fallback  # a later name of the choice is the better replacement
         else:
-            problem = None if one == "reference" else failure(name, one, device_class, dtype, compile)
+            problem = None if one == "reference" else find_failure(name, one, device_class, dtype, compile)
         if problem is None:
             return found, problems
         problems.append(
@@ -249,7 +251,7 @@ def _working(
 
 
 @dataclass(frozen=True)
-class Computing:
+class ChosenImplementation:
     """What computes an op on this machine. ``by``: the chosen implementation, the first of several that works, or a replacement;
     empty where no replacement is allowed."""
 
@@ -269,15 +271,15 @@ class Computing:
         return Message("kernels.computes", "{op}: {chosen}", **data)
 
 
-def computing(
+def find_implementations_in_use(
     choice: Mapping[str, str],
     device: str | torch.device,
     dtype: torch.dtype,
     compile: bool,
     fallback: str,
     shape: Shape,
-) -> list[Computing]:
-    """What computes each op for tensors of these sizes, as ``bind`` would choose. Each choice is tried once.
+) -> list[ChosenImplementation]:
+    """What computes each op for tensors of these sizes, as ``bind_ops`` would choose. Each choice is tried once.
 
     Raises: KernelError for an implementation that does not exist, or is not for that device class.
     """
@@ -287,7 +289,7 @@ def computing(
         implementation, problems = _working(name, chosen, device_class, dtype, compile)
         why = "; ".join(problems)
         if implementation is None:
-            found.append(Computing(name, chosen, "reference" if fallback == "reference" else "", why))
+            found.append(ChosenImplementation(name, chosen, "reference" if fallback == "reference" else "", why))
             continue
         by, _, reason = implementation.fallback(shape, dtype).partition(": ")
         if not by and implementation.eager is not None and not compile:
@@ -296,11 +298,11 @@ def computing(
         first = implementation_names(chosen)[0]
         if implementation.name == first and len(implementation_names(chosen)) > 1:
             chosen = first  # the others stand by
-        found.append(Computing(name, chosen, by or implementation.name, reason or why))
+        found.append(ChosenImplementation(name, chosen, by or implementation.name, reason or why))
     return found
 
 
-def bind(
+def bind_ops(
     choice: Mapping[str, str],
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,

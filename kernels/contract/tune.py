@@ -21,23 +21,23 @@ import torch
 import yaml
 
 from kernels.contract import machine
-from kernels.contract.bench import BenchSetting, Comparison, compare
-from kernels.contract.choice import Choice, implementation_names, untuned
+from kernels.contract.bench import BenchSetting, Comparison, compare_implementations
+from kernels.contract.choice import Choice, implementation_names, untuned_implementation
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message, titled
 from kernels.contract.op import CASES, Implementation, KernelError, Op
-from kernels.contract.oracle import judge
+from kernels.contract.oracle import compare_with_fp64
 from kernels.contract.precision import DTYPES, bf16_matmul
 from kernels.contract.registry import OPS
 
 SECONDS = 60.0
 PAIRS = 7
 WORTH = 1.02  # times as fast as the reference that another implementation must be: less is noise of one process
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Timed:
+class TimedImplementation:
     """One implementation of an op compared with its reference."""
 
     op: str
@@ -55,7 +55,7 @@ class Tuning:
 
     setting: BenchSetting
     choice: Choice  # every op, by name
-    timed: list[Timed]
+    timed: list[TimedImplementation]
 
 
 def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Iterator[Implementation]:
@@ -67,24 +67,24 @@ def implementations_to_time(op: Op, setting: BenchSetting, device: str) -> Itera
         same = implementation.name == "reference"
         same |= implementation.name == "compiled" and (op.in_block or not setting.compile)
         interpreted = implementation.needs_triton and device == "cpu"
-        if not same and not interpreted and implementation.runs_on(device):
+        if not same and not interpreted and implementation.can_run_on(device):
             function = implementation.function if setting.compile else implementation.eager
             yield replace(implementation, function=function or implementation.function)
 
 
 def tune(
-    setting: BenchSetting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Say = print
+    setting: BenchSetting, device: str, seconds: float = SECONDS, ops: tuple[str, ...] = (), say: Report = print
 ) -> Tuning:
     """Time all implementations within ``seconds``. An op that could not be timed keeps the implementation that runs untuned.
 
     Raises: KernelError for a device that is not here.
     """
     deadline = time.monotonic() + seconds
-    there = machine.here(device).name if device != "cpu" else device
-    choice: Choice = {name: untuned(name, there) for name in OPS}
+    there = machine.this_machine(device).name if device != "cpu" else device
+    choice: Choice = {name: untuned_implementation(name, there) for name in OPS}
     wanted = [OPS[name] for name in OPS if not ops or name in ops]
-    every = turns(wanted, setting, device)
-    timed: list[Timed] = []
+    every = timing_order(wanted, setting, device)
+    timed: list[TimedImplementation] = []
     last = {True: 0.0, False: 0.0}  # seconds of the last, by whether a compiler starts: that cannot be cut short
     for number, (op, implementation) in enumerate(every):
         began = time.monotonic()
@@ -95,11 +95,13 @@ def tune(
         last[compiles] = time.monotonic() - began
         timed.append(one)
         say(_progress(one))
-    choice |= {op.name: best([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted}
+    choice |= {
+        op.name: fastest_implementation([one for one in timed if one.op == op.name], choice[op.name]) for op in wanted
+    }
     return Tuning(setting, choice, timed)
 
 
-def turns(wanted: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
+def timing_order(wanted: Sequence[Op], setting: BenchSetting, device: str) -> list[tuple[Op, Implementation]]:
     """The implementations to time, in order. Those that start no compiler come first. Then ops take turns: an op with more work comes more
     often (Sainte-Laguë's divisors)."""
     turn: Counter[tuple[str, bool]] = Counter()
@@ -108,15 +110,15 @@ def turns(wanted: Sequence[Op], setting: BenchSetting, device: str) -> list[tupl
         for implementation in implementations_to_time(op, setting, device):
             compiles = implementation.eager is not None
             turn[op.name, compiles] += 1
-            every.append((compiles, -work(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation))
+            every.append((compiles, -least_flops(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation))
     return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
 
 
-def best(timed: Sequence[Timed], plain: str) -> str:
+def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> str:
     """The implementation to run: the fastest of those that three pairs in four show faster than the reference; else ``plain``,
     what runs untuned, unless it was slower.
 
-    >>> best([Timed("swiglu", "native", 1.3, 1.2, 1.4, 0.01), Timed("swiglu", "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
+    >>> fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu", "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
     'native'
     """
     shown = [one for one in timed if one.low is not None and one.low > WORTH]
@@ -128,32 +130,36 @@ def best(timed: Sequence[Timed], plain: str) -> str:
     return "reference" if slower else plain
 
 
-def work(op: Op, setting: BenchSetting) -> float:
+def least_flops(op: Op, setting: BenchSetting) -> float:
     """The least work of a step's calls of the op, in FLOPs. A machine computes about eight FLOPs while it moves one byte."""
     calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
     return calls * (cost.forward_flops + cost.backward_flops + 8 * (cost.forward_bytes + cost.backward_bytes))
 
 
-def _time(op: Op, implementation: Implementation, setting: BenchSetting, device: str, seconds: float) -> Timed:
+def _time(
+    op: Op, implementation: Implementation, setting: BenchSetting, device: str, seconds: float
+) -> TimedImplementation:
     """Raises nothing: an implementation that does not compile, run or pass the oracle on this machine is reported and not chosen."""
     name, dtype = implementation.name, DTYPES[setting.precision]
     if seconds <= 0:
         why: str = Message("kernels.no_seconds", "not timed: too few of the seconds for tuning are left")
-        return Timed(op.name, name, why=why)
+        return TimedImplementation(op.name, name, why=why)
     if fallback := implementation.fallback(setting.shape, dtype):
         reason = fallback.partition(": ")[2] or fallback
-        return Timed(op.name, name, why=Message("kernels.other_computes", "not timed: {reason}", reason=reason))
+        return TimedImplementation(
+            op.name, name, why=Message("kernels.other_computes", "not timed: {reason}", reason=reason)
+        )
     try:
-        checked = judge(op, name, CASES[0], dtype=dtype, device=device)
+        checked = compare_with_fp64(op, name, CASES[0], dtype=dtype, device=device)
         if not checked.ok:
             tensors = checked.failures()
             why = Message(
                 "kernels.wrong_here", "not timed: its results are wrong on this machine: {tensors}", tensors=tensors
             )
-            return Timed(op.name, name, why=why)
+            return TimedImplementation(op.name, name, why=why)
         with bf16_matmul(dtype):
-            found: Comparison = compare(
+            found: Comparison = compare_implementations(
                 op, name, setting=setting, device=device, pairs=PAIRS, warmup=2, seconds=seconds
             )
     except Exception as error:  # compilers raise what they like
@@ -161,11 +167,11 @@ def _time(op: Op, implementation: Implementation, setting: BenchSetting, device:
         why = Message(
             "kernels.raised", "not timed: {error}: {problem}", error=type(error).__name__, problem=lines[0][:200]
         )
-        return Timed(op.name, name, why=why)
-    return Timed(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
+        return TimedImplementation(op.name, name, why=why)
+    return TimedImplementation(op.name, name, found.ratio, found.ratio_low, found.ratio_high, found.seconds)
 
 
-def _progress(one: Timed) -> Message:
+def _progress(one: TimedImplementation) -> Message:
     if one.ratio is None or one.seconds is None:
         return Message(
             "kernels.not_timed",
@@ -209,7 +215,7 @@ def main(arguments: list[str] | None = None) -> int:
     except KernelError as error:
         print(titled(error), file=sys.stderr)
         return 2
-    print(json.dumps({"machine": machine.here(chosen.device).to_json(), **asdict(found)}))
+    print(json.dumps({"machine": machine.this_machine(chosen.device).to_json(), **asdict(found)}))
     return 0
 
 

@@ -10,7 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
+from kernels.contract.op import (
+    Cost,
+    Inputs,
+    Shape,
+    compiled_implementation,
+    make_op,
+    normal_tensor,
+    triton_implementation,
+)
 
 
 def reference(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:
@@ -28,7 +36,7 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
     """Tokens as in text: a few are frequent (Zipf's law), and many never occur."""
     V = shape.vocab_size
     ranks = torch.rand((shape.batch, shape.context), generator=generator).mul(torch.tensor(V + 1.0).log()).exp() - 1
-    return ranks.long().clamp(max=V - 1).to(device), normal(generator, (V, shape.d_model), device, dtype)
+    return ranks.long().clamp(max=V - 1).to(device), normal_tensor(generator, (V, shape.d_model), device, dtype)
 
 
 TRITON = triton_implementation(
@@ -36,12 +44,12 @@ TRITON = triton_implementation(
     function="embedding",
     about="backward by sorted places, summed in fp32 in one Triton kernel",
 )
-OP = op(
+OP = make_op(
     "embedding",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(1,),
     in_block=False,
-    implementations=(compiled(reference), TRITON),
+    implementations=(compiled_implementation(reference), TRITON),
 )

@@ -68,7 +68,7 @@ def _(dy: Tensor, tokens: Tensor, vocab_size: int) -> Tensor:
     return dy.new_empty((vocab_size, dy.shape[-1]))
 
 
-def keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0])
     ctx.vocab_size = inputs[1].shape[0]
 
@@ -77,7 +77,7 @@ def gradients(ctx: Any, dy_XD: Tensor) -> tuple[None, Tensor]:
     return None, backward_op(dy_XD, *ctx.saved_tensors, ctx.vocab_size)
 
 
-forward_op.register_autograd(gradients, setup_context=keep)
+forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 def embedding(tokens_X: Tensor, weight_VD: Tensor) -> Tensor:

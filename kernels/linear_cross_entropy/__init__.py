@@ -20,10 +20,10 @@ from kernels.contract.op import (
     Implementation,
     Inputs,
     Shape,
-    compiled,
+    compiled_implementation,
     lazily_compiled,
-    normal,
-    op,
+    make_op,
+    normal_tensor,
     triton_implementation,
 )
 from kernels.linear_cross_entropy import chunks
@@ -59,8 +59,8 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """A quarter of the tokens carry no loss, as in chat data."""
     N = shape.tokens
-    x = normal(generator, (N, shape.d_model), device, dtype)
-    weight = normal(generator, (shape.vocab_size, shape.d_model), device, dtype, shape.d_model**-0.5)
+    x = normal_tensor(generator, (N, shape.d_model), device, dtype)
+    weight = normal_tensor(generator, (shape.vocab_size, shape.d_model), device, dtype, shape.d_model**-0.5)
     targets = torch.randint(shape.vocab_size, (N,), generator=generator).to(device)
     mask = (torch.rand(N, generator=generator) >= 0.25).float()
     return x, weight, targets, (mask / mask.sum().clamp(min=1)).to(device), Z_LOSS
@@ -108,7 +108,7 @@ def chunked_op(
     """
     if x_ND.is_cuda:
         rows = all_rows_compiled if fuse else rows_without_targets_zeroed
-        size = chunks.on_gpu(x_ND, weight_VD)
+        size = chunks.chunk_tokens_on_gpu(x_ND, weight_VD)
         return chunks.compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
     wide = torch.promote_types(x_ND.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=x_ND.device)
@@ -142,23 +142,23 @@ def chunked_op(
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool, fuse: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    in_fp32: chunks.Size = lambda x, weight: -1  # a CPU's sum over chunks, of however few tokens
-    return chunks.fake_outputs(chunks.on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
+    in_fp32: chunks.ChunkSize = lambda x, weight: -1  # a CPU's sum over chunks, of however few tokens
+    return chunks.fake_outputs(chunks.chunk_tokens_on_gpu if x.is_cuda else in_fp32, x, weight, weights, gradients)
 
 
 def scale_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     dx_ND, dweight_VD = ctx.saved_tensors
     if dx_ND.is_cuda:
-        return (*chunks.scale(ctx, *upstream), None)
+        return (*chunks.scale_saved_gradients(ctx, *upstream), None)
     scale = upstream[0].to(dweight_VD.dtype)  # in fp32, because a rounded scale would shift every gradient
     x_dtype, weight_dtype = ctx.dtypes
     return (dx_ND.to(scale.dtype) * scale).to(x_dtype), (dweight_VD * scale).to(weight_dtype), *(None,) * 5
 
 
-chunked_op.register_autograd(scale_gradients, setup_context=chunks.keep)
+chunked_op.register_autograd(scale_gradients, setup_context=chunks.save_inputs)
 
 
-register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)(chunks.flops)
+register_flop_formula(torch.ops.factory.linear_cross_entropy_chunked)(chunks.count_flops)
 
 
 def _chunked(
@@ -249,31 +249,31 @@ TRITON = triton_implementation(
 NATIVE = Implementation(
     "native",
     native,
-    about="chunks of tokens, gradients made forward in the logits' place, in C++",
+    description="chunks of tokens, gradients made forward in the logits' place, in C++",
     devices=("cpu",),
-    fallback=native_library.fallback("saved_logits"),
+    fallback=native_library.fallback_for_other_dtypes("saved_logits"),
 )
 CHUNKED = Implementation(
-    "chunked", chunked, about="chunks of tokens, gradients made forward, tokens without loss left out"
+    "chunked", chunked, description="chunks of tokens, gradients made forward, tokens without loss left out"
 )
 CHUNKED_COMPILED = Implementation(
     "chunked_compiled",
     chunked_compiled,
-    about="chunked, with the pointwise work compiled into one region",
+    description="chunked, with the pointwise work compiled into one region",
     eager=chunked,
 )
 SAVED_LOGITS = Implementation(
     "saved_logits",
     lazily_compiled(saved_logits),
-    about="logits kept in the inputs' dtype, their gradient in one pass, compiled",
+    description="logits kept in the inputs' dtype, their gradient in one pass, compiled",
     eager=saved_logits,
 )
-OP = op(
+OP = make_op(
     "linear_cross_entropy",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
     in_block=False,
-    implementations=(compiled(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE, TRITON),
+    implementations=(compiled_implementation(reference), CHUNKED, CHUNKED_COMPILED, SAVED_LOGITS, NATIVE, TRITON),
 )

@@ -21,8 +21,8 @@ GPU_BYTES = 2 << 30  # of a chunk's logits, at most
 MEMORY_SHARE = 16  # a chunk's logits take at most 1/16 of the card's memory
 EVEN = 128  # a chunk's tokens are a multiple of this: a tile of a product
 
-Size = Callable[[Tensor, Tensor], int]  # (x [N, D], weight [V, D]) → tokens of a chunk
-Rows = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
+ChunkSize = Callable[[Tensor, Tensor], int]  # (x [N, D], weight [V, D]) → tokens of a chunk
+RowsFunction = Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor, Tensor]]
 
 
 def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
@@ -41,7 +41,7 @@ def gpu_chunk(N: int, V: int, itemsize: int, memory: int) -> int:
     )  # even chunks: a short last chunk would move as much as a whole one
 
 
-def on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
+def chunk_tokens_on_gpu(x_ND: Tensor, weight_VD: Tensor) -> int:
     return gpu_chunk(x_ND.shape[0], weight_VD.shape[0], x_ND.element_size(), _memory(x_ND.device))
 
 
@@ -54,7 +54,7 @@ def _memory(device: torch.device) -> int:
 
 
 def compute_in_chunks(
-    rows: Rows,
+    rows: RowsFunction,
     x_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
@@ -89,14 +89,14 @@ def compute_in_chunks(
             if size >= N:
                 dweight_VD = dlogits_CV.t() @ x_ND
             else:  # a sum over chunks is kept in fp32, or each addition would round it
-                dweight_VD = summed(dweight_VD if first else None, dlogits_CV.t(), x_ND[part])
+                dweight_VD = add_product(dweight_VD if first else None, dlogits_CV.t(), x_ND[part])
     if not losses:  # no token at all
         dweight_VD = weight_VD.new_zeros(weight_VD.shape if gradients else 0)
         return weights_N.new_zeros(()), weights_N.new_empty(0), dx_ND, dweight_VD
     return torch.stack(losses).sum(), torch.cat(nlls), dx_ND, dweight_VD
 
 
-def summed(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
+def add_product(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
     """``sum`` + a b, in at least fp32 and in place; only a b if ``sum`` is None.
 
     On a GPU one product, whose bf16 operands are summed in fp32 and added as such: ``aten::addmm.dtype_out`` takes a
@@ -115,7 +115,7 @@ def summed(sum_VD: Tensor | None, a_VC: Tensor, b_CD: Tensor) -> Tensor:
 
 
 def fake_outputs(
-    size: Size, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
+    size: ChunkSize, x: Tensor, weight: Tensor, weights: Tensor, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Empty tensors of the shapes that ``compute_in_chunks`` returns."""
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -126,13 +126,13 @@ def fake_outputs(
     return empty((), wide), empty(x.shape[:1], wide), dx, empty(weight.shape if gradients else (0,), of_weight)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(output[2], output[3])
     ctx.dtypes = inputs[0].dtype, inputs[1].dtype
     ctx.mark_non_differentiable(*output[1:])
 
 
-def scale(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+def scale_saved_gradients(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
     """The kept gradients times the loss's gradient, and a None for each further argument of the operator."""
     return tuple(_times(kept, upstream[0], dtype) for kept, dtype in zip(ctx.saved_tensors, ctx.dtypes)) + (None,) * 4
 
@@ -143,6 +143,8 @@ def _times(gradient: Tensor, upstream: Tensor, dtype: torch.dtype) -> Tensor:
     return (gradient * upstream).to(dtype)
 
 
-def flops(x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, *_: Any, **__: Any) -> int:
+def count_flops(
+    x: Any, weight: Any, targets: Any, weights: Any, z_loss: float, gradients: bool, *_: Any, **__: Any
+) -> int:
     """Three products, as if every token carried loss (the shapes do not say how many do)."""
     return int(2 * x[0] * x[1] * weight[0] * (3 if gradients else 1))

@@ -11,8 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.linear_cross_entropy.chunks import compute_in_chunks, fake_outputs, flops, keep, scale
-from kernels.native import NAMES, call, cpu_op
+from kernels.linear_cross_entropy.chunks import (
+    compute_in_chunks,
+    count_flops,
+    fake_outputs,
+    save_inputs,
+    scale_saved_gradients,
+)
+from kernels.native import NAMES, call_cpp, cpu_op
 
 CHUNK = 1 << 24  # logits at a time: 32 MiB in bf16
 
@@ -22,7 +28,7 @@ def tokens_that_fit_cache(x_ND: Tensor, weight_VD: Tensor) -> int:
     return max(1, min(x_ND.shape[0], CHUNK // max(1, weight_VD.shape[0])))
 
 
-def rows(
+def loss_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
@@ -31,7 +37,7 @@ def rows(
     """
     (C, V), function = logits_CV.shape, f"cross_entropy_{NAMES[logits_CV.dtype]}"
     terms_C, nll_C = weights_C.new_empty(C), weights_C.new_empty(C)
-    outside = call(
+    outside = call_cpp(
         "linear_cross_entropy",
         function,
         logits_CV,
@@ -54,7 +60,7 @@ def native_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     size = tokens_that_fit_cache(x_ND, weight_VD)
-    return compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
+    return compute_in_chunks(loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size)
 
 
 @native_op.register_fake
@@ -64,5 +70,5 @@ def _(
     return fake_outputs(tokens_that_fit_cache, x, weight, weights, gradients)
 
 
-native_op.register_autograd(scale, setup_context=keep)
-register_flop_formula(torch.ops.factory.linear_cross_entropy_native)(flops)
+native_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)
+register_flop_formula(torch.ops.factory.linear_cross_entropy_native)(count_flops)

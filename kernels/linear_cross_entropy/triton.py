@@ -12,7 +12,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from kernels.linear_cross_entropy.chunks import compute_in_chunks, fake_outputs, flops, keep, on_gpu, scale
+from kernels.linear_cross_entropy.chunks import (
+    chunk_tokens_on_gpu,
+    compute_in_chunks,
+    count_flops,
+    fake_outputs,
+    save_inputs,
+    scale_saved_gradients,
+)
 
 BLOCK = 4096  # logits of a row at a time, at most
 SMALLEST = 1024
@@ -72,7 +79,7 @@ def block_size(V: int) -> int:
     return min(BLOCK, max(SMALLEST, triton.next_power_of_2(V)))
 
 
-def rows(
+def loss_rows(
     logits_CV: Tensor, targets_C: Tensor, weights_C: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weights · (nll + z_loss · logsumexp²), nll), both [C], and ``logits``, which become their gradient, if asked, or stay.
@@ -103,19 +110,19 @@ def triton_op(
     x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, weights_N: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(loss, nll, gradient by x, gradient by weight) for an upstream gradient of one; without ``gradients`` the last two are empty."""
-    size = on_gpu(x_ND, weight_VD)
-    return compute_in_chunks(rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
+    size = chunk_tokens_on_gpu(x_ND, weight_VD)
+    return compute_in_chunks(loss_rows, x_ND, weight_VD, targets_N, weights_N, z_loss, gradients, size, ALIGN)
 
 
 @triton_op.register_fake
 def _(
     x: Tensor, weight: Tensor, targets: Tensor, weights: Tensor, z_loss: float, gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return fake_outputs(on_gpu, x, weight, weights, gradients)
+    return fake_outputs(chunk_tokens_on_gpu, x, weight, weights, gradients)
 
 
-triton_op.register_autograd(scale, setup_context=keep)
-register_flop_formula(torch.ops.factory.linear_cross_entropy_triton)(flops)
+triton_op.register_autograd(scale_saved_gradients, setup_context=save_inputs)
+register_flop_formula(torch.ops.factory.linear_cross_entropy_triton)(count_flops)
 
 
 def linear_cross_entropy(

@@ -49,7 +49,7 @@ def cpu_op(name: str) -> Callable[[Callable[..., Any]], torch.library.CustomOpDe
 
 
 @functools.cache
-def library(name: str) -> ctypes.CDLL:
+def load_library(name: str) -> ctypes.CDLL:
     """The shared library of ``<name>/<name>.cpp``. Its calls release the interpreter's lock.
 
     Raises: KernelError without a C++ compiler, or with one that fails.
@@ -58,12 +58,12 @@ def library(name: str) -> ctypes.CDLL:
     for header in HEADERS.glob("*.h"):  # in place, so that the key holds it too
         text = text.replace(f'#include "{header.name}"', header.read_text(encoding="utf-8").replace("#pragma once", ""))
     words = compiler_words()
-    key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor())).encode()).hexdigest()
+    key = hashlib.sha256("\0".join((text, *words, torch.__version__, processor_features())).encode()).hexdigest()
     target = cache_folder() / f"{name}-{key[:32]}.so"
     if not target.exists():
         with _alone(target.parent):
             if not target.exists():
-                compile_to(target, text, words)
+                compile_library(target, text, words)
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
@@ -99,7 +99,7 @@ def compiler_words() -> list[str]:
     return [*FLAGS, *defined, *included, f"-L{torch_folder / 'lib'}", *LIBRARIES]
 
 
-def processor() -> str:
+def processor_features() -> str:
     """The lines of /proc/cpuinfo that ``-march=native`` depends on."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
@@ -127,7 +127,7 @@ def _own_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="factory-kernels-"))
 
 
-def compile_to(target: Path, text: str, words: list[str]) -> None:
+def compile_library(target: Path, text: str, words: list[str]) -> None:
     """Compile into a folder of its own and rename: two processes may do it at once. Raises: KernelError."""
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
@@ -158,7 +158,7 @@ def compile_to(target: Path, text: str, words: list[str]) -> None:
         os.replace(made, target)
 
 
-def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
+def call_cpp(name: str, function: str, *arguments: Tensor | int | float) -> int:
     """Call a function of ``<name>/<name>.cpp``: tensors as addresses, numbers as int64 and float, and last the number of threads.
 
     Returns its result. Raises: MemoryError, RuntimeError as its code says.
@@ -167,7 +167,7 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
         ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_float(x) if isinstance(x, float) else x
         for x in (*arguments, torch.get_num_threads())
     ]
-    found = getattr(library(name), function)
+    found = getattr(load_library(name), function)
     found.restype = ctypes.c_int64
     code = int(found(*(ctypes.c_int64(x) if isinstance(x, int) else x for x in passed)))
     if code == OUT_OF_MEMORY:
@@ -179,7 +179,7 @@ def call(name: str, function: str, *arguments: Tensor | int | float) -> int:
     return code
 
 
-def fallback(other: str) -> Callable[[Shape, torch.dtype], str]:
+def fallback_for_other_dtypes(other: str) -> Callable[[Shape, torch.dtype], str]:
     """A value of ``Implementation.fallback``: the C++ is for the dtypes of NAMES, and ``other`` computes in all other dtypes."""
 
     def say(shape: Shape, dtype: torch.dtype) -> str:
@@ -192,7 +192,7 @@ def fallback(other: str) -> Callable[[Shape, torch.dtype], str]:
     return say
 
 
-def rows_of(x_XD: Tensor) -> Tensor:
+def as_rows(x_XD: Tensor) -> Tensor:
     """[N, D] with a dense last dimension: a view of x wherever one step leads from row to row."""
     x_ND = x_XD.reshape(x_XD.shape[:-1].numel(), x_XD.shape[-1])
     return x_ND if x_ND.stride(1) == 1 else x_ND.contiguous()

@@ -10,14 +10,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
+from kernels.contract.op import (
+    Cost,
+    Inputs,
+    Shape,
+    compiled_implementation,
+    make_op,
+    normal_tensor,
+    triton_implementation,
+)
 
 STEPS = 5
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic; Jordan 2024
 LEAST_NORM = 1e-7
 
 
-def begin(matrices: Tensor) -> tuple[Tensor, bool]:
+def round_and_normalise(matrices: Tensor) -> tuple[Tensor, bool]:
     """(the matrices rounded, with at most as many rows as columns, of norm one; True if they were tall and got transposed)"""
     x = matrices if matrices.dtype == torch.float64 else matrices.bfloat16()
     tall = x.shape[-2] > x.shape[-1]
@@ -33,7 +41,7 @@ def reference(matrices: Tensor, steps: int) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     multiply = torch.addmm if matrices.ndim == 2 else torch.baddbmm  # each product is rounded once
-    x, tall = begin(matrices)
+    x, tall = round_and_normalise(matrices)
     for _ in range(steps):
         gram = x @ x.mT
         x = multiply(x, multiply(gram, gram, gram, beta=b, alpha=c), x, beta=a)
@@ -50,13 +58,13 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     """A stack of MLP matrices, as of experts."""
-    return normal(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
+    return normal_tensor(generator, (shape.batch, shape.d_ff, shape.d_model), device, dtype), STEPS
 
 
 TRITON = triton_implementation(
     "kernels.newton_schulz.triton", function="newton_schulz", about="half of each symmetric product, in Triton"
 )
-OP = op(
+OP = make_op(
     "newton_schulz",
     reference,
     cost=cost,
@@ -64,5 +72,5 @@ OP = op(
     gradients=(),
     hostile=(0,),
     in_block=False,
-    implementations=(compiled(reference), TRITON),
+    implementations=(compiled_implementation(reference), TRITON),
 )

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.newton_schulz import COEFFICIENTS, begin
+from kernels.newton_schulz import COEFFICIENTS, round_and_normalise
 
 # triton 3.9's interpreter multiplies the bits of bf16 instead of its values, and truncates to bf16. Therefore it gets fp32.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -91,7 +91,7 @@ def symmetric_product(a: Tensor, alpha: float = 1.0, beta: float | None = None) 
 def newton_schulz(matrices: Tensor, steps: int) -> Tensor:
     """Computes what ``kernels.newton_schulz.reference`` does."""
     a, b, c = COEFFICIENTS
-    x, tall = begin(matrices)
+    x, tall = round_and_normalise(matrices)
     x = x.reshape(-1, *x.shape[-2:]).contiguous()
     for _ in range(steps):
         gram = symmetric_product(x)

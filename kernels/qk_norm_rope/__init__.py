@@ -9,7 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
+from kernels.contract.op import (
+    Cost,
+    Inputs,
+    Shape,
+    compiled_implementation,
+    make_op,
+    normal_tensor,
+    triton_implementation,
+)
 from kernels.rms_norm import EPS
 from kernels.rms_norm import reference as rms_norm
 
@@ -35,8 +43,8 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    x = normal(generator, (shape.batch, shape.context, shape.heads, shape.head_dim), device, dtype)
-    weight = 1 + normal(generator, (shape.head_dim,), device, dtype, 0.1)
+    x = normal_tensor(generator, (shape.batch, shape.context, shape.heads, shape.head_dim), device, dtype)
+    weight = 1 + normal_tensor(generator, (shape.head_dim,), device, dtype, 0.1)
     frequency = THETA ** (-torch.arange(0, shape.head_dim, 2) / shape.head_dim)
     angle = torch.arange(shape.context)[:, None] * frequency
     angle = torch.cat((angle, angle), dim=-1).expand(shape.batch, -1, -1)
@@ -44,11 +52,11 @@ def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, 
 
 
 TRITON = triton_implementation("kernels.qk_norm_rope.triton", function="qk_norm_rope")
-OP = op(
+OP = make_op(
     "qk_norm_rope",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled(reference), TRITON),
+    implementations=(compiled_implementation(reference), TRITON),
 )

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.rows_in_triton import BACKWARD, share, tile
+from kernels.rows_in_triton import BACKWARD, share_out_rows, tile_settings
 
 
 @triton.jit
@@ -96,7 +96,7 @@ def dense_heads(x_BTHK: Tensor) -> Tensor:
     return x_BTHK if x_BTHK.stride(-1) == 1 else x_BTHK.contiguous()
 
 
-def sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
+def kernel_sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
     """The sizes of x that both kernels take: rows; T and the strides of sequences, tokens and heads; constants."""
     B, T, heads, K = x_BTHK.shape
     assert K % 2 == 0, K
@@ -107,11 +107,11 @@ def sizes(x_BTHK: Tensor) -> tuple[int, tuple[int, ...], dict[str, int]]:
 def forward_op(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """(normalised and rotated, 1 / root mean square [B, T, heads] fp32)."""
     x = dense_heads(x_BTHK)
-    rows, steps, constants = sizes(x)
+    rows, steps, constants = kernel_sizes(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     scale = torch.empty(x.shape[:3], dtype=torch.float32, device=x.device)
     tables = (t.contiguous() for t in (weight_K, cos_BTK, sin_BTK))
-    settings = tile(x.shape[-1], BACKWARD)
+    settings = tile_settings(x.shape[-1], BACKWARD)
     grid = (triton.cdiv(rows, settings["ROWS"]),)
     forward_kernel[grid](x, *tables, y, scale, rows, *steps, eps, **constants, **settings)
     return y, scale
@@ -122,10 +122,10 @@ def backward_op(
     dy_BTHK: Tensor, x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, scale_BTH: Tensor
 ) -> tuple[Tensor, Tensor]:
     x = dense_heads(x_BTHK)
-    rows, steps, constants = sizes(x)
+    rows, steps, constants = kernel_sizes(x)
     K = x.shape[-1]
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    launch = share(rows, K, 2 * K * (x.element_size() + cos_BTK.element_size()), x.device)
+    launch = share_out_rows(rows, K, 2 * K * (x.element_size() + cos_BTK.element_size()), x.device)
     partial = torch.empty((launch.programs, K), dtype=torch.float32, device=x.device)
     tables = (t.contiguous() for t in (weight_K, cos_BTK, sin_BTK))
     tensors = (dy_BTHK.contiguous(), x, *tables, scale_BTH, dx, partial)
@@ -143,7 +143,7 @@ def _(dy: Tensor, x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, scale: Te
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
-def keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(*inputs[:4], output[1])
     ctx.mark_non_differentiable(output[1])
 
@@ -152,7 +152,7 @@ def gradients(ctx: Any, dy_BTHK: Tensor, _: Tensor) -> tuple[Tensor | None, ...]
     return *backward_op(dy_BTHK, *ctx.saved_tensors), None, None, None
 
 
-forward_op.register_autograd(gradients, setup_context=keep)
+forward_op.register_autograd(gradients, setup_context=save_inputs)
 
 
 def qk_norm_rope(x_BTHK: Tensor, weight_K: Tensor, cos_BTK: Tensor, sin_BTK: Tensor, eps: float) -> Tensor:

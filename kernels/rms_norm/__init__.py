@@ -5,7 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kernels.contract.op import Cost, Inputs, Shape, compiled, normal, op, triton_implementation
+from kernels.contract.op import (
+    Cost,
+    Inputs,
+    Shape,
+    compiled_implementation,
+    make_op,
+    normal_tensor,
+    triton_implementation,
+)
 
 EPS = 1e-6
 
@@ -23,17 +31,17 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
-    x = normal(generator, (shape.batch, shape.context, shape.d_model), device, dtype)
-    weight = 1 + normal(generator, (shape.d_model,), device, dtype, 0.1)
+    x = normal_tensor(generator, (shape.batch, shape.context, shape.d_model), device, dtype)
+    weight = 1 + normal_tensor(generator, (shape.d_model,), device, dtype, 0.1)
     return x, weight, EPS
 
 
 TRITON = triton_implementation("kernels.rms_norm.triton", function="rms_norm")
-OP = op(
+OP = make_op(
     "rms_norm",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled(reference), TRITON),
+    implementations=(compiled_implementation(reference), TRITON),
 )

@@ -6,8 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.op import Cost, Implementation, Inputs, Shape, compiled, normal, op, triton_implementation
-from kernels.native import NAMES, fallback
+from kernels.contract.op import (
+    Cost,
+    Implementation,
+    Inputs,
+    Shape,
+    compiled_implementation,
+    make_op,
+    normal_tensor,
+    triton_implementation,
+)
+from kernels.native import NAMES, fallback_for_other_dtypes
 from kernels.swiglu import cpp as swiglu_native
 
 
@@ -23,7 +32,7 @@ def cost(shape: Shape, itemsize: int) -> Cost:
 
 def make_inputs(shape: Shape, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Inputs:
     size = (shape.batch, shape.context, shape.d_ff)
-    return normal(generator, size, device, dtype), normal(generator, size, device, dtype)
+    return normal_tensor(generator, size, device, dtype), normal_tensor(generator, size, device, dtype)
 
 
 TRITON = triton_implementation("kernels.swiglu.triton", function="swiglu")
@@ -37,13 +46,17 @@ def native(gate_XF: Tensor, up_XF: Tensor) -> Tensor:
 
 
 NATIVE = Implementation(
-    "native", native, about="C++: one pass forward, one backward", devices=("cpu",), fallback=fallback("reference")
+    "native",
+    native,
+    description="C++: one pass forward, one backward",
+    devices=("cpu",),
+    fallback=fallback_for_other_dtypes("reference"),
 )
-OP = op(
+OP = make_op(
     "swiglu",
     reference,
     cost=cost,
     make_inputs=make_inputs,
     gradients=(0, 1),
-    implementations=(compiled(reference), TRITON, NATIVE),
+    implementations=(compiled_implementation(reference), TRITON, NATIVE),
 )

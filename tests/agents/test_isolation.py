@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from agents.line_profiler.capture import Recorder
-from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, inputs, measure, measure_operations
-from agents.line_profiler.signature import describe, samples
+from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, make_inputs, measure_operation, measure_operations
+from agents.line_profiler.signature import copy_samples, signature_of
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 def fresh(func: Any, *args: Any, **kwargs: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    return inputs(describe(func, args, kwargs), samples(args, kwargs), CPU, generator)
+    return make_inputs(signature_of(func, args, kwargs), copy_samples(args, kwargs), CPU, generator)
 
 
 def test_tensors_keep_shape_stride_and_dtype_and_get_new_floats() -> None:
@@ -58,14 +58,14 @@ def test_an_in_place_update_is_undone_before_each_call() -> None:
             seen.append(x.clone())
             return x.mul_(1e3)
 
-    signature = describe(Watched(), (torch.ones(4), torch.ones(4)), {})
-    assert measure(signature, (None, None), CPU, 5.0).iterations == ITERATIONS
+    signature = signature_of(Watched(), (torch.ones(4), torch.ones(4)), {})
+    assert measure_operation(signature, (None, None), CPU, 5.0).iterations == ITERATIONS
     assert len(seen) > ITERATIONS and max(x.abs().max().item() for x in seen) < 10
 
 
 def test_an_operation_that_fails_says_why() -> None:
-    signature = describe(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
-    found = measure(signature, (None, None), CPU, 1.0)
+    signature = signature_of(aten.mm.default, (torch.ones(2, 3), torch.ones(2, 3)), {})
+    found = measure_operation(signature, (None, None), CPU, 1.0)
     assert found.iterations == 0 and "RuntimeError" in found.why_not
 
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from agents.line_profiler import session
-from agents.line_profiler.__main__ import write
+from agents.line_profiler.__main__ import write_profile
 from agents.line_profiler.capture import Recorder
-from agents.line_profiler.report.page import html
-from agents.line_profiler.report.report import table
-from agents.line_profiler.report.words import summary
-from agents.line_profiler.session import ProfileSession, measure
+from agents.line_profiler.report.page import html_page
+from agents.line_profiler.report.report import profile_table
+from agents.line_profiler.report.words import profile_summary
+from agents.line_profiler.session import ProfileSession, measure_profile
 from agents.line_profiler.table import FORMAT, Profile
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
@@ -40,7 +40,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Profile:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("kernels") / "kernels.yaml"
     kernels.write_text("cpu: {}\n")  # references: their lines are the ones looked for below
-    return measure(recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6).profile
+    return measure_profile(recipe, kernels, steps=2, measure_recipe_step=False, isolation_budget_s=1e6).profile
 
 
 def _line(found: Profile, text: str, op: str = "") -> tuple[float, float]:
@@ -73,7 +73,7 @@ def test_newton_schulz_is_an_op_where_the_recipe_has_muon(tmp_path: Path) -> Non
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "muon"})})
     kernels = tmp_path / "kernels.yaml"
     kernels.write_text("cpu: {}\n")
-    muon = measure(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False).profile
+    muon = measure_profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False).profile
     calls = {op.op: op.calls for op in muon.ops}
     assert calls["newton_schulz"] == 3 and calls["adamw"] >= 1  # a stack of q, gate, up, one of k, v, one of o, down
     lines = [line for line in muon.lines if line.op == "newton_schulz"]
@@ -108,7 +108,7 @@ def test_flops_are_those_of_the_shapes(found: Profile) -> None:
 def test_profile_survives_json_and_prints(found: Profile) -> None:
     raw = json.loads(found.to_json())
     assert Profile.from_mapping(raw) == found
-    assert table(Profile.from_mapping(raw)) is not None and "eager step" in summary(found)
+    assert profile_table(Profile.from_mapping(raw)) is not None and "eager step" in profile_summary(found)
     with pytest.raises(ValueError, match="format"):
         Profile.from_mapping(raw | {"format": 99})
 
@@ -143,7 +143,9 @@ def test_the_difference_to_torch_profiler_is_shown(found: Profile) -> None:
     assert check.torch_s > 0 and check.lines_s > 0
     operations = sum(line.forward_s + line.backward_s for line in found.lines)
     assert check.lines_s == pytest.approx(operations)  # the same step, not another one
-    assert f"({check.ratio:.0%}), difference" in summary(found) and f"({found.coverage:.0%})" in summary(found)
+    assert f"({check.ratio:.0%}), difference" in profile_summary(
+        found
+    ) and f"({found.coverage:.0%})" in profile_summary(found)
 
 
 def test_edges_follow_the_data_and_conditions(found: Profile) -> None:
@@ -173,11 +175,11 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> ProfileSession:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml")
     kernels = tmp_path_factory.mktemp("chosen") / "kernels.yaml"
     kernels.write_text("cpu: {attention: recompute, linear_cross_entropy: native, adamw: fused}\n")
-    return measure(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
+    return measure_profile(recipe, kernels, steps=1, measure_recipe_step=False, isolate=False)
 
 
 def test_page_and_trace_hold_the_profile(measured: ProfileSession, tmp_path: Path) -> None:
-    write(measured, tmp_path)
+    write_profile(measured, tmp_path)
     assert json.loads((tmp_path / "profile.json").read_text())["format"] == FORMAT
     trace = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     timed = [event for event in trace if event["ph"] == "X"]
@@ -192,7 +194,7 @@ def test_page_and_trace_hold_the_profile(measured: ProfileSession, tmp_path: Pat
 
 def test_source_lines_are_escaped(found: Profile) -> None:
     line = replace(found.lines[0], source="</script><script>alert(1)</script>", op="<img src=x>", file="<b>")
-    page = html(replace(found, lines=(line, *found.lines[1:]), device="<i>"))
+    page = html_page(replace(found, lines=(line, *found.lines[1:]), device="<i>"))
     assert "<script" not in page and "<img" not in page and "<b>" not in page and "<i>" not in page
 
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from agents.loss_doctor.arms import AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, JoinedShards, ReplayArm, Start
-from agents.loss_doctor.causes import TABLE, Findings, name
-from agents.loss_doctor.curves import StepPoint, Symptom, onset
+from agents.loss_doctor.causes import TABLE, Findings, name_cause
+from agents.loss_doctor.curves import StepPoint, Symptom, find_onset
 from agents.loss_doctor.doctor import diagnose
-from agents.loss_doctor.suspects import smallest
+from agents.loss_doctor.suspects import smallest_masked_set
 from tests.support.messages import the
 
 AGAIN = {"same again": True, "same again, twice": True}
@@ -78,7 +78,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
 
 @pytest.mark.parametrize(("findings", "causes"), ROWS, ids=lambda value: str(value))
 def test_the_table(findings: dict[str, Any], causes: tuple[str, ...] | None) -> None:
-    named = name(Findings(**{"kind": "loss_spike", "repeatable": True} | findings))
+    named = name_cause(Findings(**{"kind": "loss_spike", "repeatable": True} | findings))
     assert (named and named.causes) == causes
 
 
@@ -108,7 +108,7 @@ class MadeUp:
     ran: list[str] = field(default_factory=list)
 
     def case(self) -> AnomalyCase:
-        spike = Symptom.seen("loss_spike", CALM, [StepPoint(40, 6.0, 0.5)])
+        spike = Symptom.from_live_run("loss_spike", CALM, [StepPoint(40, 6.0, 0.5)])
         case = AnomalyCase(
             "loss_spike", 40, 40, spike, RECIPE, has_previous_commit=True, has_earlier=self.older, has_older=self.older
         )
@@ -289,7 +289,7 @@ def test_only_a_bad_document_is_guilty_among_others_of_the_shards_kind() -> None
 
 def test_a_document_that_does_not_stand_out_may_make_a_value_that_is_not_finite() -> None:
     calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)]
-    spike = Symptom.seen("non_finite", CALM, [StepPoint(40, math.inf, math.inf)])
+    spike = Symptom.from_live_run("non_finite", CALM, [StepPoint(40, math.inf, math.inf)])
     bench = MadeUp(
         lambda arm: "d7" not in arm.masked, calm, facts={"symptom": spike, "kind": "non_finite"}, height=math.inf
     )
@@ -302,7 +302,7 @@ def test_too_many_easy_documents_are_blamed_together() -> None:
     before = [DocumentScore(f"old-{n}", *(easy if n < 20 else fair), in_window=False) for n in range(100)]
     window = [DocumentScore(f"easy-{n}", *easy, joined=True) for n in range(5)]
     window += [DocumentScore(f"fair-{n}", *fair) for n in range(20)]
-    low = Symptom.seen("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    low = Symptom.from_live_run("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
     bench = MadeUp(
         lambda arm: not {f"easy-{n}" for n in range(5)} <= set(arm.masked),
         [*window, *before],
@@ -319,7 +319,7 @@ def test_documents_that_were_learnt_since_are_named_together() -> None:
     window = [DocumentScore(f"easy-{n}", 0.1, 0.1) for n in range(8)] + [
         DocumentScore(f"d{n}", 2.0 + n / 100, 1.0) for n in range(30)
     ]
-    low = Symptom.seen("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    low = Symptom.from_live_run("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
     easy = {f"easy-{n}" for n in range(8)}
     bench = MadeUp(
         lambda arm: arm.start != "older weights" and not easy <= set(arm.masked),
@@ -360,12 +360,12 @@ def test_the_smallest_set_is_found_among_many() -> None:
             asked.append(1)
             return needed <= set(masked)
 
-        assert set(smallest(ranked, gone)) == needed
+        assert set(smallest_masked_set(ranked, gone)) == needed
         assert len(asked) <= 6 + 2 * len(needed) * 7
 
 
 def test_the_onset_comes_before_the_noticed_step() -> None:
     rising = [StepPoint(40 + n, 2.0, 0.5 * 2.0**n) for n in range(1, 6)]
-    assert onset([*CALM, StepPoint(40, 2.0, 0.5), *rising, StepPoint(46, 7.0, 30.0)], 46) == 41
-    assert onset([*CALM, StepPoint(40, 7.0, 0.5)], 40) == 40
-    assert onset([], 3) == 3
+    assert find_onset([*CALM, StepPoint(40, 2.0, 0.5), *rising, StepPoint(46, 7.0, 30.0)], 46) == 41
+    assert find_onset([*CALM, StepPoint(40, 7.0, 0.5)], 40) == 40
+    assert find_onset([], 3) == 3

@@ -14,7 +14,7 @@ from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from agents.loop.role import DraftError
 from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS
-from agents.loss_doctor.wording import ArmResult, DiagnosisFacts, Wording, read_wording, word
+from agents.loss_doctor.wording import ArmResult, DiagnosisFacts, Wording, ask_for_wording, read_wording
 from tests.support.factory.engineer import Notes, recorded
 from tests.support.replay_server import Answer, RecordedSession, ReplayServer
 
@@ -141,7 +141,7 @@ def test_every_kept_claim_rests_on_the_record(claims: list[dict[str, Any]]) -> N
 def test_the_model_gets_the_record_as_data_and_is_asked_once() -> None:
     policy, notes = LlmPolicy(model="replay"), Notes()
     with ReplayServer(recorded("doctor")) as server:
-        found = word(LlmClient(HttpEndpoint(server.url, "", policy), policy, notes), "doctor-1", FACTS)
+        found = ask_for_wording(LlmClient(HttpEndpoint(server.url, "", policy), policy, notes), "doctor-1", FACTS)
     assert len(server.requests) == len(notes.kept) == 1
     assert [kept.rests_on for kept in found.claims] == ["rate × 0.1", "loss"] and len(found.dropped) == 7
     system, user = (message["content"] for message in server.requests[0]["messages"])
@@ -157,5 +157,5 @@ def test_an_answer_in_plain_text_is_read_if_it_has_the_form_of_the_calls_argumen
     policy = LlmPolicy(model="replay")
     said = json.dumps({"claims": [claim("It stays.", "fp32", "there")]})
     with ReplayServer(RecordedSession(turns=[Answer(text=said)])) as server:
-        found = word(LlmClient(HttpEndpoint(server.url, "", policy), policy, Notes()), "doctor-1", FACTS)
+        found = ask_for_wording(LlmClient(HttpEndpoint(server.url, "", policy), policy, Notes()), "doctor-1", FACTS)
     assert [kept.says for kept in found.claims] == ["It stays."]

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from agents.line_profiler.capture import Event, Line
-from agents.line_profiler.graph import conditions, edges, fusion_candidates, stream_candidates
+from agents.line_profiler.graph import conditions_of_lines, data_flow_edges, fusion_candidates, stream_candidates
 from agents.line_profiler.lines import PeakRates, profile_lines
 
 MB = 1e6
@@ -100,7 +100,7 @@ def test_a_line_that_depends_on_the_other_is_no_branch() -> None:
 
 
 def test_edges_go_from_the_last_writer() -> None:
-    found = edges([event(1, (0,), (1,)), event(2, (1,), (1,)), event(3, (1,), (3,))], {})
+    found = data_flow_edges([event(1, (0,), (1,)), event(2, (1,), (1,)), event(3, (1,), (3,))], {})
     assert [(edge.source, edge.target) for edge in found] == [names(1, 2), names(2, 3)]
 
 
@@ -116,4 +116,4 @@ def test_conditions_are_those_of_the_source() -> None:
     start = next(n for n, text in enumerate(source, 1) if "def run(" in text)
     for text, how_many in lines:
         number = next(n for n, found in enumerate(source, 1) if n > start and text in found)
-        assert len(conditions("trainer/model/transformer.py")[number]) == how_many, text
+        assert len(conditions_of_lines("trainer/model/transformer.py")[number]) == how_many, text

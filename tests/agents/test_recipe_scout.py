@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from agents.core.proposal import Proposal, gain_with_unit
 from agents.core.workbench import AgentLines, EarlierProposal, QuickCheck, ReadError
-from agents.core.yaml_edit import change_recipe, set_value, values
-from agents.loop.role import Aim, DraftError, TargetError
-from agents.recipe_scout.changes import Tried, all_changes
+from agents.core.yaml_edit import change_recipe, set_value, values_by_key
+from agents.loop.role import DraftError, TargetError, Task
+from agents.recipe_scout.changes import RejectedDirections, all_changes
 from agents.recipe_scout.course import LEAST_SLOPE, TrainingRecord, make_record, slope
 from agents.recipe_scout.role import RecipeScout, read_change
-from agents.recipe_scout.scout import propose, tried
+from agents.recipe_scout.scout import propose_change, rejected_directions
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -124,8 +124,8 @@ def test_a_record_with_gaps_or_no_fall_gives_the_least_slope() -> None:
 
 
 # -- the choice -------------------------------------------------------------------------------------------------------
-def keys(found: TrainingRecord, rate: Tried = Tried()) -> dict[str, Any]:  # noqa: B008 - frozen
-    return {change.words: change.gain for change in all_changes(found, rate)}
+def keys(found: TrainingRecord, rate: RejectedDirections = RejectedDirections()) -> dict[str, Any]:  # noqa: B008 - frozen
+    return {change.title: change.gain for change in all_changes(found, rate)}
 
 
 def test_the_rate_goes_towards_the_rule_and_down_after_anomalies() -> None:
@@ -159,7 +159,7 @@ def test_the_warm_up_is_only_tried_while_it_runs() -> None:
 def test_a_proposal_names_the_result_that_would_refute_it() -> None:
     found = course((ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 3e-4"))
     bench = Bench((ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 3e-4"))
-    proposal = propose(found, bench)  # type: ignore[arg-type]
+    proposal = propose_change(found, bench)  # type: ignore[arg-type]
     assert proposal is not None and proposal.target == "quality:optimizer.lr"
     assert proposal.title.endswith(" optimizer.lr 0.0003 → 0.0006")
     assert proposal.edits[0].new_text == bench.text.replace("lr: 3e-4", "lr: 0.0006")
@@ -174,7 +174,7 @@ def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> 
     found, bench = course(text, may_change=lambda key: key == "optimizer.lr"), Bench(text)
     seen: list[str] = []
     for _ in range(6):
-        proposal = propose(found, bench)  # type: ignore[arg-type]
+        proposal = propose_change(found, bench)  # type: ignore[arg-type]
         if proposal is None:
             break
         seen.append(proposal.title.split(": ")[1])
@@ -183,15 +183,15 @@ def test_a_rejected_change_is_not_repeated_and_the_other_direction_is_next() -> 
     assert seen[:2] == ["optimizer.lr 0.0003 → 0.0006", "optimizer.lr 0.0003 → 0.00015"]
     assert len(seen) == len(set(seen)) and proposal is None
     held = Bench(text)
-    first = propose(found, held)  # type: ignore[arg-type]
+    first = propose_change(found, held)  # type: ignore[arg-type]
     assert first is not None
     held.past[first.target] = [EarlierProposal(first.patch_id, "hold", "too noisy", first.title)]
-    again = propose(found, held)  # type: ignore[arg-type]
+    again = propose_change(found, held)  # type: ignore[arg-type]
     assert again is not None and again.patch_id == first.patch_id and "hold, too noisy" in again.hypothesis
     held.past[first.target] = [EarlierProposal(first.patch_id, "hold", "too noisy", first.title, closed=True)]
-    assert propose(found, held) is None  # type: ignore[arg-type]
+    assert propose_change(found, held) is None  # type: ignore[arg-type]
     held.past[first.target] = [EarlierProposal(first.patch_id, "promote", "it gains", first.title)]
-    assert propose(found, held) is None  # type: ignore[arg-type]  # it waits for a person
+    assert propose_change(found, held) is None  # type: ignore[arg-type]  # it waits for a person
 
 
 def test_each_rejection_makes_its_key_less_promising() -> None:
@@ -199,7 +199,7 @@ def test_each_rejection_makes_its_key_less_promising() -> None:
     bench = Bench(text)
     elsewhere = [EarlierProposal(str(n), "reject", "worse", f"recipe demo: optimizer.lr 0.09 → {n}") for n in range(12)]
     bench.past["quality:optimizer.lr"] = elsewhere
-    proposal = propose(course(text), bench)  # type: ignore[arg-type]
+    proposal = propose_change(course(text), bench)  # type: ignore[arg-type]
     assert proposal is None or proposal.target != "quality:optimizer.lr"
 
 
@@ -207,14 +207,14 @@ def test_each_rejection_makes_its_key_less_promising() -> None:
     "title", ["", "x", "recipe demo: optimizer.lr a → b", "recipe: optimizer.lr - → ..", "→ 1 → 2"]
 )
 def test_an_unreadable_title_counts_as_no_direction(title: str) -> None:
-    assert tried(0.01, [EarlierProposal("", "reject", "", title)]) == Tried(rejected=1)
+    assert rejected_directions(0.01, [EarlierProposal("", "reject", "", title)]) == RejectedDirections(rejected=1)
 
 
 @pytest.mark.parametrize(
     "allowed", [lambda key: False, lambda key: key == "batch.sequences"], ids=["nothing", "the batch alone"]
 )
 def test_only_keys_that_the_gate_allows_are_proposed(allowed: Callable[[str], bool]) -> None:
-    proposal = propose(course(lines=record(noise_scale=1000), may_change=allowed), Bench())  # type: ignore[arg-type]
+    proposal = propose_change(course(lines=record(noise_scale=1000), may_change=allowed), Bench())  # type: ignore[arg-type]
     assert (proposal is not None) == allowed("batch.sequences")
     assert proposal is None or proposal.target == "quality:batch.sequences"
 
@@ -248,10 +248,12 @@ def test_a_models_answer_becomes_the_same_kind_of_proposal() -> None:
     assert found.edits[0].new_text == (ROOT / DEMO).read_text().replace("lr: 4e-3", "lr: 0.006")
     assert "than 0.0050 refutes" in found.hypothesis
     past = [EarlierProposal(found.patch_id, "reject", "", found.title)]
-    assert tried(0.004, past) == Tried(higher=True, rejected=1)  # the scout without a model learns from it
+    assert rejected_directions(0.004, past) == RejectedDirections(
+        higher=True, rejected=1
+    )  # the scout without a model learns from it
     both = said(changes=[{"key": "optimizer.lr", "value": 0.003}, {"key": "batch.sequences", "value": 8.0}])
     assert both.target == "quality:batch.sequences+optimizer.lr" and "sequences: 8\n" in both.edits[0].new_text
-    assert tried(16, [EarlierProposal("", "reject", "", both.title)]) == Tried(
+    assert rejected_directions(16, [EarlierProposal("", "reject", "", both.title)]) == RejectedDirections(
         rejected=1
     )  # which of them it was is not known
     weight = said(changes=[{"key": "mixture.weights.news", "value": 0.5}])
@@ -316,8 +318,8 @@ def test_any_change_is_a_recipe_that_differs_only_there_or_a_draft_error(changes
         found = said(changes=changes)
     except DraftError:
         return
-    new = values(Recipe.parse(read_yaml(found.edits[0].new_text, "recipe", RecipeError)))
-    old = values(Recipe.load(ROOT / DEMO))
+    new = values_by_key(Recipe.parse(read_yaml(found.edits[0].new_text, "recipe", RecipeError)))
+    old = values_by_key(Recipe.load(ROOT / DEMO))
     assert {key for key in old | new if old.get(key) != new.get(key)} == {change["key"] for change in changes}
 
 
@@ -328,7 +330,7 @@ def test_the_model_gets_the_record_the_rules_and_earlier_attempts() -> None:
     ]
     role = RecipeScout(course(lines=record(noise_scale=1000)), bench)  # type: ignore[arg-type]
     aim = role.aim(4)
-    assert isinstance(aim, Aim) and "recipe demo at step 110" in aim.about
+    assert isinstance(aim, Task) and "recipe demo at step 110" in aim.about
     for words in (
         "noise scale: 1,000",
         "step 109, loss",

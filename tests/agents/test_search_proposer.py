@@ -9,7 +9,7 @@ import yaml
 
 from agents.core.workbench import AgentLines, EarlierProposal, Measurement, MeasurementError, ReadError
 from agents.core.yaml_edit import set_value
-from agents.search_proposer.search_proposer import POLICY, propose
+from agents.search_proposer.search_proposer import POLICY, propose_implementations
 from factory.demo.demo import use_plain_kernels
 from kernels.contract.registry import OPS
 from tests.support.paths import ROOT
@@ -52,7 +52,7 @@ class Bench:
 def _op(name: str) -> dict[str, Any]:
     """The entry of an op in a profile, without its times."""
     op = OPS[name]
-    here = {i.name: i.about for i in op.implementations.values() if i.runs_on("cpu")}
+    here = {i.name: i.description for i in op.implementations.values() if i.can_run_on("cpu")}
     return {"op": name, "in_block": op.in_block, "trained": bool(op.gradients), "implementations": here}
 
 
@@ -73,7 +73,7 @@ def _profile(compile: bool = False) -> dict[str, Any]:
 
 def test_the_largest_gain_of_the_whole_step_wins() -> None:
     bench = Bench({("attention", "recompute"): 1.5, ("linear_cross_entropy", "chunked_compiled"): 3.0})
-    (proposal,) = propose(_profile(), bench)
+    (proposal,) = propose_implementations(_profile(), bench)
     assert proposal.target == "kernel:linear_cross_entropy"
     assert proposal.predicted_gain == pytest.approx(1 / (0.7 + 0.1))
     assert "refuted" in proposal.hypothesis
@@ -84,30 +84,30 @@ def test_the_largest_gain_of_the_whole_step_wins() -> None:
 
 def test_a_compiled_step_is_predicted_from_measured_times_and_not_compiled_again() -> None:
     bench = Bench({("attention", "recompute"): 2.0, ("attention", "compiled"): 9.0})
-    (proposal,) = propose(_profile(compile=True), bench)
+    (proposal,) = propose_implementations(_profile(compile=True), bench)
     assert proposal.predicted_gain == pytest.approx(1 / (0.6 + 0.2))  # 4 calls of 0.1 s in a step of 1 s
     assert ("attention", "compiled") not in bench.asked
 
 
 def test_a_rejected_patch_is_not_proposed_again() -> None:
     bench = Bench({("attention", "recompute"): 2.0, ("linear_cross_entropy", "chunked"): 1.5})
-    (first,) = propose(_profile(), bench)
+    (first,) = propose_implementations(_profile(), bench)
     assert first.target == "kernel:attention"
     bench.past[first.target] = [EarlierProposal(first.patch_id, "reject")]
-    (second,) = propose(_profile(), bench)
+    (second,) = propose_implementations(_profile(), bench)
     assert second.target == "kernel:linear_cross_entropy"
     bench.past[first.target] = [EarlierProposal(first.patch_id, "promote")]
-    (again,) = propose(_profile(), bench)
+    (again,) = propose_implementations(_profile(), bench)
     assert again == first
     bench.past[first.target] = [EarlierProposal("another patch", "hold", closed=True)]
-    assert propose(_profile(), bench) == [second]
+    assert propose_implementations(_profile(), bench) == [second]
 
 
 def test_several_proposals_are_the_best_of_each_target() -> None:
     ratios = {("attention", "recompute"): 2.0, ("attention", "native"): 1.5, ("linear_cross_entropy", "chunked"): 1.5}
-    found = propose(_profile(), Bench(ratios), count=3)
+    found = propose_implementations(_profile(), Bench(ratios), count=3)
     assert [proposal.target for proposal in found] == ["kernel:attention", "kernel:linear_cross_entropy"]
-    assert found[0] == propose(_profile(), Bench(ratios))[0] and "recompute" in found[0].title
+    assert found[0] == propose_implementations(_profile(), Bench(ratios))[0] and "recompute" in found[0].title
 
 
 NORM = ("kernels/rms_norm/__init__.py:16#rms_norm", "kernels/rms_norm/__init__.py:17#rms_norm")
@@ -134,7 +134,7 @@ def _with_fusions(compile: bool) -> dict[str, Any]:
 def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
     bench = Bench({})
     before = bench.files[RECIPE] = "name: small\ncompile: false  # for now\nseed: 1\n"
-    (proposal,) = propose(_with_fusions(compile=False), bench)
+    (proposal,) = propose_implementations(_with_fusions(compile=False), bench)
     assert proposal.target == "recipe:compile"
     assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.25)), "the loss head is no part of a block"
     assert " → ".join(NORM) in proposal.hypothesis and "200 MB" in proposal.hypothesis
@@ -142,24 +142,26 @@ def test_blocks_are_compiled_for_the_fusion_candidates_in_them() -> None:
     (edit,) = proposal.edits
     assert (edit.path, edit.new_text) == (RECIPE, before.replace("false", "true"))
     bench.past[proposal.target] = [EarlierProposal(proposal.patch_id, "reject")]
-    assert propose(_with_fusions(compile=False), bench) == []
+    assert propose_implementations(_with_fusions(compile=False), bench) == []
 
 
 def test_a_recipe_that_compiles_or_is_not_the_repositorys_is_left_alone() -> None:
     bench = Bench({})
-    assert propose(_with_fusions(compile=False), bench) == []  # nothing to read: the workspace's own recipe
+    assert (
+        propose_implementations(_with_fusions(compile=False), bench) == []
+    )  # nothing to read: the workspace's own recipe
     bench.files[RECIPE] = "name: small\ncompile: true\n"
-    assert propose(_with_fusions(compile=True), bench) == []
+    assert propose_implementations(_with_fusions(compile=True), bench) == []
 
 
 def test_an_implementation_is_ranked_with_the_compiler_and_names_the_fusions_that_it_covers() -> None:
     bench = Bench({("linear_cross_entropy", "chunked"): 4.0})
     bench.files[RECIPE] = "name: small\ncompile: false\n"
     profile = _with_fusions(compile=False) | {"recipe_step_s": 2.0}
-    (first,) = propose(profile, bench)
+    (first,) = propose_implementations(profile, bench)
     assert first.target == "recipe:compile"
     bench.ratios["linear_cross_entropy", "chunked"] = 40.0
-    (first,) = propose(profile, bench)
+    (first,) = propose_implementations(profile, bench)
     assert first.target == "kernel:linear_cross_entropy"
     assert f"{HEAD[0]} (300 MB, 300.0 ms)" in first.hypothesis
 
@@ -167,7 +169,7 @@ def test_an_implementation_is_ranked_with_the_compiler_and_names_the_fusions_tha
 def test_the_optimisers_share_of_a_compiled_step_is_its_time_of_the_eager_one() -> None:
     profile = _profile(compile=True)
     profile["ops"] = [_op("adamw") | {"implementation": "reference", "share": 0.2, "calls": 2}]
-    (proposal,) = propose(profile, Bench({("adamw", "fused"): 4.0}))
+    (proposal,) = propose_implementations(profile, Bench({("adamw", "fused"): 4.0}))
     assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.4 + 0.4 / 4))
 
 
@@ -186,7 +188,7 @@ def test_the_rows_of_a_micro_batch_may_be_proposed(now: int | None, a_row: dict[
     profile["recipe"] |= {"name": "tiny", "batch": {"sequences": 8, "micro_sequences": now}}
     text = (ROOT / "policies/recipes/tiny.yaml").read_text()
     bench.files["policies/recipes/tiny.yaml"] = text
-    found = propose(profile, bench)
+    found = propose_implementations(profile, bench)
     assert [proposal.target for proposal in found] == (["recipe:micro_sequences"] if chosen else [])
     for proposal in found:
         assert proposal.predicted_gain == pytest.approx(1 / (1 - 0.7 + 0.7 / 2))  # the ops above 5 %, twice as fast
@@ -196,8 +198,8 @@ def test_the_rows_of_a_micro_batch_may_be_proposed(now: int | None, a_row: dict[
 
 
 def test_a_small_gain_is_not_proposed() -> None:
-    assert propose(_profile(), Bench({("attention", "recompute"): 1.01})) == []
-    assert propose(_profile(), Bench({})) == []
+    assert propose_implementations(_profile(), Bench({("attention", "recompute"): 1.01})) == []
+    assert propose_implementations(_profile(), Bench({})) == []
 
 
 def test_only_the_chosen_line_changes() -> None:

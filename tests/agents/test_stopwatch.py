@@ -13,7 +13,7 @@ from torch import Tensor
 from agents.line_profiler import stopwatch
 from agents.line_profiler.capture import Event
 from agents.line_profiler.session import TimedRounds
-from agents.line_profiler.stopwatch import TimedOperation, laps, stopwatch_overhead, timed, total
+from agents.line_profiler.stopwatch import TimedOperation, add_times, stopwatch_overhead, time_operations, total_seconds
 
 ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
 
@@ -33,11 +33,11 @@ def test_time_between_operations_is_not_theirs() -> None:
         time.sleep(0.06)
 
     began = time.perf_counter()
-    seen = laps(step)
+    seen = time_operations(step)
     whole = time.perf_counter() - began
     assert [lap.operation for lap in seen] == [ADD, MUL]
     assert seen[0].gap >= 0.02 and seen[1].gap >= 0.04 and seen[1].after >= 0.06 and seen[0].after == 0.0
-    assert total(seen) <= whole and all(lap.seconds > 0 for lap in seen)
+    assert total_seconds(seen) <= whole and all(lap.seconds > 0 for lap in seen)
 
 
 def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_out_of_the_next() -> None:
@@ -47,9 +47,9 @@ def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_ou
         TimedOperation(ADD, 0.5, 0.5),
         TimedOperation(MUL, 5.0, 1.0, after=7.0),
     ]
-    events = timed([_event(lap.operation) for lap in seen], seen, 2.0)
+    events = add_times([_event(lap.operation) for lap in seen], seen, 2.0)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
-    assert sum(event.host_s + event.seconds for event in events) == total(seen) - 4 * 2.0
+    assert sum(event.host_s + event.seconds for event in events) == total_seconds(seen) - 4 * 2.0
 
 
 def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
@@ -66,18 +66,21 @@ def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
             return [0.0, 5.0, 8.0, 8.5, 11.5, 20.0][: len(marks)]
 
     x = torch.ones(3)
-    seen = laps(lambda: (x + x, x * x), Device())
+    seen = time_operations(lambda: (x + x, x * x), Device())
     assert log == ["mark"] * 6 + ["read"]
-    assert seen == [TimedOperation(ADD, 5.0, 3.0), TimedOperation(MUL, 0.5, 3.0, after=8.5)] and total(seen) == 20.0
-    events = timed([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
+    assert (
+        seen == [TimedOperation(ADD, 5.0, 3.0), TimedOperation(MUL, 0.5, 3.0, after=8.5)]
+        and total_seconds(seen) == 20.0
+    )
+    events = add_times([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (8.5, 3.0)]
 
 
 def test_laps_of_another_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="not the same step"):
-        timed([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
+        add_times([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
     with pytest.raises(AssertionError, match="not the same step"):
-        timed([_event(ADD)], [], 0.0)
+        add_times([_event(ADD)], [], 0.0)
 
 
 def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.MonkeyPatch) -> None:

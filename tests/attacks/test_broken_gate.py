@@ -16,17 +16,17 @@ import pytest
 import sqlalchemy as sa
 
 from factory.ledger.plant import Plant
-from factory.code_loop.submitting import submit
+from factory.code_loop.submitting import submit_proposal
 from factory.core.progress import SILENT
 from agents.core.proposal import Edit, Proposal
-from factory.gates.case import PatchCase, StageResult, failed, passed
+from factory.gates.case import PatchCase, StageResult, failed_evidence, passed_evidence
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import IsolatedPolicy
 from factory.gates.patch.stages import isolated, oracle, static
 from factory.gates.staged_gate import gate_folder
 from factory.ledger.ledger import proposals, verdicts
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from tests.support.factory.code_loop import make
 
 NEST = """
@@ -55,7 +55,7 @@ MESSES = {
 
 
 def judged(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[dict[str, Any], list[Path]]:
-    """A proposal whose oracle stage is ``run``; its verdict as the ledger has it, and the gate's folders."""
+    """A proposal whose oracle stage is ``run_in_sandbox``; its verdict as the ledger has it, and the gate's folders."""
     made = make()
     seen: list[Path] = []
 
@@ -64,21 +64,25 @@ def judged(monkeypatch: pytest.MonkeyPatch, run: Any) -> tuple[dict[str, Any], l
         assert seen[0] == case.work
         return run(case)
 
-    monkeypatch.setattr(static, "run", lambda case: StageResult(passed("read")))
+    monkeypatch.setattr(static, "run", lambda case: StageResult(passed_evidence("read")))
     monkeypatch.setattr(oracle, "run", stage)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer/optim/schedule.py").read_text() + "# x\n")
-    number = submit(Plant(made.workspace, made.ledger), Proposal("x", "x", "Mess", "h", 1.1, (edit,)), made.base)
+    number = submit_proposal(
+        Plant(made.workspace, made.ledger), Proposal("x", "x", "Mess", "h", 1.1, (edit,)), made.base
+    )
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-    row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+    row = made.ledger.select_first(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
     assert row is not None, "no verdict"
     assert made.left_behind() == [] and not any(map(os.path.lexists, seen))
     return row, seen
 
 
-def in_sandbox(case: PatchCase[Any], script: str, folder: str = "run", limits: Limits | None = None) -> sandbox.Result:
+def in_sandbox(
+    case: PatchCase[Any], script: str, folder: str = "run", limits: SandboxLimits | None = None
+) -> sandbox.SandboxResult:
     output = case.work / folder
-    return sandbox.run(
-        [sys.executable, "-c", textwrap.dedent(script)], output=output, limits=limits or Limits(wall_seconds=300)
+    return sandbox.run_in_sandbox(
+        [sys.executable, "-c", textwrap.dedent(script)], output=output, limits=limits or SandboxLimits(wall_seconds=300)
     )
 
 
@@ -91,7 +95,7 @@ def test_any_mess_in_the_gates_folder_ends_in_a_verdict(
     def run(case: PatchCase[Any]) -> StageResult:
         result = in_sandbox(case, f"KEPT = {str(tmp_path)!r}\n{MESSES[name]}")
         assert result.returncode == 0 or result.stopped == "output", result
-        return StageResult(failed(Message("attacks.mess", "a mess")))
+        return StageResult(failed_evidence(Message("attacks.mess", "a mess")))
 
     row, seen = judged(monkeypatch, run)
     assert row["outcome"] == "reject" and codes(row["reasons"]) == ["attacks.mess"] and len(seen) == 1
@@ -108,7 +112,7 @@ def test_bytes_below_a_path_that_is_too_long_count(monkeypatch: pytest.MonkeyPat
 
     def run(case: PatchCase[Any]) -> StageResult:
         stopped.append(in_sandbox(case, hide).stopped)
-        return StageResult(failed(Message("attacks.hidden", "hidden")))
+        return StageResult(failed_evidence(Message("attacks.hidden", "hidden")))
 
     row, _ = judged(monkeypatch, run)
     assert stopped == ["output"] and row["outcome"] == "reject"
@@ -126,7 +130,7 @@ def test_a_stage_that_recurses_too_deep_holds(monkeypatch: pytest.MonkeyPatch) -
 def test_twenty_thousand_nested_folders_end_in_a_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(case: PatchCase[Any]) -> StageResult:
         in_sandbox(case, NEST + "nest(20000)\n")
-        return StageResult(failed(Message("attacks.mess", "a mess")))
+        return StageResult(failed_evidence(Message("attacks.mess", "a mess")))
 
     row, _ = judged(monkeypatch, run)
     assert row["outcome"] == "reject"
@@ -144,5 +148,7 @@ def test_a_link_of_timed_code_is_not_followed(tmp_path: Path) -> None:
     (contract / "bench.py").write_text(leaves)
     for _ in range(2):
         with pytest.raises(KeyError):  # it tells no times
-            isolated.compare(IsolatedPolicy(), [ChangedOp("attention", "reference", "native")], {}, code, work)
+            isolated.time_switched_ops(
+                IsolatedPolicy(), [ChangedOp("attention", "reference", "native")], {}, code, work
+            )
         assert (work / "recipe.yaml").is_symlink() and not kept.exists()

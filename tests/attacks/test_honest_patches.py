@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 from factory.git import repository
 from factory.git import scope as patch_scope
 from factory.gates.patch import source_rules
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import verdicts
 from factory.core.workspace import checkout_root
 
@@ -149,9 +149,9 @@ def test_an_honest_patch_reads_clean(name: str) -> None:
     made = make()
     path, change = HONEST[name]
     text, base = changed(made, path, change)
-    patch = Change(path, text.encode(), old_mode="100644" if base is not None else None)
-    assert patch_scope.problems(AGENTS, [patch], repository.modes(made.target, made.base)) == []
-    assert source_rules.problems(patch, base) == []
+    patch = FileChange(path, text.encode(), old_mode="100644" if base is not None else None)
+    assert patch_scope.find_scope_problems(AGENTS, [patch], repository.read_modes(made.target, made.base)) == []
+    assert source_rules.find_source_problems(patch, base) == []
 
 
 # Two patches of a size that a patch may have: what the kernels compute, and all that goes on around it.
@@ -170,7 +170,7 @@ def test_honest_patches_go_through_the_whole_gate(names: list[str], tmp_path: Pa
         )
     assert_wall(processes)
     assert any(process.below(ROOT / "factory" / "evals") for process in processes)
-    row = made.ledger.one(
+    row = made.ledger.select_first(
         sa.select(verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence).order_by(verdicts.c.id.desc()).limit(1)
     )
     assert row is not None

@@ -17,7 +17,7 @@ from tests.support.messages import codes
 from factory.git import repository
 from factory.git import scope as patch_scope
 from factory.gates.patch import source_rules
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, FileChange
 from factory.git.repository import ScopeError
 from factory.core.workspace import checkout_root
 
@@ -111,24 +111,33 @@ def test_forbidden_paths_are_out_of_scope(target: Path, tmp_path: Path, path: st
 
 @pytest.mark.parametrize("pair", [("kernels/a.py", "kernels/a/b.py"), ("trainer/a/__init__.py", "trainer/A.py")])
 def test_two_new_files_of_one_module_are_refused(pair: tuple[str, str]) -> None:
-    found = patch_scope.problems(AGENTS, [Change(path, b"x = 1\n") for path in pair], {"kernels/__init__.py": "100644"})
+    found = patch_scope.find_scope_problems(
+        AGENTS, [FileChange(path, b"x = 1\n") for path in pair], {"kernels/__init__.py": "100644"}
+    )
     assert "scope.same_module" in codes(problem.data["problem"] for problem in found)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("path", ["kernels/gelu/__init__.py", "kernels/gelu/triton.py", "trainer/optim/lion.py"])
 def test_a_new_name_of_its_own_is_in_scope(target: Path, path: str) -> None:
-    assert not patch_scope.problems(AGENTS, [Change(path, b"x = 1\n")], repository.modes(target, "HEAD"))
+    assert not patch_scope.find_scope_problems(
+        AGENTS, [FileChange(path, b"x = 1\n")], repository.read_modes(target, "HEAD")
+    )
 
 
 def test_a_module_that_becomes_a_package_is_in_scope(target: Path) -> None:
-    became = [Change("trainer/batch.py", None, old_mode="100644"), Change("trainer/batch/__init__.py", b"x = 1\n")]
-    assert not patch_scope.problems(AGENTS, became, repository.modes(target, "HEAD"))
+    became = [
+        FileChange("trainer/batch.py", None, old_mode="100644"),
+        FileChange("trainer/batch/__init__.py", b"x = 1\n"),
+    ]
+    assert not patch_scope.find_scope_problems(AGENTS, became, repository.read_modes(target, "HEAD"))
 
 
 def test_a_very_deep_name_is_refused_for_its_length_alone(target: Path) -> None:
     """A list of all that lies above it would hold ten gigabytes."""
     deep = f"kernels/{'a/' * 100_000}b.py"
-    found = patch_scope.problems(AGENTS, [Change(deep, b"x = 1\n")], repository.modes(target, "HEAD"))
+    found = patch_scope.find_scope_problems(
+        AGENTS, [FileChange(deep, b"x = 1\n")], repository.read_modes(target, "HEAD")
+    )
     assert codes(one.data["problem"] for one in found) == ["scope.long_path"] and len(found[0]) < 400  # type: ignore[attr-defined]
 
 
@@ -162,8 +171,8 @@ def test_a_commit_that_somebody_else_made_is_read_the_same_way(target: Path, tmp
     else:
         subprocess.run(["git", "-C", clone, "add", "-A"], check=True)
     subprocess.run(["git", "-C", clone, *identity, "commit", "-qm", "evil"], check=True)
-    changes = repository.changes(clone, base, repository.get_live_commit(clone))
-    assert len(changes) == 1 and patch_scope.problems(AGENTS, changes, repository.modes(clone, base))
+    changes = repository.read_changes(clone, base, repository.get_live_commit(clone))
+    assert len(changes) == 1 and patch_scope.find_scope_problems(AGENTS, changes, repository.read_modes(clone, base))
 
 
 def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, tmp_path: Path) -> None:
@@ -188,9 +197,9 @@ def test_hooks_filters_and_attributes_of_the_repository_never_run(target: Path, 
         message="m",
         worktrees=tmp_path / "w",
     )
-    repository.changed_files(clone)
-    repository.changes(clone, base, applied.commit)
-    repository.checkout(clone, base, tmp_path / "w2")
+    repository.list_changed_files(clone)
+    repository.read_changes(clone, base, applied.commit)
+    repository.checkout_commit(clone, base, tmp_path / "w2")
     assert not mark.exists() and (applied.worktree / "kernels" / "a.py").read_text() == "x = 1\n"
 
 
@@ -278,7 +287,7 @@ SOURCES = {
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES.keys())
 def test_forbidden_sources_are_found(source: str) -> None:
-    assert source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
+    assert source_rules.find_source_problems(FileChange("kernels/evil.py", (HEAD + source).encode()), None)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +301,7 @@ def test_forbidden_sources_are_found(source: str) -> None:
     ],
 )
 def test_each_finding_has_advice(source: str, code: str) -> None:
-    (problem,) = source_rules.problems(Change("kernels/evil.py", (HEAD + source).encode()), None)
+    (problem,) = source_rules.find_source_problems(FileChange("kernels/evil.py", (HEAD + source).encode()), None)
     assert tells([problem], expect(code)), problem
 
 
@@ -397,6 +406,11 @@ def test_honest_patches_are_not_flagged(target: Path, name: str) -> None:
     base = file.read_bytes() if file.is_file() else None
     text = change_text(base.decode() if base else "")
     assert base is None or text != base.decode()
-    change = Change(path, text.encode(), old_mode="100644" if base else None)
-    assert patch_scope.problems(AGENTS, [change], repository.modes(target, repository.get_live_commit(target))) == []
-    assert source_rules.problems(change, base) == []
+    change = FileChange(path, text.encode(), old_mode="100644" if base else None)
+    assert (
+        patch_scope.find_scope_problems(
+            AGENTS, [change], repository.read_modes(target, repository.get_live_commit(target))
+        )
+        == []
+    )
+    assert source_rules.find_source_problems(change, base) == []

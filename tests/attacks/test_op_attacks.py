@@ -21,7 +21,7 @@ from factory.gates.patch import op_answers, source_rules
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from factory.core.workspace import checkout_root
 from trainer.contract.recipe import Recipe
 
@@ -250,10 +250,10 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
         more = []
         if name in HONEST or ATTACKS[name].stage != ORACLE:
             policy = SHIPPED.exploits if "while it is new" in name else few
-            more = exploits.calls(policy, [changed_op], RECIPE, random.SystemRandom())
+            more = exploits.make_exploit_calls(policy, [changed_op], RECIPE, random.SystemRandom())
         ranges[name].append(range(len(jobs), len(jobs) + len(more)))
         jobs += more
-    with op_answers.answered(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
+    with op_answers.answer_jobs(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
         assert not answers.missing and not answers.died, answers
         return {
             name: Judged(
@@ -275,11 +275,13 @@ def test_a_hostile_op_is_stopped(judged: dict[str, Judged], name: str) -> None:
         assert stage["state"] == "failed" and attack.words in "; ".join(stage["reasons"]), stage
     else:
         assert found.oracle["state"] == found.exploits["state"] == "passed", found
-    said = "; ".join(source_rules.problems(Change("kernels/attack.py", _file(attack.source).encode()), None))
+    said = "; ".join(
+        source_rules.find_source_problems(FileChange("kernels/attack.py", _file(attack.source).encode()), None)
+    )
     assert attack.read in said and bool(attack.read) == bool(said), said
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_op_passes(judged: dict[str, Judged], name: str) -> None:
     assert judged[name].oracle["state"] == judged[name].exploits["state"] == "passed", judged[name]
-    assert source_rules.problems(Change("kernels/fast.py", _file(HONEST[name]).encode()), None) == []
+    assert source_rules.find_source_problems(FileChange("kernels/fast.py", _file(HONEST[name]).encode()), None) == []

@@ -12,13 +12,13 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from factory.ledger.plant import Plant
-from factory.code_loop.submitting import submit
+from factory.code_loop.submitting import submit_proposal
 from factory.core.progress import SILENT
 from factory.core.workspace import checkout_root
 from factory.gates.recipe.gate import is_recipe_patch
-from factory.gates.recipe_changes import learnt, recipe_changes
+from factory.gates.recipe_changes import select_learning_keys, read_recipe_changes
 from factory.git import repository
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import proposals, verdicts
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.factory.code_loop import make
@@ -57,7 +57,9 @@ GONE = [
 
 @pytest.mark.parametrize("path", GONE, ids=".".join)
 def test_a_removed_key_is_a_difference(path: tuple[str, ...]) -> None:
-    found = learnt(recipe_changes(Change(TINY, without(*path).encode(), old_mode="100644"), BASE))
+    found = select_learning_keys(
+        read_recipe_changes(FileChange(TINY, without(*path).encode(), old_mode="100644"), BASE)
+    )
     assert any(key.startswith(".".join(path)) for key in found), found
 
 
@@ -69,7 +71,7 @@ def test_every_key_of_a_recipe_is_compared() -> None:
             other = {**here, section: {**value, key: "changed"} if key is not None else "changed"}
             text = yaml.safe_dump(other)
             try:
-                changes = recipe_changes(Change(TINY, text.encode(), old_mode="100644"), BASE)
+                changes = read_recipe_changes(FileChange(TINY, text.encode(), old_mode="100644"), BASE)
             except RecipeError:
                 continue  # another value is refused, which hides nothing
             assert changes, (section, key)
@@ -133,8 +135,10 @@ def test_a_recipe_cannot_change_together_with_code(name: str, with_code: bool) -
         if "changes" in words:
             assert learns
             return
-    number = submit(Plant(made.workspace, made.ledger), Proposal("x", "x", "T", "h", 1.1, tuple(edits)), made.base)
+    number = submit_proposal(
+        Plant(made.workspace, made.ledger), Proposal("x", "x", "T", "h", 1.1, tuple(edits)), made.base
+    )
     joined = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
-    row = made.ledger.one(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
+    row = made.ledger.select_first(sa.select(verdicts).select_from(joined).where(proposals.c.number == number))
     assert row and (row["gate"], row["outcome"]) == ("patch", "reject"), row
     assert words in str(Message.from_json(row["reasons"][0])) and made.left_behind() == []

@@ -17,7 +17,7 @@ from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.git.scope import AgentsPolicy
 from factory.gates.patch.stages.training import TrainingSide, compare_training
-from factory.gates.training_start import find_start
+from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.running import Runs
@@ -113,7 +113,7 @@ def compared(
     made: Made, policy: TrainingPolicy, folder: Path, baseline: Path, code: Path, new_code: bool = True
 ) -> dict[str, Any]:
     """The training stage's evidence on two checkouts."""
-    start = find_start(made.ledger)
+    start = find_training_start(made.ledger)
     assert start is not None
     sides = [
         TrainingSide(

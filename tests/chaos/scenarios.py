@@ -59,7 +59,7 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
     from factory.cli.app import main
     from factory.duties import runner
 
-    next_errands = runner.next_errands
+    next_errands = runner.find_next_errands
 
     def only(look: DutyState) -> list[Errand]:
         return [errand for errand in next_errands(look) if errand.duty.each or errand.duty.name in kinds]
@@ -112,18 +112,18 @@ def preload() -> None:
 def _rewind(site: Path) -> None:
     """Act on a diagnosis, as the daemon's pass does after a kill between diagnosis and action."""
     from factory.diagnosis.diagnosing import diagnose_and_act
-    from factory.ledger.anomalies import settled
+    from factory.ledger.anomalies import find_settled_anomalies
 
     workspace, ledger = opened(site)
-    if 1 not in settled(ledger):
+    if 1 not in find_settled_anomalies(ledger):
         diagnose_and_act(Plant(workspace, ledger), 1)
 
 
 def _erase(site: Path) -> None:
     """Do as ``factory data remove --erase``. The daemon's next pass finishes a recorded removal."""
-    from factory.ledger.removals import removals
+    from factory.ledger.removals import list_removals
 
-    if len(removals(opened(site)[1])) < 2:
+    if len(list_removals(opened(site)[1])) < 2:
         starts.remove(site, *starts.SECOND)
 
 

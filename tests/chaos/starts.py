@@ -46,7 +46,7 @@ def empty_plant(site: Path) -> None:
     import random
     import shutil
 
-    from factory.core.workspace import Config, Workspace
+    from factory.core.workspace import Workspace, WorkspaceConfig
     from factory.demo.demo import use_plain_kernels
     from factory.ledger.ledger import Ledger
     from tests.support.plants.trained_plant import write_lenient_policies, write_shards
@@ -61,7 +61,7 @@ def empty_plant(site: Path) -> None:
     git(site, "init", "-q", "-b", "main", "--template=", str(target))
     git(target, "add", "-A")
     git(target, "commit", "-q", "-m", "base")
-    config = Config(recipe="tiny", repository=str(target), training_sandbox="off", ranks=1)
+    config = WorkspaceConfig(recipe="tiny", repository=str(target), training_sandbox="off", ranks=1)
     workspace = Workspace.create(site / "plant", config)
     Ledger.create(workspace.ledger_url)
     write_lenient_policies(workspace, model={"d_model": 32, "layers": 2})
@@ -87,7 +87,7 @@ def with_proposal(site: Path) -> None:
     from factory.ledger.ledger import proposals
     from factory.ledger.rows import Subject
     from factory.ledger.writing import record_verdict
-    from factory.show.mlflow.runs import Tracking
+    from factory.show.mlflow.runs import MlflowTracking
 
     workspace, ledger = opened(site)
     target = workspace.repository
@@ -110,7 +110,7 @@ def with_proposal(site: Path) -> None:
                 created_at=time.time(),
             )
         )  # fmt: skip
-    Tracking.open(Plant(workspace, ledger)).proposal_run(1)
+    MlflowTracking.open(Plant(workspace, ledger)).proposal_run(1)
 
 
 def with_anomaly(site: Path) -> None:
@@ -127,7 +127,7 @@ def with_anomaly(site: Path) -> None:
 def with_diagnosis(site: Path) -> None:
     """Add an anomaly whose diagnosis blames a document. Nothing was done about it yet."""
     from factory.ledger.anomalies import DIAGNOSED
-    from factory.ledger.ledger import anomalies, record
+    from factory.ledger.ledger import anomalies, record_event
     from factory.ledger.rows import Subject
 
     _, ledger = opened(site)
@@ -138,7 +138,7 @@ def with_diagnosis(site: Path) -> None:
     }  # fmt: skip
     with ledger.begin() as tx:
         tx.execute(anomalies.insert().values(id=1, segment=1, step=12, kind="loss_spike", detail={}))
-        record(tx, DIAGNOSED, Subject("anomaly", 1), blamed)
+        record_event(tx, DIAGNOSED, Subject("anomaly", 1), blamed)
 
 
 def with_manual_approval(site: Path) -> None:
@@ -158,13 +158,13 @@ def with_word_in_mlflow(site: Path) -> None:
 
 def remove(site: Path, *names: str) -> None:
     """Do what ``factory data remove --erase`` does after the person's confirmation."""
-    from factory.data.removing import look
-    from factory.data.removing import remove as record_removal
-    from factory.data.selecting import by_name, removable_fates
+    from factory.data.removing import apply_removal as record_removal
+    from factory.data.removing import plan_removal
+    from factory.data.selecting import removable_fates, select_by_name
     from factory.erasing.erasing import finish_pending_removals
 
     workspace, ledger = opened(site)
-    found = look(ledger, by_name(ledger, names, removable_fates(True)), True)
+    found = plan_removal(ledger, select_by_name(ledger, names, removable_fates(True)), True)
     record_removal(ledger, found, "ada", "asked for", True)
     finish_pending_removals(Plant(workspace, ledger))
 
@@ -196,11 +196,11 @@ def with_live_log(site: Path) -> None:
     """Leave a commit of a killed daemon that only SQLite's log has, neither the ledger's file nor the backup's journal."""
     import os
 
-    from factory.ledger.ledger import record
+    from factory.ledger.ledger import record_event
 
     if (child := os.fork()) == 0:
         with opened(site)[1].engine.begin() as tx:
-            record(tx, NOTED, "daemon")
+            record_event(tx, NOTED, "daemon")
         os._exit(0)  # closing the ledger would write the log into its file
     assert os.waitpid(child, 0)[1] == 0 and (site / "plant" / "ledger.db-wal").stat().st_size > 0
 

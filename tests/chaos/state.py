@@ -16,11 +16,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from factory.backups.backups import database_damage
+from factory.backups.backups import find_database_damage
 from factory.core.exports import export_folder_sha256
 from factory.git.git_store import MARK
 from factory.ingest.compared import key_prefix
-from factory.ledger.journal import NAME, about, describe_damage, folders_of
+from factory.ledger.journal import NAME, describe_damage, list_backup_folders, read_backup_info
 from trainer.contract.json_lines import read_lines
 
 State = dict[str, Any]
@@ -168,10 +168,10 @@ def broken(site: Path) -> list[str]:
             wrong += [f"mlflow.db: {row[0]}" for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
             twice = "SELECT value FROM tags WHERE key = 'factory.subject' GROUP BY value HAVING COUNT(*) > 1"
             wrong += [f"MLflow has two runs of {row[0]}" for row in db.execute(twice)]
-    for backup in folders_of(plant):
-        if fault := database_damage(backup / "ledger.db"):
+    for backup in list_backup_folders(plant):
+        if fault := find_database_damage(backup / "ledger.db"):
             wrong.append(f"backup {backup.name}: {fault}")
-        if not about(backup):
+        if not read_backup_info(backup):
             wrong.append(f"backup {backup.name} does not say what it is")
         if damage := describe_damage(backup / NAME):
             wrong.append(f"backup {backup.name}: {damage}")
@@ -184,7 +184,7 @@ def lost(site: Path, scenario: str) -> list[str]:
     During the revert of a patch the checkout does not match the ledger yet. It is checked when the revert is done.
     """
     plant = site / "plant"
-    if scenario in ("restore", "replace") and database_damage(plant / "ledger.db"):
+    if scenario in ("restore", "replace") and find_database_damage(plant / "ledger.db"):
         return []  # the scenario restores the ledger
     if not (plant / "ledger.db").exists():
         return ["the ledger is gone"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.backups.backups import database_damage
+from factory.backups.backups import find_database_damage
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
 from factory.ingest.filing import file_shard
@@ -21,7 +21,7 @@ from factory.ingest.inbox import ingest_and_file
 from factory.ingest.packing import MANY
 from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import ShardLimits
-from factory.ledger.journal import NAME, list_backups, replayed
+from factory.ledger.journal import NAME, list_backups, read_batches
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.chaos import power
@@ -152,8 +152,8 @@ def test_a_daily_backup_and_its_journal_are_whole_after_a_power_cut(tmp_path: Pa
     for loss in power.LOSSES:
         power.cut(start, folder.root, folder.effects, folder.store, loss)
         (backup,) = list_backups(workspace.root)
-        assert backup.name == made[0] and not database_damage(backup / "ledger.db"), loss
-        kinds = [row[1]["kind"] for batch in replayed(backup / NAME) for row in batch["rows"] if row[0] == "events"]
+        assert backup.name == made[0] and not find_database_damage(backup / "ledger.db"), loss
+        kinds = [row[1]["kind"] for batch in read_batches(backup / NAME) for row in batch["rows"] if row[0] == "events"]
         assert kinds == ["after the backup"], loss
 
 

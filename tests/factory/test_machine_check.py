@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from factory import machine_check
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.training.planning import load_recipe
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
@@ -27,7 +27,7 @@ RECIPE = (ROOT / "policies" / "recipes" / "tiny.yaml").read_text()
 
 @pytest.fixture
 def workspace(tmp_path: Path) -> Workspace:
-    made = Workspace.create(tmp_path / "factory", Config(repository=str(tmp_path / "code")))
+    made = Workspace.create(tmp_path / "factory", WorkspaceConfig(repository=str(tmp_path / "code")))
     for folder in (made.root / "policies" / "recipes", made.repository / "policies"):
         folder.mkdir(parents=True, exist_ok=True)
     return made
@@ -65,10 +65,10 @@ def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native_library, "shutil", SimpleNamespace(which=lambda name: None))
-    for cache in (native_library.library, registry.failure):
+    for cache in (native_library.load_library, registry.find_failure):
         cache.cache_clear()
     ok, lines = _kernels(workspace, f"fallback: {fallback}\ncpu: {{linear_cross_entropy: native}}")
-    for cache in (native_library.library, registry.failure):
+    for cache in (native_library.load_library, registry.find_failure):
         cache.cache_clear()
     assert ok is (fallback == "reference")
     says = {"fail": "native cannot run here", "reference": "native → reference computes instead"}[fallback]

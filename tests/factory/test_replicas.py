@@ -17,11 +17,17 @@ from safetensors.numpy import load_file
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy, Replicas
-from factory.gates.release.replicas import MEASURED, due, find_newest_measurement, find_newest_noise, may_start_replicas
-from factory.ledger.ledger import Ledger, record, segments
+from factory.gates.release.replicas import (
+    MEASURED,
+    find_due_anneal,
+    find_newest_measurement,
+    find_newest_noise,
+    may_start_replicas,
+)
+from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, SegmentRow
-from factory.replicas.replicating import folder_of, replica_arm, runs_of, train_next_replica
+from factory.replicas.replicating import replica_arm, replica_runs, replicas_folder, train_next_replica
 from factory.retention.needs import Needs
 from factory.runs.arm import Arm
 from factory.runs.running import Runs, list_runs
@@ -50,7 +56,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
 
 def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[Runs, list[Arm]]:
     plant = Plant(workspace, ledger)
-    return runs_of(plant, 2), [replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
+    return replica_runs(plant, 2), [replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
 
 
 TABLES = ("segments", "candidates", "checkpoints", "evaluations", "data_plans")
@@ -95,7 +101,9 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opene
         spec = json.loads((place / "segment.json").read_text())
         assert tuple(spec[key] for key in ("first_step", "last_step", "recipe", "initial_checkpoint")) == of_anneal
         assert spec["data_plan"].get("reshuffled", 0) == number
-        weights.append(load_file(place / "checkpoints" / checkpoints.name_of(anneal.last_step) / "model.safetensors"))
+        weights.append(
+            load_file(place / "checkpoints" / checkpoints.checkpoint_name(anneal.last_step) / "model.safetensors")
+        )
     assert all(any((a[name] != b[name]).any() for name in a) for a, b in pairwise(weights))
     found = find_newest_measurement(ledger)
     assert found is not None and found["subject"] == "segment:2" and len(found["runs"]) == 3
@@ -106,13 +114,13 @@ def test_an_anneal_is_trained_again_on_other_documents_and_measured(plant: Opene
 
 def overflows(folder: Path) -> None:
     """Make the newest checkpoint one of finite weights that gives no finite loss."""
-    whole = checkpoints.load(checkpoints.steps_in(folder)[-1][1])
+    whole = checkpoints.load(checkpoints.saved_steps(folder)[-1][1])
     model = {name: torch.full_like(w, 3e38) if w.dim() == 1 else w for name, w in whole.model.items()}
     checkpoints.save(folder, replace(whole, model=model))
 
 
 def schedule(db: ReadsSql, **keys: int) -> tuple[int, int] | None:
-    found = due(db, Replicas(**keys))
+    found = find_due_anneal(db, Replicas(**keys))
     return (found[0].id, found[1]) if found else None
 
 
@@ -131,7 +139,7 @@ def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
     assert schedule(ledger, from_release=4) is None and schedule(ledger, count=0) is None
     measured = {"release": 3, "recipe_sha256": "r" * 64, "runs": []}
     with ledger.begin() as tx:
-        record(tx, MEASURED, "segment:2", measured)
+        record_event(tx, MEASURED, "segment:2", measured)
     assert schedule(ledger, every_releases=1) is None
     candidate = add_candidate(workspace, ledger)
     promote(ledger, 4, candidate, add_verdict(ledger, candidate))
@@ -155,12 +163,12 @@ def test_replicas_take_a_limited_share_of_the_steps(workspace: Workspace, ledger
     assert waits_no_more(count=1, steps_max=0.34) and not waits_no_more(count=1, steps_max=0.33)
     assert waits_no_more(count=2, steps_max=0.67) and not waits_no_more(count=2) and not waits_no_more(steps_max=0.0)
     with ledger.begin() as tx:
-        record(tx, MEASURED, "segment:2", {"release": 2, "recipe_sha256": "r" * 64, "runs": []})
+        record_event(tx, MEASURED, "segment:2", {"release": 2, "recipe_sha256": "r" * 64, "runs": []})
     assert waits_no_more(count=1, steps_max=1.0) and not waits_no_more(count=1, steps_max=0.99), "since the newest ones"
 
 
 def test_the_folder_of_an_anneal_that_is_not_due_is_removed(workspace: Workspace, ledger: Ledger) -> None:
-    left = folder_of(workspace) / "00007" / "1"
+    left = replicas_folder(workspace) / "00007" / "1"
     left.mkdir(parents=True)
     assert next_due(Plant(workspace, ledger)) == "replicate 7"
     train_next_replica(Plant(workspace, ledger), 7)

@@ -12,14 +12,14 @@ from kernels.contract.ahead import (
     SHAPES,
     TARGETS,
     CompiledKernel,
+    compile_launches,
     compile_op,
-    launches,
+    compiled_table,
     main,
     registers_and_stack,
-    table,
 )
 from kernels.contract.op import OracleCase
-from kernels.contract.oracle import outcome
+from kernels.contract.oracle import outputs_and_gradients
 from kernels.contract.registry import OPS
 from tests.support.messages import refused
 
@@ -38,7 +38,7 @@ def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str
         shapes = SHAPES if target == 90 else SHAPES[2:]  # the widest, and the vocabulary: seconds
         rows += compile_op(OPS[op], target, shapes, implementation=implementation)
     with capsys.disabled():
-        print(f"\n{table(rows)}")
+        print(f"\n{compiled_table(rows)}")
     assert {(r.op, r.implementation) for r in rows} == set(TRITON), "each launched something"
     for row in rows:
         assert row.spilled <= SPILLS.get((row.op, row.kernel), (0, ""))[0], row
@@ -48,8 +48,8 @@ def test_every_triton_kernel_fits(target: int, capsys: pytest.CaptureFixture[str
 @pytest.mark.parametrize("op", ["rms_norm", "add_rms_norm", "qk_norm_rope", "swiglu"])
 def test_rows_are_read_and_written_sixteen_bytes_at_a_time(op: str) -> None:
     inputs = OPS[op].inputs(OracleCase("ahead", SHAPES[1]), dtype=torch.bfloat16)
-    with launches(90) as seen:
-        outcome(OPS[op], OPS[op].implementations["triton"].function, inputs, seed=0)
+    with compile_launches(90) as seen:
+        outputs_and_gradients(OPS[op], OPS[op].implementations["triton"].function, inputs, seed=0)
     assert [name for name, _ in seen] == ["forward_kernel", "backward_kernel"], "one launch each way"
     for name, kernel in seen:
         code = kernel.asm["ptx"]
@@ -61,7 +61,7 @@ def test_a_tile_that_is_too_large_is_reported() -> None:
     from kernels.rms_norm.triton import backward_kernel
 
     x, scale, partial = torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(2), torch.empty(1, 4096)
-    with launches(90) as seen:  # 128 elements a thread
+    with compile_launches(90) as seen:  # 128 elements a thread
         backward_kernel[(1,)](x, x, x[0], scale, x, partial, 2, 4096, 2, ROWS=1, BLOCK=4096, STAGES=1, num_warps=1)
     registers, spilled = registers_and_stack(seen[0][1].asm["cubin"])
     assert spilled > 100
@@ -75,7 +75,7 @@ def test_a_call_is_specialised_as_it_would_be_on_a_device() -> None:
     from kernels.rms_norm.triton import forward_op
 
     aligned, odd = torch.zeros(4, 64, dtype=torch.bfloat16), torch.zeros(257, dtype=torch.bfloat16)[1:].view(4, 64)
-    with launches(90) as seen:
+    with compile_launches(90) as seen:
         for x in (aligned, aligned.clone(), odd, aligned[:, :63].contiguous()):
             forward_op(x, torch.ones(x.shape[1], dtype=torch.bfloat16), 1e-6)
     codes = [kernel.hash for _, kernel in seen]
@@ -87,12 +87,12 @@ def test_nothing_stays_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     from triton.runtime.jit import JITFunction
 
     before = driver._active, JITFunction.run
-    with pytest.raises(ZeroDivisionError), launches(80):
+    with pytest.raises(ZeroDivisionError), compile_launches(80):
         assert driver.active.get_current_target().arch == 80
         raise ZeroDivisionError
     assert (driver._active, JITFunction.run) == before
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with refused("kernels.interpreter"), launches(80):
+    with refused("kernels.interpreter"), compile_launches(80):
         pass
 
 

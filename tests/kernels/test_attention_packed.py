@@ -17,8 +17,8 @@ from torch import Tensor
 
 from kernels.attention import flex, varlen
 from kernels.contract.op import CASES, OracleCase
-from kernels.contract.oracle import judge
-from kernels.contract.registry import OPS, bind, documents_unchanged
+from kernels.contract.oracle import compare_with_fp64
+from kernels.contract.registry import OPS, bind_ops, documents_unchanged
 
 ATTENTION = OPS["attention"]
 
@@ -65,7 +65,7 @@ def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, m
     monkeypatch.setattr(varlen, "varlen_attn", stood_in)
     monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)  # in fp32, too: exact enough to see any mistake
     for dtype in (torch.float32, torch.bfloat16):
-        found = judge(ATTENTION, "varlen", case, dtype=dtype, values=values)
+        found = compare_with_fp64(ATTENTION, "varlen", case, dtype=dtype, values=values)
         assert found.ok, found.failures()
     assert called or case.name == "empty"
 
@@ -82,14 +82,14 @@ def test_prepared_documents_give_the_same_results_as_documents(
         for name in ("varlen", "flex"):
             implementation = ATTENTION.implementations[name]
             function = implementation.eager or implementation.function
-            prepared = implementation.prepared(inputs)
+            prepared = implementation.prepare_inputs(inputs)
             assert prepared[-1] is not inputs[-1] or case.name == "empty"
             for given_inputs in (inputs, prepared):
                 torch.testing.assert_close(function(*given_inputs), expected)
 
 
 def test_other_implementations_take_the_documents_as_they_are() -> None:
-    assert bind({"attention": "native"}).prepare_attention is documents_unchanged
+    assert bind_ops({"attention": "native"}).prepare_attention is documents_unchanged
     documents = torch.zeros(1, 4, dtype=torch.int32)
     assert documents_unchanged(documents, 1) is documents
     assert flex.document_blocks(documents).shape == (1, 1, 4, 4)
@@ -115,4 +115,4 @@ def test_the_reference_computes_heads_that_flash_attention_does_not_take(case: O
     expected = ATTENTION.reference(*inputs)
     implementation = ATTENTION.implementations["varlen"]
     assert torch.equal(varlen.varlen(*inputs), expected)
-    assert torch.equal(varlen.varlen(*implementation.prepared(inputs)), expected)
+    assert torch.equal(varlen.varlen(*implementation.prepare_inputs(inputs)), expected)

@@ -111,7 +111,7 @@ def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monke
     targets, weights = torch.randint(31, (tokens,), generator=generator), torch.rand(tokens, generator=generator)
     weights[::3] = 0
     loss, nll = head.reference(x, weight, targets, weights, 1e-3)
-    size = chunks.on_gpu(x, weight)
+    size = chunks.chunk_tokens_on_gpu(x, weight)
     poisoned = x.clone()
     poisoned[::3] = torch.finfo(dtype).max / 4  # their logits overflow
     found = chunks.compute_in_chunks(
@@ -126,7 +126,7 @@ def test_the_gpus_chunks_take_every_token(tokens: int, dtype: torch.dtype, monke
         torch.testing.assert_close(mine.to(dtype), theirs, **tolerance)
     with FakeTensorMode():
         empty = [torch.empty(t.shape, dtype=t.dtype) for t in (x, weight, weights)]
-        promised = chunks.fake_outputs(chunks.on_gpu, *empty, True)
+        promised = chunks.fake_outputs(chunks.chunk_tokens_on_gpu, *empty, True)
     assert [(t.shape, t.dtype, t.stride()) for t in promised] == [(t.shape, t.dtype, t.stride()) for t in found]
 
 
@@ -138,7 +138,7 @@ def test_nothing_waits_for_a_gpu(tokens: int) -> None:
         targets, weights = torch.empty(tokens, dtype=torch.long), torch.empty(tokens)
     with pytest.raises((RuntimeError, NotImplementedError)):
         head.chunked_op._init_fn(x, weight, targets, weights, 1e-4, True, False)  # a CPU's: it begins with nonzero
-    size = chunks.on_gpu(x, weight)
+    size = chunks.chunk_tokens_on_gpu(x, weight)
     found = chunks.compute_in_chunks(head.rows_without_targets_zeroed, x, weight, targets, weights, 1e-4, True, size)
     with FakeTensorMode():
         cuda = [torch.empty(t.shape, dtype=t.dtype, device="cuda") for t in (x, weight, targets, weights)]

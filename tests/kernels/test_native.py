@@ -20,7 +20,7 @@ Call = Callable[..., Tensor]
 B, T, H, G, K = 3, 150, 4, 2, 32  # three blocks of queries, the last one short
 
 pytestmark = [
-    pytest.mark.skipif(not attention_native.usable(K), reason="this CPU does not multiply bf16"),
+    pytest.mark.skipif(not attention_native.is_usable(K), reason="this CPU does not multiply bf16"),
     pytest.mark.portable,
 ]
 
@@ -179,7 +179,7 @@ def test_logits_far_apart_are_neither_slow_nor_wrong() -> None:
         inputs[1].mul_(20)
     check_against_fp64(inputs, 1.0)
     logits = (inputs[0] @ inputs[1].t()).detach()
-    linear_cross_entropy_native.rows(logits, inputs[2], inputs[3], 1e-3, True)
+    linear_cross_entropy_native.loss_rows(logits, inputs[2], inputs[3], 1e-3, True)
     assert logits[logits != 0].abs().min() > torch.finfo(torch.float32).tiny
 
 
@@ -251,7 +251,7 @@ def test_an_error_of_the_matrix_units_does_not_end_the_process() -> None:
 def test_who_needs_a_library_that_another_compiles_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made, compiled = Path(native.library("attention")._name), []
+    made, compiled = Path(native.load_library("attention")._name), []
 
     def compile_to(target: Path, *_: object) -> None:
         compiled.append(target)
@@ -260,7 +260,7 @@ def test_who_needs_a_library_that_another_compiles_waits_for_it(
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(native, "compile_to", compile_to)
-    ranks = [threading.Thread(target=native.library.__wrapped__, args=("attention",)) for _ in range(3)]
+    ranks = [threading.Thread(target=native.load_library.__wrapped__, args=("attention",)) for _ in range(3)]
     for rank in ranks:
         rank.start()
     for rank in ranks:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.contract.oracle import HOSTILE, judge
+from kernels.contract.oracle import HOSTILE, compare_with_fp64
 from kernels.contract.registry import OPS, Implementation
 
 CASES = {case.name: case for op in OPS.values() for case in op.cases}
@@ -17,7 +17,7 @@ HERE = [
     (op, name)
     for op in OPS
     for name, i in OPS[op].implementations.items()
-    if name not in ("reference", "triton") and i.runs_on("cpu")
+    if name not in ("reference", "triton") and i.can_run_on("cpu")
 ]
 UNCOMPILED = [(op, name) for op, name in HERE if OPS[op].implementations[name].eager is None]
 COMPILED = [pair for pair in HERE if pair not in UNCOMPILED]
@@ -29,7 +29,7 @@ EAGER = [pair for pair in COMPILED if OPS[pair[0]].implementations[pair[1]].eage
 @pytest.mark.parametrize(("case", "values"), JUDGED)
 @pytest.mark.parametrize(("op", "implementation"), UNCOMPILED)
 def test_implementation_is_right(op: str, implementation: str, case: str, values: str, dtype: torch.dtype) -> None:
-    result = judge(OPS[op], implementation, CASES[case], dtype=dtype, values=values, seed=3)
+    result = compare_with_fp64(OPS[op], implementation, CASES[case], dtype=dtype, values=values, seed=3)
     assert result.ok, result.failures()
 
 
@@ -39,7 +39,9 @@ def test_implementation_is_right(op: str, implementation: str, case: str, values
 def test_an_op_is_correct_before_it_is_compiled(op: str, implementation: str, case: str) -> None:
     eager = Implementation("eager", OPS[op].implementations[implementation].eager, "as written")  # type: ignore[arg-type]
     for dtype in (torch.float32, torch.bfloat16):
-        result = judge(replace(OPS[op], implementations={"eager": eager}), "eager", CASES[case], dtype=dtype)
+        result = compare_with_fp64(
+            replace(OPS[op], implementations={"eager": eager}), "eager", CASES[case], dtype=dtype
+        )
         assert result.ok, result.failures()
 
 
@@ -57,7 +59,7 @@ def always_compiled() -> Iterator[None]:
 @pytest.mark.slow("compiles an op for each dtype")
 def test_compiled_implementation_is_right_of_hostile_values(op: str, implementation: str, dtype: torch.dtype) -> None:
     for values in HOSTILE:  # one compilation serves them all
-        result = judge(OPS[op], implementation, CASES["small"], dtype=dtype, values=values)
+        result = compare_with_fp64(OPS[op], implementation, CASES["small"], dtype=dtype, values=values)
         assert result.ok, (values, result.failures())
 
 
@@ -67,7 +69,7 @@ def test_compiled_implementation_is_right_of_hostile_values(op: str, implementat
 @pytest.mark.parametrize(("op", "implementation"), COMPILED)
 def test_compiled_implementation_is_right_of_any_shape(op: str, implementation: str, case: str) -> None:
     for values in ("normal", "outlier"):
-        result = judge(OPS[op], implementation, CASES[case], dtype=torch.bfloat16, values=values)
+        result = compare_with_fp64(OPS[op], implementation, CASES[case], dtype=torch.bfloat16, values=values)
         assert result.ok, (values, result.failures())
 
 
@@ -76,7 +78,7 @@ def test_flex_attention_forward_is_that_of_the_reference(case: str) -> None:
     """What can be seen of it without a GPU: its mask and its grouping of heads. It has no backward pass on the CPU."""
     op = OPS["attention"]
     flex = op.implementations["flex"].eager
-    assert flex is not None and not op.implementations["flex"].runs_on("cpu")
+    assert flex is not None and not op.implementations["flex"].can_run_on("cpu")
     inputs = [x.detach() for x in op.inputs(CASES[case])]
     torch.testing.assert_close(flex(*inputs), op.reference(*inputs), atol=2e-6, rtol=1e-5)
 
@@ -93,4 +95,4 @@ def _wrong_gradient(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 def test_the_oracle_refuses_wrong_results(function: object) -> None:
     wrong = Implementation("wrong", function, "wrong on purpose")  # type: ignore[arg-type]
     op = replace(OPS["swiglu"], implementations={"wrong": wrong})
-    assert not judge(op, "wrong", CASES["small"]).ok
+    assert not compare_with_fp64(op, "wrong", CASES["small"]).ok

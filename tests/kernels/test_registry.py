@@ -14,14 +14,14 @@ from kernels import attention
 from kernels import native as native_library
 from kernels.attention import cpp as attention_native
 from kernels.contract import registry
-from kernels.contract.bench import compare
+from kernels.contract.bench import compare_implementations
 from kernels.contract.op import CASES, OracleCase, Shape
 from kernels.contract.registry import (
     OPS,
-    Computing,
+    ChosenImplementation,
     KernelWarning,
-    bind,
-    computing,
+    bind_ops,
+    find_implementations_in_use,
     load_choice,
     load_fallback,
 )
@@ -37,9 +37,9 @@ def test_the_shipped_choice_names_every_op_and_binds() -> None:
         assert choice.keys() == OPS.keys()
     choice = load_choice(SHIPPED, "cpu")
     assert choice == dict.fromkeys(OPS, "reference") | {"adamw": "fused"}  # untuned
-    assert bind(choice).attention is OPS["attention"].reference
+    assert bind_ops(choice).attention is OPS["attention"].reference
     compiled = choice | {"attention": "recompute"}
-    eager = bind(compiled, compile=False)  # the same maths, and torch.compile is not started
+    eager = bind_ops(compiled, compile=False)  # the same maths, and torch.compile is not started
     assert eager.attention is OPS["attention"].implementations["recompute"].eager
 
 
@@ -48,7 +48,7 @@ def test_an_op_that_is_not_named_runs_its_reference(tmp_path: Path) -> None:
     path.write_text("cpu:\n  linear_cross_entropy: chunked\n")
     choice = load_choice(path)
     assert choice == dict.fromkeys(OPS, "reference") | {"linear_cross_entropy": "chunked"}
-    ops = bind(choice, "cpu", torch.bfloat16)
+    ops = bind_ops(choice, "cpu", torch.bfloat16)
     assert ops.rms_norm is OPS["rms_norm"].reference
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].implementations["chunked"].function
 
@@ -101,22 +101,22 @@ def test_a_file_that_is_not_a_map_is_refused(tmp_path: Path, text: str, code: st
 
 def test_an_integer_dtype_is_refused() -> None:
     with refused("kernels.wrong_dtype", dtype="torch.int64"):
-        bind({}, "cpu", torch.int64)
+        bind_ops({}, "cpu", torch.int64)
 
 
 def test_unknown_devices_and_fallbacks_are_refused() -> None:
     with refused("kernels.no_device_class", name="meta", known=("cpu", "cuda")):
-        bind({}, "meta")
+        bind_ops({}, "meta")
     with refused("kernels.wrong_fallback", value="eager", allowed=("fail", "reference")):
-        bind({}, fallback="eager")
+        bind_ops({}, fallback="eager")
 
 
 def test_a_missing_device_is_an_error_that_lists_the_present_ones() -> None:
     with refused("kernels.no_device_class", name="tpu", known=("cpu", "cuda")):
-        compare("swiglu", "native", device="tpu")
+        compare_implementations("swiglu", "native", device="tpu")
     if not torch.cuda.is_available():
         with refused("kernels.no_gpu", device="cuda"):
-            compare("swiglu", "compiled", device="cuda")
+            compare_implementations("swiglu", "compiled", device="cuda")
 
 
 def test_the_fallback_is_a_choice_and_to_fail_is_the_default(tmp_path: Path) -> None:
@@ -132,7 +132,7 @@ def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     (tmp_path / "linear_cross_entropy").mkdir()
     (tmp_path / "linear_cross_entropy" / "linear_cross_entropy.cpp").write_text("this is no C++;\n")
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
-    caches = (native_library.library, registry.failure)
+    caches = (native_library.load_library, registry.find_failure)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -144,12 +144,12 @@ def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_policy_says() -> None:
     choice = {"linear_cross_entropy": "native"}
     with refused("kernels.none_works", op="linear_cross_entropy") as found:
-        bind(choice)
+        bind_ops(choice)
     (problem,) = found.value.data["problems"]
     assert (problem.code, problem.data["implementation"], problem.data["device"]) == ("kernels.fails", "native", "cpu")
     assert "could not compile" in problem and "fallback: reference" in str(found.value)
     with pytest.warns(KernelWarning) as warned:
-        ops = bind(choice, fallback="reference")
+        ops = bind_ops(choice, fallback="reference")
     said = warned[0].message.args[0]
     assert (said.code, said.data["op"], said.data["taken"]) == (
         "kernels.falls_back",
@@ -161,7 +161,7 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
     computes = [
         one
         for fallback in ("fail", "reference")
-        for one in computing(choice, "cpu", torch.float32, False, fallback, Shape())
+        for one in find_implementations_in_use(choice, "cpu", torch.float32, False, fallback, Shape())
         if one.op == "linear_cross_entropy"
     ]
     assert [one.by for one in computes] == ["", "reference"] and all("could not compile" in one.why for one in computes)
@@ -172,33 +172,33 @@ def test_a_kernel_that_does_not_compile_fails_the_run_or_is_replaced_as_the_poli
 def test_of_several_names_the_first_that_works_runs_and_one_line_says_why() -> None:
     choice = {"linear_cross_entropy": "native, chunked, reference"}
     with pytest.warns(KernelWarning) as warned:
-        ops = bind(choice)
+        ops = bind_ops(choice)
     said = warned[0].message.args[0]
     assert said.code == "kernels.falls_back" and said.data["taken"] == "chunked"
     assert codes(said.data["problems"]) == ["kernels.fails"]
     assert ops.linear_cross_entropy is OPS["linear_cross_entropy"].implementations["chunked"].function
-    (one,) = (c for c in computing(choice, "cpu", torch.float32, True, "fail", Shape()) if c.why)
+    (one,) = (c for c in find_implementations_in_use(choice, "cpu", torch.float32, True, "fail", Shape()) if c.why)
     assert (one.op, one.chosen, one.by) == ("linear_cross_entropy", "native, chunked, reference", "chunked")
     with refused("kernels.none_works") as found:
-        bind({"linear_cross_entropy": "native, native"})
+        bind_ops({"linear_cross_entropy": "native, native"})
     assert codes(found.value.data["problems"]) == ["kernels.fails"] * 2
 
 
 def test_of_several_names_an_implementation_that_another_would_replace_is_passed_over() -> None:
     with pytest.warns(KernelWarning) as warned:
-        assert bind({"attention": "native, reference"}).attention is OPS["attention"].reference
+        assert bind_ops({"attention": "native, reference"}).attention is OPS["attention"].reference
     said = warned[0].message.args[0]
     assert said.data["taken"] == "the reference" and "the C++ is for bf16, not float32" in said
 
 
 def test_the_first_of_several_names_is_shown_if_it_works() -> None:
-    found = computing({"swiglu": "native, reference"}, "cpu", torch.float32, True, "fail", Shape())
+    found = find_implementations_in_use({"swiglu": "native, reference"}, "cpu", torch.float32, True, "fail", Shape())
     (one,) = (c for c in found if c.op == "swiglu")
     assert (one.chosen, one.by, one.why) == ("native", "native", "")
 
 
-def _attention(dtype: torch.dtype) -> Computing:
-    found = computing({"attention": "native"}, "cpu", dtype, True, "fail", Shape())
+def _attention(dtype: torch.dtype) -> ChosenImplementation:
+    found = find_implementations_in_use({"attention": "native"}, "cpu", dtype, True, "fail", Shape())
     assert [one.op for one in found] == list(OPS)
     return next(one for one in found if one.op == "attention")
 
@@ -219,9 +219,9 @@ def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatc
 def test_the_table_shows_the_implementation_that_computes() -> None:
     said = _attention(torch.float32)
     assert (said.chosen, said.by) == ("native", "recompute, uncompiled") and "not float32" in said.why
-    if attention_native.usable(Shape().head_dim):
-        assert _attention(torch.bfloat16) == Computing("attention", "native", "native")
-    found = computing({"adamw": "compiled"}, "cpu", torch.float32, False, "fail", Shape())
+    if attention_native.is_usable(Shape().head_dim):
+        assert _attention(torch.bfloat16) == ChosenImplementation("attention", "native", "native")
+    found = find_implementations_in_use({"adamw": "compiled"}, "cpu", torch.float32, False, "fail", Shape())
     eager = next(one for one in found if one.op == "adamw")
     assert (eager.by, codes([eager.why])) == ("compiled, uncompiled", ["kernels.uncompiled"])
 

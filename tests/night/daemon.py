@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from factory.core.workspace import Workspace
-from factory.ledger.reader import Reader
+from factory.ledger.reader import LedgerReader
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import TRAINER_BEGUN
 from tests.support.paths import ROOT
@@ -39,8 +39,8 @@ class Night:
     longest_start: float = 0.0  # seconds from a trainer's start to its first step, so far
 
     @property
-    def read(self) -> Reader:
-        return Reader(self.workspace)
+    def read(self) -> LedgerReader:
+        return LedgerReader(self.workspace)
 
     def start(self) -> None:
         with open(self.out, "ab") as out:

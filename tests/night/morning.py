@@ -18,8 +18,8 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
 from factory.show.mlflow.registry import CHAMPION, MODEL
-from factory.show.mlflow.runs import Tracking
-from factory.training.planning import last_checkpoint, plan_of
+from factory.show.mlflow.runs import MlflowTracking
+from factory.training.planning import last_checkpoint, read_data_plan
 from tests.night.daemon import Night
 from tests.support.git import git
 from trainer.__main__ import main as train
@@ -67,7 +67,7 @@ def _training(night: Night, ledger: Ledger) -> Iterator[str]:
     if not lineage:
         yield "there is no trunk"
         return
-    planned = Counter(shard["id"] for shard in plan_of(ledger, lineage[-1])["token_shards"])
+    planned = Counter(shard["id"] for shard in read_data_plan(ledger, lineage[-1])["token_shards"])
     every = {row["id"] for row in ledger.read("SELECT id FROM token_shards WHERE tokens > 0")}
     if set(planned) != every or max(planned.values()) > 1:
         yield f"{len(every - set(planned))} token shards are not trained on; {sum(n > 1 for n in planned.values())} are planned twice"
@@ -133,7 +133,7 @@ def _releases(night: Night, ledger: Ledger) -> Iterator[str]:
     champion = (night.workspace.exports / "champion").resolve()
     if champion != Path(CandidateRow.get(ledger, newest.candidate).export_path).resolve():
         yield f"exports/champion is {champion.name}, and release {newest.number} is candidate {newest.candidate}"
-    client = Tracking.open(Plant(night.workspace, ledger)).client
+    client = MlflowTracking.open(Plant(night.workspace, ledger)).client
     shown = client.get_model_version_by_alias(MODEL, CHAMPION)
     if shown.tags.get("candidate") != str(newest.candidate):
         yield f"MLflow's champion is {shown.tags}, the ledger's candidate {newest.candidate}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from factory.core.progress import SilentTask, Task
+from factory.core.progress import ProgressTask, SilentTask
 
 
 class Said:
@@ -19,7 +19,7 @@ class Said:
         self.lines.append(text)
 
     @contextmanager
-    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+    def task(self, title: str, total: float | None = None) -> Iterator[ProgressTask]:
         self.at_task(title)
         yield SilentTask()
 

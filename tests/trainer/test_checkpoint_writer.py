@@ -17,7 +17,7 @@ from tests.support.trainer.models import run_of
 from tests.support.trainer.segments import MakeShard
 from trainer import checkpoint_writer, locked_memory
 from trainer.batch import make_batch
-from trainer.checkpoint_writer import ALIGNED, Writer, bytes_of, each
+from trainer.checkpoint_writer import ALIGNED, CheckpointWriter, each_tensor, host_bytes
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Tensors
 from trainer.locked_memory import HostMemory
@@ -33,7 +33,7 @@ def contents_of(step: int) -> Contents:
     return {"model": model, "optimizer": {"step.a": torch.tensor(float(step)), "rng": torch.get_rng_state()}}
 
 
-def submit(writer: Writer, step: int, contents: Contents | None = None) -> None:
+def submit(writer: CheckpointWriter, step: int, contents: Contents | None = None) -> None:
     writer.submit(step, contents or contents_of(step), {}, {"step": step})
 
 
@@ -44,7 +44,7 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     save_share = checkpoint_writer.save_share
 
     def noted(parent: Path, step: int, copied: Contents, *rest: Any) -> Path:
-        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in each(copied)])
+        found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in each_tensor(copied)])
         return save_share(parent, step, copied, *rest)
 
     monkeypatch.setattr(checkpoint_writer, "save_share", noted)
@@ -54,8 +54,11 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
 def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
     tmp_path: Path, written: list[list[tuple[int, int]]]
 ) -> None:
-    size = bytes_of(tensor for _, _, tensor in each(contents_of(1)))
-    plain, reserved = Writer(tmp_path / "plain", keep=3), Writer(tmp_path / "reserved", keep=3, reserve=size)
+    size = host_bytes(tensor for _, _, tensor in each_tensor(contents_of(1)))
+    plain, reserved = (
+        CheckpointWriter(tmp_path / "plain", keep=3),
+        CheckpointWriter(tmp_path / "reserved", keep=3, reserve=size),
+    )
     for writer in (reserved, plain):
         for step in (1, 2, 3):
             submit(writer, step)
@@ -68,14 +71,14 @@ def test_reserved_memory_is_used_by_every_save_and_changes_no_byte_of_the_files(
     assert all(address + bytes_ <= after for (address, bytes_), (after, _) in zip(places, places[1:]))
     assert places[-1][0] + places[-1][1] <= places[0][0] + size < places[-1][0] + places[-1][1] + ALIGNED
     for step in (1, 2, 3):
-        folder = checkpoints.name_of(step)
+        folder = checkpoints.checkpoint_name(step)
         assert file_hashes(tmp_path / "plain" / folder) == file_hashes(tmp_path / "reserved" / folder)
         loaded = checkpoints.load(tmp_path / "reserved" / folder)
         assert all(torch.equal(tensor, loaded.model[name]) for name, tensor in contents_of(step)["model"].items())
 
 
 def test_a_save_that_fails_leaves_the_memory_to_the_next(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
-    writer = Writer(tmp_path / "checkpoints", keep=2, reserve=1 << 16)
+    writer = CheckpointWriter(tmp_path / "checkpoints", keep=2, reserve=1 << 16)
     (tmp_path / "checkpoints").touch()  # where a folder would be made
     submit(writer, 1)
     with pytest.raises(FileExistsError):
@@ -102,7 +105,7 @@ def test_memory_is_not_written_again_while_the_disk_still_reads_it(
         return save_share(*arguments)
 
     monkeypatch.setattr(checkpoint_writer, "save_share", slow)
-    writer = Writer(tmp_path, keep=2, reserve=1 << 16)
+    writer = CheckpointWriter(tmp_path, keep=2, reserve=1 << 16)
     weight = torch.ones(1000)
     submit(writer, 1, {"model": {"w": weight}, "optimizer": {}})
     writer.wait_until_copied()
@@ -115,18 +118,18 @@ def test_memory_is_not_written_again_while_the_disk_still_reads_it(
     second.join()
     writer.wait()
     writer.close()
-    found = [float(checkpoints.load(path).model["w"].unique()) for _, path in checkpoints.steps_in(tmp_path)]
+    found = [float(checkpoints.load(path).model["w"].unique()) for _, path in checkpoints.saved_steps(tmp_path)]
     assert found == [1.0, 2.0]
 
 
 def test_memory_grows_for_a_save_that_needs_more(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
-    writer = Writer(tmp_path, keep=4, reserve=1)
+    writer = CheckpointWriter(tmp_path, keep=4, reserve=1)
     for step, size in enumerate((10, 100_000, 10, 100_000), start=1):
         submit(writer, step, {"model": {"w": torch.full((size,), float(step))}, "optimizer": {}})
     writer.wait()
     writer.close()
     assert written[1] == written[3] and written[1][0][0] == written[2][0][0]
-    for step, path in checkpoints.steps_in(tmp_path):
+    for step, path in checkpoints.saved_steps(tmp_path):
         assert float(checkpoints.load(path).model["w"].unique()) == step
 
 
@@ -136,7 +139,7 @@ def test_a_run_knows_how_much_its_checkpoints_take_before_its_first_step(
 ) -> None:
     run = run_of(tmp_path, make_shard, **changes)
     size = run.checkpoint_bytes()
-    writer = run.writer = Writer(tmp_path / "checkpoints", keep=2, reserve=size)
+    writer = run.writer = CheckpointWriter(tmp_path / "checkpoints", keep=2, reserve=size)
     for _ in range(2):
         run.train_step(make_batch(run.order))
         run.save()
@@ -144,7 +147,7 @@ def test_a_run_knows_how_much_its_checkpoints_take_before_its_first_step(
     writer.wait()
     writer.close()
     contents, _ = run.contents()
-    assert bytes_of(tensor for _, _, tensor in each(contents)) == size and written[0] == written[1]
+    assert host_bytes(tensor for _, _, tensor in each_tensor(contents)) == size and written[0] == written[1]
 
 
 @pytest.mark.parametrize("code", [0, 801])
@@ -161,9 +164,9 @@ def test_pages_are_locked_once_and_unlocked_or_a_failure_is_reported(
     monkeypatch.setattr(locked_memory, "lock_pages", call("lock", code))
     monkeypatch.setattr(locked_memory, "unlock_pages", call("unlock", 0))
     memory = HostMemory()
-    first = memory.hold(5000)
-    assert memory.hold(100) is first and len(first) >= 5000
-    second = memory.hold(50_000)
+    first = memory.reserve(5000)
+    assert memory.reserve(100) is first and len(first) >= 5000
+    second = memory.reserve(50_000)
     first[:], second[:] = 1, 2  # both are there
     memory.release()
     memory.release()
@@ -178,7 +181,7 @@ def test_pages_are_locked_once_and_unlocked_or_a_failure_is_reported(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_a_gpus_tensors_are_saved_from_locked_memory(tmp_path: Path, written: list[list[tuple[int, int]]]) -> None:
     on_gpu = {kind: {name: t.cuda() for name, t in tensors.items()} for kind, tensors in contents_of(1).items()}
-    writer = Writer(tmp_path / "gpu", keep=3, reserve=1 << 16)
+    writer = CheckpointWriter(tmp_path / "gpu", keep=3, reserve=1 << 16)
     for step in (1, 2):
         submit(writer, step, on_gpu)
     writer.wait()

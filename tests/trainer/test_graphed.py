@@ -16,7 +16,7 @@ from tests.support.trainer.segment_runs import assert_same_run
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import MOST, WARM_UPS, Graphs, wanted
+from trainer.graphed import MOST, WARM_UPS, Graphs, uses_graphs
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
 
@@ -211,13 +211,13 @@ def test_a_batch_that_is_not_finite_does_not_judge_a_replay() -> None:
 def test_graphs_are_used_for_small_models_on_one_gpu(
     changes: dict[str, Any], device: str, ranks: int, expected: bool
 ) -> None:
-    assert wanted(recipe_with(**changes), Ranks(0, ranks, torch.device(device)), 2) == expected
+    assert uses_graphs(recipe_with(**changes), Ranks(0, ranks, torch.device(device)), 2) == expected
 
 
 def test_graphs_on_with_several_ranks_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert not wanted(recipe_with(cuda_graphs="on"), Ranks(0, 2, torch.device("cuda")), 2)
+    assert not uses_graphs(recipe_with(cuda_graphs="on"), Ranks(0, 2, torch.device("cuda")), 2)
     assert "this run has 2" in capsys.readouterr().err
-    assert not wanted(recipe_with(cuda_graphs="on"), Ranks(1, 2, torch.device("cuda")), 2)
+    assert not uses_graphs(recipe_with(cuda_graphs="on"), Ranks(1, 2, torch.device("cuda")), 2)
     assert capsys.readouterr().err == ""
 
 

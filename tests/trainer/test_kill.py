@@ -81,7 +81,7 @@ def test_a_checkpoint_without_some_state_would_be_noticed(
     tmp_path: Path, plan: DataPlan, straight: Path, lost: str
 ) -> None:
     """What the test above compares does depend on what the monitor and the detectors remember."""
-    kept = [path for step, path in checkpoints.steps_in(straight / "checkpoints") if step < 32][-1]
+    kept = [path for step, path in checkpoints.saved_steps(straight / "checkpoints") if step < 32][-1]
     whole = checkpoints.load(kept)
     forgetful, _ = everything(tmp_path / "forgetful", plan)
     empty: dict[str, Any] = {"monitor": {}, "detector": whole.state["detector"] | {"loss": [], "grad_norm": []}}

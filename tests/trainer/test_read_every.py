@@ -121,11 +121,11 @@ def test_nothing_waits_for_the_device_between_two_readings(
     for _ in range(5):
         batch = make_batch(run.order)
         transfers.clear()
-        run.launch(batch)
+        run.launch_step(batch)
         assert transfers == []
     held = run.launched
     assert not any(isinstance(value, Tensor) for step in held for value in vars(step).values())  # no batch is kept
-    assert [record["step"] for _, record in run.read()] == [1, 2, 3, 4, 5]
+    assert [record["step"] for _, record in run.read_finished_steps()] == [1, 2, 3, 4, 5]
     assert transfers == ["tolist"] and run.launched == [] and run.step == 6
 
 
@@ -143,7 +143,7 @@ def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, 
     killed = spec_of(tmp_path / "killed", plan, 4, **EVERYTHING, **LIMITED)
     assert die(killed, 10, 300) == -9
     assert die(killed, 13, 50, signal.SIGTERM) == 75
-    assert [step for step, _ in checkpoints.steps_in(killed / "checkpoints")] == [12, 15]
+    assert [step for step, _ in checkpoints.saved_steps(killed / "checkpoints")] == [12, 15]
     assert train_here(killed) == (0, "")
     assert_same_run(limited, killed)
     assert anomalies(limited) == anomalies(killed)
@@ -151,7 +151,7 @@ def test_a_killed_run_continues_bit_for_bit_with_the_same_limit(tmp_path: Path, 
 
 def test_the_limit_in_force_is_part_of_a_checkpoint(tmp_path: Path, plan: DataPlan, limited: Path) -> None:
     """One without it, of a run that was read at every step, goes on as well; one with another skips other updates."""
-    kept = next(path for step, path in checkpoints.steps_in(limited / "checkpoints") if step == 18)
+    kept = next(path for step, path in checkpoints.saved_steps(limited / "checkpoints") if step == 18)
     whole = checkpoints.load(kept)
     older = {key: value for key, value in whole.state["detector"].items() if key != "limit"}
     for name, detector, changed in (("older", older, False), ("other", older | {"limit": 0.0}, True)):
@@ -198,6 +198,6 @@ def test_two_ranks_stop_at_the_next_reading_and_go_on_to_the_bit(tmp_path: Path,
     assert run_trainer(often, *TORCHRUN)[0] == 0
     process = start_dying(stopped, 9, 50, *TORCHRUN, sent=signal.SIGTERM, rank=1)
     process.communicate()
-    assert [step for step, _ in checkpoints.steps_in(stopped / "checkpoints")] == [7, 12]
+    assert [step for step, _ in checkpoints.saved_steps(stopped / "checkpoints")] == [7, 12]
     assert run_trainer(stopped, *TORCHRUN)[0] == 0
     assert_alike(often, stopped)

@@ -64,7 +64,7 @@ def test_sigterm_within_a_step_ends_the_run_and_the_next_resumes_to_the_bit(
     process.terminate()
     assert process.wait(timeout=WITHIN) == 75
     assert len(started) >= 2 and not left_of(started)
-    assert [step for step, _ in checkpoints.steps_in(stopped / "checkpoints")] == [3]
+    assert [step for step, _ in checkpoints.saved_steps(stopped / "checkpoints")] == [3]
     assert run_trainer(stopped) == (0, "")
     assert_same_run(straight, stopped)
 
@@ -108,7 +108,7 @@ def test_a_quick_step_is_ended_and_saved(tmp_path: Path, make_shard: MakeShard) 
     process.terminate()
     _, errors = process.communicate(timeout=WITHIN)
     assert process.returncode == 75 and "error[trainer.stopped_after]" in errors
-    assert checkpoints.steps_in(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
+    assert checkpoints.saved_steps(folder / "checkpoints")[-1][0] == records(folder)[-1]["step"] + 1
 
 
 @pytest.mark.parametrize("launcher", [(), pytest.param(TORCHRUN, marks=pytest.mark.slow("two ranks"))])

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 import trainer.run
 from benchmarks.support import waits as waits_on_gpu
 from kernels.contract.choice import implementation_names
-from kernels.contract.registry import OPS, bind, computing, load_choice
+from kernels.contract.registry import OPS, bind_ops, find_implementations_in_use, load_choice
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, write_spec
 from trainer.batch import make_batch
@@ -101,7 +101,7 @@ def kernels(tmp_path: Path) -> str:
     lines = ["cpu:"]
     for name, choice in load_choice(ROOT / "policies" / "kernels.yaml", "cuda").items():
         chosen = implementation_names(choice)[0]
-        lines.append(f"  {name}: {chosen if OPS[name].implementation(chosen).runs_on('cpu') else 'reference'}")
+        lines.append(f"  {name}: {chosen if OPS[name].implementation(chosen).can_run_on('cpu') else 'reference'}")
     (tmp_path / "kernels.yaml").write_text("\n".join(lines) + "\n")
     return str(tmp_path / "kernels.yaml")
 
@@ -150,7 +150,7 @@ def test_a_step_touches_nothing_in_host_memory_but_its_batch(
 ) -> None:
     """On torch's ``meta`` device, whose tensors are as far from host memory as a GPU's: a number that a step took from there, or a
     tensor that it made there, would be a copy that waits. The batch is one copy. Values there are none, so the record is of ones."""
-    for name, usual in (("bind", bind), ("computing", computing)):
+    for name, usual in (("bind", bind_ops), ("computing", find_implementations_in_use)):
         on_cpu = lambda choice, device, *rest, usual=usual: usual(choice, "cpu", *rest)
         monkeypatch.setattr(trainer.run, name, on_cpu)
     monkeypatch.setattr(trainer.run, "load_choice", lambda path, device: load_choice(path, "cpu"))

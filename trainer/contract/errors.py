@@ -84,7 +84,7 @@ def exit_code_of(
     return 0
 
 
-def nearest(word: str, known: Iterable[str]) -> Message:
+def did_you_mean(word: str, known: Iterable[str]) -> Message:
     """``"; did you mean 'x'?"`` for the nearest known word, or the list of known words if none is near."""
     names = sorted(known)
     close = difflib.get_close_matches(word, names, n=1)

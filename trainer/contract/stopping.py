@@ -32,27 +32,27 @@ _AGAIN_SECONDS = 0.01  # the time in which the main thread leaves the callback t
 _asked: list[int] = []  # signals that this process received: a signal between two segments stops the second
 
 
-def asked() -> bool:
+def is_stop_requested() -> bool:
     """True if this process received SIGTERM."""
     return bool(_asked)
 
 
 def end_on_sigterm(seconds: float = GRACE_SECONDS, before: Callable[[], None] = lambda: None) -> None:
-    """From now on SIGTERM makes ``asked`` true, and ``seconds`` later, or at a second SIGTERM, ends this process with all processes that
+    """From now on SIGTERM makes ``is_stop_requested`` true, and ``seconds`` later, or at a second SIGTERM, ends this process with all processes that
     it started, with exit code 75 and after ``before``. Call it from the main thread."""
 
     def end(number: int) -> NoReturn:
         try:
-            kill(children(os.getpid()))
+            kill_with_descendants(child_processes(os.getpid()))
             before()
         finally:
             os._exit(EXIT_STOPPED)
 
-    watch((signal.SIGTERM,), seconds, end)
+    watch_signals((signal.SIGTERM,), seconds, end)
     signal.signal(signal.SIGTERM, lambda number, frame: _asked.append(number))
 
 
-def end(code: int) -> NoReturn:
+def end_process(code: int) -> NoReturn:
     """End this process. A rank skips Python's own cleanup: gloo's threads, if they still hold a tensor, would abort the process, and with it
     the segment, although its work is done (pytorch/pytorch#179291)."""
     if "RANK" in os.environ:
@@ -62,8 +62,8 @@ def end(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def watch(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> Callable[[], None]:
-    """From now on a thread calls ``end`` with the first of these signals, ``seconds`` after it or at the second.
+def watch_signals(numbers: Collection[int], seconds: float, end: Callable[[int], NoReturn]) -> Callable[[], None]:
+    """From now on a thread calls ``end_process`` with the first of these signals, ``seconds`` after it or at the second.
 
     Only signals with a Python handler reach the thread. Call it from the main thread. Returns a function that sends the first signal to the
     main thread once more, a moment later, without counting as a second signal: for a handler whose exception was lost.
@@ -101,7 +101,7 @@ def _wait(received: int, numbers: Collection[int], seconds: float, end: Callable
             end(first)
 
 
-def children(process: int) -> list[int]:
+def child_processes(process: int) -> list[int]:
     """The child processes that are not reaped yet."""
     found: list[int] = []
     gone = contextlib.suppress(FileNotFoundError, ProcessLookupError)  # the process, or a thread of it, ended meanwhile
@@ -112,12 +112,12 @@ def children(process: int) -> list[int]:
     return found
 
 
-def kill(processes: Iterable[int]) -> None:
+def kill_with_descendants(processes: Iterable[int]) -> None:
     """Kill the processes and their descendants. Each is stopped before its children are listed, so that no new one is missed."""
     found = list(processes)
     for process in found:
         _send(process, signal.SIGSTOP)
-        found += children(process)
+        found += child_processes(process)
     for process in found:
         _send(process, signal.SIGKILL)
 

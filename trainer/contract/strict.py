@@ -8,7 +8,7 @@ from typing import Any, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from kernels.contract.message import CodedError, Message
-from trainer.contract.errors import nearest
+from trainer.contract.errors import did_you_mean
 
 
 class Strict(BaseModel):
@@ -40,7 +40,7 @@ def parse(schema: type[Schema], raw: object, where: str, error: type[Exception])
         key = ".".join(path)
         if first["type"] == "extra_forbidden":
             known = fields_at(schema, path[:-1])
-            near = nearest(path[-1], known)
+            near = did_you_mean(path[-1], known)
             raise error(
                 Message("strict.unknown_key", "{where}: unknown key {key!r}{near}", where=where, key=key, near=near)
             ) from None

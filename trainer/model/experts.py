@@ -31,12 +31,12 @@ class Routing:
         chosen_NkE = self.experts_Nk.unsqueeze(-1) == torch.arange(E, device=self.experts_Nk.device)
         return (chosen_NkE & counts_N[:, None, None]).sum((0, 1)).float()
 
-    def z(self, counts_N: Tensor) -> Tensor:
+    def z_loss(self, counts_N: Tensor) -> Tensor:
         """Σ logsumexp(logits)² over the tokens that count, fp32 (ST-MoE, arXiv 2202.08906, eq. 5 without its mean)."""
         return torch.where(counts_N, self.logits_NE.logsumexp(-1).square(), 0.0).sum()
 
 
-def route(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Routing:
+def route_tokens(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Routing:
     """Choose each token's experts. Computed in fp32 for every dtype of x."""
     logits_NE = F.linear(x_ND.float(), router_ED.float())
     affinity_NE = logits_NE.sigmoid()
@@ -45,7 +45,7 @@ def route(x_ND: Tensor, router_ED: Tensor, bias_E: Tensor, per_token: int) -> Ro
     return Routing(experts_Nk, chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + LEAST_SUM), logits_NE)
 
 
-def mix(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
+def mix_experts(x_ND: Tensor, routing: Routing, gate_EDF: Tensor, up_EDF: Tensor, down_EFD: Tensor, ops: Ops) -> Tensor:
     """Σ over a token's experts of weight · down(swiglu(gate, up)); gate, up [E, D, F], down [E, F, D]. Returns [N, D].
 
     Tokens are sorted by expert, so that each expert is one matrix product, and put back in place: nothing is summed in

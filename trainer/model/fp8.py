@@ -43,7 +43,7 @@ def quantise(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (x.float() / factor).to(dtype), factor
 
 
-def multiplied(a_MK: Tensor, b_NK: Tensor, factors: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
+def multiply_fp8(a_MK: Tensor, b_NK: Tensor, factors: tuple[Tensor, Tensor], dtype: torch.dtype, fast: bool) -> Tensor:
     """a bᵀ of operands in eight bits with contiguous rows, as the tensor cores need them."""
     return torch._scaled_mm(a_MK, b_NK.t(), *factors, out_dtype=dtype, use_fast_accum=fast)
 
@@ -58,7 +58,7 @@ class Products(torch.autograd.Function):
         products = []
         for weight_NK in matrices:
             weight8_NK, of_weight = quantise(weight_NK, FORWARD)
-            products.append(multiplied(x8_MK, weight8_NK, (of_x, of_weight), x_MK.dtype, fast=True))
+            products.append(multiply_fp8(x8_MK, weight8_NK, (of_x, of_weight), x_MK.dtype, fast=True))
         return tuple(products)
 
     @staticmethod
@@ -71,20 +71,20 @@ class Products(torch.autograd.Function):
             dy8_MN, of_dy = quantise(dy_MN, GRADIENT)
             weight8_NK, of_weight = quantise(weight_NK, FORWARD)
             weight8_KN = weight8_NK.t().contiguous()
-            part_MK = multiplied(dy8_MN, weight8_KN, (of_dy, of_weight), dy_MN.dtype, fast=False)
+            part_MK = multiply_fp8(dy8_MN, weight8_KN, (of_dy, of_weight), dy_MN.dtype, fast=False)
             dx_MK = part_MK if dx_MK is None else dx_MK + part_MK
             dy8_NM = dy8_MN.t().contiguous()
-            dweights.append(multiplied(dy8_NM, x8_KM, (of_dy, of_x), weight_NK.dtype, fast=False))
+            dweights.append(multiply_fp8(dy8_NM, x8_KM, (of_dy, of_x), weight_NK.dtype, fast=False))
         assert dx_MK is not None
         return dx_MK, *dweights
 
 
-def products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
+def fp8_products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
     """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` checks that)."""
     x_MK = x.reshape(-1, x.shape[-1])
     return [y.view(*x.shape[:-1], -1) for y in Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
 
 
-def product(x: Tensor, weight: Tensor) -> Tensor:
+def fp8_product(x: Tensor, weight: Tensor) -> Tensor:
     """The product with one matrix."""
-    return products(x, [weight])[0]
+    return fp8_products(x, [weight])[0]

@@ -24,7 +24,7 @@ from kernels.qk_norm_rope import apply_rope
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.recipe import ModelRecipe
 from trainer.model import fp8
-from trainer.parallel.ranks import local
+from trainer.parallel.ranks import local_part
 from trainer.parallel.tensor_ranks import TensorRanks
 
 SPLIT_BY_ROWS = ("q", "k", "v", "gate", "up", "shared_gate", "shared_up")  # their outputs are heads or hidden units
@@ -120,13 +120,13 @@ class Block(nn.Module):
         assert self.experts is not None
         weight = self.weight
         h_ND, holds_N = h_BTD.flatten(0, 1), documents_BT.flatten() >= 0
-        routing = self.mixture.route(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
+        routing = self.mixture.route_tokens(h_ND, weight(self.router), self.router_bias, self.experts.per_token)
         gate, up, down = (weight(m).transpose(1, 2) for m in (self.experts_gate, self.experts_up, self.experts_down))
-        y_BTD = self.mixture.mix(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
+        y_BTD = self.mixture.mix_experts(h_ND, routing, gate, up, down, self.ops).view_as(h_BTD)
         if self.experts.shared:
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
-        return y_BTD, torch.cat((routing.z(holds_N)[None], routing.load(holds_N))) / self.tensor.size
+        return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.load(holds_N))) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
@@ -134,7 +134,7 @@ class Block(nn.Module):
         if self.joined:
             joined_BTX = self.multiply(h_BTD, torch.cat(weights))
             return joined_BTX.split([len(weight) for weight in weights], dim=-1)
-        return fp8.products(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
+        return fp8.fp8_products(h_BTD, weights) if self.fp8 else [F.linear(h_BTD, weight) for weight in weights]
 
     def weight(self, parameter: Tensor) -> Tensor:
         """This rank's part of a parameter, in the dtype of the layer's products."""
@@ -180,7 +180,9 @@ class Decoder(nn.Module):
         def draw(named: tuple[str, nn.Parameter]) -> None:
             name, parameter = named
             with torch.no_grad():
-                local(parameter).copy_(Region.of(parameter).cut(self._drawn(name, parameter.shape, seed)))
+                local_part(parameter).copy_(
+                    Region.region_of_tensor(parameter).view_of(self._drawn(name, parameter.shape, seed))
+                )
 
         with ThreadPoolExecutor(min(DRAWING, os.cpu_count() or 1)) as threads:
             list(threads.map(draw, self.named_parameters()))
@@ -225,7 +227,7 @@ class Decoder(nn.Module):
     def use_fp8(self) -> None:
         """Compute the products of attention, dense MLPs and shared experts in fp8; not those of routers, routed experts and the head."""
         for block in self.blocks:
-            block.fp8, block.multiply = True, fp8.product  # type: ignore[assignment]
+            block.fp8, block.multiply = True, fp8.fp8_product  # type: ignore[assignment]
 
     def recompute(self) -> None:
         """Keep only each block's input for the backward pass, which runs the block again."""

@@ -96,7 +96,7 @@ class Hook:
         """Restore from a ``state_dict``. Not called if a checkpoint lacks the state of a hook that is not ``required``."""
 
 
-def to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:
+def copy_to_host(*groups: dict[str, Tensor]) -> list[dict[str, list[float]]]:
     """Each tensor's values as a flat list under its name: one transfer, and one wait for the device, for all groups."""
     tensors = [tensor.reshape(-1) for group in groups for tensor in group.values()]
     values = iter(torch.cat(tensors).tolist())

@@ -17,7 +17,7 @@ from trainer.contract.json_lines import read_lines
 FLUSH_SECONDS = 1.0
 
 
-class Lines:
+class MetricsFile:
     """Appends JSON lines to a file. For a resumed run it first drops torn lines and those from ``step`` on.
 
     Without a path (on ranks that do not lead) it writes nothing.

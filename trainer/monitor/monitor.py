@@ -29,7 +29,7 @@ from torch import Tensor
 
 from trainer.monitor.hook import Hook, Outcome, Update
 from trainer.optim.optimizer import Optimizer
-from trainer.parallel.ranks import Ranks, copies, local
+from trainer.parallel.ranks import Ranks, copies_of_tensor, local_part
 
 TURN_STEPS = 4  # from one layer's turn to the next one's
 SMOOTHING = 0.9  # of the two sums of the noise scale, per measurement
@@ -67,7 +67,7 @@ class LayerBeforeUpdate:
 
 
 class Monitor(Hook):
-    """Update-to-weight ratios and the noise scale. This hook is also called between the backward passes of a step (``half``)."""
+    """Update-to-weight ratios and the noise scale. This hook is also called between the backward passes of a step (``after_half_batch``)."""
 
     key = "monitor"
 
@@ -77,9 +77,9 @@ class Monitor(Hook):
         for name in optimizer.parameters:
             self.layers.setdefault(layer_of_parameter(name), []).append(name)
         # by parameter: 1 / how many ranks hold each of its elements
-        self.shares = self._on_device([1 / copies(parameter) for parameter in optimizer.parameters.values()])
+        self.shares = self._on_device([1 / copies_of_tensor(parameter) for parameter in optimizer.parameters.values()])
         self._shares = {
-            layer: self._on_device([1 / copies(optimizer.parameters[name]) for name in names])
+            layer: self._on_device([1 / copies_of_tensor(optimizer.parameters[name]) for name in names])
             for layer, names in self.layers.items()
         }
         self._is_in = self._on_device(  # [layers, parameters]
@@ -97,7 +97,7 @@ class Monitor(Hook):
         """Gradient norm by layer, in the order of ``layers``, from Σ gradient² by parameter."""
         return torch.where(self._is_in, squares, 0.0).sum(1).sqrt()
 
-    def half(self, step: int, split: bool) -> bool:
+    def after_half_batch(self, step: int, split: bool) -> bool:
         """Called after half of the step's rows. Returns True if it keeps their gradients, which it does not in every step.
 
         ``split``: the rows were one micro-batch, split for this; then all layers are measured.
@@ -129,7 +129,7 @@ class Monitor(Hook):
         layer = self.layer_at(update.step)
         weights, norms = [], []
         for name in self.layers[layer] if layer else ():
-            weights.append(local(self.optimizer.parameters[name]).clone())
+            weights.append(local_part(self.optimizer.parameters[name]).clone())
             norms.append(weights[-1].norm())
         self._before = LayerBeforeUpdate(layer, weights, norms, agreements)
 
@@ -142,7 +142,9 @@ class Monitor(Hook):
         found = list(before.agreements.values())
         if before.layer is not None:
             moved = before.weights
-            torch._foreach_sub_(moved, [local(self.optimizer.parameters[name]) for name in self.layers[before.layer]])
+            torch._foreach_sub_(
+                moved, [local_part(self.optimizer.parameters[name]) for name in self.layers[before.layer]]
+            )
             norms = torch.stack((torch.stack(torch._foreach_norm(moved)), torch.stack(before.norms)))
             found += (norms.square() * self._shares[before.layer]).sum(1)
         numbers = {}

@@ -8,7 +8,7 @@
 
 Values of different ranks travel in the message and the transfer that the step makes anyway. Hooks at the layers' inputs measure them,
 outside of the compiled code. A replayed CUDA graph calls no hook. There the hooks only keep the layers' inputs (``kept``), which are measured
-after the replay (``look_at``).
+after the replay (``measure_inputs``).
 
 Limits: the attention logit is that of some queries of the batch's first row, with all their keys. A fault within the embedding's own backward
 pass, or in the sum over ranks itself, is in no rank's number.
@@ -31,12 +31,12 @@ from kernels.qk_norm_rope import apply_rope
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Block, Decoder
 from trainer.monitor.hook import Anomaly, Hook, Outcome, Update
-from trainer.monitor.window import Window, center_and_deviation
+from trainer.monitor.window import Window, median_and_deviation
 from trainer.parallel.ranks import Ranks
 
 QUERIES = 64  # of a row, whose attention logits are computed
 LOGIT_LIMIT = 100.0  # where Kimi K2 begins to clip: arXiv 2507.20534 §2.1
-LEAST_BALANCE = 0.25  # of ``balance``: 1 where all experts are used alike, 0 where all tokens go to the same few
+LEAST_BALANCE = 0.25  # of ``expert_balance``: 1 where all experts are used alike, 0 where all tokens go to the same few
 LEAST_CHANGE = 0.1  # of a logarithm: for a quantity that hardly moves, a small ripple must not be an anomaly
 PAST, ENOUGH = 8, 4  # a part's next value is compared with so many past values; with fewer than ``ENOUGH`` it is not
 KINDS = {"update_ratio": "update_jump", "activation_max": "activation_jump", "attention_logit_max": "attention_logits"}
@@ -58,7 +58,7 @@ class PartHistory:
         if len(past) >= ENOUGH:
             usual = median(past)
             if self.changes.ready:
-                center, deviation = center_and_deviation([math.log(change) for change in self.changes.values])
+                center, deviation = median_and_deviation([math.log(change) for change in self.changes.values])
                 judged = usual, (math.log(value / usual) - center) / max(deviation, LEAST_CHANGE)
             self.changes.values.append(value / usual)
         past.append(value)
@@ -98,7 +98,7 @@ class RankNorms:
             rank = max(range(len(norms)), key=lambda r: abs(changes[r]))
             apart = abs(changes[rank] - median(changes[:rank] + changes[rank + 1 :]))
             if self.spreads.ready:
-                center, deviation = center_and_deviation([math.log(spread) for spread in self.spreads.values])
+                center, deviation = median_and_deviation([math.log(spread) for spread in self.spreads.values])
                 judged = rank, math.exp(apart), (apart - center) / max(deviation, LEAST_CHANGE)
             self.spreads.values.append(math.exp(apart))
         for norm, past in zip(norms, self.past):
@@ -113,11 +113,11 @@ class RankNorms:
         self.spreads.restore(state["spreads"])
 
 
-Inputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, what it read)
+LayerInputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, what it read)
 
 
 class Signals(Hook):
-    """The hook of these signs. It is also called before the forward pass (``begin``), and its numbers travel in ``by_rank``."""
+    """The hook of these signs. It is also called before the forward pass (``begin_step``), and its numbers travel in ``by_rank``."""
 
     key = "signals"
     required = False  # some checkpoints are older than this hook
@@ -138,11 +138,11 @@ class Signals(Hook):
         # row isn't zero, until they are summed over the ranks
         self.by_rank = torch.zeros(ranks.size, 3, device=ranks.device)
         self._rank_norms: list[float] = []
-        self.kept: Inputs | None = None  # by layer, where they are not measured at once
+        self.kept: LayerInputs | None = None  # by layer, where they are not measured at once
         for name, block in zip(self.layers, model.blocks):
             block.register_forward_pre_hook(partial(self._look, name))
 
-    def begin(self, layer: str | None) -> None:
+    def begin_step(self, layer: str | None) -> None:
         """Before a step's forward pass. ``layer``: the layer to measure."""
         self._layer, self._first = layer, True
         self.by_rank = torch.zeros_like(self.by_rank)
@@ -156,7 +156,7 @@ class Signals(Hook):
         elif name == self._layer:
             self._measure(block, inputs)
 
-    def look_at(self, kept: Inputs) -> None:
+    def measure_inputs(self, kept: LayerInputs) -> None:
         """Measure a micro-batch by its layers' inputs, if one of these is the layer to measure."""
         if self._layer in kept:
             self._measure(*kept[self._layer])
@@ -181,7 +181,7 @@ class Signals(Hook):
             numbers |= {f"activation_max/{self._layer}": self.by_rank[:, 1]}
             numbers |= {f"attention_logit_max/{self._layer}": self.by_rank[:, 2]}
         if update.load_LE is not None:
-            numbers["balance"] = balance(update.load_LE, self.per_token)
+            numbers["balance"] = expert_balance(update.load_LE, self.per_token)
         return numbers
 
     def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
@@ -289,13 +289,13 @@ def largest_logit(block: Block, x_BSD: Tensor, cos_BTK: Tensor, sin_BTK: Tensor,
     return torch.where(seen_PT, logits_GrPT, 0.0).amax()
 
 
-def balance(load_LE: Tensor, per_token: int) -> Tensor:
+def expert_balance(load_LE: Tensor, per_token: int) -> Tensor:
     """The balance of tokens over E experts, fp32 [L], from 0 (all to the same few) to 1 (even). ``load_LE``: tokens at each.
 
     (exp(entropy) − k) / (E − k). exp(entropy) is the number of equally used experts with the same entropy; k choices a token use at least k
     experts. All 60 choices of 30 tokens, spread over 4 experts, and over the same 2:
 
-    >>> balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
+    >>> expert_balance(torch.tensor([[15.0, 15.0, 15.0, 15.0], [30.0, 30.0, 0.0, 0.0]]), per_token=2)
     tensor([1., 0.])
     """
     experts = load_LE.shape[1]

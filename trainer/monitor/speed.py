@@ -36,7 +36,7 @@ class Speed:
             torch.cuda.reset_peak_memory_stats(device)  # a record's memory is that of steps
         self._first = True
 
-    def of(self, tokens: int, seconds: float) -> dict[str, float]:
+    def record_fields(self, tokens: int, seconds: float) -> dict[str, float]:
         """The speed of a step, for its record. A process's first step also has its seconds, which include compiling."""
         rate = tokens / seconds
         found = {"tokens_per_s": rate} | self._of_rate(rate)
@@ -45,7 +45,7 @@ class Speed:
         self._first = False
         return found
 
-    def of_segment(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    def segment_fields(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The speed of a segment, from its records: medians without each process's first step, and the seconds of the last process's first step."""
         first = [line["first_step_s"] for line in lines if "first_step_s" in line]
         rates = [line["tokens_per_s"] for line in lines if "tokens_per_s" in line and "first_step_s" not in line]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trainer.contract.recipe import StabilityRecipe
 from trainer.monitor.hook import Anomaly, Hook, Outcome
-from trainer.monitor.window import Window, onset
+from trainer.monitor.window import Window, find_onset
 
 MOST_BLOCKS = 64  # number of blocks that keep a run's losses
 MAY_FALL, FALLS = (
@@ -89,16 +89,16 @@ class LossHistory:
         self.windows, self.seen = state["windows"], state["seen"]
 
 
-def below(window: Window, value: float) -> float:
+def deviations_below(window: Window, value: float) -> float:
     """Robust deviations by which the next value lies below the window, or twice those of the mean of its last eighth, if that is larger. A
     loss that is too low stays low while its documents last, and a mean of several steps varies less.
 
     >>> usual = Window(16)
     >>> usual.restore([2.0, 2.1, 1.9, 2.0, 2.05, 1.95, 2.1, 1.9, 2.0, 2.0, 2.1, 1.9, 2.05, 1.95, 2.0])
-    >>> round(below(usual, 1.5), 1)
+    >>> round(deviations_below(usual, 1.5), 1)
     6.7
     >>> usual.values.append(1.5)
-    >>> round(below(usual, 1.5), 1)
+    >>> round(deviations_below(usual, 1.5), 1)
     13.5
     """
     center, deviation = window.center_and_deviation()
@@ -201,7 +201,7 @@ class Detector(Hook):
                     yield Anomaly(step, "skipped_outlier", value, center, above, True)
                 elif above > self.recipe.spike_deviations:
                     yield Anomaly(step, kind, value, center, above, skipped)
-                elif kind == "loss_spike" and below(window, value) > self.recipe.spike_deviations:
+                elif kind == "loss_spike" and deviations_below(window, value) > self.recipe.spike_deviations:
                     yield Anomaly(step, "loss_drop", value, center, above, skipped)
             window.values.append(value)
 
@@ -222,9 +222,9 @@ class Detector(Hook):
     def _onset(self, anomaly: Anomaly) -> int:
         """The step where the anomaly began: the earliest beginning of a departure of loss or gradient norm that still holds."""
         steps, losses, norms = zip(*self.trace) if self.trace else ((), (), ())
-        found: Iterable[int | None] = (onset(losses), onset(norms))
+        found: Iterable[int | None] = (find_onset(losses), find_onset(norms))
         if anomaly.kind.endswith("_drop"):
-            found = (onset(losses, -1),)
+            found = (find_onset(losses, -1),)
         return min((steps[index] for index in found if index is not None), default=anomaly.step)
 
     def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:

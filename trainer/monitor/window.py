@@ -12,7 +12,7 @@ from statistics import median
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
 LEAST_DEVIATION = 0.02  # share of the median: in a window that hardly moves, a small ripple must not be a spike
-# For ``onset``, in robust deviations: half of the smallest shift that is searched; the most that one value counts; the largest sum
+# For ``find_onset``, in robust deviations: half of the smallest shift that is searched; the most that one value counts; the largest sum
 SLACK, CLIP, MOST = 1.25, 4.0, 9.0
 
 
@@ -31,7 +31,7 @@ class Window:
         return len(self.values) == self.values.maxlen
 
     def center_and_deviation(self) -> tuple[float, float]:
-        center, deviation = center_and_deviation(self.values)
+        center, deviation = median_and_deviation(self.values)
         return center, max(deviation, LEAST_DEVIATION * abs(center), 1e-12)
 
     def restore(self, values: list[float]) -> None:
@@ -39,17 +39,17 @@ class Window:
         self.values.extend(values)
 
 
-def center_and_deviation(values: Sequence[float]) -> tuple[float, float]:
+def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     """(median, median absolute deviation as a standard deviation) of at least one value.
 
-    >>> center_and_deviation([1.0, 2.0, 3.0, 4.0, 1000.0])
+    >>> median_and_deviation([1.0, 2.0, 3.0, 4.0, 1000.0])
     (3.0, 1.4826)
     """
     center = median(values)
     return center, MAD_TO_DEVIATION * median([abs(value - center) for value in values])
 
 
-def onset(values: Sequence[float], sign: int = 1) -> int | None:
+def find_onset(values: Sequence[float], sign: int = 1) -> int | None:
     """The index where a rise began that still holds at the last value; None if none does. ``sign`` −1: a fall.
 
     A one-sided CUSUM of the logarithms in robust deviations. The sum grows by the distance of a value above median + ``SLACK``, and shrinks to
@@ -62,16 +62,16 @@ def onset(values: Sequence[float], sign: int = 1) -> int | None:
     A gradient norm as BLOOM's climbed over five steps (chronicles of its 176B run), after 20 usual ones:
 
     >>> usual = [0.24, 0.25, 0.23, 0.24] * 5
-    >>> onset([*usual, 1.3, 6.6, 35.0, 180.0, 960.0])
+    >>> find_onset([*usual, 1.3, 6.6, 35.0, 180.0, 960.0])
     20
-    >>> onset([*usual, 960.0, *usual]) is None
+    >>> find_onset([*usual, 960.0, *usual]) is None
     True
     """
     if not values:
         return None
     logs = [math.log(max(value, 1e-30)) for value in values]
     half = len(logs) // 2
-    center, deviation = min(map(center_and_deviation, (logs[: half or 1], logs[half:])))
+    center, deviation = min(map(median_and_deviation, (logs[: half or 1], logs[half:])))
     total, began = 0.0, 0
     for index, value in enumerate(logs):
         if total == 0:

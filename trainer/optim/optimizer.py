@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kernels import adamw, newton_schulz
 from trainer.contract.recipe import OptimizerRecipe
 from trainer.optim.muon import Muon
-from trainer.parallel.ranks import local
+from trainer.parallel.ranks import local_part
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")  # of AdamW, as torch names them
 
@@ -68,7 +68,7 @@ class Optimizer:
         model: nn.Module,
         recipe: OptimizerRecipe,
         width_share: float = 1.0,
-        adamw: Callable[..., None] = adamw.fused,
+        adamw: Callable[..., None] = adamw.fused_adamw,
         newton_schulz: Callable[[Tensor, int], Tensor] = newton_schulz.reference,
     ) -> None:
         self.recipe, self.adamw = recipe, adamw
@@ -99,11 +99,11 @@ class Optimizer:
 
     def gradients(self) -> dict[str, Tensor]:
         """This rank's part of each gradient, by parameter."""
-        return {name: local(p.grad) for name, p in self.parameters.items() if p.grad is not None}
+        return {name: local_part(p.grad) for name, p in self.parameters.items() if p.grad is not None}
 
     def _state_of(self, name: str) -> dict[str, Tensor]:
         if name not in self.state:
-            held = local(self.parameters[name])
+            held = local_part(self.parameters[name])
             zeros = torch.zeros_like(held), torch.zeros_like(held), torch.zeros((), device=held.device)
             self.state[name] = dict(zip(MOMENTS, zeros))
         return self.state[name]
@@ -116,10 +116,10 @@ class Optimizer:
         """
         recipe = self.recipe
         for (lr_share, weight_decay), group in self.groups.items():
-            gradients = {name: local(grad) for name in group if (grad := self.parameters[name].grad) is not None}
+            gradients = {name: local_part(grad) for name in group if (grad := self.parameters[name].grad) is not None}
             states = [self._state_of(name) for name in gradients]
             self.adamw(
-                [local(self.parameters[name]) for name in gradients],
+                [local_part(self.parameters[name]) for name in gradients],
                 list(gradients.values()),
                 *([state[key] for state in states] for key in MOMENTS),
                 divide_by,
@@ -149,13 +149,13 @@ class Optimizer:
         if not any(key.startswith("step.") for key in tensors):
             return
         for name in (name for group in self.groups.values() for name in group):
-            device = local(self.parameters[name]).device
+            device = local_part(self.parameters[name]).device
             self.state[name] = {key: tensors[f"{key}.{name}"].clone().to(device) for key in MOMENTS}
         if self.muon is not None:
             for name, momentum in self.muon.momentum.items():
                 momentum.copy_(tensors[f"momentum.{name}"])
 
 
-def squares(gradients: dict[str, Tensor]) -> Tensor:
+def sums_of_squares(gradients: dict[str, Tensor]) -> Tensor:
     """Σ gradient² of each parameter, fp32 [parameters]; only this rank's share if the parameter is split."""
     return torch.stack(torch._foreach_norm(list(gradients.values()))).square()

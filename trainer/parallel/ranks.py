@@ -75,7 +75,7 @@ class Ranks:
         return cls(rank, size, device, mesh, rank // parallel.tensor, data_ranks)
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """True for the rank that writes the files that all ranks share."""
         return self.rank == 0
 
@@ -128,13 +128,13 @@ def join_ranks() -> dist.Store | None:
     return dist.PrefixStore(f"attempt-{os.environ['TORCHELASTIC_RESTART_COUNT']}-group-{next(_joined)}", store)
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor; it shares the tensor's memory."""
     held: Any = tensor.detach()
     return held.to_local() if is_split(held) else held  # type: ignore[no-any-return]
 
 
-def copies(tensor: Any) -> int:
+def copies_of_tensor(tensor: Any) -> int:
     """The number of ranks that hold each element of a tensor."""
     if not is_split(tensor):
         return 1
@@ -153,12 +153,12 @@ def is_first_holder(tensor: Any) -> bool:
     return not any(c for c, placement in zip(coordinates, tensor.placements) if placement.is_replicate())
 
 
-def whole(value: Tensor, like: Tensor) -> Tensor:
+def gather_whole(value: Tensor, like: Tensor) -> Tensor:
     """The whole tensor of which each rank has ``value``, split as ``like`` is: a sum over ranks, each in its region."""
     if not is_split(like):
         return value
     total = value.new_zeros(like.shape)
     if is_first_holder(like):
-        Region.of(like).cut(total).copy_(value)
+        Region.region_of_tensor(like).view_of(total).copy_(value)
     dist.all_reduce(total)
     return total

@@ -13,14 +13,14 @@ from trainer.contract.checkpoint.region import Region
 from trainer.parallel.ranks import Ranks
 
 
-def apart(held: Mapping[str, tuple[Region, Tensor]], ranks: Ranks) -> list[str]:
+def find_differing_tensors(held: Mapping[str, tuple[Region, Tensor]], ranks: Ranks) -> list[str]:
     """Names of tensors for which two ranks hold different bits of the same region. All ranks must call it at the same step.
 
     ``held``: this rank's part of each tensor, by name. A checkpoint has only the first holder's copy, so only this comparison shows that
     another copy diverged. One rank holds no copies:
 
     >>> weight = torch.zeros(2, 3)
-    >>> apart({"weight": (Region.of(weight), weight)}, Ranks(0, 1, weight.device))
+    >>> find_differing_tensors({"weight": (Region.of(weight), weight)}, Ranks(0, 1, weight.device))
     []
     """
     if ranks.size == 1:

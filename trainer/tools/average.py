@@ -45,7 +45,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
         raise AverageError(
             "trainer.checkpoint_twice", "A checkpoint is named twice. Name it once, with a larger weight in --weights."
         )
-    weights = checked(weights if weights is not None else [1.0] * len(sources), len(sources))
+    weights = check_weights(weights if weights is not None else [1.0] * len(sources), len(sources))
     total = sum(weights)
     sums: dict[str, Tensor] = {}
     first: dict[str, Any] = {}
@@ -76,7 +76,7 @@ def average(sources: Sequence[Path], weights: Sequence[float] | None = None) -> 
     return Checkpoint(model, newest.optimizer, newest.state | {"averaged_from": used})
 
 
-def checked(weights: Sequence[float], count: int) -> Sequence[float]:
+def check_weights(weights: Sequence[float], count: int) -> Sequence[float]:
     """The weights. Raises: AverageError unless they can be used for an average."""
     if len(weights) != count:
         raise AverageError(

@@ -17,7 +17,7 @@ from typing import Any
 
 from kernels.contract.message import titled
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.contract.data.data_order import DataOrder, documents_at
+from trainer.contract.data.data_order import DataOrder, document_indices_at
 from trainer.contract.data.token_shard import file_sha256
 from trainer.contract.errors import CheckpointError, SpecError, TrainerError
 from trainer.contract.plan.spec import SegmentSpec
@@ -38,7 +38,7 @@ def documents_of(segment: Path, step: int) -> list[str]:
             first=spec.first_step,
             last=spec.last_step - 1,
         )
-    return documents_at(data_order_before(segment, spec, step), step)
+    return document_indices_at(data_order_before(segment, spec, step), step)
 
 
 def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
@@ -61,7 +61,7 @@ def data_order_before(segment: Path, spec: SegmentSpec, step: int) -> DataOrder:
         vocab_size=recipe.model.vocab_size,
         state=state,
     )
-    return order if state is not None else order.fork(spec.first_step)
+    return order if state is not None else order.copy_at_step(spec.first_step)
 
 
 def sampler_state(checkpoint: Path) -> dict[str, Any]:

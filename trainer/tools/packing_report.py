@@ -69,7 +69,7 @@ def measure_packing(packing: str, order: DataOrder, steps: int) -> PackingReport
 
     Raises: DataPlanError if the data is not enough for one step.
     """
-    order = order.fork()
+    order = order.copy_at_step()
     order.batch = order.batch.model_copy(update={"packing": packing})
     made: list[list[Row]] = []
     while len(made) < steps:
@@ -108,7 +108,7 @@ def measure_packing(packing: str, order: DataOrder, steps: int) -> PackingReport
     )
 
 
-def reports(plan: DataPlan, recipe: Recipe, steps: int) -> list[PackingReport]:
+def measure_all_packings(plan: DataPlan, recipe: Recipe, steps: int) -> list[PackingReport]:
     """One report for each strategy, from the plan's first step on. Raises: DataPlanError, TokenShardError."""
     order = DataOrder(plan, context=recipe.model.context, batch=recipe.batch, vocab_size=recipe.model.vocab_size)
     return [measure_packing(packing, order, steps) for packing in STRATEGIES]
@@ -132,7 +132,7 @@ def _spread(rows: list[Row]) -> float:
     return statistics.pstdev(lengths) / statistics.fmean(lengths)
 
 
-def table(found: Iterable[PackingReport]) -> str:
+def report_table(found: Iterable[PackingReport]) -> str:
     """The reports as a table for people."""
     names = ("used", "padding", "cut", "cut tok", "recut", "cross", "largest")
     lines = [f"{'packing':<25}{'steps':>6}{''.join(f'{name:>9}' for name in names)}{'spread':>8}"]
@@ -160,7 +160,7 @@ def read_inputs(paths: list[Path]) -> tuple[Recipe, DataPlan]:
     shards = [TokenShard(path) for given in rest for path in token_shards_in(given)]
     plan = DataPlan.make(recipe.mixture, "trunk", [(s.id, str(s.path), 0) for s in shards], recipe.seed)
     held = {name for shard in shards for name in shard.documents["domain"].unique().to_pylist()}
-    plan, left_out = plan.of_arrived(held, 0, 1)
+    plan, left_out = plan.without_missing_domains(held, 0, 1)
     if left_out:
         said = Message(
             "trainer.domains_left_out",
@@ -204,7 +204,7 @@ def main(arguments: list[str]) -> int:
         parser.error(Message("trainer.too_few_steps", "--steps must be at least 1"))
     try:
         recipe, plan = read_inputs(asked.paths)
-        found = reports(plan, recipe, asked.steps)
+        found = measure_all_packings(plan, recipe, asked.steps)
     except TrainerError as error:
         print(f"trainer.tools.packing_report: {titled(error)}", file=sys.stderr)
         return error.exit_code
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
             shards=len(plan.token_shards),
         )
     )
-    print(table(found))
+    print(report_table(found))
     return 0
 
 

@@ -1,7 +1,7 @@
 """HTML pages for people: ``base.html.jinja`` with the one stylesheet, ``parts.html.jinja`` with the parts of a page's layout.
 
 The values on a page (documents, samples, patches, source lines, model output) are untrusted text. Jinja escapes every value,
-``shown`` replaces invisible control characters, and the page's content policy allows no script, image or address.
+``replace_invisible`` replaces invisible control characters, and the page's content policy allows no script, image or address.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from agents.core.untrusted import shown
+from agents.core.untrusted import replace_invisible
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -24,7 +24,7 @@ MARGIN, SCALE = (
 )  # margin in pixels of a picture that is a file; its scale relative to the same picture on a page
 
 
-def render(template: Path, **values: object) -> str:
+def render_page(template: Path, **values: object) -> str:
     """A page from a template that extends ``base.html.jinja``. Only what a template marks as ``safe`` is not escaped."""
     return _environment(template.parent).get_template(template.name).render(values)
 
@@ -39,15 +39,15 @@ def _environment(folder: Path) -> Environment:
         loader=FileSystemLoader([folder, Path(__file__).parent]),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else shown(str(value)),
+        finalize=lambda value: value if isinstance(value, Markup) else replace_invisible(str(value)),
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["number"] = number
+    environment.filters["number"] = number_text
     return environment
 
 
-def picture(svg: str) -> str:
+def svg_file(svg: str) -> str:
     """A page's drawing as an SVG file of its own, with the pages' colours and a margin."""
     style = (Path(__file__).parent / "palette.css.jinja").read_text(encoding="utf-8")
     found = re.match(r'<svg viewBox="0 0 (\d+) (\d+)"', svg)
@@ -58,12 +58,12 @@ def picture(svg: str) -> str:
     return svg.replace(found[0], start, 1).replace(">", f">{own}", 1)
 
 
-def text(value: object) -> str:
+def html_text(value: object) -> str:
     """Any value as HTML text, for drawings: escaped, without invisible characters, always encodable."""
-    return html.escape(shown(str(value)), quote=True)
+    return html.escape(replace_invisible(str(value)), quote=True)
 
 
-def number(value: object, digits: int = 3) -> str:
+def number_text(value: object, digits: int = 3) -> str:
     """A number for a person, ``–`` for what was not measured."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return "–"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from agents.core.pages import text
+from agents.core.pages import html_text
 from agents.line_profiler.table import Profile, ProfiledLine
 
 ROW, LEFT, WIDE = 22, 330, 1100  # pixels: a row of the graph, where its boxes begin, the whole width
@@ -18,7 +18,7 @@ def heat_colour(share: float, hottest: float) -> str:
     return f"hsl(8 85% {97 - 45 * min(1.0, part):.0f}%)"
 
 
-def graph(profile: Profile) -> str:
+def draw_graph(profile: Profile) -> str:
     """Lines from top to bottom in the order in which they first run; solid arcs: always, dotted: on a condition.
 
     Arcs that go down are left of the boxes, arcs that go back up (to the next layer) right of them.
@@ -38,7 +38,7 @@ def graph(profile: Profile) -> str:
         about = f"{edge.source} → {edge.target}: {edge.bytes / 1e6:.1f} MB" + (", conditional" * edge.conditional)
         parts.append(
             f'<path class="edge" d="M{x} {y1:.0f} C{x + bend:.0f} {y1:.0f} {x + bend:.0f} {y2:.0f} {x} {y2:.0f}"{dash}>'
-            f"<title>{text(about)}</title></path>"
+            f"<title>{html_text(about)}</title></path>"
         )
     for name in names:
         line, y = by_name.get(name), row[name] * ROW
@@ -46,13 +46,13 @@ def graph(profile: Profile) -> str:
         label = f"{name}  {line.source}" if line else name
         parts.append(
             f'<rect x="{LEFT}" y="{y + 2}" width="480" height="{ROW - 4}" fill="{heat_colour(share, hottest)}" stroke="#999"/>'
-            f'<text x="{LEFT + 6}" y="{y + 15}">{text(label[:62])}<title>{text(label)}</title></text>'
+            f'<text x="{LEFT + 6}" y="{y + 15}">{html_text(label[:62])}<title>{html_text(label)}</title></text>'
             f'<text x="{right - 6}" y="{y + 15}" text-anchor="end">{share:.1%}</text>'
         )
     return f'<svg class="graph" viewBox="0 0 {WIDE} {len(names) * ROW + 4}" role="img">{"".join(parts)}</svg>'
 
 
-def roofline(profile: Profile) -> str:
+def draw_roofline(profile: Profile) -> str:
     """FLOP/s against FLOPs a byte, both logarithmic (Williams et al. 2009, doi 10.1145/1498765.1498785)."""
     shown = [line for line in profile.lines if line.flops > 0 and line.bytes > 0 and line.seconds > line.host_s]
     peak, bandwidth = profile.matmul_flops_per_s, profile.memory_bytes_per_s
@@ -79,7 +79,7 @@ def roofline(profile: Profile) -> str:
         about = f"{line.name}: {line.source}\n{_rate(line) / 1e9:.1f} GFLOP/s, {line.roofline:.0%} of the roofline"
         radius = 3 + 9 * math.sqrt(line.share / hottest if hottest else 0.0)
         parts.append(
-            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{text(about)}</title></circle>'
+            f'<circle class="dot" cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}"><title>{html_text(about)}</title></circle>'
         )
     return f'<svg viewBox="0 0 {PLOT_W} {PLOT_H}" role="img">{"".join(parts)}</svg>'
 

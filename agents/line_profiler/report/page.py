@@ -7,27 +7,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from agents.core.pages import render
+from agents.core.pages import render_page
 from agents.line_profiler.lines import source_lines
-from agents.line_profiler.report.drawing import graph, heat_colour, roofline
-from agents.line_profiler.report.words import shortened, summary
+from agents.line_profiler.report.drawing import draw_graph, draw_roofline, heat_colour
+from agents.line_profiler.report.words import profile_summary, shorten_lines
 from agents.line_profiler.table import Profile, ProfiledLine
 
 AROUND = 3  # lines of source shown above and below one that was timed
 OPEN = 0.05  # files with at least this share of the step are unfolded
 
 
-def html(profile: Profile) -> str:
+def html_page(profile: Profile) -> str:
     """The page."""
-    return render(
+    return render_page(
         Path(__file__).with_name("profile.html.jinja"),
         profile=profile,
         name=profile.recipe.get("name", ""),
-        summary=summary(profile),
-        shortened=shortened,
+        summary=profile_summary(profile),
+        shortened=shorten_lines,
         files=_files(profile),
-        graph=graph(profile),
-        roofline=roofline(profile),
+        graph=draw_graph(profile),
+        roofline=draw_roofline(profile),
     )
 
 

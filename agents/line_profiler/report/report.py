@@ -6,12 +6,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from agents.line_profiler.report.words import shortened, summary
+from agents.line_profiler.report.words import profile_summary, shorten_lines
 from agents.line_profiler.table import Profile
 from kernels.contract.message import Message
 
 
-def table(profile: Profile, top: int = 20) -> RenderableType:
+def profile_table(profile: Profile, top: int = 20) -> RenderableType:
     """The slowest ``top`` lines, the ops, and how well the table agrees with the clock."""
     lines = Table(
         title=Message(
@@ -56,10 +56,10 @@ def table(profile: Profile, top: int = 20) -> RenderableType:
             f"{op.backward_s * 1e3:.2f}",
             f"{op.share:.1%}",
         )
-    return Group(lines, ops, candidates(profile), Text(summary(profile)))
+    return Group(lines, ops, candidates_table(profile), Text(profile_summary(profile)))
 
 
-def candidates(profile: Profile, top: int = 5) -> RenderableType:
+def candidates_table(profile: Profile, top: int = 5) -> RenderableType:
     """The ``top`` fusion and stream candidates."""
     title = Message("line_profiler.candidates", "lines that could be fused, branches that could overlap (upper bounds)")
     found = Table(title=title, title_justify="left")
@@ -69,9 +69,9 @@ def candidates(profile: Profile, top: int = 5) -> RenderableType:
     found.add_column("share", justify="right", no_wrap=True)
     for chain in profile.fusion_candidates[:top]:
         what = f"fuse, saves {chain.bytes_saved / 1e6:,.0f} MB"
-        found.add_row(what, Text(shortened(chain.lines)), f"{chain.gain_s * 1e3:.2f}", f"{chain.gain_share:.1%}")
+        found.add_row(what, Text(shorten_lines(chain.lines)), f"{chain.gain_s * 1e3:.2f}", f"{chain.gain_share:.1%}")
     for pair in profile.stream_candidates[:top]:
-        lines = f"{shortened(pair.branches[0], 2)}  ∥  {shortened(pair.branches[1], 2)}"
+        lines = f"{shorten_lines(pair.branches[0], 2)}  ∥  {shorten_lines(pair.branches[1], 2)}"
         what = "two streams, backward" if pair.backward else "two streams"
         found.add_row(what, Text(lines), f"{pair.gain_s * 1e3:.2f}", f"{pair.gain_share:.1%}")
     return found

@@ -6,12 +6,12 @@ from agents.line_profiler.table import Profile
 from kernels.contract.message import Message
 
 
-def shortened(lines: tuple[str, ...], most: int = 4) -> str:
+def shorten_lines(lines: tuple[str, ...], most: int = 4) -> str:
     """The first ``most`` lines, and the number of the others."""
     return " → ".join(lines[:most]) + (f" → … {len(lines) - most} more" if len(lines) > most else "")
 
 
-def summary(profile: Profile) -> str:
+def profile_summary(profile: Profile) -> str:
     """Step times, coverage and cross-checks, as text."""
     difference = profile.eager_step_s - profile.covered_s
     check = profile.cross_check

@@ -13,7 +13,7 @@ import torch
 from agents.line_profiler.capture import Event, Recorder
 from agents.line_profiler.sweep.shapes import SHAPES, one_layer_slice
 from kernels.contract.op import Cost, Shape
-from kernels.contract.registry import OPS, bind
+from kernels.contract.registry import OPS, bind_ops
 from trainer.model.transformer import Block, rope_tables
 from trainer.parallel.tensor_ranks import TensorRanks
 
@@ -43,7 +43,7 @@ class Slice:
 
 
 @cache
-def events(of: Slice) -> tuple[Event, ...]:
+def slice_events(of: Slice) -> tuple[Event, ...]:
     """The operations of the layer without attention's; those of the backward pass at the lines that caused them.
 
     Their times mean nothing; their signatures, bytes and FLOPs are real.
@@ -51,7 +51,7 @@ def events(of: Slice) -> tuple[Event, ...]:
     shape = one_layer_slice(SHAPES[of.model], of.sequence)
     recorder = Recorder()
     with torch.device("meta"):
-        block = Block(shape, 0, recorder.watch(bind({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
+        block = Block(shape, 0, recorder.watch(bind_ops({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
         block.joined = True
         x_BTD = torch.empty(of.batch, of.sequence, shape.d_model, dtype=DTYPE, requires_grad=True)
         positions_BT = torch.zeros(of.batch, of.sequence, dtype=torch.int64)

@@ -23,19 +23,19 @@ from pydantic import TypeAdapter
 
 from agents.line_profiler.capture import ROOT, moves_nothing
 from agents.line_profiler.isolation import IsolatedTime
-from agents.line_profiler.lines import PeakRates, source
+from agents.line_profiler.lines import PeakRates, source_text
 from agents.line_profiler.session import device_name
-from agents.line_profiler.stopwatch import counted
+from agents.line_profiler.stopwatch import count_progress
 from agents.line_profiler.sweep.shapes import SHAPES
-from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
+from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, slice_events
 from agents.line_profiler.sweep.sweep_items import (
     Item,
     SweepLimits,
     SweepTask,
     attention_key,
     build_attention,
-    collect,
-    fit,
+    choose_measurable,
+    collect_operations,
     measure_item,
 )
 from agents.line_profiler.sweep.work_queue import (
@@ -119,7 +119,7 @@ class Sweep:
         return TypeAdapter(cls).validate_python(raw)
 
 
-def sweep(
+def measure_slices(
     slices: Sequence[Slice],
     limits: SweepLimits,
     start: Callable[[], Workers],
@@ -133,7 +133,7 @@ def sweep(
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     roof = PeakRates(matmul_rate(device, DTYPE), memory_rate(device))
-    items = fit(collect(slices, roof), limits, workers)
+    items = choose_measurable(collect_operations(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
         Message(
@@ -151,7 +151,9 @@ def sweep(
     results: list[tuple[IsolatedTime, float] | LostItem] = []
     if wanted:
         tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
-        results = measure_on(start(), tasks, [item.estimated_s for item in wanted], counted(report, "operations "))
+        results = measure_on(
+            start(), tasks, [item.estimated_s for item in wanted], count_progress(report, "operations ")
+        )
     seconds = time.perf_counter() - began
     by_item = dict(zip(wanted, results))
     swept = {_key(item): _swept(item, by_item.get(item)) for item in items}
@@ -171,7 +173,7 @@ def sweep(
 
 
 def _key(item: Item) -> object:
-    return attention_key(item.of) if item.index < 0 else events(item.of)[item.index].signature
+    return attention_key(item.of) if item.index < 0 else slice_events(item.of)[item.index].signature
 
 
 def _swept(item: Item, result: tuple[IsolatedTime, float] | LostItem | None) -> SweptItem:
@@ -190,10 +192,10 @@ def _swept(item: Item, result: tuple[IsolatedTime, float] | LostItem | None) -> 
 def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: PeakRates) -> SweptSlice:
     """Each line is the sum of its operations, each measured or estimated by the roofline."""
     parts: defaultdict[tuple[str, str], list[tuple[SweptItem, float, float]]] = defaultdict(list)
-    for event in events(of):
+    for event in slice_events(of):
         if event.signature is not None and not moves_nothing(event.signature.func):
             name = line_name(*event.line)
-            parts[name, source(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
+            parts[name, source_text(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
     cost = of.attention_cost
     flops, moved = cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes
     parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append((swept[attention_key(of)], flops, moved))
@@ -215,7 +217,7 @@ def _line(name: str, text: str, parts: Iterable[tuple[SweptItem, float, float]])
     return SweptLine(name, text, seconds, how, flops, moved)
 
 
-def text(found: Sweep, top: int = 3) -> str:
+def sweep_table(found: Sweep, top: int = 3) -> str:
     """A table for people: one row for each slice, with its slowest lines."""
     head = Message(
         "line_profiler.swept",
@@ -278,13 +280,13 @@ def main(arguments: list[str] | None = None) -> int:
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
-        found = sweep(slices, limits, start, workers, implementation_names(kernels[ATTENTION])[0], report)
+        found = measure_slices(slices, limits, start, workers, implementation_names(kernels[ATTENTION])[0], report)
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:
         print(titled(error), file=sys.stderr)
         return 2
-    print(json.dumps(asdict(found), indent=1) if chosen.json else text(found))
+    print(json.dumps(asdict(found), indent=1) if chosen.json else sweep_table(found))
     return 0
 
 

@@ -10,14 +10,14 @@ from functools import cache
 import torch
 
 from agents.line_profiler.capture import moves_nothing
-from agents.line_profiler.isolation import IsolatedTime, clock_of, measure, repeated
+from agents.line_profiler.isolation import IsolatedTime, make_clock, measure_operation, time_repeatedly
 from agents.line_profiler.lines import PeakRates
-from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, events
+from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, slice_events
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message
 from kernels.contract.op import OracleCase
 from kernels.contract.precision import bf16_matmul
-from kernels.contract.registry import OPS, check
+from kernels.contract.registry import OPS, find_implementation
 
 FILL_BYTES_PER_S = 4e8  # making random inputs on one core
 LEAST_CALLS = 4  # one warm-up and three timed calls
@@ -47,7 +47,7 @@ class SweepLimits:
     threads: int
 
 
-def collect(slices: Iterable[Slice], roof: PeakRates) -> list[Item]:
+def collect_operations(slices: Iterable[Slice], roof: PeakRates) -> list[Item]:
     """The distinct operations of all slices."""
     found: dict[object, Item] = {}
     for of in slices:
@@ -58,7 +58,7 @@ def collect(slices: Iterable[Slice], roof: PeakRates) -> list[Item]:
         moved = cost.forward_bytes + cost.backward_bytes
         what = f"{ATTENTION}, forward and backward, {of}"
         found[attention_key(of)] = Item(of, -1, what, 4 * moved, seconds, 0.0)
-        for index, event in enumerate(events(of)):
+        for index, event in enumerate(slice_events(of)):
             signature = event.signature
             if signature is not None and signature not in found and not moves_nothing(signature.func):
                 seconds = roof.seconds(event.flops, event.bytes)
@@ -72,7 +72,7 @@ def attention_key(of: Slice) -> object:
     return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
 
 
-def fit(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
+def choose_measurable(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
     """The items with their estimates; those that do not fit, with the reason. The shortest are measured first."""
     sized = [_sized(item, limits) for item in items]
     spent = 0.0
@@ -129,9 +129,9 @@ def measure_item(task: SweepTask) -> tuple[IsolatedTime, float]:
         if task.item.index < 0:
             found = _attention(task, device)
         else:
-            signature = events(task.item.of)[task.item.index].signature
+            signature = slice_events(task.item.of)[task.item.index].signature
             assert signature is not None
-            found = measure(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
+            found = measure_operation(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
     return found, time.perf_counter() - began
 
 
@@ -144,19 +144,19 @@ def build_attention(implementation: str, device: torch.device) -> None:
     """Compile the native library once, before every worker needs it."""
     op = OPS[ATTENTION]
     made = op.inputs(op.cases[0], device=device, dtype=DTYPE)
-    check(ATTENTION, implementation, device.type).function(*made)
+    find_implementation(ATTENTION, implementation, device.type).function(*made)
 
 
 def _attention(task: SweepTask, device: torch.device) -> IsolatedTime:
     began = time.perf_counter()
     try:
         op = OPS[ATTENTION]
-        function = check(ATTENTION, task.attention, device.type).function
+        function = find_implementation(ATTENTION, task.attention, device.type).function
         made = op.inputs(OracleCase("sweep", task.item.of.shape), device=device, dtype=DTYPE)
         needed = [made[position] for position in op.gradients]
         gradient = torch.randn_like(made[0])
-        clock = clock_of(device)
+        clock = make_clock(device)
         call = lambda number: clock(lambda: torch.autograd.grad(function(*made), needed, gradient))
-        return repeated(call, call(0), began + task.limits.item_s)
+        return time_repeatedly(call, call(0), began + task.limits.item_s)
     except RuntimeError as error:
         return IsolatedTime(0.0, 0.0, 0, f"{type(error).__name__}: {str(error).splitlines()[0][:160]}")

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import op
 
 from factory.ledger.ledger import metadata
-from factory.ledger.places import JSON_PATH_COLUMNS, PLACES, inside, portable
+from factory.ledger.places import JSON_PATH_COLUMNS, PLACES, to_stored_path, to_stored_paths
 
 revision = "3"
 down_revision = "2"
@@ -27,7 +27,7 @@ def upgrade() -> None:
             for value, held in tx.execute(sa.select(key, column)).all():
                 new = held
                 for root in roots if held else ():
-                    new = portable(root, new) if column.name in JSON_PATH_COLUMNS else inside(root, new)
+                    new = to_stored_paths(root, new) if column.name in JSON_PATH_COLUMNS else to_stored_path(root, new)
                 if new != held:
                     tx.execute(table.update().where(key == value).values({column: new}))
     _averages(tx, roots)
@@ -43,5 +43,5 @@ def _averages(tx: sa.Connection, roots: list[Path]) -> None:
     ).all():
         if "average" in (detail or {}):
             for root in roots:
-                detail = portable(root, detail)
+                detail = to_stored_paths(root, detail)
             tx.execute(events.update().where(events.c.id == number).values(detail=detail))

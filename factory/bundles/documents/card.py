@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from factory.bundles.documents.facts import NO_ASSERTION, Facts
+from factory.bundles.documents.facts import NO_ASSERTION, BundleFacts
 from factory.bundles.files import layout
 
 HOW_TO_RUN = f"""## How to run
@@ -31,7 +31,7 @@ publisher, not from this folder: a forger would put another one here.
 """
 
 
-def card(facts: Facts) -> str:
+def write_card(facts: BundleFacts) -> str:
     """The text of the model card. Every number comes from the bundle's other files."""
     parts = [
         _front(facts),
@@ -45,14 +45,14 @@ def card(facts: Facts) -> str:
     return "\n".join(parts)
 
 
-def _front(facts: Facts) -> str:
+def _front(facts: BundleFacts) -> str:
     licence = facts.licences["model"]
     lines = [f"license: {'other' if licence == NO_ASSERTION else licence.lower()}", "library_name: transformers"]
     lines += ["pipeline_tag: text-generation", f"model_name: {json.dumps(facts.name)}"]
     return "---\n" + "\n".join(lines) + "\n---\n"
 
 
-def _summary(facts: Facts) -> str:
+def _summary(facts: BundleFacts) -> str:
     first, last = facts.segments[0], facts.segments[-1]
     machines = sorted({str((row.get("machine") or {}).get("name", "not recorded")) for row in facts.segments})
     licence = facts.licences["model"]
@@ -70,12 +70,12 @@ def _summary(facts: Facts) -> str:
     return _table(["", ""], [[name, value] for name, value in rows.items()])
 
 
-def _overridden(facts: Facts) -> str:
+def _overridden(facts: BundleFacts) -> str:
     over = facts.verdict.get("override")
     return f", though the release gate held it: {over['why']}" if over else ""
 
 
-def _data(facts: Facts) -> str:
+def _data(facts: BundleFacts) -> str:
     documents, tokens = facts.by_licence("documents"), facts.by_licence("supervised_tokens")
     allowed = facts.licences["release_allowed"]
     included = {row["license"] for row in facts.shards if row["included"]}
@@ -92,7 +92,7 @@ def _data(facts: Facts) -> str:
     return f"{words}\n{table}\n{synthetic}{taken} of these documents were quarantined later: the model saw them (`{layout.ANOMALIES}`).\n"
 
 
-def _synthetic(facts: Facts, total: int) -> str:
+def _synthetic(facts: BundleFacts, total: int) -> str:
     """The share of the data that models wrote, by model."""
     if not facts.synthetic:
         return ""
@@ -102,7 +102,7 @@ def _synthetic(facts: Facts, total: int) -> str:
     return f"{words}\n\n{_table(['written by', 'supervised tokens', 'share'], rows)}\n"
 
 
-def _evaluation(facts: Facts) -> str:
+def _evaluation(facts: BundleFacts) -> str:
     ours, theirs = facts.measurements["candidate"], facts.measurements.get("champion") or {}
     rows = []
     for domain, bits in sorted(ours["bpb"].items()):
@@ -136,7 +136,7 @@ def _evaluation(facts: Facts) -> str:
     return "\n".join(lines)
 
 
-def _limits(facts: Facts) -> str:
+def _limits(facts: BundleFacts) -> str:
     found = facts.anomalies["anomalies"]
     open_ = sum(row["state"] == "open" for row in found)
     lines = [

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.bundles.documents.facts import Facts, licence_expression
+from factory.bundles.documents.facts import BundleFacts, licence_expression
 from factory.bundles.files import layout
 
 CONFORMS = "http://mlcommons.org/croissant/1.1"
@@ -43,7 +43,7 @@ OF_SYNTHETIC = {layout.SHARDS: {"synthetic_tokens": "sc:Integer"}, layout.DOCUME
 DESCRIBED = {layout.SHARDS: ("token-shards", SHARD_FIELDS), layout.DOCUMENTS: ("documents", DOCUMENT_FIELDS)}
 
 
-def croissant(facts: Facts) -> dict[str, Any]:
+def build_croissant(facts: BundleFacts) -> dict[str, Any]:
     """The JSON-LD object."""
     there = [path for path in DESCRIBED if path in facts.files]
     fields = lambda path: DESCRIBED[path][1] | (OF_SYNTHETIC[path] if facts.synthetic else {})
@@ -65,7 +65,7 @@ def croissant(facts: Facts) -> dict[str, Any]:
     }
 
 
-def _file(facts: Facts, path: str) -> dict[str, Any]:
+def _file(facts: BundleFacts, path: str) -> dict[str, Any]:
     hashed = facts.files[path]
     return {
         "@type": "cr:FileObject",

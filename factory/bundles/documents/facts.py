@@ -28,7 +28,7 @@ NO_ASSERTION = "NOASSERTION"
 
 
 @dataclass(frozen=True)
-class Facts:
+class BundleFacts:
     """The facts of one bundle."""
 
     verdict: dict[str, Any]
@@ -42,18 +42,18 @@ class Facts:
     files: Mapping[str, FileHash]  # all except the generated documents, the manifest and the signature
 
     @classmethod
-    def read(cls, folder: BundleFolder) -> Facts:
+    def read(cls, folder: BundleFolder) -> BundleFacts:
         """Read them from a bundle. Raises: BundleError."""
         apart = (*layout.GENERATED, layout.MANIFEST, layout.SIGNATURE)
         return cls(
-            folder.object(layout.VERDICT),
-            folder.object(layout.EVIDENCE),
-            folder.object(layout.MEASUREMENTS),
-            folder.object(layout.LICENCES),
-            folder.object(layout.ANOMALIES),
-            list(folder.rows(layout.SHARDS)),
-            folder.object(layout.PROVENANCE),
-            folder.object(f"{layout.MODEL}/config.json"),
+            folder.read_object(layout.VERDICT),
+            folder.read_object(layout.EVIDENCE),
+            folder.read_object(layout.MEASUREMENTS),
+            folder.read_object(layout.LICENCES),
+            folder.read_object(layout.ANOMALIES),
+            list(folder.read_rows(layout.SHARDS)),
+            folder.read_object(layout.PROVENANCE),
+            folder.read_object(f"{layout.MODEL}/config.json"),
             {path: hashed for path, hashed in folder.hashes.items() if path not in apart},
         )
 

@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from factory.bundles.documents.card import card
-from factory.bundles.documents.croissant import croissant
-from factory.bundles.documents.facts import Facts
-from factory.bundles.documents.spdx import spdx
+from factory.bundles.documents.card import write_card
+from factory.bundles.documents.croissant import build_croissant
+from factory.bundles.documents.facts import BundleFacts
+from factory.bundles.documents.spdx import build_spdx
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, BundleFolder, shown
+from factory.bundles.files.folder import BundleError, BundleFolder, printable
 
-MADE_BY: dict[str, Callable[[Facts], Any]] = {layout.CARD: card, layout.CROISSANT: croissant, layout.SPDX: spdx}
+MADE_BY: dict[str, Callable[[BundleFacts], Any]] = {
+    layout.CARD: write_card,
+    layout.CROISSANT: build_croissant,
+    layout.SPDX: build_spdx,
+}
 
 
 def generate_document(folder: BundleFolder, path: str) -> Any:
     """The text or JSON object that belongs in ``path``. Raises: BundleError if the other files lack a fact that it needs."""
-    facts = Facts.read(folder)
+    facts = BundleFacts.read(folder)
     try:
         return MADE_BY[path](facts)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError, OSError) as error:
@@ -25,5 +29,5 @@ def generate_document(folder: BundleFolder, path: str) -> Any:
             "bundles.not_generated",
             "{file} cannot be generated from the other files: {reason}",
             file=path,
-            reason=shown(repr(error)),
+            reason=printable(repr(error)),
         ) from error

@@ -6,14 +6,14 @@ import hashlib
 import json
 from typing import Any
 
-from factory.bundles.documents.facts import NO_ASSERTION, Facts, licence_expression
+from factory.bundles.documents.facts import NO_ASSERTION, BundleFacts, licence_expression
 from factory.bundles.files import layout
 
 CONTEXT = "https://spdx.org/rdf/3.0.1/spdx-context.jsonld"
 CREATION = "_:creation"
 
 
-def spdx(facts: Facts) -> dict[str, Any]:
+def build_spdx(facts: BundleFacts) -> dict[str, Any]:
     """The JSON-LD object. Its namespace is a hash of the release and its files, so two bundles never share one."""
     identity = json.dumps([facts.name, {path: hashed.sha256 for path, hashed in sorted(facts.files.items())}])
     space = f"urn:llm-factory:{hashlib.sha256(identity.encode()).hexdigest()[:32]}"
@@ -24,7 +24,7 @@ def spdx(facts: Facts) -> dict[str, Any]:
 class _Graph:
     """Collects the elements and gives each an id in the document's namespace."""
 
-    def __init__(self, space: str, facts: Facts) -> None:
+    def __init__(self, space: str, facts: BundleFacts) -> None:
         self.space, self.facts = space, facts
         self.found: list[dict[str, Any]] = []
 

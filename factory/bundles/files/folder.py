@@ -13,7 +13,7 @@ from typing import Any
 
 from factory.bundles.files.layout import DEPTH, FILES_AT_MOST, JSON_BYTES, LINE_BYTES, ROWS_BYTES
 from factory.core.errors import InputError
-from factory.core.left_files import open_file, parse_json
+from factory.core.left_files import open_regular_file, parse_json
 from kernels.contract.message import Message
 
 NESTED = 50  # levels of nested JSON objects and lists
@@ -33,16 +33,16 @@ class FileHash:
 
 @dataclass(frozen=True)
 class BundleFolder:
-    """A folder of plain files. ``names``: their paths in the folder. All methods raise BundleError."""
+    """A folder of plain files. ``paths``: their paths in the folder. All methods raise BundleError."""
 
     root: Path
-    names: tuple[str, ...]
+    paths: tuple[str, ...]
 
     @classmethod
     def open(cls, root: Path) -> BundleFolder:
         """List a folder. Raises: BundleError for a link or a special file, for too many files, and for folders nested too deeply."""
         if root.is_symlink() or not root.is_dir():
-            raise BundleError("bundles.no_folder", "{folder}: no such folder", folder=shown(str(root)))
+            raise BundleError("bundles.no_folder", "{folder}: no such folder", folder=printable(str(root)))
         names: list[str] = []
         pending = [("", 0)]
         while pending:
@@ -51,7 +51,7 @@ class BundleFolder:
                 raise BundleError(
                     "bundles.too_deep",
                     "{path} is nested deeper than {limit:,|folder|folders}",
-                    path=shown(inner),
+                    path=printable(inner),
                     limit=DEPTH,
                 )
             try:
@@ -60,14 +60,18 @@ class BundleFolder:
                         name = f"{inner}/{entry.name}" if inner else entry.name
                         if entry.is_symlink():
                             raise BundleError(
-                                "bundles.link", "{path} is a link. A bundle holds only plain files", path=shown(name)
+                                "bundles.link",
+                                "{path} is a link. A bundle holds only plain files",
+                                path=printable(name),
                             )
                         if entry.is_dir(follow_symlinks=False):
                             pending.append((name, depth + 1))
                         elif entry.is_file(follow_symlinks=False):
                             names.append(name)
                         else:
-                            raise BundleError("bundles.special_file", "{path} is not a plain file", path=shown(name))
+                            raise BundleError(
+                                "bundles.special_file", "{path} is not a plain file", path=printable(name)
+                            )
                         if len(names) + len(pending) > FILES_AT_MOST:
                             raise BundleError(
                                 "bundles.too_many_files",
@@ -75,77 +79,77 @@ class BundleFolder:
                                 limit=FILES_AT_MOST,
                             )
             except OSError as error:
-                raise unreadable(shown(inner) or "the folder", error) from error
+                raise unreadable_error(printable(inner) or "the folder", error) from error
         return cls(root, tuple(sorted(names)))
 
     @cached_property
     def hashes(self) -> dict[str, FileHash]:
         """The hash and size of every file. Reads each file once."""
-        return {name: self._hash(name) for name in self.names}
+        return {name: self._hash(name) for name in self.paths}
 
     def _hash(self, name: str) -> FileHash:
         try:
-            with open_file(self.root / name) as file:
+            with open_regular_file(self.root / name) as file:
                 digest, size = hashlib.sha256(), 0
                 while block := file.read(1 << 20):
                     digest.update(block)
                     size += len(block)
                 return FileHash(digest.hexdigest(), size)
         except OSError as error:
-            raise unreadable(shown(name), error) from error
+            raise unreadable_error(printable(name), error) from error
 
     def read(self, name: str, limit: int = JSON_BYTES) -> bytes:
         """A whole file of at most ``limit`` bytes."""
-        if name not in self.names:
-            raise BundleError(missing(name))
+        if name not in self.paths:
+            raise BundleError(missing_file(name))
         try:
-            with open_file(self.root / name) as file:
+            with open_regular_file(self.root / name) as file:
                 found = file.read(limit + 1)
         except OSError as error:
-            raise unreadable(name, error) from error
+            raise unreadable_error(name, error) from error
         if len(found) > limit:
-            raise BundleError(too_large(name, limit))
+            raise BundleError(file_too_large(name, limit))
         return found
 
-    def object(self, name: str) -> dict[str, Any]:
+    def read_object(self, name: str) -> dict[str, Any]:
         """The JSON object in a file."""
-        return json_object(self.read(name), name)
+        return parse_json_object(self.read(name), name)
 
-    def rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
+    def read_rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
         """The JSON objects of a JSON Lines file, one at a time. ``limit``: most bytes of the file; None if the caller keeps no row."""
-        if name not in self.names:
-            raise BundleError(missing(name))
+        if name not in self.paths:
+            raise BundleError(missing_file(name))
         if limit is not None and self.hashes[name].bytes > limit:
-            raise BundleError(too_large(name, limit))
+            raise BundleError(file_too_large(name, limit))
         try:
-            with open_file(self.root / name) as file:
+            with open_regular_file(self.root / name) as file:
                 for number in range(1, 1 << 60):
                     line = file.readline(LINE_BYTES + 1)
                     if not line:
                         return
                     if len(line) > LINE_BYTES:
-                        raise BundleError(too_large(f"{name}, line {number}", LINE_BYTES))
-                    yield json_object(line, f"{name}, line {number}")
+                        raise BundleError(file_too_large(f"{name}, line {number}", LINE_BYTES))
+                    yield parse_json_object(line, f"{name}, line {number}")
         except OSError as error:
-            raise unreadable(name, error) from error
+            raise unreadable_error(name, error) from error
 
 
-def missing(name: str) -> Message:
+def missing_file(name: str) -> Message:
     """A file is not in the bundle."""
     return Message("bundles.missing_file", "{file} is missing", file=name)
 
 
-def too_large(name: str, limit: int) -> Message:
+def file_too_large(name: str, limit: int) -> Message:
     """A file or a line has more bytes than are read."""
     return Message("bundles.too_large", "{file} has more than {limit:,} bytes", file=name, limit=limit)
 
 
-def unreadable(name: str, error: OSError) -> BundleError:
+def unreadable_error(name: str, error: OSError) -> BundleError:
     """The error for a file that the operating system does not let us read."""
     return BundleError("bundles.unreadable", "{file} cannot be read: {reason}", file=name, reason=error.strerror)
 
 
-def json_object(text: bytes, where: str) -> dict[str, Any]:
+def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
     """Parse a JSON object. Raises: BundleError for anything else, and for a NaN or an infinity in it."""
     try:
         found = parse_json(text)
@@ -154,13 +158,13 @@ def json_object(text: bytes, where: str) -> dict[str, Any]:
             "bundles.no_json", "{file} cannot be read as JSON: {reason}", file=where, reason=str(error)[:200]
         ) from None
     if not isinstance(found, dict):
-        raise not_an_object(where)
+        raise no_object_error(where)
     if problem := _odd(found):
         raise BundleError("bundles.odd_json", "{file}: {problem}", file=where, problem=problem)
     return found
 
 
-def not_an_object(where: str) -> BundleError:
+def no_object_error(where: str) -> BundleError:
     """The error for JSON that is not an object."""
     return BundleError("bundles.no_object", "{file}: expected a JSON object", file=where)
 
@@ -175,30 +179,32 @@ def _odd(value: Any, place: str = "", depth: int = 0) -> Message | None:
             else Message("bundles.not_finite", "{place} is not a finite number", place=place)
         )
     if depth > NESTED:
-        return Message("bundles.nested_too_deeply", "{place} is nested too deeply", place=shown(place))
+        return Message("bundles.nested_too_deeply", "{place} is nested too deeply", place=printable(place))
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     inside = f"{place}/" if place else ""
-    return next((found for key, part in parts if (found := _odd(part, f"{inside}{shown(str(key))}", depth + 1))), None)
+    return next(
+        (found for key, part in parts if (found := _odd(part, f"{inside}{printable(str(key))}", depth + 1))), None
+    )
 
 
-def difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> Message | None:
+def first_difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> Message | None:
     """The first difference between two JSON values. None: they are equal.
 
     ``tolerance`` of numbers is absolute below 1 and relative to the larger number above. ``place``: where the values stand in a file.
 
-    >>> difference({"a": [1, 2.0]}, {"a": [1, 2.5]})
+    >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2.5]})
     'a/1 is 2.0, expected 2.5'
-    >>> difference({"a": [1, 2.0]}, {"a": [1, 2.0 + 1e-12]}, tolerance=1e-9) is None
+    >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2.0 + 1e-12]}, tolerance=1e-9) is None
     True
     """
     inside = f"{place}/" if place else ""
     if isinstance(found, dict) and isinstance(expected, dict):
         for key in sorted(found.keys() | expected.keys(), key=str):
             if key not in expected:
-                return unexpected_key(f"{inside}{shown(str(key))}")
+                return unexpected_key(f"{inside}{printable(str(key))}")
             if key not in found:
-                return missing(f"{inside}{shown(str(key))}")
-            if problem := difference(found[key], expected[key], tolerance, f"{inside}{shown(str(key))}"):
+                return missing_file(f"{inside}{printable(str(key))}")
+            if problem := first_difference(found[key], expected[key], tolerance, f"{inside}{printable(str(key))}"):
                 return problem
         return None
     if isinstance(found, list) and isinstance(expected, list):
@@ -207,7 +213,7 @@ def difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "
                 "bundles.other_length", "{place} has {found:,|entry|entries}, expected {expected:,}",
                 place=place or "the list", found=len(found), expected=len(expected),
             )  # fmt: skip
-        parts = (difference(a, b, tolerance, f"{inside}{n}") for n, (a, b) in enumerate(zip(found, expected)))
+        parts = (first_difference(a, b, tolerance, f"{inside}{n}") for n, (a, b) in enumerate(zip(found, expected)))
         return next((problem for problem in parts if problem), None)
     number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
     if tolerance and number(found) and number(expected):
@@ -218,7 +224,7 @@ def difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "
         return None
     return Message(
         "bundles.other_value", "{place} is {found}, expected {expected}",
-        place=place or "the value", found=shown(repr(found)), expected=shown(repr(expected)),
+        place=place or "the value", found=printable(repr(found)), expected=printable(repr(expected)),
     )  # fmt: skip
 
 
@@ -227,10 +233,10 @@ def unexpected_key(place: str) -> Message:
     return Message("bundles.unexpected_key", "{place} is not an allowed key", place=place)
 
 
-def shown(text: str, limit: int = 120) -> str:
+def printable(text: str, limit: int = 120) -> str:
     """Text of a bundle, safe to print: control characters and surrogates escaped, cut after ``limit`` characters.
 
-    >>> shown("a\\x1b[31m")
+    >>> printable("a\\x1b[31m")
     'a\\\\x1b[31m'
     """
     words = "".join(

@@ -6,28 +6,28 @@ from collections.abc import Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from factory.bundles.files.folder import BundleFolder, FileHash, shown
+from factory.bundles.files.folder import BundleFolder, FileHash, printable
 from factory.bundles.files.layout import FORMAT, MANIFEST, SIGNATURE
-from factory.git.version import version
+from factory.git.version import describe_version
 from kernels.contract.message import Message
 
 NAMED = 5  # file names in a message
 
 
-def manifest(name: str, hashes: Mapping[str, FileHash]) -> dict[str, Any]:
+def build_manifest(name: str, hashes: Mapping[str, FileHash]) -> dict[str, Any]:
     """The manifest's JSON object: every file except the manifest itself and the signature."""
     files = {path: vars(hashed) for path, hashed in sorted(hashes.items()) if path not in (MANIFEST, SIGNATURE)}
-    return {"format": FORMAT, "name": name, "made_by": version(), "files": files}
+    return {"format": FORMAT, "name": name, "made_by": describe_version(), "files": files}
 
 
-def problems(folder: BundleFolder) -> list[Message]:
+def check_manifest(folder: BundleFolder) -> list[Message]:
     """Files that were added, removed or changed after the manifest was written, and errors of the manifest itself.
 
     Raises: BundleError for a manifest that cannot be read.
     """
-    stored = folder.object(MANIFEST)
+    stored = folder.read_object(MANIFEST)
     if stored.get("format") != FORMAT:
-        given = shown(repr(stored.get("format")))
+        given = printable(repr(stored.get("format")))
         return [
             Message(
                 "manifest.other_format",
@@ -74,4 +74,4 @@ def _names(paths: Any) -> dict[str, Any]:
     """The data of a message about several files: their number and the first names."""
     ordered = sorted(paths)
     more = [f"and {len(ordered) - NAMED} more"] if len(ordered) > NAMED else []
-    return {"count": len(ordered), "paths": [shown(path) for path in ordered[:NAMED]] + more}
+    return {"count": len(ordered), "paths": [printable(path) for path in ordered[:NAMED]] + more}

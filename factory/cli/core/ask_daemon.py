@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from factory.cli.core.options import person
+from factory.cli.core.options import current_user
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import MODEL_LOOP
 from factory.ledger.plant import Plant
@@ -20,16 +20,16 @@ def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **
     ``errands``: such as 'judge 3'. ``how``: their options, as ``factory.retrying.asking.asked`` returns them. Raises: WorkspaceError where
     another command holds the lock.
     """
-    from factory.retrying.asking import ask
-    from factory.status.running import daemon
+    from factory.retrying.asking import request_actions
+    from factory.status.running import daemon_facts
 
     try:
-        held.enter_context(plant.workspace.lock(MODEL_LOOP))
+        held.enter_context(plant.workspace.hold_lock(MODEL_LOOP))
     except WorkspaceError as busy:
-        command = daemon(plant.workspace).get("command", "").split()
+        command = daemon_facts(plant.workspace).get("command", "").split()
         if command[:1] == ["factory"] and command[1:2] not in (["run"], ["demo"]):
             raise  # another command, such as 'factory train', does not look for errands
-        ask(plant.ledger, errands, person(), **how)
+        request_actions(plant.ledger, errands, current_user(), **how)
         return Message(
             "ask_daemon.asked",
             "The running daemon does this in its next pass: {errands} ({busy})",

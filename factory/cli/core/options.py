@@ -1,6 +1,6 @@
 """What all commands share: the option for the workspace, and an answer as text for people or as JSON for programs.
 
->>> @command(typer.Typer(), "count")
+>>> @register_command(typer.Typer(), "count")
 ... def count_segments(plant: Plant, say: Say, kind: Annotated[str, typer.Option(help="Of this kind.")] = "trunk") -> None:
 ...     found = plant.ledger.read("SELECT id FROM segments WHERE kind = :kind", kind=kind)
 ...     say(found, (f"segment {row['id']}" for row in found), nothing="  none")
@@ -38,7 +38,7 @@ DEFAULT = Path("workspace")
 
 
 @dataclass(frozen=True)
-class Say:
+class AnswerPrinter:
     """Prints a command's answer, as text or as JSON."""
 
     terminal: Terminal
@@ -70,8 +70,10 @@ class Say:
             self.terminal.line(text)
 
 
-def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Register a command. Its first two parameters, the plant and ``Say``, are made from --workspace and --json."""
+def register_command(
+    group: typer.Typer, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a command. Its first two parameters, the plant and ``AnswerPrinter``, are made from --workspace and --json."""
 
     def register(call: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(call, include_extras=True)
@@ -82,7 +84,7 @@ def command(group: typer.Typer, name: str | None = None) -> Callable[[Callable[.
         @functools.wraps(call)
         def run(*, where: Path, as_json: bool, **given: Any) -> None:
             plant, terminal = open_plant(where, as_json)
-            call(plant, Say(terminal, as_json), **given)
+            call(plant, AnswerPrinter(terminal, as_json), **given)
 
         kind = inspect.Parameter.KEYWORD_ONLY
         made = [inspect.Parameter(key, kind, default=value, annotation=hint) for key, (hint, value) in keys.items()]
@@ -104,7 +106,7 @@ def open_plant(where: Path, silent: bool = False) -> tuple[Plant, Terminal]:
     return Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), SILENT if silent else terminal), terminal
 
 
-def person() -> str:
+def current_user() -> str:
     """The name of the person at the command line, without line breaks."""
     names = (" ".join(os.environ.get(key, "").split()) for key in ("USER", "LOGNAME"))
     return next((name for name in names if name and name.isprintable()), f"uid {os.getuid()}")

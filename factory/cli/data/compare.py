@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from factory.cli.core.options import Say, command
+from factory.cli.core.options import AnswerPrinter, register_command
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
 
@@ -25,10 +25,10 @@ class XAxis(StrEnum):
     tokens = "tokens"
 
 
-@command(commands)
+@register_command(commands)
 def compare(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     reference: Annotated[
         str,
         typer.Argument(
@@ -60,12 +60,12 @@ def compare(
 
     The exit code is 1 if they diverge.
     """
-    from factory.comparing.comparing import compare as compare_curves
-    from factory.comparing.page import first_of, page, to_json, words
+    from factory.comparing.comparing import compare_curves as compare_curves
+    from factory.comparing.page import comparison_as_json, comparison_lines, earliest_divergence, render_comparison
     from factory.comparing.reading import read_file, read_segments
     from factory.ledger.rows import SegmentRow
     from factory.training.planning import last_segment
-    from kernels.contract.files import finite, write_atomically
+    from kernels.contract.files import finite_values, write_atomically
 
     if segment is not None and run is not None:
         raise InputError("compare.two_runs", "--segment and --run exclude each other. Give only one of them.")
@@ -105,12 +105,12 @@ def compare(
         rounding = 0.5 * 10.0**-digits if digits else 0.0
         found.append(compare_curves(mine, a, b, tolerance=tolerance, floor=rounding))
     unit = x.value.removesuffix("s")
-    said = words(found, ours, theirs, unit, tolerance is not None)
+    said = comparison_lines(found, ours, theirs, unit, tolerance is not None)
     place = plant.workspace.reports / "comparison.html"
-    write_atomically(place, page(found, ours, theirs, said, unit))
-    shown = finite(to_json(found, ours, theirs, said) | {"page": str(place)})
+    write_atomically(place, render_comparison(found, ours, theirs, said, unit))
+    shown = finite_values(comparison_as_json(found, ours, theirs, said) | {"page": str(place)})
     say(shown, (f"  {line}" for line in (*said, f"picture: {place}")))
-    if first_of(found):
+    if earliest_divergence(found):
         raise typer.Exit(1)
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import Say, command, person
+from factory.cli.core.options import AnswerPrinter, current_user, register_command
 from factory.core.errors import InputError, WorkspaceError
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
@@ -20,28 +20,28 @@ commands.add_typer(data, name="data")
 RepeatedOption = list[str] | None
 
 
-@command(data, "list")
+@register_command(data, "list")
 def list_data(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     most: Annotated[
         int, typer.Option(min=1, help="How many sources, domains and licences to print, the largest first.")
     ] = 20,
 ) -> None:
     """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
-    from factory.data.listing import lines, listed
-    from factory.releasable.gathering import describe, look, verdict
+    from factory.data.listing import format_data_list, list_data
+    from factory.releasable.gathering import make_report, report_lines, summary_line
 
-    found = listed(plant.ledger, most)
-    report = look(plant)
-    shown = [*lines(found), *([verdict(report)] if report else []), *describe(report)]
+    found = list_data(plant.ledger, most)
+    report = make_report(plant)
+    shown = [*format_data_list(found), *([summary_line(report)] if report else []), *report_lines(report)]
     say(found | {"releasable": [line.to_json() for line in report]}, (f"  {line}" for line in shown))
 
 
-@command(data, "remove")
+@register_command(data, "remove")
 def remove_data(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     document: Annotated[RepeatedOption, typer.Option(help="A document's id or key. Can be repeated.")] = None,
     source: Annotated[RepeatedOption, typer.Option(help="All documents of this source. Can be repeated.")] = None,
     licence: Annotated[
@@ -64,8 +64,8 @@ def remove_data(
     For a source or a licence, documents of later shards are refused too. The command works while the daemon runs. 'factory data undo'
     puts the documents back, unless their text was erased.
     """
-    from factory.data.removing import look, remove
-    from factory.data.selecting import by_name, removable_fates, select_by_value
+    from factory.data.removing import apply_removal, plan_removal
+    from factory.data.selecting import removable_fates, select_by_name, select_by_value
 
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
@@ -73,24 +73,24 @@ def remove_data(
         raise InputError("data.no_selection", "Give exactly one of --document ID, --source NAME and --license NAME.")
     column, names = chosen[0]
     selection = (
-        by_name(plant.ledger, names, removable_fates(erase))
+        select_by_name(plant.ledger, names, removable_fates(erase))
         if column == "key"
         else select_by_value(plant.ledger, column, names)
     )
-    found = look(plant.ledger, selection, erase)
+    found = plan_removal(plant.ledger, selection, erase)
     from factory.core.workspace import MODEL_LOOP
-    from factory.erasing.erasing import finish_pending_removals, warnings
+    from factory.erasing.erasing import finish_pending_removals, list_erasure_consequences
 
-    said = [*found.lines(), *(warnings(plant, selection) if erase else ())]
+    said = [*found.lines(), *(list_erasure_consequences(plant, selection) if erase else ())]
     if dry_run:
         say(found.to_json() | {"says": said}, (f"  {line}" for line in said))
         return
     for line in said:
         say.line(f"  {line}")
     say.confirm(yes, "remove them")
-    removal = remove(plant.ledger, found, person(), why, erase)
+    removal = apply_removal(plant.ledger, found, current_user(), why, erase)
     try:
-        with plant.workspace.lock(MODEL_LOOP):
+        with plant.workspace.hold_lock(MODEL_LOOP):
             done = finish_pending_removals(plant)
     except WorkspaceError:
         asked = Message("data.daemon_erases", "The running daemon erases the text in its next pass.")
@@ -103,24 +103,24 @@ def remove_data(
     say(found.to_json() | {"removal": removal.number, "says": said, "done": done}, (f"  {line}" for line in lines))
 
 
-@command(data, "claims")
-def list_licence_claims(plant: Plant, say: Say) -> None:
+@register_command(data, "claims")
+def list_licence_claims(plant: Plant, say: AnswerPrinter) -> None:
     """List texts that came with several licences, in one shard or in several: who claims which licence, and which licence counts.
 
     The strictest licence counts, by data.yaml as it is now. It counts for the release gate and for bundles. If the licence does not allow
     training, later segments are not trained on the text. 'factory data settle' decides which claim is right.
     """
-    from factory.data.settling import grouped, lines
+    from factory.data.settling import format_conflicts, group_conflicts
     from factory.ingest.rules.policy import DataPolicy
 
-    found = grouped(plant.ledger, DataPolicy.load(plant.workspace.policy("data.yaml")).licences)
-    say(found, (f"  {line}" for line in lines(found)))
+    found = group_conflicts(plant.ledger, DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences)
+    say(found, (f"  {line}" for line in format_conflicts(found)))
 
 
-@command(data, "settle")
+@register_command(data, "settle")
 def settle_licence(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     licence: Annotated[
         str, typer.Argument(help="The right licence, one of the claimed ones; 'none': no licence is named.")
     ],
@@ -134,14 +134,14 @@ def settle_licence(
 
     A later copy with another licence is a new conflict. To take a decision back, settle with the stricter licence.
     """
-    from factory.data.settling import settle
+    from factory.data.settling import settle_licence
 
     if not document and not shard:
         raise InputError(
             "data.nothing_to_settle",
             "Give --document ID or --shard NAME. To see the conflicts: 'factory data claims'",
         )
-    done = settle(plant.ledger, licence, document or [], shard or [], person(), why)
+    done = settle_licence(plant.ledger, licence, document or [], shard or [], current_user(), why)
     say(
         {"license": licence, "documents": [one.key for one in done]},
         Message(
@@ -153,14 +153,14 @@ def settle_licence(
     )
 
 
-@command(data, "undo")
+@register_command(data, "undo")
 def undo_removal(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     number: Annotated[int, typer.Argument(help="The removal's number, as 'factory data list' prints it.")],
 ) -> None:
     """Put back the documents of a removal."""
-    from factory.data.removing import undo
+    from factory.data.removing import undo_removal
 
-    said = undo(plant.ledger, number, person())
+    said = undo_removal(plant.ledger, number, current_user())
     say({"removal": number, "says": said}, f"  {said}")

@@ -7,17 +7,17 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import Say, command
+from factory.cli.core.options import AnswerPrinter, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 commands = typer.Typer()
 
 
-@command(commands)
+@register_command(commands)
 def generate(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     release: Annotated[int | None, typer.Option(help="The release that writes (default: the champion).")] = None,
     endpoint: Annotated[
         str,
@@ -74,15 +74,15 @@ def generate(
     The shard is written to generated/ in the workspace. Nothing is trained on it until it is ingested, with --inbox or by 'factory ingest
     FILE'. Ingest removes duplicates, drops documents that quote held-out ones, and filters the shard like any other.
     """
-    from factory.synthetic.generating import GenerationRequest, plan
-    from factory.synthetic.generating import generate as write
+    from factory.synthetic.generating import GenerationRequest, plan_generation
+    from factory.synthetic.generating import generate_shard as write
 
     request = GenerationRequest(
         release, endpoint, model, prompts, domain, opening_tokens, count, tokens, temperature, seed, licence or None
     )
     if dry_run:
-        what = plan(plant, request)
-        said = what.says() | {"goes_on": what.began}
+        what = plan_generation(plant, request)
+        said = what.summarise() | {"goes_on": what.is_resumed}
         say(said, _planned(said))
         return
     made = write(plant, request, inbox=inbox)

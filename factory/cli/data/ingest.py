@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import Say, command
+from factory.cli.core.options import AnswerPrinter, register_command
 from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.workspace import Workspace
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 commands = typer.Typer()
 
 
-@command(commands)
+@register_command(commands)
 def ingest(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     paths: Annotated[
         list[str] | None,
         typer.Argument(
@@ -65,10 +65,10 @@ def ingest(
     """
     from factory.core.workspace import MODEL_LOOP
     from factory.ingest.filing import list_quarantined_files, request_retry
-    from factory.ingest.gathering import gather
+    from factory.ingest.gathering import gather_files
     from factory.ingest.inbox import read_ingest_times
     from factory.ledger.files import SMALL_VOCABULARY
-    from factory.ledger.ledger import record
+    from factory.ledger.ledger import record_event
     from factory.releasable.recorded import update_report
 
     if preview:
@@ -77,11 +77,11 @@ def ingest(
                 "ingest.preview_options",
                 "--preview needs the names of files, and excludes --again and --small-vocabulary.",
             )
-        _preview(plant.workspace, gather(plant, paths), say)
+        _preview(plant.workspace, gather_files(plant, paths), say)
         return
     if small_vocabulary:
         with plant.ledger.begin() as tx:
-            record(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
+            record_event(tx, SMALL_VOCABULARY, "tokenizer", {"by": getpass.getuser()})
     if not paths and not again:
         if small_vocabulary:
             said = Message(
@@ -95,9 +95,9 @@ def ingest(
         )
     with ExitStack() as held:
         try:
-            held.enter_context(plant.workspace.lock(MODEL_LOOP))
+            held.enter_context(plant.workspace.hold_lock(MODEL_LOOP))
         except WorkspaceError as busy:
-            files = gather(plant, paths).files if paths else list_quarantined_files(plant.workspace)
+            files = gather_files(plant, paths).files if paths else list_quarantined_files(plant.workspace)
             if not again or any(path.resolve().parent != plant.workspace.quarantine.resolve() for path in files):
                 raise WorkspaceError(
                     "ingest.daemon_runs",
@@ -122,16 +122,16 @@ def ingest(
     done.end(found)
 
 
-def _preview(workspace: Workspace, found: GatheredFiles, say: Say) -> None:
+def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> None:
     """Print how the first rows of each file are read. Raises: InputError where no file can be read."""
     from factory.ingest.packing import Pack
-    from factory.ingest.preview import preview
+    from factory.ingest.preview import preview_pack
     from factory.ingest.reading.rows import ShardProblem
 
     shown, broken = [], dict(found.broken)
     for pack in [*found.packs, *map(Pack.of_file, found.files)]:
         try:
-            shown.append(preview(workspace, pack))
+            shown.append(preview_pack(workspace, pack))
         except (ShardProblem, InputError) as error:
             broken[pack.name] = str(error)
             continue
@@ -151,15 +151,15 @@ def _preview(workspace: Workspace, found: GatheredFiles, say: Say) -> None:
 
 def _gathered(plant: Plant, paths: list[str] | None) -> GatheredFiles:
     from factory.ingest.filing import list_quarantined_files
-    from factory.ingest.gathering import GatheredFiles, gather
+    from factory.ingest.gathering import GatheredFiles, gather_files
 
     if not paths:
         found = GatheredFiles(files=list_quarantined_files(plant.workspace))
         if not found.files:
             plant.progress.line(Message("ingest.quarantine_empty", "  No file is in quarantine."))
         return found
-    found = gather(plant, paths)
-    if words := found.words():
+    found = gather_files(plant, paths)
+    if words := found.describe_left_out():
         plant.progress.line(f"  {words}")
     for why in found.broken.values():
         plant.progress.line(f"  {why}")
@@ -226,12 +226,12 @@ def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) ->
     """Ingest each file. Files that came when there was too little text for a tokenizer are tried again afterwards."""
     from factory.ingest.inbox import ingest_path, is_about_the_file
     from factory.ingest.packing import ingest_pack
-    from factory.ingest.remote import settle
+    from factory.ingest.remote import file_fetched
     from factory.ingest.vocabulary import TooLittleTextError
 
     def settled(path: Path, reports: list[ShardReport]) -> None:
         if address := found.addresses.get(path):
-            settle(plant, path, address, reports)
+            file_fetched(plant, path, address, reports)
 
     def file(path: Path, other_files: list[Path]) -> None:
         how: dict[str, Any] = {

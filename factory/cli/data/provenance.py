@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import Say, command
+from factory.cli.core.options import AnswerPrinter, register_command
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
@@ -17,10 +17,10 @@ commands = typer.Typer()
 STEPS_SHOWN = 8
 
 
-@command(commands)
+@register_command(commands)
 def provenance(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     document: Annotated[
         str | None, typer.Option(help="Show what happened to the document with this id or key.")
     ] = None,
@@ -30,7 +30,7 @@ def provenance(
     ] = False,
 ) -> None:
     """Trace a document to the steps and releases that were trained on it, or a release to its runs, shards, documents and licences."""
-    from factory.show.pages.provenance import list_release_documents, of_document, trace_release
+    from factory.show.pages.provenance import list_release_documents, trace_document, trace_release
 
     if (document is None) == (release is None) or (documents and release is None):
         raise InputError(
@@ -39,7 +39,7 @@ def provenance(
         )
     found: Any
     if document is not None:
-        found = of_document(plant.ledger, document)
+        found = trace_document(plant.ledger, document)
         lines = _document_lines(found)
     elif documents:
         for row in list_release_documents(plant.ledger, int(release or 0)):

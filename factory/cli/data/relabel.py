@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from factory.cli.core.options import Say, command, person
+from factory.cli.core.options import AnswerPrinter, current_user, register_command
 from factory.cli.data.data import RepeatedOption, data
 from factory.core.errors import InputError
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
 
-@command(data, "relabel")
+@register_command(data, "relabel")
 def relabel_data(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     domain: Annotated[RepeatedOption, typer.Option(help="Documents of this domain. Can be repeated.")] = None,
     source: Annotated[RepeatedOption, typer.Option(help="Documents of this source. Can be repeated.")] = None,
     licence: Annotated[
@@ -44,9 +44,9 @@ def relabel_data(
     your name. A new licence counts at the release gate at once, a new domain from the next planned segment on, and a new group from the
     next evaluation on.
     """
-    from factory.core.errors import nearest
+    from factory.core.errors import suggest_name
     from factory.core.workspace import MODEL_LOOP
-    from factory.data.relabelling import Filter, NewLabels, look, relabel
+    from factory.data.relabelling import DocumentFilter, NewLabels, apply_relabelling, plan_relabelling
     from factory.ingest.rules.split import KINDS
 
     kind = next((one for one in KINDS if one == group), None)
@@ -55,21 +55,21 @@ def relabel_data(
             "relabel.no_group_kind",
             "--group: no kind of group is named {group!r}{nearest}",
             group=group,
-            nearest=nearest(group, KINDS),
+            nearest=suggest_name(group, KINDS),
         )
-    chosen = Filter(domain or (), source or (), licence or (), shard or (), document or ())
+    chosen = DocumentFilter(domain or (), source or (), licence or (), shard or (), document or ())
     change = NewLabels(to_domain, to_source, to_license, kind)
     if dry_run:
-        found = look(plant, chosen, change)
-        say(found.to_json() | {"says": found.said}, (f"  {line}" for line in found.said))
+        found = plan_relabelling(plant, chosen, change)
+        say(found.to_json() | {"says": found.lines}, (f"  {line}" for line in found.lines))
         return
-    with plant.workspace.lock(MODEL_LOOP):
-        found = look(plant, chosen, change)
-        for line in found.said:
+    with plant.workspace.hold_lock(MODEL_LOOP):
+        found = plan_relabelling(plant, chosen, change)
+        for line in found.lines:
             say.line(f"  {line}")
         say.confirm(yes, "relabel them")
-        number = relabel(plant, found, person(), why)
+        number = apply_relabelling(plant, found, current_user(), why)
     done = Message(
         "relabel.done", "  The documents are relabelled. The ledger has this as relabel {number}.", number=number
     )
-    say(found.to_json() | {"relabel": number, "says": found.said}, done)
+    say(found.to_json() | {"relabel": number, "says": found.lines}, done)

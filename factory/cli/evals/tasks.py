@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from factory.cli.core.options import Say, command, person
+from factory.cli.core.options import AnswerPrinter, current_user, register_command
 from factory.ledger.plant import Plant
 from kernels.contract.message import Message
 
@@ -19,15 +19,15 @@ commands = typer.Typer(
 )
 
 
-@command(commands, "list")
-def list_(plant: Plant, say: Say) -> None:
+@register_command(commands, "list")
+def list_tasks(plant: Plant, say: AnswerPrinter) -> None:
     """List the tasks in policies/tasks/ with tier, format, and the scores of the candidate that was measured last."""
     from factory.ledger.rows import EvaluationRow
     from factory.tasks.items import TaskError
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.task_file import list_tasks, load_task_by_name, task_folder
 
-    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    policy = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
     newest = {
         row.summary.get("task"): row
         for row in EvaluationRow.select(plant.ledger, "WHERE suite_sha256 LIKE 'task:%' ORDER BY id")
@@ -35,7 +35,7 @@ def list_(plant: Plant, say: Say) -> None:
     found: list[dict[str, Any]] = []
     folder = list_tasks(task_folder(plant.workspace))
     for name in folder.tasks:
-        row: dict[str, Any] = {"task": name, **policy.of(name).model_dump()}
+        row: dict[str, Any] = {"task": name, **policy.settings_of(name).model_dump()}
         try:
             row |= _described(load_task_by_name(plant.workspace, name, policy))
         except TaskError as error:
@@ -62,10 +62,10 @@ def list_(plant: Plant, say: Say) -> None:
         )
 
 
-@command(commands)
+@register_command(commands)
 def check(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     file: Annotated[Path, typer.Argument(help="A task's YAML file, or a published benchmark's.")],
 ) -> None:
     """Check a task: right answers score 1, empty answers score 0 or chance, its tests can fail, and no item is also an example.
@@ -74,15 +74,15 @@ def check(
     """
     from dataclasses import asdict
 
-    from factory.tasks.measuring import trained_on
+    from factory.tasks.measuring import find_contaminated_items
     from factory.tasks.policy import TasksPolicy
-    from factory.tasks.proving import prove
+    from factory.tasks.proving import prove_task
     from factory.tasks.task_file import list_tasks, load_task, task_folder
 
-    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    policy = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
     task = load_task(file, policy)
-    proof = prove(plant.ledger, task, policy, plant.progress)
-    hits = trained_on(plant, task)
+    proof = prove_task(plant.ledger, task, policy, plant.progress)
+    hits = find_contaminated_items(plant, task)
     found = {"task": task.name, **_described(task), "contaminated": len(hits), "in": [key for _, key in hits[:20]]}
     found |= {"proof": asdict(proof), "notes": list(task.notes)}
     sound = Message(
@@ -94,7 +94,7 @@ def check(
         sources=found["clusters"] or "unknown",
     )
     say(found, sound)
-    if said := proof.words():
+    if said := proof.describe():
         say.line(f"  proven: {'; '.join(said)}")
     for words in (
         *task.notes,
@@ -115,10 +115,10 @@ def check(
         )
 
 
-@command(commands)
+@register_command(commands)
 def run(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     name: Annotated[str, typer.Argument(help="The name of a task in policies/tasks/.")],
     candidate: Annotated[int | None, typer.Option(help="The candidate (default: the champion).")] = None,
     take_baseline: Annotated[
@@ -127,21 +127,21 @@ def run(
 ) -> None:
     """Measure a candidate on one task of any tier, and record each item. If it was measured before, print the recorded result."""
     from factory.core.errors import InputError
-    from factory.ledger.rows import EvaluationRow, champion
+    from factory.ledger.rows import EvaluationRow, find_champion
     from factory.tasks import tiers
-    from factory.tasks.measuring import measure
+    from factory.tasks.measuring import measure_task
     from factory.tasks.policy import TasksPolicy
     from factory.tasks.task_file import load_task_by_name
 
-    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    policy = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
     task = load_task_by_name(plant.workspace, name, policy)
     if take_baseline:
-        tiers.take_baseline(plant, task, policy, person())
-    best = champion(plant.ledger)
+        tiers.take_baseline(plant, task, policy, current_user())
+    best = find_champion(plant.ledger)
     number = candidate if candidate is not None else best.candidate if best else None
     if number is None:
         raise InputError("tasks.no_champion", "There is no champion yet. To measure a candidate, add '--candidate N'.")
-    row = EvaluationRow.get(plant.ledger, measure(plant, number, task, policy))
+    row = EvaluationRow.get(plant.ledger, measure_task(plant, number, task, policy))
     changed = tiers.describe_protocol_change(plant.ledger, task)
     say(
         {"candidate": number, "evaluation": row.id, "held": changed, **row.summary},

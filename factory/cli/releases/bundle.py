@@ -31,7 +31,7 @@ def verify(
 
     The command also judges the release again from its evidence, and computes the parity fixture again.
     """
-    from factory.bundles.verifying import verify as verify_bundle
+    from factory.bundles.verifying import verify_bundle as verify_bundle
 
     found = verify_bundle(folder, public_key)
     if as_json:
@@ -58,7 +58,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def write(plant: Plant, number: int, options: BundleOptions) -> None:
+def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
     from factory.show.catching_up import show_missing
@@ -67,10 +67,10 @@ def write(plant: Plant, number: int, options: BundleOptions) -> None:
     bundled = Message(
         "bundle.written", "  Release {release} is bundled in {folder}", release=number, folder=written.folder
     )
-    plant.say(bundled)
+    plant.print_line(bundled)
     show_missing(plant)
-    plant.say(f"  signed by {written.signer}")
-    plant.say(
+    plant.print_line(f"  signed by {written.signer}")
+    plant.print_line(
         Message(
             "bundle.publish_key",
             "  Publish signing_key.pem, or this fingerprint, at a place that others trust. They check the bundle with "

@@ -7,27 +7,27 @@ from typing import Annotated, Any
 
 import typer
 
-from factory.cli.core.options import Say, command, person
+from factory.cli.core.options import AnswerPrinter, current_user, register_command
 from factory.ledger.plant import Plant
-from factory.release.gguf.kind import Kind
+from factory.release.gguf.kind import GgufType
 from kernels.contract.message import Message
 
 commands = typer.Typer(
     no_args_is_help=True,
     help="Releases and candidates: list, show, compare, approve, reject, override, roll back, write as GGUF.",
 )
-Name = Annotated[str, typer.Argument(help="A release or a candidate: '2' is release 2, 'c3' is candidate 3.")]
+ReleaseName = Annotated[str, typer.Argument(help="A release or a candidate: '2' is release 2, 'c3' is candidate 3.")]
 Candidate = Annotated[int, typer.Argument(min=1, help="The candidate's number, as 'factory releases list' prints it.")]
 SHOWN_COMMITS = 20
 
 
-@command(commands, "list")
-def list_releases(plant: Plant, say: Say) -> None:
+@register_command(commands, "list")
+def list_releases(plant: Plant, say: AnswerPrinter) -> None:
     """List every release and every other candidate: its state, its verdict, and its gain over the champion at that time."""
-    from factory.core.moments import local
-    from factory.show.pages.release_facts import listed
+    from factory.core.moments import format_local_time
+    from factory.show.pages.release_facts import list_releases
 
-    found = listed(plant.ledger)
+    found = list_releases(plant.ledger)
     say(found)
     for row in found:
         name = f"release {row['release']}" if row["release"] else "–"
@@ -36,7 +36,10 @@ def list_releases(plant: Plant, say: Say) -> None:
         )
         mark = "champion" if row["champion"] else ""
         mark += f"  though held, by {row['override']['by']}" if row["override"] else ""
-        words = [f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {local(row['at'])}", f"{judged:<24}"]
+        words = [
+            f"{name:<11} candidate {row['candidate']:<3} {row['state']:<18} {format_local_time(row['at'])}",
+            f"{judged:<24}",
+        ]
         say.line("  ".join(["", *words, f"{_gain(row['gain']):<42}", mark]).rstrip())
     if not found:
         say.line(Message("releases.no_candidate", "  There is no candidate yet."))
@@ -53,15 +56,15 @@ def list_releases(plant: Plant, say: Say) -> None:
             )
 
 
-@command(commands, "show")
-def show_release(plant: Plant, say: Say, name: Name) -> None:
+@register_command(commands, "show")
+def show_release(plant: Plant, say: AnswerPrinter, name: ReleaseName) -> None:
     """Show a release or a candidate: gains and losses with their intervals, training data, approval, and report.
 
     For a release, the command to serve it is shown too.
     """
-    from factory.show.pages.release_facts import shown
+    from factory.show.pages.release_facts import release_details
 
-    found = shown(plant, name)
+    found = release_details(plant, name)
     say(found, _lines(found))
 
 
@@ -136,12 +139,12 @@ def _lines(found: dict[str, Any]) -> list[str]:
     return lines
 
 
-@command(commands, "diff")
-def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
+@register_command(commands, "diff")
+def diff_releases(plant: Plant, say: AnswerPrinter, one: ReleaseName, other: ReleaseName) -> None:
     """Compare two releases or candidates: gains by domain on the same items with intervals, and differences of recipe, data and code."""
-    from factory.show.pages.release_facts import difference
+    from factory.show.pages.release_facts import compare_releases
 
-    found = difference(plant, one, other)
+    found = compare_releases(plant, one, other)
     say(found)
     measured, data, code = found["measured"], found["data"], found["code"]
     for name, gain in measured["gains"].items():
@@ -171,36 +174,36 @@ def diff_releases(plant: Plant, say: Say, one: Name, other: Name) -> None:
         say.line(f"             and {len(code['between']) - SHOWN_COMMITS} more")
 
 
-@command(commands, "approve")
-def approve_candidate(plant: Plant, say: Say, candidate: Candidate) -> None:
+@register_command(commands, "approve")
+def approve_candidate(plant: Plant, say: AnswerPrinter, candidate: Candidate) -> None:
     """Release a candidate that the gate promoted. The ledger keeps your name. The command works while the daemon runs."""
     from factory.release.checks import get_newest_verdict
-    from factory.release.releases import release
+    from factory.release.releases import release_candidate
     from factory.show.catching_up import show_missing
 
     verdict = get_newest_verdict(plant.ledger, candidate)
-    number = release(plant, verdict.id, approved_by=person())
+    number = release_candidate(plant, verdict.id, approved_by=current_user())
     show_missing(plant)
     _say_released(plant, say, number, "approved_by", "approved by")
 
 
-@command(commands, "reject")
+@register_command(commands, "reject")
 def reject_candidate(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     candidate: Candidate,
     why: Annotated[str, typer.Option(help="The reason; the ledger keeps it, and MLflow shows it.")] = "",
 ) -> None:
     """Reject a candidate that the gate promoted. The ledger keeps your name, and later approvals of the same verdict do not count."""
-    from factory.release.approvals import reject
+    from factory.release.approvals import record_rejection
     from factory.release.checks import get_newest_verdict
     from factory.show.catching_up import show_missing
 
     verdict = get_newest_verdict(plant.ledger, candidate)
-    reject(plant, verdict.id, person(), why)
+    record_rejection(plant, verdict.id, current_user(), why)
     show_missing(plant)
     say(
-        {"candidate": candidate, "verdict": verdict.id, "rejected_by": person(), "why": why},
+        {"candidate": candidate, "verdict": verdict.id, "rejected_by": current_user(), "why": why},
         Message(
             "releases.rejected",
             "  Candidate {candidate} is rejected (verdict {verdict}).",
@@ -210,10 +213,10 @@ def reject_candidate(
     )
 
 
-@command(commands, "override")
+@register_command(commands, "override")
 def override_hold(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     candidate: Candidate,
     reason: Annotated[
         str, typer.Option(help="The reason. The ledger keeps it with your name, and the release carries it.")
@@ -223,19 +226,19 @@ def override_hold(
 
     A candidate that failed a check, or whose licences do not allow a release, cannot be released this way.
     """
-    from factory.release.releases import override
+    from factory.release.releases import release_held_candidate
     from factory.show.catching_up import show_missing
 
-    number = override(plant, candidate, person(), reason)
+    number = release_held_candidate(plant, candidate, current_user(), reason)
     show_missing(plant)
     _say_released(plant, say, number, "overridden_by", "overridden by")
 
 
-def _say_released(plant: Plant, say: Say, number: int, key: str, how: str) -> None:
+def _say_released(plant: Plant, say: AnswerPrinter, number: int, key: str, how: str) -> None:
     """Print a release's state. ``how``: 'approved by' or 'overridden by', which the name of the person follows."""
-    from factory.ledger.rows import ReleaseRow, champion
+    from factory.ledger.rows import ReleaseRow, find_champion
 
-    best, row = champion(plant.ledger), ReleaseRow.get(plant.ledger, number)
+    best, row = find_champion(plant.ledger), ReleaseRow.get(plant.ledger, number)
     is_champion = best is not None and best.number == number
     found = {"release": number, "candidate": row.candidate, "champion": is_champion, key: row.approved_by}
     facts = {"release": number, "how": how, "person": row.approved_by}
@@ -251,35 +254,35 @@ def _say_released(plant: Plant, say: Say, number: int, key: str, how: str) -> No
     say(found, published)
 
 
-@command(commands, "rollback")
+@register_command(commands, "rollback")
 def roll_back(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     number: Annotated[
         int | None,
         typer.Argument(min=1, help="The release's number (default: the release that the champion replaced)."),
     ] = None,
 ) -> None:
     """Make an older release champion again. 'factory serve' switches to it at once."""
-    from factory.release.releases import find_replaced_release, rollback
+    from factory.release.releases import find_replaced_release, roll_back_to
     from factory.show.catching_up import show_missing
 
     number = number or find_replaced_release(plant.ledger)
-    rollback(plant, number)
+    roll_back_to(plant, number)
     show_missing(plant)
     say({"champion": number})
 
 
-@command(commands, "gguf")
+@register_command(commands, "gguf")
 def write_gguf(
     plant: Plant,
-    say: Say,
+    say: AnswerPrinter,
     number: Annotated[int, typer.Argument(min=1, help="The release's number.")],
     into: Annotated[
         Path, typer.Option(help="The file to write, such as release-2.gguf. An existing file is not overwritten.")
     ],
     kind: Annotated[
-        Kind | None,
+        GgufType | None,
         typer.Option(
             "--type",
             help="Number type of the stored matrices (default: that of the export, so that nothing is rounded).",

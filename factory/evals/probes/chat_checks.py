@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from factory.evals.probes.checks import Check, joined
+from factory.evals.probes.checks import Check, join_sentences
 from factory.evals.probes.conversations import (
     CALLED_CHATS,
     CHATS,
@@ -19,11 +19,11 @@ from factory.evals.probes.conversations import (
     TYPED_CALLS,
     TYPED_CHATS,
     Chat,
-    frame,
     select_special_ids,
+    special_ids_of_frame,
 )
-from factory.ingest.chat_template import defused
-from factory.ingest.shapes.chats import Notes, add_tools, turns
+from factory.ingest.chat_template import break_special_tokens
+from factory.ingest.shapes.chats import ReadingNotes, add_tools, read_turns
 from factory.ingest.tokenizer import Tokenizer, template_shows_calls
 from kernels.contract.message import Message
 
@@ -56,10 +56,10 @@ class ProbeRequest:
         return {"texts": texts, "chats": [*CHATS, *self.chats], "waiting": waiting, "tools": TOOLS}
 
 
-def chat_checks(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[Check]:
+def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[Check]:
     """All checks that compare ids."""
     request = asked.request()
-    ids_of_text = [tokenizer.text_prompt(text).tolist() for text in request["texts"]]
+    ids_of_text = [tokenizer.encode_text_prompt(text).tolist() for text in request["texts"]]
     wrong_texts = [text for text, a, b in zip(request["texts"], answer["texts"], ids_of_text, strict=True) if a != b]
     spaced = [text for text in wrong_texts if text in SPACED_TEXTS]
     others = [text for text in wrong_texts if text not in SPACED_TEXTS]
@@ -68,7 +68,7 @@ def chat_checks(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any
     def wrong(chats: Sequence[Chat]) -> list[str]:
         """The chats among ``chats`` whose prompts have other ids."""
         mine = [row for row in waiting if any(row[0] is chat for chat in chats)]
-        return [_found(chat, got) for chat, got, _ in mine if got != tokenizer.prompt(chat).tolist()]
+        return [_found(chat, got) for chat, got, _ in mine if got != tokenizer.encode_chat_prompt(chat).tolist()]
 
     plain = [*CHATS, *(chat for chat, _, _ in waiting[len(WAITING) :])]
     whole = [
@@ -95,16 +95,18 @@ def chat_checks(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any
     ]
 
 
-def text_of(content: str | None) -> str:
+def quote_start(content: str | None) -> str:
     """The start of a text, quoted for a message of one line."""
     return repr((content or "")[:40])
 
 
 def _trained(tokenizer: Tokenizer, chat: Chat, tools: list[dict[str, Any]]) -> list[int]:
     """The ids that ingest gives a chat with tools. Like the template, ingest breaks special tokens in text with a blank."""
-    notes = Notes()
-    said = add_tools({"tools": tools}, set(), turns(chat, (), notes), (), notes)
-    return tokenizer.prompt([turn | {"content": defused(turn["content"])} for turn in said]).tolist()
+    notes = ReadingNotes()
+    said = add_tools({"tools": tools}, set(), read_turns(chat, (), notes), (), notes)
+    return tokenizer.encode_chat_prompt(
+        [turn | {"content": break_special_tokens(turn["content"])} for turn in said]
+    ).tolist()
 
 
 def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat], may_refuse: bool) -> list[str]:
@@ -113,7 +115,10 @@ def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat]
     for chat, got, _ in waiting:
         refused = isinstance(got, str)
         if any(chat is one for one in chats) and (
-            refused and not may_refuse or not refused and select_special_ids(got) != frame(chat, tokenizer)
+            refused
+            and not may_refuse
+            or not refused
+            and select_special_ids(got) != special_ids_of_frame(chat, tokenizer)
         ):
             found.append(_found(chat, got))
     return found
@@ -121,7 +126,7 @@ def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat]
 
 def _found(chat: Chat, got: Answered) -> str:
     last = chat[-1]
-    return f"{last['role'][:20]!r}: {text_of(last['content'])}" + (f" ({got})" if isinstance(got, str) else "")
+    return f"{last['role'][:20]!r}: {quote_start(last['content'])}" + (f" ({got})" if isinstance(got, str) else "")
 
 
 def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> Check:
@@ -133,7 +138,7 @@ def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> Check:
         "chat_checks.other_ids", "transformers gives other ids than trained for {what}: {count:,} differ. First: {first}",
         what=what, count=len(wrong), first=wrong[0],
     )  # fmt: skip
-    return Check(name, False, joined([other, todo]))
+    return Check(name, False, join_sentences([other, todo]))
 
 
 def _no_specials(name: str, what: str, wrong: list[str]) -> Check:
@@ -145,4 +150,4 @@ def _no_specials(name: str, what: str, wrong: list[str]) -> Check:
         "chat_checks.specials", "{count:,} {what} that spell special tokens make special tokens. First: {first}",
         count=len(wrong), what=what, first=wrong[0],
     )  # fmt: skip
-    return Check(name, False, joined([made, TEMPLATE]))
+    return Check(name, False, join_sentences([made, TEMPLATE]))

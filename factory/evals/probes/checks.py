@@ -37,10 +37,10 @@ class Check:
     detail: str  # one line for a person: what differs and what to do; a ``Message`` without a full stop
 
 
-def joined(parts: Sequence[str]) -> Message:
+def join_sentences(parts: Sequence[str]) -> Message:
     """Several sentences as one message. Its data has the sentences.
 
-    >>> joined([Message("data.lost", "A file is lost"), Message("data.late", "A file is late")])
+    >>> join_sentences([Message("data.lost", "A file is lost"), Message("data.late", "A file is late")])
     'A file is lost. A file is late'
     """
     if len(parts) == 1:

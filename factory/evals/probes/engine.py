@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from factory.evals.probes.checks import OF_ENGINE, Check, joined
+from factory.evals.probes.checks import OF_ENGINE, Check, join_sentences
 from factory.evals.probes.conversations import (
     CHATS,
     INJECTED_CHATS,
@@ -23,8 +23,8 @@ from factory.evals.probes.conversations import (
     TEXTS,
     TYPED_CHATS,
     TYPED_TEXTS,
-    frame,
     select_special_ids,
+    special_ids_of_frame,
 )
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
 from kernels.contract.message import CodedError, Message
@@ -67,11 +67,15 @@ def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_defau
 
 
 def _text(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
-    return {"text": text, "ids": tokenizer.text_prompt(text).tolist()}
+    return {"text": text, "ids": tokenizer.encode_text_prompt(text).tolist()}
 
 
 def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
-    return {"messages": chat, "ids": tokenizer.prompt(chat).tolist(), "frame": frame(chat, tokenizer)}
+    return {
+        "messages": chat,
+        "ids": tokenizer.encode_chat_prompt(chat).tolist(),
+        "frame": special_ids_of_frame(chat, tokenizer),
+    }
 
 
 def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -88,7 +92,7 @@ def _stop(tokenizer: Tokenizer, row: dict[str, Any]) -> dict[str, Any] | None:
     }
 
 
-class Asking:
+class EngineClient:
     """Asks one engine. ``check`` returns a check for each name in ``OF_ENGINE`` except the first."""
 
     def __init__(self, client: httpx.AsyncClient, fixture: Fixture, tolerance: float, model_name: str) -> None:
@@ -120,7 +124,7 @@ class Asking:
                 ValueError,
             ) as error:  # or an answer with other keys than the API's
                 problem = error.message if isinstance(error, EngineDiffersError) else _incomplete(error)
-                found.append(Check(name, False, joined([problem, TODO])))
+                found.append(Check(name, False, join_sentences([problem, TODO])))
         return found
 
     async def _texts(self) -> Message:

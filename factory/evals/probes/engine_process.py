@@ -20,7 +20,7 @@ from factory.core.launching import run_in_background_process
 from factory.core.left_files import read_tail
 from factory.core.workspace import checkout_root
 from factory.evals.probes.checks import OF_ENGINE, Check
-from factory.evals.probes.engine import Asking, Fixture
+from factory.evals.probes.engine import EngineClient, Fixture
 from kernels.contract.message import Message
 
 NATIVE, VLLM = "factory.serving.native.server", "factory.serving.vllm"  # ``python -m MODULE EXPORT SOCKET``
@@ -46,7 +46,7 @@ class EngineProcess:
     def name(self) -> str:
         return "vllm" if self.module == VLLM else "native"
 
-    def check(self, fixture: Fixture, seconds: int) -> list[Check]:
+    def run_checks(self, fixture: Fixture, seconds: int) -> list[Check]:
         """A check for each name in ``OF_ENGINE``, within ``seconds``. No content of the export makes it raise."""
         began = time.monotonic()
         try:
@@ -88,7 +88,7 @@ class EngineProcess:
                     raise ChildProcessError
                 await asyncio.sleep(POLL_SECONDS)
             on_gpu = self.module == VLLM and Path("/dev/nvidia0").exists()
-            asking = Asking(client, fixture, TOLERANCE_BF16 if on_gpu else TOLERANCE, MODEL_NAME)
+            asking = EngineClient(client, fixture, TOLERANCE_BF16 if on_gpu else TOLERANCE, MODEL_NAME)
             return await asking.check(typed_texts=self.module == NATIVE)
 
     def _ended(self) -> str:
@@ -123,7 +123,7 @@ async def _healthy(client: httpx.AsyncClient) -> bool:
 
 
 @contextlib.contextmanager
-def engine_process(module: str, export: Path) -> Iterator[EngineProcess]:
+def start_engine(module: str, export: Path) -> Iterator[EngineProcess]:
     """Start an engine in the background. The end of the block stops it and all its children. The native engine does not use a GPU."""
     folder = Path(tempfile.mkdtemp(prefix="factory-engine-"))  # short: a socket's path has 107 bytes
     kept = NO_GPU | {"HOME": str(folder)} if module == NATIVE else {}

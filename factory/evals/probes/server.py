@@ -27,7 +27,7 @@ AGAIN = 5  # the second attempt may take this many times as long as the first
 
 
 @dataclass(frozen=True)
-class Served:
+class ProbeAnswer:
     """The probe's answer, or the ``problem`` if the probe did not finish."""
 
     answer: dict[str, Any]
@@ -36,13 +36,13 @@ class Served:
     out_of_time: bool = False  # the time limit ended the probe, which says nothing about the export
 
 
-def probe(request: dict[str, Any], seconds: int) -> Served:
+def run_probe(request: dict[str, Any], seconds: int) -> ProbeAnswer:
     """Run the probe. If its time runs out, run it once more with more time. No content of the export makes it raise."""
     first = _attempt(request, seconds)
     return _attempt(request, AGAIN * seconds) if first.out_of_time else first
 
 
-def _attempt(request: dict[str, Any], seconds: int) -> Served:
+def _attempt(request: dict[str, Any], seconds: int) -> ProbeAnswer:
     with tempfile.TemporaryDirectory(prefix="factory-probe-") as name:
         folder = Path(name)
         asked, answered = folder / "request.json", folder / "answer.json"
@@ -60,10 +60,12 @@ def _attempt(request: dict[str, Any], seconds: int) -> Served:
                     "the probe did not finish within {seconds:,} s. Close other programs, or raise probe_seconds in policies/evals.yaml",
                     seconds=seconds,
                 )
-                return Served({}, None, late, out_of_time=True)
+                return ProbeAnswer({}, None, late, out_of_time=True)
         if process.returncode or not answered.exists():
             lines = (folder / "log").read_text(errors="replace").strip().splitlines()
             how = f"signal {-process.returncode}" if process.returncode < 0 else f"exit {process.returncode}"
             last = lines[-1][:300] if lines else "no output"
-            return Served({}, None, Message("server.ended", "the probe ended with {how}: {last}", how=how, last=last))
-        return Served(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))
+            return ProbeAnswer(
+                {}, None, Message("server.ended", "the probe ended with {how}: {last}", how=how, last=last)
+            )
+        return ProbeAnswer(json.loads(answered.read_text()), np.load(f"{answered}.npy", allow_pickle=False))

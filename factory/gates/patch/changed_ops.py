@@ -9,10 +9,10 @@ import yaml
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
-from factory.core.errors import nearest
+from factory.core.errors import suggest_name
 from factory.gates.case import PatchCase, not_needed_evidence
 from factory.gates.patch.policy import PatchPolicy
-from kernels.contract.choice import EVERY_OP, UNTUNED, device_section, implementation_names, resolve
+from kernels.contract.choice import EVERY_OP, UNTUNED, device_section, implementation_names, replace_auto
 from kernels.contract.message import Message
 
 NO_OP = not_needed_evidence(Message("patch.no_op", "The patch changes no op."))
@@ -35,7 +35,7 @@ def find_changed_sections(before: bytes | None, after: bytes | None) -> list[str
 
 def find_other_devices(before: bytes | None, after: bytes | None) -> list[Message]:
     """A message for each changed section of kernels.yaml that no run here can judge."""
-    here = devices.kind()
+    here = devices.device_kind()
     return [
         Message(
             "patch.other_device",
@@ -58,13 +58,13 @@ def find_unknown_ops(text: bytes | None) -> list[Message]:
         Message(
             "patch.unknown_op",
             "{file}: {device}: no op has the name {op!r}{hint}",
-            file=KERNELS, device=device, op=op, hint=nearest(op, EVERY_OP),
+            file=KERNELS, device=device, op=op, hint=suggest_name(op, EVERY_OP),
         )
         for device, op in wrong
     ]  # fmt: skip
 
 
-def changed_ops(
+def find_changed_ops(
     before: bytes | None, after: bytes | None, paths: Sequence[str], device: str, tuned: Mapping[str, str]
 ) -> list[ChangedOp]:
     """The ops that a patch changes. ``before``, ``after``: kernels.yaml. ``tuned``: op → the implementation that ``auto`` stands for.
@@ -72,7 +72,10 @@ def changed_ops(
     A patch to a file of ``kernels/`` may change any op, so then all ops that kernels.yaml names count as changed.
     """
     old, new = (
-        {op: implementation_names(choice)[0] for op, choice in resolve(device_section(text, device), tuned).items()}
+        {
+            op: implementation_names(choice)[0]
+            for op, choice in replace_auto(device_section(text, device), tuned).items()
+        }
         for text in (before, after)
     )
     all_ops = any(path.startswith("kernels/") for path in paths)
@@ -81,7 +84,7 @@ def changed_ops(
     return [pair for pair in pairs if all_ops or pair.before != pair.after]
 
 
-def ops_of(case: PatchCase[PatchPolicy]) -> list[ChangedOp]:
+def changed_ops_of_patch(case: PatchCase[PatchPolicy]) -> list[ChangedOp]:
     tuned = case.start.kernels if case.start else {}
     after = (case.candidate / KERNELS).read_bytes()
-    return changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.kind(), tuned)
+    return find_changed_ops(case.base_bytes(KERNELS), after, case.paths, devices.device_kind(), tuned)

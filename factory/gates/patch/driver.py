@@ -33,13 +33,13 @@ from torch import Tensor  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 from kernels.contract.op import OracleCase, Shape  # noqa: E402
-from kernels.contract.registry import OPS, get, load_choice  # noqa: E402
+from kernels.contract.registry import OPS, find_op, load_choice  # noqa: E402
 
 DEVICE = torch.device("cpu")  # of this process; the request sets it
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 
 
-def make(jobs: list[dict[str, Any]], folder: Path) -> None:
+def make_inputs(jobs: list[dict[str, Any]], folder: Path) -> None:
     from kernels.contract.oracle import HOSTILE
 
     out, truth = folder / "inputs", folder / "truth"
@@ -63,7 +63,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         exact = tree_map_only(Tensor, lambda x: x.double() if x.is_floating_point() else x, here)
         by = [u.to(DEVICE) for u in upstream]
         for kind, arguments, given in (("exact", exact, [u.double() for u in by]), ("eager", here, by)):
-            found, _ = call(op.reference, arguments, op.gradients, op.writes, given, outputs=op.writes)
+            found, _ = call_op(op.reference, arguments, op.gradients, op.writes, given, outputs=op.writes)
             save_file({name: x.cpu() for name, x in found.items()}, truth / f"{kind}-{number}.safetensors")
         tensors: dict[str, Tensor] = {}
         told = [_told(value, tensors) for value in inputs]
@@ -80,7 +80,7 @@ def make(jobs: list[dict[str, Any]], folder: Path) -> None:
         (out / f"given-{number}.json").write_text(json.dumps(words))
 
 
-def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
+def answer_jobs(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     load_choice(Path("policies/kernels.yaml"), DEVICE.type)  # raises ConfigError
     storages: dict[Any, tuple[list[Any], list[Tensor]]] = {}
     waiting: list[tuple[int, dict[str, Tensor], dict[str, Tensor]]] = []  # until the op's last call
@@ -96,13 +96,13 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
             inputs, upstream = _into(storages, job["storage"], words["gradients"], inputs, upstream)
         may_change = [*words["clobbers"], *(words["writes"] if shared else ())]
         before = tree_map_only(Tensor, lambda x: x.detach().clone(), inputs)
-        implementation = get(job["op"]).implementation(job["implementation"])
+        implementation = find_op(job["op"]).implementation(job["implementation"])
         if implementation.needs_triton:
             launches = launches or LaunchCounter()
         before_launches = launches.count if launches else 0
         copied = () if shared else words["writes"]
         try:
-            found, own = call(
+            found, own = call_op(
                 implementation.function, inputs, words["gradients"], copied, upstream, outputs=words["writes"]
             )
         except Exception as error:
@@ -118,7 +118,7 @@ def answer(jobs: list[dict[str, Any]], given: Path, out: Path) -> None:
     _look_again(waiting, storages, out)
 
 
-def call(
+def call_op(
     function: Any,
     inputs: list[Any],
     gradients: Sequence[int],
@@ -183,7 +183,7 @@ def _save(found: dict[str, Tensor], out: Path, number: int) -> None:
 
 
 def _read(words: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[list[Any], list[Tensor]]:
-    """One job's inputs and upstream gradients from the files of ``make``."""
+    """One job's inputs and upstream gradients from the files of ``make_inputs``."""
     inputs = [_given(value, tensors) for value in words["inputs"]]
     if not words["contiguous"]:
         inputs = tree_map_only(Tensor, _strided, inputs)
@@ -294,9 +294,9 @@ if __name__ == "__main__":
         recorder.watch_compiler()
         recorder.start()
     if verb == "make":
-        make(jobs, Path(folders[0]))
+        make_inputs(jobs, Path(folders[0]))
     else:
-        answer(jobs, Path(folders[0]), Path(folders[1]))
+        answer_jobs(jobs, Path(folders[0]), Path(folders[1]))
     if recorder is not None:
         recorder.stop()
         left = Path(folders[0]) / "truth" if verb == "make" else Path(folders[1])

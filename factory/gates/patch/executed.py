@@ -20,11 +20,11 @@ from types import CodeType, FrameType
 from typing import Any
 
 RECORDER_FILE = Path(__file__)
-Instruction = tuple[str, int]  # (name of a code object by ``name_of``, offset in it)
-Place = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
+Instruction = tuple[str, int]  # (name of a code object by ``code_name``, offset in it)
+SourceSpan = tuple[int, int, int, int]  # first line and column, last line and column, as ``dis`` counts them
 
 
-def name_of(code: CodeType) -> str:
+def code_name(code: CodeType) -> str:
     """A name that is the same in every process for the same place and code, and differs for another function on the same line."""
     made = zlib.crc32(code.co_code + repr(list(code.co_positions())).encode())
     return f"{code.co_qualname}:{code.co_firstlineno}:{made:08x}"
@@ -33,7 +33,9 @@ def name_of(code: CodeType) -> str:
 def _names(path: str) -> Iterator[str]:
     """The names of all code objects of a file, compiled from its text."""
     try:
-        yield from map(name_of, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)))
+        yield from map(
+            code_name, iterate_code_objects(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True))
+        )
     except (OSError, SyntaxError, ValueError):
         return
 
@@ -57,7 +59,7 @@ class ExecutedCode:
 
     lines: dict[str, set[int]] = field(default_factory=dict)
     instructions: dict[str, set[Instruction]] = field(default_factory=dict)
-    traced: dict[str, set[Place]] = field(default_factory=dict)
+    traced: dict[str, set[SourceSpan]] = field(default_factory=dict)
     launched: dict[str, set[tuple[int, int]]] = field(default_factory=dict)
 
     def add(self, left: Mapping[str, Any]) -> None:
@@ -87,7 +89,7 @@ class ExecutionRecorder:
         ] = {}  # by id, because hashing code is slow: (code, name; '' if the code differs from the file)
         self.lines: dict[str, set[int]] = defaultdict(set)
         self.instructions: dict[str, set[Instruction]] = defaultdict(set)
-        self.traced: dict[str, set[Place]] = defaultdict(set)
+        self.traced: dict[str, set[SourceSpan]] = defaultdict(set)
         self.launched: dict[str, set[tuple[int, int]]] = defaultdict(set)
 
     def start(self) -> None:
@@ -148,7 +150,7 @@ class ExecutionRecorder:
             return None
         if name in self.precise:
             if id(code) not in self.seen:
-                own = name_of(code)
+                own = code_name(code)
                 self.seen[id(code)] = code, own if own in self.precise[name] else ""
             if not self.seen[id(code)][1]:
                 return None  # torch.compile runs its own code under the function's name

@@ -11,8 +11,8 @@ from factory.core.errors import InputError
 from factory.evals.export_config import parse_config
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
-from factory.evals.suite import held_out_documents
-from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte, encode_documents, ratio_bits
+from factory.evals.suite import select_held_out_documents
+from factory.evals.tasks import EvalItem, ScoredText, bits_per_byte_by_domain, encode_documents, score_bits_per_byte
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.plant import Plant
@@ -21,36 +21,38 @@ from trainer.contract.checkpoint.format import Tensors
 from trainer.contract.recipe import Recipe
 
 
-def held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText], EvalPolicy]:
+def read_held_out_texts(count: int, size: int, plant: Plant) -> tuple[list[ScoredText], EvalPolicy]:
     """At most ``count`` documents of the dev half per domain, cut to ``size`` bytes, and the policy for scoring. No documents without a tokenizer."""
-    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
     try:
         tokenizer, token_bytes = Tokenizer.load(plant.workspace.tokenizer), TokenBytes.load(plant.workspace.tokenizer)
     except InputError:
         return [], policy
-    dev = held_out_documents(plant.ledger, count, sealed=False)
+    dev = select_held_out_documents(plant.ledger, count, sealed=False)
     return encode_documents(dev, tokenizer, token_bytes, size), policy
 
 
-def reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
+def make_reference_model(weights: Tensors, recipe: dict[str, Any]) -> ReferenceModel:
     """The judge's own model with these weights, whose names are the trainer's."""
     shape = Recipe.parse(recipe).model
     return ReferenceModel(parse_config(hf_config(shape, "float32"), "recipe"), hf_tensors(weights, shape))
 
 
-def scores(weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy) -> list[EvalItem]:
+def score_weights(
+    weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
+) -> list[EvalItem]:
     """One item per document: its nats as value, its bytes as weight."""
-    return bits_per_byte(reference_model(weights, recipe), texts, policy, lambda amount: None)
+    return score_bits_per_byte(make_reference_model(weights, recipe), texts, policy, lambda amount: None)
 
 
-def bits_per_byte_by_domain(
+def measure_weights(
     weights: Tensors, recipe: dict[str, Any], texts: Sequence[ScoredText], policy: EvalPolicy
 ) -> dict[str, float]:
     """Bits per byte by domain."""
-    return ratio_bits(scores(weights, recipe, texts, policy))
+    return bits_per_byte_by_domain(score_weights(weights, recipe, texts, policy))
 
 
-def gains(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
+def gains_by_document(ours: Sequence[EvalItem], theirs: Sequence[EvalItem]) -> dict[str, list[float]]:
     """The gain of ``ours`` over ``theirs`` in bits per byte: by domain, one number per source document."""
     sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for mine, other in zip(ours, theirs, strict=True):

@@ -148,7 +148,7 @@ def smaller_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -
 def wall_clock_gain(policy: TrainingPolicy, found: Mapping[str, Any], tries: int) -> StepGain | None:
     """The gain by the wall clock. A measurement shares the confidence with the measurements that were discarded before it."""
     shared = tries * _measurements(found)
-    return gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
+    return step_gain(policy, found.get("baseline_seconds"), found.get("candidate_seconds"), shared)
 
 
 def _measurements(found: Mapping[str, Any]) -> int:
@@ -210,7 +210,7 @@ def _cpu_gain(policy: TrainingPolicy, found: Mapping[str, Any], clock: str, trie
     seconds = cpu.get(clock) if isinstance(cpu, Mapping) else None
     if not isinstance(seconds, Mapping):
         return None
-    return gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
+    return step_gain(policy, seconds.get("baseline_seconds"), seconds.get("candidate_seconds"), tries)
 
 
 def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]) -> Message:
@@ -314,7 +314,7 @@ def _judge_evals(policy: EvalsPolicy, found: Mapping[str, Any], verdict: Verdict
     return Verdict(verdict.outcome, (*verdict.reasons, shown))
 
 
-def gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
+def step_gain(policy: TrainingPolicy, baseline: object, candidate: object, tries: int) -> StepGain | None:
     """The gain from the seconds of each side's runs. Log-normal, pooled variance, t bounds shared among ``tries`` (Bonferroni).
 
     The bounds ignore that runs of one process are more alike than runs of two processes. tests/factory/gates/test_patch_judge.py simulates how

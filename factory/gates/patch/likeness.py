@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from factory.runs.distance import apart, find_value_differences, share, sum_by_kind, together
+from factory.runs.distance import find_value_differences, relative_size, sum_by_kind, sum_distances, tensor_distances
 from kernels.contract.message import Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors
 
@@ -21,21 +21,23 @@ UNMOVED_DISTANCE = 1e9  # the distance where training moved nothing
 ROUNDED = 0.1  # share by which a loss or a gradient's norm may differ
 
 
-def drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
+def weight_drift(candidate: Tensors, baseline: Tensors, origin: Tensors, of_one: bool = True) -> float:
     """‖candidate − baseline‖ / ‖baseline − origin‖. ``of_one``: or half that ratio of the worst tensor, if that is larger."""
-    each = apart(baseline, candidate, origin).values()
+    each = tensor_distances(baseline, candidate, origin).values()
     worst = max((one.share for one in each), default=0.0)
-    whole = together(each).share
+    whole = sum_distances(each).share
     return min(max(whole, worst / 2) if of_one else whole, UNMOVED_DISTANCE)
 
 
-def squares(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
+def squared_moment_distances(one: Checkpoint | None, other: Checkpoint | None) -> dict[str, float]:
     """Squared distance of two runs' optimiser states by kind (``exp_avg``, ``exp_avg_sq``, ``momentum``)."""
     assert one is not None and other is not None
-    return {kind: found.apart**2 for kind, found in sum_by_kind(apart(other.optimizer, one.optimizer)).items()}
+    return {
+        kind: found.apart**2 for kind, found in sum_by_kind(tensor_distances(other.optimizer, one.optimizer)).items()
+    }
 
 
-def differs(
+def find_checkpoint_difference(
     candidate: Checkpoint | None, baseline: Checkpoint | None, away: Mapping[str, float], max_drift: float
 ) -> Message | None:
     """How the candidate's checkpoint differs from the baseline's for a run that continues from it. None: they are alike.
@@ -65,8 +67,8 @@ def differs(
             )
         if name.startswith("step.") and not torch.equal(found, tensor):
             return Message("patch.optimiser_step", "the optimiser's {tensor} differs", tensor=name)
-    for kind, square in sorted(squares(candidate, baseline).items()):
-        off = share(square, away.get(kind, 0.0)) ** 0.5
+    for kind, square in sorted(squared_moment_distances(candidate, baseline).items()):
+        off = relative_size(square, away.get(kind, 0.0)) ** 0.5
         if off > max_drift:
             return Message(
                 "patch.optimiser_apart",

@@ -26,13 +26,19 @@ from safetensors.torch import load_file
 
 from agents.core.untrusted import one_line
 from factory.core import devices
-from factory.gates.case import StageEvidence, failed, missing, passed
+from factory.gates.case import StageEvidence, failed_evidence, missing_evidence, passed_evidence
 from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patience import TimeLimits, baseline_stopped_message, out_of_time, run_with_limits, stopped
+from factory.gates.patience import (
+    TimeLimits,
+    baseline_stopped_message,
+    out_of_time_evidence,
+    run_with_limits,
+    stopped_message,
+)
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_tensors
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
 DRIVER = Path(__file__).with_name("driver.py")
@@ -65,12 +71,12 @@ class OpAnswers:
     def evidence(self, numbers: Sequence[int], right: Message, *, last: bool) -> StageEvidence:
         """The evidence of these jobs. ``right``: the reason if all are right. ``last``: they are the last jobs, so a crash of the process counts."""
         if self.missing:
-            return out_of_time(self.missing) if self.out_of_time else missing(self.missing)
+            return out_of_time_evidence(self.missing) if self.out_of_time else missing_evidence(self.missing)
         reasons: list[Message] = []
         worst, broken = 0.0, last and bool(self.died)
         for number in numbers:
             try:
-                wrong, share = compare(self.truth, self.folder, number)
+                wrong, share = compare_answer(self.truth, self.folder, number)
             except UntrustedFileError as error:
                 if self.died:
                     broken = True
@@ -84,7 +90,7 @@ class OpAnswers:
         if broken:
             found["log"] = self.log
             if self.out_of_time and not reasons and self.died:
-                return out_of_time(self.died, **found)
+                return out_of_time_evidence(self.died, **found)
             ops = dict.fromkeys(job["op"] for job in self.jobs)
             reasons.append(
                 Message(
@@ -94,12 +100,12 @@ class OpAnswers:
                 )
             )  # fmt: skip
         if reasons:
-            return failed(*reasons[:5], failures=len(reasons), **found)
-        return passed(right, **found)
+            return failed_evidence(*reasons[:5], failures=len(reasons), **found)
+        return passed_evidence(right, **found)
 
 
 @contextlib.contextmanager
-def answered(
+def answer_jobs(
     jobs: Sequence[dict[str, Any]],
     policy: OraclePolicy,
     baseline: Path,
@@ -113,12 +119,12 @@ def answered(
     """
     work.mkdir(parents=True, exist_ok=True)
     request, question = work / "request.json", work / "question.json"
-    asked = {"device": devices.kind(), "jobs": jobs}
+    asked = {"device": devices.device_kind(), "jobs": jobs}
     request.write_text(json.dumps(asked))
-    question.write_text(json.dumps(asked | recording(instructions)))
+    question.write_text(json.dumps(asked | recorder_request(instructions)))
     given = work / "given"
     with contextlib.ExitStack() as opened:
-        made = driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
+        made = run_driver(["make", request, given], [baseline, request], given, baseline, policy.wall_seconds)
         if not made.ok:
             why = Message("patch.no_inputs", "The test inputs could not be made: {problem}", problem=made.why())
             if made.timed_out:
@@ -129,20 +135,22 @@ def answered(
             return
         limits = policy.patience.limits(made.seconds)
 
-        def attempt(number: int, limit: float) -> tuple[sandbox.Result, int]:
+        def attempt(number: int, limit: float) -> tuple[sandbox.SandboxResult, int]:
             answers = work / f"answers-{number}"  # a stopped attempt leaves nothing for the next one
             answers.mkdir()
             folder = os.open(answers, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             opened.callback(os.close, folder)
             visible = [candidate, question, given / "inputs"]  # but not given / "truth"
-            return driver(["answer", question, given / "inputs", answers], visible, answers, candidate, limit), folder
+            return run_driver(
+                ["answer", question, given / "inputs", answers], visible, answers, candidate, limit
+            ), folder
 
         run, folder = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         died, log = None, ""
         if not run.ok:
             died, log = Message.from_json(run.why()), run.stderr[-2000:]
         if run.timed_out:
-            died = stopped("checks", limits, made.seconds, "oracle.patience")
+            died = stopped_message("checks", limits, made.seconds, "oracle.patience")
         seconds = made.seconds + run.seconds
         executed = read_executed_code(folder)
         yield OpAnswers(
@@ -150,7 +158,7 @@ def answered(
         )
 
 
-def recording(instructions: Sequence[str]) -> dict[str, Any]:
+def recorder_request(instructions: Sequence[str]) -> dict[str, Any]:
     """The keys of a request that name the files whose execution the driver records."""
     return {"recorder": str(RECORDER_FILE), "instructions": list(instructions)}
 
@@ -163,15 +171,15 @@ def read_executed_code(folder: int) -> ExecutedCode:
     return found
 
 
-def driver(
+def run_driver(
     words: Sequence[str | Path], readonly: Sequence[Path], output: Path, code: Path, wall_seconds: float
-) -> sandbox.Result:
-    return sandbox.run(
+) -> sandbox.SandboxResult:
+    return sandbox.run_in_sandbox(
         [sys.executable, str(DRIVER), *map(str, words)],
         output=output,
         readonly=[*readonly, DRIVER, RECORDER_FILE],
         cwd=code,
-        limits=Limits(wall_seconds=wall_seconds),
+        limits=SandboxLimits(wall_seconds=wall_seconds),
         environment={"OMP_NUM_THREADS": "1"},  # small shapes: a second thread only waits
     )
 
@@ -185,7 +193,7 @@ def _of_job(job: dict[str, Any], problem: Message) -> Message:
     )  # fmt: skip
 
 
-def compare(truth_folder: Path, answers: int, number: int) -> tuple[list[Message], float]:
+def compare_answer(truth_folder: Path, answers: int, number: int) -> tuple[list[Message], float]:
     """The problems of one answer, and its largest error as a share of the allowed error. Raises: UntrustedFileError."""
     paths = [truth_folder / f"{kind}-{number}.safetensors" for kind in ("exact", "eager")]
     exact, eager = map(load_file, paths)
@@ -271,12 +279,12 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
     jobs = answers.jobs
     numbers = _drawn(jobs)
     request = work / "request-again.json"
-    asked = {"device": devices.kind(), "jobs": [jobs[number] for number in numbers]}
-    request.write_text(json.dumps(asked | recording(answers.instructions)))
+    asked = {"device": devices.device_kind(), "jobs": [jobs[number] for number in numbers]}
+    request.write_text(json.dumps(asked | recorder_request(answers.instructions)))
     limits = patience.limits(answers.baseline_seconds)  # the time of all jobs; these are fewer
     with contextlib.ExitStack() as opened:
 
-        def attempt(number: int, limit: float) -> tuple[sandbox.Result, list[int]]:
+        def attempt(number: int, limit: float) -> tuple[sandbox.SandboxResult, list[int]]:
             folder = work / f"again-{number}"
             parts = [folder / part for part in ("inputs", "truth")]
             for part in parts:
@@ -284,11 +292,13 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
             held = [os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW) for part in parts]
             for descriptor in held:
                 opened.callback(os.close, descriptor)
-            return driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
+            return run_driver(["make", request, folder], [candidate, request], folder, candidate, limit), held
 
         run, (inputs, truth) = run_with_limits(limits, attempt, lambda ended: ended[0].timed_out)
         if run.timed_out:
-            return out_of_time(stopped("tests of ops", limits, answers.baseline_seconds, "oracle.patience"))
+            return out_of_time_evidence(
+                stopped_message("tests of ops", limits, answers.baseline_seconds, "oracle.patience")
+            )
         answers.executed.merge(read_executed_code(truth))
         try:
             wrong = [] if run.ok else [_no_tests(run.why())]
@@ -303,7 +313,7 @@ def check_tests_unchanged(answers: OpAnswers, patience: TimeLimits, candidate: P
                 ]
         except UntrustedFileError as error:
             wrong = [_no_tests(error.message)]
-    return failed(*wrong[:5], failures=len(wrong)) if wrong else {}
+    return failed_evidence(*wrong[:5], failures=len(wrong)) if wrong else {}
 
 
 def _no_tests(problem: str) -> Message:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from factory.runs import sandboxed
 from factory.runs.arm import Arm
-from factory.runs.trace import read_alive
+from factory.runs.trace import read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox.clock import CpuSeconds
 from kernels.contract.message import Message
@@ -60,16 +60,16 @@ def train_timed_session(
     first = 1 + secrets.randbelow(90_000)  # the folders have names like those of live segments
     named = {folder / "segments" / f"{first + number:05d}-trunk": arm for number, arm in enumerate(arms)}
     session, began = PatchSession(folders=list(named)), time.monotonic()
-    with closing(sandboxed.train(folder, code, named, wall_seconds)) as trained:
+    with closing(sandboxed.train_sandboxed(folder, code, named, wall_seconds)) as trained:
         for number, (arm, ended) in enumerate(zip(arms, trained, strict=False)):
             if ended.failed:
                 session.failed, session.out_of_time = ended.failed, ended.out_of_time
             elif number:
                 try:  # read everything of each run, so that code cannot know which runs are compared
-                    left = read_alive(ended.opened, arm.last, origin, folder.parent)
+                    left = read_live_checkpoint(ended.opened, arm.last, origin, folder.parent)
                     before = {}
                     if number in early:
-                        before = read_alive(ended.opened, early[number], origin, folder.parent).model
+                        before = read_live_checkpoint(ended.opened, early[number], origin, folder.parent).model
                 except UntrustedFileError as error:
                     session.failed = error.message
                     break

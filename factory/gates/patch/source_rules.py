@@ -30,7 +30,7 @@ from factory.gates.patch.source_names import (
     REDEFINABLE_BUILTINS,
     STANDARD_MODULES,
 )
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from kernels.contract.message import Message
 
 # How to write the code instead, by the first words of the finding.
@@ -72,7 +72,7 @@ ADVICE = {
 }
 
 
-def problems(change: Change, base: bytes | None) -> list[Message]:
+def find_source_problems(change: FileChange, base: bytes | None) -> list[Message]:
     """The problems of one changed file, a message each. ``base``: the file before the patch; None: a new file."""
     if change.content is None:
         return []

@@ -33,7 +33,7 @@ class RunSeconds:
     overhead: float  # of a baseline run
 
 
-def timing(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
+def step_seconds_evidence(policy: TrainingPolicy, runs: RunSeconds) -> dict[str, Any]:
     """Evidence with the seconds of a step, one number per run; or with ``doubt``, the reason that they cannot be computed."""
     usual = statistics.median(runs.baseline)
     found: dict[str, Any] = {
@@ -91,11 +91,11 @@ def long_run_gain(baseline: float, candidate: float, steps: int, overhead: float
     return {
         "steps": steps,
         "ratio": (baseline - overhead) / max(candidate - overhead, 1e-3),
-        "hideable": hideable(overhead, baseline - overhead, steps - 1),
+        "hideable": gain_of_quick_start(overhead, baseline - overhead, steps - 1),
     }
 
 
-def hideable(overhead: float, steps_alone: float, steps: int) -> float:
+def gain_of_quick_start(overhead: float, steps_alone: float, steps: int) -> float:
     """The gain of the baseline over itself if its start took no longer than one step."""
     avoidable = max(0.0, overhead - steps_alone / steps)
     return steps_alone / max(steps_alone - avoidable, steps_alone / 1e6)

@@ -15,9 +15,9 @@ from factory.core.workspace import Workspace
 from factory.gates.case import Stage
 from factory.gates.patch.stages import scope
 from factory.gates.recipe import runs, static
-from factory.gates.recipe.judge import RecipeComparison, compare, judge_recipe
+from factory.gates.recipe.judge import RecipeComparison, compare_recipes, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import RECIPES, Changes, learnt, recipe_changes
+from factory.gates.recipe_changes import RECIPES, Changes, read_recipe_changes, select_learning_keys
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.repository import AppliedPatch
@@ -32,34 +32,34 @@ STAGES: tuple[Stage, ...] = (scope, static, runs)
 def is_recipe_patch(workspace: Workspace, applied: AppliedPatch) -> bool:
     """True if this gate judges the patch: it changes only recipes, leaves them valid, and changes what one of them learns."""
     try:
-        return any(learnt(changes) for changes in _changes(workspace, applied))
+        return any(select_learning_keys(changes) for changes in _changes(workspace, applied))
     except TrainerError:
         return False  # not a recipe: the patch gate names the problem
 
 
-def recipe_gate(workspace: Workspace) -> StagedGate[RecipePolicy]:
+def make_recipe_gate(workspace: Workspace) -> StagedGate[RecipePolicy]:
     """Raises: ConfigError."""
-    return StagedGate(GATE, RecipePolicy.load(workspace.policy("gates/recipe.yaml")), STAGES, judge_recipe, _gain)
+    return StagedGate(GATE, RecipePolicy.load(workspace.policy_path("gates/recipe.yaml")), STAGES, judge_recipe, _gain)
 
 
 def _gain(policy: RecipePolicy, stages: Mapping[str, Any], tries: int) -> RecipeComparison | None:
-    return compare(policy.runs, stages.get("runs", {}), tries)
+    return compare_recipes(policy.runs, stages.get("runs", {}), tries)
 
 
 def _changes(workspace: Workspace, applied: AppliedPatch) -> list[Changes]:
     """The changes of each recipe; empty if the patch changes another file too. Raises: TrainerError."""
     repo = workspace.repository
-    changes = repository.changes(repo, applied.base, applied.commit)
+    changes = repository.read_changes(repo, applied.base, applied.commit)
     if not all(change.path.startswith(RECIPES) for change in changes):
         return []
     old = [repository.read_file_text(repo, applied.base, c.path) if c.old_mode is not None else "" for c in changes]
-    return [recipe_changes(change, text) for change, text in zip(changes, old, strict=True)]
+    return [read_recipe_changes(change, text) for change, text in zip(changes, old, strict=True)]
 
 
 def count_tries(plant: Plant, applied: AppliedPatch) -> int:
     """The number of verdicts on any of the same keys, of all proposers and targets."""
     keys = {key for changes in _changes(plant.workspace, applied) for key in changes}
-    rows = plant.ledger.rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
+    rows = plant.ledger.select_rows(sa.select(verdicts.c.evidence).where(verdicts.c.gate == GATE))
     return sum(bool(keys & set(_changed_keys(row["evidence"]))) for row in rows)
 
 

@@ -67,7 +67,7 @@ def judge_recipe(policy: RecipePolicy, evidence: Mapping[str, Any]) -> Verdict:
     tries = evidence.get("tries")
     if isinstance(tries, bool) or not isinstance(tries, int) or tries < 1:
         return Verdict(HOLD, (tries_unknown_message(),))
-    result = compare(policy.runs, stages["runs"], tries)
+    result = compare_recipes(policy.runs, stages["runs"], tries)
     if result is None:
         not_scored = Message(
             "recipe.not_scored", "The weights after the runs were not scored, or not for enough seeds."
@@ -153,7 +153,7 @@ def _costs(policy: RunsPolicy, result: RecipeComparison) -> Message | None:
     return None
 
 
-def compare(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeComparison | None:
+def compare_recipes(policy: RunsPolicy, found: Mapping[str, Any], tries: int) -> RecipeComparison | None:
     """The comparison; None if a number is missing, not finite or of the wrong kind, or if there are fewer seeds than the policy's."""
     old, new = (_scores(found.get(name)) for name in ("baseline", "candidate"))
     old_speed, new_speed = (_positive(found.get(f"{name}_tokens_per_s")) for name in ("baseline", "candidate"))

@@ -27,17 +27,25 @@ from pathlib import Path
 from typing import Any, Literal
 
 from factory.core import devices
-from factory.core.removal import remove
-from factory.gates.case import NO_START, NOTHING_HELD_OUT, PatchCase, StageResult, failed, missing, passed
-from factory.gates.patch.held_out import bits_per_byte_by_domain, held_out_texts
-from factory.gates.patience import out_of_time
+from factory.core.removal import remove_path
+from factory.gates.case import (
+    NO_START,
+    NOTHING_HELD_OUT,
+    PatchCase,
+    StageResult,
+    failed_evidence,
+    missing_evidence,
+    passed_evidence,
+)
+from factory.gates.patch.held_out import measure_weights, read_held_out_texts
+from factory.gates.patience import out_of_time_evidence
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
 from factory.runs.sandboxed import ArmEnd
-from factory.runs.trace import read_alive, read_lines_in
+from factory.runs.trace import read_lines_in, read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -66,7 +74,7 @@ class RunLengths:
 
 @dataclass
 class MeasuredRuns:
-    """The measurements: lists by side with an entry for each seed. ``failed``: the error; '': no error."""
+    """The measurements: lists by side with an entry for each seed. ``failed_evidence``: the error; '': no error."""
 
     bits: dict[str, list[dict[str, float]]] = field(default_factory=lambda: {side: [] for side in SIDES})
     tokens_per_s: dict[str, list[float]] = field(default_factory=lambda: {side: [] for side in SIDES})
@@ -93,7 +101,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return StageResult(
-            missing(
+            missing_evidence(
                 Message(
                     "recipe.other_model",
                     "The trunk was trained with another model or optimiser than that of {path}.",
@@ -101,18 +109,18 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
                 )
             )
         )
-    texts, eval_policy = held_out_texts(policy.held_out_documents, policy.held_out_bytes, case.plant)
+    texts, eval_policy = read_held_out_texts(policy.held_out_documents, policy.held_out_bytes, case.plant)
     if not texts:
         return StageResult(NOTHING_HELD_OUT)
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     shape = recipes["baseline"].model_dump()
-    compiled = devices.compiled(case.workspace.root, start.commit)  # by approved code during training
+    compiled = devices.compiled_code_folder(case.workspace.root, start.commit)  # by approved code during training
     copy_cache(compiled, case.work / "recipe" / "cache")
     runs = Runs(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
-            sizes = lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
-            held, kernels = domains_of(start), start.kernels_of(case.baseline)
+            sizes = choose_lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
+            held, kernels = trained_domains(start), start.kernels_of(case.baseline)
             own_floor = "schedule.final_lr_share" in changes
             sides = {
                 name: RecipeSide(
@@ -123,18 +131,18 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
             ours, theirs = sides["candidate"], sides["baseline"]
             if (ours.raw, ours.size) == (theirs.raw, theirs.size):
                 return StageResult(
-                    failed(
+                    failed_evidence(
                         Message(
                             "recipe.key_is_set",
                             "The change has no effect: the gate's runs set the changed key themselves.",
                         )
                     )
                 )
-            score = lambda weights: bits_per_byte_by_domain(weights, shape, texts, eval_policy)
+            score = lambda weights: measure_weights(weights, shape, texts, eval_policy)
             advance = lambda words: task.advance(1, words)
             found = train_pairs(runs, policy, start, sides, case.baseline, origin, score, advance)
         except TrainerError as error:
-            return StageResult(missing(Message("recipe.cannot_run", "{error}", error=error.message)))
+            return StageResult(missing_evidence(Message("recipe.cannot_run", "{error}", error=error.message)))
     evidence = found.to_json() | {
         "held_out_documents": len(texts),
         "from_step": start.step,
@@ -142,18 +150,18 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
         "steps": {side: [size.trunk, size.tail] for side, size in sizes.items()},
     }
     if found.failed and found.failed_side == "candidate":
-        return StageResult(failed(_run_failed("candidate", found.failed), **evidence))
+        return StageResult(failed_evidence(_run_failed("candidate", found.failed), **evidence))
     if found.out_of_time:
-        return StageResult(out_of_time(Message.from_json(found.failed), **evidence))
+        return StageResult(out_of_time_evidence(Message.from_json(found.failed), **evidence))
     if found.failed:  # a failure of the baseline says nothing about the candidate
-        return StageResult(missing(_run_failed("baseline", found.failed), **evidence))
+        return StageResult(missing_evidence(_run_failed("baseline", found.failed), **evidence))
     size = sizes["candidate"]
     reason = Message(
         "recipe.trained",
         "Both recipes trained with {seeds} seeds from step {step}: {trunk} steps, then an anneal of {tail} steps.",
         seeds=policy.seeds, step=start.step, trunk=size.trunk, tail=size.tail,
     )  # fmt: skip
-    return StageResult(passed(reason, **evidence))
+    return StageResult(passed_evidence(reason, **evidence))
 
 
 def _run_failed(side: str, problem: str) -> Message:
@@ -171,7 +179,7 @@ def lengthen_policy(policy: RunsPolicy, step: int, baseline: Recipe, candidate: 
     return policy.model_copy(update={"steps": times * policy.steps, "tail_steps": times * policy.tail_steps})
 
 
-def lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, RunLengths]:
+def choose_lengths(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> dict[str, RunLengths]:
     """The steps of each side. The candidate gets at most the baseline's tokens. Its anneal gets the share that its recipe gives it.
 
     Raises: RecipeError if the batch is so large that two steps do not fit, or the anneal so long that no trunk step is left.
@@ -207,7 +215,7 @@ def make_run_recipe(recipe: Recipe, own_floor: bool, precision: str) -> dict[str
     )
 
 
-def domains_of(start: Start) -> set[str]:
+def trained_domains(start: TrainingStart) -> set[str]:
     """The domains in the trunk's token shards. Raises: TrainerError for a damaged shard."""
     shards = [TokenShard(shard["path"], shard.get("moved")) for shard in start.plan["token_shards"]]
     return {domain for shard in shards for domain in shard.documents.column("domain").unique().to_pylist()}
@@ -225,7 +233,7 @@ class RecipeSide:
     commit: str
     kernels: str
 
-    def arms(self, start: Start, seed: int, folder: Path) -> dict[Path, Arm]:
+    def arms(self, start: TrainingStart, seed: int, folder: Path) -> dict[Path, Arm]:
         """The two arms of one run by their folders, trunk and tail. The tail continues from the trunk's checkpoint, and in its data.
 
         Raises: DataPlanError if no token shard has a domain of a mixture.
@@ -237,14 +245,16 @@ class RecipeSide:
         middle = start.step + self.size.trunk
 
         def arm(kind: Literal["trunk", "anneal"], first: int, stop: int, checkpoint: Path) -> Arm:
-            plan, _ = DataPlan.make(self.recipe.mixture, kind, shards, seed).of_arrived(self.held, first, stop)
+            plan, _ = DataPlan.make(self.recipe.mixture, kind, shards, seed).without_missing_domains(
+                self.held, first, stop
+            )
             base = {
                 "kind": kind, "recipe": self.raw, "data_plan": json.loads(plan.to_json()), "first_step": first, "last_step": stop,
                 "initial_checkpoint": str(checkpoint), "restart_data": kind == "trunk", "code_commit": self.commit,
             }  # fmt: skip
             return Arm(f"{self.name}, run {folder.name}, {kind}", base, self.commit, kernels=self.kernels)
 
-        between = folder / "trunk" / "checkpoints" / checkpoint_files.name_of(middle)
+        between = folder / "trunk" / "checkpoints" / checkpoint_files.checkpoint_name(middle)
         return {
             folder / "trunk": arm("trunk", start.step, middle, start.checkpoint),
             folder / "tail": arm("anneal", middle, middle + self.size.tail, between),
@@ -254,7 +264,7 @@ class RecipeSide:
 def train_pairs(
     runs: Runs,
     policy: RunsPolicy,
-    start: Start,
+    start: TrainingStart,
     sides: Mapping[str, RecipeSide],
     code: Path,
     origin: Tensors,
@@ -275,7 +285,7 @@ def train_pairs(
             arms |= sides[name].arms(start, seed, work / "segments" / f"{drawn + len(order):05d}")
             order.append(sides[name])
     found = MeasuredRuns()
-    with closing(runs.sandboxed(work, code, arms, policy.wall_seconds)) as trained:
+    with closing(runs.train_sandboxed(work, code, arms, policy.wall_seconds)) as trained:
         for done, side in enumerate(order):
             parts = [next(trained)]
             if not parts[0].failed:
@@ -297,7 +307,7 @@ def train_pairs(
                 )  # fmt: skip
             if found.failed:
                 return found
-            remove(parts[0].folder.parent)
+            remove_path(parts[0].folder.parent)
             advance(f"{side.name}: {bits:.4f} bits per byte")
     return found
 
@@ -306,7 +316,7 @@ def _measure(
     found: MeasuredRuns, side: str, parts: Sequence[ArmEnd], last: int, origin: Tensors, score: Score, aside: Path
 ) -> float:
     """Add the measurements of a run to ``found``. Returns its mean bits per byte. Raises: UntrustedFileError."""
-    bits = score(read_alive(parts[-1].opened, last, origin, aside).model)
+    bits = score(read_live_checkpoint(parts[-1].opened, last, origin, aside).model)
     if not all(math.isfinite(value) for value in bits.values()):
         raise UntrustedFileError("recipe.no_finite_loss", "its weights have no finite loss on held-out documents")
     lines = [line for part in parts for line in read_lines_in(part.opened, "metrics.jsonl")]

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 
 from factory.core.errors import ConfigError
-from factory.core.launching import check_ranks
-from factory.gates.case import PatchCase, StageResult, failed, missing, passed
-from factory.gates.patch.source_rules import problems
+from factory.core.launching import check_ranks_fit
+from factory.gates.case import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
+from factory.gates.patch.source_rules import find_source_problems
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import Changes, find_unused_recipes, recipe_changes
+from factory.gates.recipe_changes import Changes, find_unused_recipes, read_recipe_changes
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
@@ -23,12 +23,12 @@ EARLY_KEYS = {"schedule.warmup_steps": lambda recipe: recipe.schedule.warmup_ste
 
 def run(case: PatchCase[RecipePolicy]) -> StageResult:
     """The result, which hands the changed keys to the runs stage."""
-    if found := [p for change in case.changes for p in problems(change, case.base_bytes(change.path))]:
-        return StageResult(failed(*found[:MOST_REASONS]))
+    if found := [p for change in case.changes for p in find_source_problems(change, case.base_bytes(change.path))]:
+        return StageResult(failed_evidence(*found[:MOST_REASONS]))
     if unmeasured := find_unused_recipes(case.workspace, case.paths):
-        return StageResult(missing(*unmeasured))
+        return StageResult(missing_evidence(*unmeasured))
     (change,) = case.changes
-    changes = recipe_changes(change, (case.base_bytes(change.path) or b"").decode())
+    changes = read_recipe_changes(change, (case.base_bytes(change.path) or b"").decode())
     new = Recipe.load(case.candidate / change.path)
     wrong = [
         Message("recipe.not_allowed", "{key} may not be changed ('changes' in policies/gates/recipe.yaml)", key=key)
@@ -43,16 +43,16 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     wrong += _without_effect(case, changes, new)
     found = [Message("recipe.wrong", "{path}: {problem}", path=change.path, problem=problem) for problem in wrong]
     try:
-        check_ranks(case.workspace, new)  # a batch that ranks can share also fits the single rank of the runs
+        check_ranks_fit(case.workspace, new)  # a batch that ranks can share also fits the single rank of the runs
     except ConfigError as error:
         found.append(Message("recipe.ranks", "{error}", error=error.message))
     if found:
-        return StageResult(failed(*found[:MOST_REASONS]))
+        return StageResult(failed_evidence(*found[:MOST_REASONS]))
     reasons = [
         Message("recipe.change", "{key}: {old} → {new}", key=key, old=old, new=value)
         for key, (old, value) in changes.items()
     ]
-    evidence = passed(*reasons, changes={key: list(values) for key, values in changes.items()})
+    evidence = passed_evidence(*reasons, changes={key: list(values) for key, values in changes.items()})
     return StageResult(evidence, changes)
 
 

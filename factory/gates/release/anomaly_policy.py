@@ -11,7 +11,7 @@ from agents.loss_doctor.curves import KINDS
 from factory.core.policy_file import StrictPolicy, load_policy
 from factory.ledger.anomalies import REPLICAS_DIFFER
 
-Act = Literal["automatic", "ask"]
+WhoActs = Literal["automatic", "ask"]
 
 
 class AnomalyPolicy(StrictPolicy):
@@ -27,13 +27,13 @@ class AnomalyPolicy(StrictPolicy):
     """The interpreter of the environment before a change of libraries, for replays of the segment in it. '': there is none."""
     wall_seconds: Annotated[float, Field(gt=0)] = 3600.0
     """Time limit of one replay."""
-    quarantine: Act = "automatic"
+    quarantine: WhoActs = "automatic"
     """Guilty documents are masked in every later segment, and the spoiled segment is rewound. ask: a person decides."""
-    rate: Act = "ask"
+    rate: WhoActs = "ask"
     """If the rate is the cause, the segment is rewound and trained again, with the remedy for ``rate_steps`` steps after the anomaly. This happens
     once at one place; then a person decides. ask: a person decides at once, because the gate has not judged that recipe."""
     rate_steps: Annotated[int, Field(gt=0)] = 100
-    diagnose: Act = "automatic"
+    diagnose: WhoActs = "automatic"
     """automatic: the daemon diagnoses. ask: a person runs 'factory diagnose'."""
 
     @field_validator("kinds")

@@ -68,7 +68,7 @@ class ReleaseEvidence:
         return asdict(self)
 
 
-def number(value: float | int | None) -> float | None:
+def finite_number(value: float | int | None) -> float | None:
     """The value if it is a finite number, else None: NaN is not evidence."""
     return (
         float(value)

@@ -13,44 +13,44 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.core.policy_file import policy_sha256
-from factory.evals.evaluator import evaluate_on_suite, find_evaluation, items_of, load_current_suite
-from factory.evals.statistics import compare
+from factory.core.policy_file import hash_policy
+from factory.evals.evaluator import evaluate_on_suite, find_evaluation, load_current_suite, read_items_of_evaluation
+from factory.evals.statistics import compare_items
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.judge import PROMOTE, judge
-from factory.gates.release.judged_by import judged_by
+from factory.gates.release.judged_by import judge_version
 from factory.gates.release.licences import token_shards_of_lineage
-from factory.gates.release.line import GATE, look_at, losses_since_best
+from factory.gates.release.line import GATE, comparison_number, losses_since_best
 from factory.gates.release.memorising import TASK, compare_gains, count_sealed_looks, find_fresh_documents
 from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded import evidence_sha256
 from factory.gates.release.replicas import find_newest_noise
-from factory.gates.release.reward_hacking import watched
-from factory.gates.release.training_now import training_now
+from factory.gates.release.reward_hacking import add_line_evidence
+from factory.gates.release.training_now import read_training_evidence
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY
-from factory.ledger.ledger import Ledger, anomalies, record, segments, verdicts
+from factory.ledger.ledger import Ledger, anomalies, record_event, segments, verdicts
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, champion
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, Subject, find_champion
 from factory.ledger.writing import record_verdict
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.tiers import measure_due_tasks
-from kernels.contract.files import finite
+from kernels.contract.files import finite_values
 
 
-def decide(plant: Plant, candidate_id: int) -> int:
+def judge_candidate(plant: Plant, candidate_id: int) -> int:
     """Judge a candidate on the current held-out items. Returns the id of the verdict. Idempotent.
 
     A candidate that has been released keeps the verdict that released it. Raises: InputError for an unknown candidate; ConfigError.
     """
-    policy = ReleasePolicy.load(plant.workspace.policy("gates/release.yaml"))
+    policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
     released = ReleaseRow.first(plant.ledger, "WHERE candidate = :candidate", candidate=candidate_id)
     if released:
         return released.verdict
     suite = load_current_suite(plant)
-    best = champion(plant.ledger)
+    best = find_champion(plant.ledger)
     champion_id = best.candidate if best else None
     looks = count_sealed_looks(plant.ledger, candidate_id, suite)
     if looks >= policy.sealed_looks_max and find_evaluation(plant.ledger, candidate_id, suite) is None:
@@ -62,14 +62,14 @@ def decide(plant: Plant, candidate_id: int) -> int:
         return _record(plant.ledger, policy, candidate_id, champion_id, suite, unread, TaskEvidence(), evaluated)
     ours = evaluate_on_suite(plant, candidate_id, suite)
     theirs = None if champion_id is None else evaluate_on_suite(plant, champion_id, suite, released=True)
-    evidence = gather(plant.ledger, policy, suite, champion_id, ours, theirs)
+    evidence = gather_evidence(plant.ledger, policy, suite, champion_id, ours, theirs)
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     evidence = replace(
         evidence,
         candidate=candidate_id,
         sealed_looks=looks,
-        trained_on=trained_on(plant.ledger, segment),
-        **training_now(plant, candidate_id),
+        trained_on=token_shares_by_domain(plant.ledger, segment),
+        **read_training_evidence(plant, candidate_id),
     )
     tasks = measure_due_tasks(plant, candidate_id, would_promote=False)
     if judge(policy, evidence, tasks).outcome == PROMOTE:
@@ -78,22 +78,22 @@ def decide(plant: Plant, candidate_id: int) -> int:
     return _record(plant.ledger, policy, candidate_id, champion_id, suite, evidence, tasks, evaluated)
 
 
-def gather(
+def gather_evidence(
     ledger: Ledger, policy: ReleasePolicy, suite: Suite, champion_id: int | None, ours: int, theirs: int | None
 ) -> ReleaseEvidence:
     """Read the two evaluations and compare them item by item."""
     mine = EvaluationRow.get(ledger, ours).summary
     if champion_id is None or theirs is None:
-        return measured(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
+        return evidence_of_evaluations(policy, tuple(suite.domains), FIRST_RELEASE, (mine, []), None)
     other = EvaluationRow.get(ledger, theirs).summary
     against = str(Subject("candidate", champion_id))
-    both = (mine, items_of(ledger, ours)), (other, items_of(ledger, theirs))
-    evidence = measured(policy, tuple(suite.domains), against, *both)
+    both = (mine, read_items_of_evaluation(ledger, ours)), (other, read_items_of_evaluation(ledger, theirs))
+    evidence = evidence_of_evaluations(policy, tuple(suite.domains), against, *both)
     candidate_id = EvaluationRow.get(ledger, ours).candidate
     fresh = find_fresh_documents(ledger, candidate_id, suite)
     ages = compare_gains(both[0][1], both[1][1], fresh, policy.target.weights)
     noise = find_newest_noise(ledger, policy.target.weights)
-    evidence = watched(ledger, candidate_id, champion_id, evidence)
+    evidence = add_line_evidence(ledger, candidate_id, champion_id, evidence)
     return replace(
         evidence,
         replicas=noise.runs if noise else None,
@@ -103,12 +103,12 @@ def gather(
         older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
         on_fresh=ages[0] if ages else None,
         fresh_gap=ages[2] if ages else None,
-        look=look_at(ledger, champion_id, candidate_id, suite.sha256),
+        look=comparison_number(ledger, champion_id, candidate_id, suite.sha256),
         lost=losses_since_best(ledger, champion_id, evidence.guards),
     )
 
 
-def measured(
+def evidence_of_evaluations(
     policy: ReleasePolicy,
     domains: tuple[str, ...],
     against: str,
@@ -130,7 +130,7 @@ def measured(
     if champion is None:
         return ReleaseEvidence(against=against, **values)
     other = champion[0]
-    found = compare(candidate[1], champion[1], policy.target.weights)
+    found = compare_items(candidate[1], champion[1], policy.target.weights)
     target, guards = found if found else (None, {})
     sealed = {item.item for item in candidate[1] if item.task == TASK}
     halves = compare_gains(candidate[1], champion[1], sealed, policy.target.weights)
@@ -149,7 +149,7 @@ def measured(
     )
 
 
-def trained_on(ledger: Ledger, segment: int) -> dict[str, float]:
+def token_shares_by_domain(ledger: Ledger, segment: int) -> dict[str, float]:
     """The share of the supervised tokens by domain, largest first, in the token shards of a segment and of all segments before it.
 
     Documents that were quarantined later count too. Documents that a person removed do not.
@@ -176,15 +176,15 @@ def _record(
     evaluated: dict[str, Any],
 ) -> int:
     verdict = judge(policy, evidence, tasks)
-    stored = finite(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
+    stored = finite_values(evidence.to_json()) | {"suite_sha256": suite.sha256, "evaluations": evaluated}
     stored["policy"] = policy.model_dump(mode="json")
     if tasks:
-        stored["tasks"] = finite(asdict(tasks))
+        stored["tasks"] = finite_values(asdict(tasks))
     stored["sha256"] = evidence_sha256(stored)
     subject = Subject("candidate", candidate_id)
     values: dict[str, Any] = {
         "against": None if champion_id is None else Subject("candidate", champion_id),
-        "policy_sha256": policy_sha256(policy),
+        "policy_sha256": hash_policy(policy),
         "subject_sha256": CandidateRow.get(ledger, candidate_id).export_sha256,
     }
     same = [verdicts.c[name].is_not_distinct_from(value) for name, value in values.items()]
@@ -200,7 +200,9 @@ def _record(
         )
         if alone := dev_alone_message(policy, evidence):
             _note(tx, CandidateRow.get(ledger, candidate_id).segment, subject, number, alone)
-        record(tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": judged_by().to_json()})
+        record_event(
+            tx, "judged", subject, {"verdict": number, "outcome": verdict.outcome, "judge": judge_version().to_json()}
+        )
     return number
 
 
@@ -217,4 +219,4 @@ def _note(tx: sa.Connection, segment: int, subject: Subject, verdict: int, why: 
             "why": str(why),
         }
         tx.execute(anomalies.insert().values(segment=segment, step=last - 1, kind=GAIN_ON_DEV_ONLY, detail=detail))
-        record(tx, GAIN_ON_DEV_ONLY, subject, detail)
+        record_event(tx, GAIN_ON_DEV_ONLY, subject, detail)

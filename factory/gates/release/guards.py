@@ -19,68 +19,70 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
-    smallest_gain,
-    times_needed,
+    groups_factor_needed,
+    smallest_detectable_gain,
     variance_of_share,
 )
 from factory.evals.statistics import CLOZE, Gain, alpha_at_look
-from factory.gates.release.evidence import ReleaseEvidence, number
+from factory.gates.release.evidence import ReleaseEvidence, finite_number
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason, reason
+from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
 
 
-def guarded(evidence: ReleaseEvidence) -> list[str]:
+def guard_names(evidence: ReleaseEvidence) -> list[str]:
     """The names of all guards: the domains, and cloze if the suite has cloze items."""
     return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
 
-def standing(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
+def standing_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
     """The names of the guards that hold a candidate which does not pass them."""
-    apart = set_aside(policy, evidence)
-    return [name for name in guarded(evidence) if name not in apart]
+    apart = guards_set_aside(policy, evidence)
+    return [name for name in guard_names(evidence) if name not in apart]
 
 
-def set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
+def guards_set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
     """The guards that cannot detect harm, by name. A guard of unknown size stands."""
     cloze = cloze_guard(policy, evidence)
     if cloze is None:
         return {}
-    clusters = number(evidence.guards[CLOZE].clusters)
+    clusters = finite_number(evidence.guards[CLOZE].clusters)
     few = clusters is not None and clusters < policy.clusters_min
-    return {CLOZE: cloze} if few or (clusters is not None and not cloze.stands) else {}
+    return {CLOZE: cloze} if few or (clusters is not None and not cloze.is_reliable) else {}
 
 
 def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard | None:
     """Cloze by what no candidate changes: items and groups of the suite, and the champion's share right. None: a number is missing."""
     guard = evidence.guards.get(CLOZE)
-    items, right = number(evidence.cloze_items), number(evidence.champion_cloze)
-    groups = number(guard.effective) if guard else None
+    items, right = finite_number(evidence.cloze_items), finite_number(evidence.champion_cloze)
+    groups = finite_number(guard.effective) if guard else None
     if items is None or items < 1 or right is None or not 0 <= right <= 1 or groups is None or groups > items + 1e-6:
         return None
     variance = variance_of_share(right, int(items))
     return ScoredGuard(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
 
 
-def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, float], dict[str, float], list[Reason]]:
+def guard_floors(
+    policy: ReleasePolicy, evidence: ReleaseEvidence
+) -> tuple[dict[str, float], dict[str, float], list[Reason]]:
     """(floor by guard, earlier loss by guard, missing numbers). The lower bound of a guard's gain must lie above its floor."""
     floor: dict[str, float] = {}
     lost: dict[str, float] = {}
     missing: list[Reason] = []
-    for name in guarded(evidence):
+    for name in guard_names(evidence):
         margin = policy.guards.cloze_margin
         least = 0.0
         if name != CLOZE:
-            noise = number(evidence.noise_floor.get(name))
+            noise = finite_number(evidence.noise_floor.get(name))
             most = policy.guards.noise_floor_max
             if noise is None or noise < 0:
                 missing.append(
-                    reason("release.noise_unknown", "{domain}: the noise floor was not measured.", domain=name)
+                    make_reason("release.noise_unknown", "{domain}: the noise floor was not measured.", domain=name)
                 )
                 noise = 0.0
             elif noise > most:
                 missing.append(
-                    reason(
+                    make_reason(
                         "release.noise_floor",
                         "{domain}: the noise floor is {noise:.4f} bits per byte. At most {most:.4f} is allowed.",
                         domain=name,
@@ -95,12 +97,12 @@ def floors(policy: ReleasePolicy, evidence: ReleaseEvidence) -> tuple[dict[str, 
                 )
                 noise = 0.0
             # the replicas are of the champion's recipe, so no candidate can widen its margin
-            draws = min(max(number(evidence.replica_noise.get(name)) or 0.0, 0.0), most)
+            draws = min(max(finite_number(evidence.replica_noise.get(name)) or 0.0, 0.0), most)
             margin, least = max(policy.guards.bits_per_byte_margin, 2 * max(noise, draws)), 2 * noise
-        gone = number(evidence.lost.get(name))
+        gone = finite_number(evidence.lost.get(name))
         if gone is None or gone < 0:
             missing.append(
-                reason("release.lost_unknown", "{guard}: the loss of earlier releases is not known.", guard=name)
+                make_reason("release.lost_unknown", "{guard}: the loss of earlier releases is not known.", guard=name)
             )
             gone = margin
         lost[name] = gone
@@ -118,21 +120,21 @@ class PromotionBounds:
 
     def smallest_gain(self) -> float | None:
         """The same gain in every domain at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
-        return smallest_gain([self.target], self.otherwise, self.guards, apart=CLOZE)
+        return smallest_detectable_gain([self.target], self.otherwise, self.guards, apart=CLOZE)
 
     def times_needed(self, gain: float) -> float | None:
         """By which factor the groups must grow to show a gain with 80 %. None: a factor of a thousand is not enough."""
-        return times_needed(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
+        return groups_factor_needed(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
 
 
-def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
+def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
     """The bounds that this comparison sets for another candidate; None: nothing was compared. A gain in bits per byte does not move cloze: its error
     is that of equally good models."""
     if evidence.target is None or not evidence.look:
         return None
-    floor, _, _ = floors(policy, evidence)
+    floor, _, _ = guard_floors(policy, evidence)
     guards = {}
-    for name in standing(policy, evidence):
+    for name in standing_guards(policy, evidence):
         measured = evidence.guards.get(name, Gain())
         if name == CLOZE and (known := cloze_guard(policy, evidence)):
             measured = Gain(0.0, known.error, measured.clusters, measured.effective)
@@ -143,7 +145,7 @@ def bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds 
 
 def detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float | None:
     """The smallest gain, the same in every domain, at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
-    asked = bounds(policy, evidence)
+    asked = promotion_bounds(policy, evidence)
     return asked.smallest_gain() if asked else None
 
 
@@ -153,17 +155,17 @@ def groups_needed(gain: Gain, level: float, floor: float) -> int | None:
     >>> groups_needed(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
     31
     """
-    groups = number(gain.effective)
-    error = number(gain.error)
+    groups = finite_number(gain.effective)
+    error = finite_number(gain.error)
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
-    found = times_needed(0.0, [RequiredBound(gain, level, floor)])
+    found = groups_factor_needed(0.0, [RequiredBound(gain, level, floor)])
     return None if found is None else math.ceil(found * groups)
 
 
-def enough(gain: Gain | None, clusters_min: int) -> bool:
+def has_enough_groups(gain: Gain | None, clusters_min: int) -> bool:
     """True if an interval is based on enough groups."""
-    clusters = number(gain.clusters) if gain else None
+    clusters = finite_number(gain.clusters) if gain else None
     return clusters is not None and clusters >= clusters_min
 
 
@@ -172,16 +174,16 @@ ESTIMATE_CODES = frozenset({"release.detects_gain", "release.detects_gain_beside
 """Codes of the messages about the gain that a comparison can detect. The gain is an estimate and decides nothing."""
 
 
-def seen(
+def detectable_gain_message(
     gain: float | None, target: RequiredBound, guards: Mapping[str, RequiredBound], look: int, cloze: ScoredGuard | None
 ) -> Message:
     """The gain that is promoted with 80 %. Where cloze stands, also the share of equally good models that pass it.
 
     >>> target = RequiredBound(Gain(0.1, 0.009, 40, 38.2), 0.025)
-    >>> print(seen(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
+    >>> print(detectable_gain_message(0.0284, target, {}, 1, ScoredGuard(90, 40.0, 0.24, 0.15, 0.05)))
     A gain of 0.028 bits per byte in every domain is detected with a probability of 80%. This is comparison 1 with this champion, at a level of \
 2.50%, on 38 document groups of equal size. Of 100 models that are as good as the champion, 89 pass the cloze guard.
-    >>> print(seen(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
+    >>> print(detectable_gain_message(None, RequiredBound(Gain(0.1, 0.9, 3, 2.1), 0.025), {}, 1, None))
     No gain is detected with a probability of 80%: a gain of 8 bits per byte passes the bound of the target with a probability of 45%. This is \
 comparison 1 with this champion, at a level of 2.50%, on 2 document groups of equal size.
     """
@@ -206,7 +208,7 @@ comparison 1 with this champion, at a level of 2.50%, on 2 document groups of eq
     return Message(
         "release.detects_gain_beside_cloze",
         "{detected} Of 100 models that are as good as the champion, {passed:.0f} pass the cloze guard.",
-        detected=detected, passed=100 * cloze.passed,
+        detected=detected, passed=100 * cloze.share_passing,
     )  # fmt: skip
 
 
@@ -215,7 +217,7 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
     needed = {"the target": target} | {name: one for name, one in assign_holm_levels(guards, MOST).items() if one.moves}
     chances = {name: one.chance(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
-    if needed[name].measured.bound(needed[name].level) is None:
+    if needed[name].measured.confidence_bound(needed[name].level) is None:
         return Message("release.bound_unknown", "{guard} could not be compared", guard=name)
     return Message(
         "release.bound_seldom_passed",
@@ -224,12 +226,12 @@ def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Mes
     )  # fmt: skip
 
 
-def aside(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
+def set_aside_message(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> Message:
     """The message that a guard is set aside, with the size that it needs.
 
-    >>> print(aside("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
+    >>> print(set_aside_message("cloze", ScoredGuard(36, 30.0, 0.24, 0.15, 0.05), 30, 8).partition(" needed.")[0])
     cloze is set aside as a guard: with 36 items it would hold 44 of 100 equally good models. At most 20 are allowed. About 68 items are
-    >>> print(aside("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
+    >>> print(set_aside_message("cloze", ScoredGuard(36, 3.0, 0.24, 0.15, 0.05), 3, 8))
     cloze is set aside as a guard: its 36 items are from 3 document groups, and at least 8 groups are needed. Its result decides nothing.
     """
     if clusters < clusters_min:
@@ -239,7 +241,7 @@ def aside(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> 
             "are needed. Its result decides nothing.",
             guard=name, items=known.items, groups=clusters, least=clusters_min,
         )  # fmt: skip
-    needed = known.needed()
+    needed = known.items_needed()
     size = (
         Message("release.items_needed", "About {needed} items are needed.", needed=needed)
         if needed
@@ -249,5 +251,5 @@ def aside(name: str, known: ScoredGuard, clusters: float, clusters_min: int) -> 
         "release.aside",
         "{guard} is set aside as a guard: with {items} items it would hold {held:.0f} of 100 equally good models. At most {most:.0f} are allowed. "
         "{size} {still}",
-        guard=name, items=known.items, held=100 * (1 - known.passed), most=100 * MOST_FAILED, size=size, still=known.still,
+        guard=name, items=known.items, held=100 * (1 - known.share_passing), most=100 * MOST_FAILED, size=size, still=known.describe_effect,
     )  # fmt: skip

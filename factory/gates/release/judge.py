@@ -10,34 +10,34 @@ from dataclasses import dataclass, field
 
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain, alpha_at_look, holm_step_down
-from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, number
+from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, finite_number
 from factory.gates.release.guards import (
-    aside,
-    bounds,
     cloze_guard,
-    enough,
-    floors,
+    detectable_gain_message,
     groups_needed,
-    guarded,
-    seen,
-    set_aside,
+    guard_floors,
+    guard_names,
+    guards_set_aside,
+    has_enough_groups,
+    promotion_bounds,
+    set_aside_message,
 )
 from factory.gates.release.messages import (
     NAMED,
     allowed_loss_message,
     bring_shards_remedy,
+    change_message,
     data_order_message,
     more_groups_remedy,
     noise_message,
     not_measured_reason,
-    sentence,
     train_on_remedy,
-    unguarded,
+    unguarded_message,
 )  # fmt: skip
 from factory.gates.release.overfitting import add_overfitting_reasons
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason, reason, to_do
-from factory.tasks.comparing import TaskEvidence, reasons
+from factory.gates.release.reasons import Reason, make_reason, make_to_do_lines
+from factory.tasks.comparing import TaskEvidence, reasons_of_tasks
 from kernels.contract.message import Message
 
 PROMOTE, HOLD, REJECT = "promote", "hold", "reject"
@@ -45,7 +45,7 @@ TARGET = "weighted bits per byte"  # of the domains, as the policy weighs them
 
 
 @dataclass
-class Found:
+class Findings:
     """``against``: reasons to reject. ``missing``: reasons to hold. ``facts``: what was shown."""
 
     against: list[Reason] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Found:
 class Verdict:
     outcome: str  # PROMOTE | HOLD | REJECT
     reasons: tuple[Message, ...]  # the deciding ones first; those of a hold begin with what to do
-    found: Found = field(default_factory=Found, compare=False)
+    found: Findings = field(default_factory=Findings, compare=False)
 
 
 def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence | None = None) -> Verdict:
@@ -69,12 +69,12 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence 
     if against:
         return Verdict(REJECT, (*against, *missing, *found.facts), found)
     if missing:
-        return Verdict(HOLD, (*to_do(found.missing, evidence.candidate), *missing, *found.facts), found)
+        return Verdict(HOLD, (*make_to_do_lines(found.missing, evidence.candidate), *missing, *found.facts), found)
     return Verdict(PROMOTE, tuple(found.facts), found)
 
 
-def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Found:
-    looks = number(evidence.sealed_looks)
+def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Findings:
+    looks = finite_number(evidence.sealed_looks)
     if looks is not None and looks >= policy.sealed_looks_max:
         spent = Message(
             "release.sealed_spent",
@@ -82,26 +82,30 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Found:
             "(sealed_looks_max in gates/release.yaml). Nothing was measured. New shards bring held-out documents that no candidate has read.",
             looks=looks, most=policy.sealed_looks_max,
         )  # fmt: skip
-        return Found(missing=[Reason(spent, bring_shards_remedy())])
+        return Findings(missing=[Reason(spent, bring_shards_remedy())])
     found = _checks(evidence)
     if looks is None or looks < 0:
         found.missing.append(
-            reason("release.looks_unknown", "The number of candidates that have read the sealed half is not known.")
+            make_reason(
+                "release.looks_unknown", "The number of candidates that have read the sealed half is not known."
+            )
         )
-    found.missing += [*_basics(policy, evidence), *of_training(policy, evidence)]
+    found.missing += [*_basics(policy, evidence), *training_reasons(policy, evidence)]
     if evidence.against is None:
-        found.missing.append(reason("release.no_champion", "The evidence does not name the champion to compare with."))
+        found.missing.append(
+            make_reason("release.no_champion", "The evidence does not name the champion to compare with.")
+        )
     elif evidence.against == FIRST_RELEASE:
         _first_release(policy, evidence, found)
     else:
         _comparison(policy, evidence, found)
-    if unguarded_domains := unguarded(evidence):
+    if unguarded_domains := unguarded_message(evidence):
         found.facts.append(unguarded_domains)
     return found
 
 
-def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: Found) -> None:
-    shown = reasons(evidence, policy.clusters_min)
+def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: Findings) -> None:
+    shown = reasons_of_tasks(evidence, policy.clusters_min)
     remedies = {
         problem: Message("release.remedy_task", "{remedy}", remedy=one) for problem, one in evidence.remedies.items()
     }
@@ -109,18 +113,18 @@ def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: Found) -> None:
         "release.remedy_task_not_shown",
         "train on ('factory run'), or allow the task a wider margin: 'factory config set tasks tasks.NAME.margin 0.05'.",
     )
-    found.against[:0] = [reason("release.task_violated", "{reason}", reason=one) for one in shown.against]
+    found.against[:0] = [make_reason("release.task_violated", "{reason}", reason=one) for one in shown.against]
     found.missing[:0] = [
         *(
-            reason("release.task_not_measured", "{reason}", reason=one, remedy=remedies.get(one))
+            make_reason("release.task_not_measured", "{reason}", reason=one, remedy=remedies.get(one))
             for one in shown.not_measured
         ),
-        *(reason("release.task_not_shown", "{reason}", reason=one, remedy=margin) for one in shown.not_shown),
+        *(make_reason("release.task_not_shown", "{reason}", reason=one, remedy=margin) for one in shown.not_shown),
     ]
     found.facts += [Message.from_json(fact) for fact in shown.facts]
 
 
-def _checks(evidence: ReleaseEvidence) -> Found:
+def _checks(evidence: ReleaseEvidence) -> Findings:
     checks = sorted(evidence.checks.items())
     failed = [
         Message("release.check_failed", "Check {check} failed: {detail}.", check=name, detail=detail)
@@ -151,7 +155,7 @@ def _checks(evidence: ReleaseEvidence) -> Found:
     passed = Message(
         "release.checks_passed", "All {checks} parity, contamination and smoke checks passed.", checks=len(CHECKS)
     )
-    return Found(
+    return Findings(
         [Reason(one) for one in failed], [Reason(one) for one in missing], [] if failed or missing else [passed]
     )
 
@@ -159,21 +163,21 @@ def _checks(evidence: ReleaseEvidence) -> Found:
 def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     missing = []
     if not evidence.domains:
-        missing.append(reason("release.no_domain", "No domain was measured.", remedy=bring_shards_remedy()))
+        missing.append(make_reason("release.no_domain", "No domain was measured.", remedy=bring_shards_remedy()))
     for domain in sorted(set(evidence.documents) | set(evidence.bits_per_byte)):
         if domain not in evidence.domains:
             missing.append(
-                reason(
+                make_reason(
                     "release.other_domain",
                     "{domain}: this domain was measured, but the suite does not have it.",
                     domain=domain,
                 )
             )
     for domain in evidence.domains:
-        count = number(evidence.documents.get(domain))
+        count = finite_number(evidence.documents.get(domain))
         if count is None:
             missing.append(
-                reason(
+                make_reason(
                     "release.documents_unknown",
                     "{domain}: the number of held-out documents is not known.",
                     domain=domain,
@@ -181,17 +185,19 @@ def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
             )
         elif count < policy.documents_min:
             missing.append(_few_documents(domain, count, policy.documents_min))
-        if number(evidence.bits_per_byte.get(domain)) is None:
+        if finite_number(evidence.bits_per_byte.get(domain)) is None:
             missing.append(
-                reason("release.bits_per_byte_unknown", "{domain}: bits per byte were not measured.", domain=domain)
+                make_reason(
+                    "release.bits_per_byte_unknown", "{domain}: bits per byte were not measured.", domain=domain
+                )
             )
-    if number(evidence.cloze_items) is None:
-        missing.append(reason("release.cloze_unknown", "Cloze was not measured."))
+    if finite_number(evidence.cloze_items) is None:
+        missing.append(make_reason("release.cloze_unknown", "Cloze was not measured."))
     return missing
 
 
 def _few_documents(domain: str, count: float, least: int) -> Reason:
-    return reason("release.few_documents",
+    return make_reason("release.few_documents",
             "{domain}: {documents:.0f|document is|documents are} held out. At least {least} are needed.",
             domain=domain, documents=count, least=least, remedy=Message(
             "release.remedy_few_documents",
@@ -202,34 +208,40 @@ def _few_documents(domain: str, count: float, least: int) -> Reason:
         ))  # fmt: skip
 
 
-def of_training(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
+def training_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     """The reasons to hold that people may change at any time: open anomalies of the training, and licences."""
     return [*_anomalies(evidence), *_licences(policy, evidence)]
 
 
 def _anomalies(evidence: ReleaseEvidence) -> list[Reason]:
     if evidence.anomalies is None:
-        return [reason("release.anomalies_unknown", "The evidence does not say whether the training had an anomaly.")]
+        return [
+            make_reason("release.anomalies_unknown", "The evidence does not say whether the training had an anomaly.")
+        ]
     remedy = Message(
         "release.remedy_anomaly",
         "look at the anomaly: 'factory anomalies show N'. Then answer it: 'factory anomalies accept N' or 'factory anomalies reject N'. 'factory "
         "run' trains rewound segments again.",
     )
     return [
-        reason("release.anomaly", "The training had an anomaly: {anomaly}.", anomaly=one, remedy=remedy)
+        make_reason("release.anomaly", "The training had an anomaly: {anomaly}.", anomaly=one, remedy=remedy)
         for one in evidence.anomalies
     ]
 
 
 def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
-    share = number(evidence.releasable)
+    share = finite_number(evidence.releasable)
     if share is None or not 0 <= share <= 1:
-        return [reason("release.licences_unknown", "The licences of the documents in the training data are not known.")]
+        return [
+            make_reason("release.licences_unknown", "The licences of the documents in the training data are not known.")
+        ]
     if 1 - share <= policy.not_releasable_max:
         return []
-    shares = {name: part for name, value in evidence.not_releasable.items() if (part := number(value)) is not None}
+    shares = {
+        name: part for name, value in evidence.not_releasable.items() if (part := finite_number(value)) is not None
+    }
     found = [
-        reason("release.licences",
+        make_reason("release.licences",
                 "{share:.1%} of the supervised tokens are from documents whose licence does not allow the release of a model: {named}. At most "
                 "{most:.1%} is allowed.",
                 share=1 - share, most=policy.not_releasable_max, licences=shares,
@@ -240,9 +252,9 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
                 "again: 'factory data remove --license NAME'.",
             ))
     ]  # fmt: skip
-    if disputed := number(evidence.disputed):
+    if disputed := finite_number(evidence.disputed):
         found.append(
-            reason("release.licences_disputed",
+            make_reason("release.licences_disputed",
                     "{share:.1%} of the supervised tokens also have a licence that allows the release. Their strictest licence counts until a "
                     "person settles which licence is right.",
                     share=disputed, remedy=Message(
@@ -253,7 +265,7 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     return found
 
 
-def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> None:
+def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Findings) -> None:
     least = policy.first_release
     found.facts.insert(
         0,
@@ -263,10 +275,13 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Foun
         ),
     )
     for domain in evidence.domains:
-        ours, trigram = number(evidence.bits_per_byte.get(domain)), number(evidence.trigram_bits_per_byte.get(domain))
+        ours, trigram = (
+            finite_number(evidence.bits_per_byte.get(domain)),
+            finite_number(evidence.trigram_bits_per_byte.get(domain)),
+        )
         if trigram is None:
             found.missing.append(
-                reason(
+                make_reason(
                     "release.trigram_unknown", "{domain}: the byte-trigram baseline was not measured.", domain=domain
                 )
             )
@@ -274,7 +289,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Foun
             continue
         if ours > least.bits_per_byte_max:
             found.against.append(
-                reason(
+                make_reason(
                     "release.above_ceiling",
                     "{domain}: {bits_per_byte:.3f} bits per byte. At most {most:.3f} are allowed (first_release.bits_per_byte_max in "
                     "gates/release.yaml).",
@@ -294,7 +309,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Foun
             found.facts.append(compared)
         else:
             found.against.append(
-                reason(
+                make_reason(
                     "release.above_trigram",
                     "{compared} The model must be below the trigram by more than {least:.3f}.",
                     compared=compared,
@@ -304,7 +319,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Foun
             )
 
 
-def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> None:
+def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Findings) -> None:
     assert evidence.against is not None
     champion = evidence.against.replace(":", " ")
     if evidence.champion_failed:
@@ -314,7 +329,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) 
         ]
         found.missing.insert(
             0,
-            reason("release.champion_failed",
+            make_reason("release.champion_failed",
                     "Nothing can be compared with the champion, {champion}: {failed}.",
                     champion=champion, failed=failed, remedy=Message(
                     "release.remedy_champion_failed", "make an earlier release champion again: 'factory releases rollback N'."
@@ -324,7 +339,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) 
     for domain, weight in sorted(policy.target.weights.items()):
         if weight > 0 and domain not in evidence.domains:
             found.missing.append(
-                reason(
+                make_reason(
                     "release.target_domain",
                     "{domain}: the target weighs this domain, but no document of it is held out.",
                     domain=domain,
@@ -342,12 +357,16 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) 
     found.facts.append(noise_message(evidence))
 
 
-def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: Found) -> None:
+def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: Findings) -> None:
     """Whether the candidate is better than the champion."""
     target, look = evidence.target, evidence.look
-    change = sentence(TARGET, target, None, None)
+    change = change_message(TARGET, target, None, None)
     level = alpha_at_look(policy.target.alpha, look) if isinstance(look, int) and look > 0 else 0.0
-    lower, upper = (target.bound(level), target.bound(policy.target.alpha / 2, above=True)) if target else (None, None)
+    lower, upper = (
+        (target.confidence_bound(level), target.confidence_bound(policy.target.alpha / 2, above=True))
+        if target
+        else (None, None)
+    )
     if not level:
         unknown = Message(
             "release.look_unknown",
@@ -356,15 +375,15 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         )
         found.missing.insert(0, Reason(unknown))
         return
-    if target is None or lower is None or upper is None or not enough(target, policy.clusters_min):
+    if target is None or lower is None or upper is None or not has_enough_groups(target, policy.clusters_min):
         found.missing.insert(0, _target_not_measured(champion, not_measured_reason(target, policy.clusters_min)))
         return
-    asked = bounds(policy, evidence)
+    asked = promotion_bounds(policy, evidence)
     assert asked is not None and isinstance(look, int)
     gain = asked.smallest_gain()
-    apart = set_aside(policy, evidence)
+    apart = guards_set_aside(policy, evidence)
     cloze = None if CLOZE in apart else cloze_guard(policy, evidence)
-    power = seen(gain, asked.target, asked.guards, look, cloze)
+    power = detectable_gain_message(gain, asked.target, asked.guards, look, cloze)
     if upper < 0:
         worse = Message("release.worse", "Worse than {champion}: {change}.", champion=champion, change=change)
         found.against.insert(0, Reason(worse))
@@ -373,7 +392,7 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         better = Message("release.better", "Better than {champion}: {change}.", champion=champion, change=change)
         found.facts[:0] = [better, power, data_order_message(policy, evidence, target)]
     else:
-        own = number(target.gain)
+        own = finite_number(target.gain)
         remedy = train_on_remedy(own, gain, asked.times_needed(own) if own is not None and own > 0 else None)
         unsure = Message(
             "release.not_better", "Not shown to be better than {champion}: {change}.", champion=champion, change=change
@@ -384,13 +403,13 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
 
 def _target_not_measured(champion: str, why: Reason) -> Reason:
     if why.remedy is None:
-        return reason(
+        return make_reason(
             "release.target_not_measured",
             "The gain over {champion} could not be measured: {why}.",
             champion=champion,
             why=why.message,
         )
-    return reason("release.target_few_groups",
+    return make_reason("release.target_few_groups",
             "The gain over {champion} could not be measured on so few documents: {why}.",
             champion=champion, why=why.message, remedy=Message(
             "release.remedy_target_groups",
@@ -399,20 +418,20 @@ def _target_not_measured(champion: str, why: Reason) -> Reason:
         ))  # fmt: skip
 
 
-def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> None:
-    every, apart = guarded(evidence), set_aside(policy, evidence)
+def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Findings) -> None:
+    every, apart = guard_names(evidence), guards_set_aside(policy, evidence)
     stand = [name for name in every if name not in apart]
     found.missing += [
-        reason("release.guard_unknown", "{guard}: the suite does not measure this guard.", guard=name)
+        make_reason("release.guard_unknown", "{guard}: the suite does not measure this guard.", guard=name)
         for name in sorted(set(evidence.guards) - set(every))
     ]
-    floor, lost, unknown = floors(policy, evidence)
+    floor, lost, unknown = guard_floors(policy, evidence)
     found.missing += unknown
     alpha = policy.guards.alpha
 
     def above(name: str, shared: int) -> bool:
         guard = evidence.guards.get(name)
-        bound = guard.bound(alpha / shared) if guard else None
+        bound = guard.confidence_bound(alpha / shared) if guard else None
         return bound is not None and bound > floor[name]
 
     shown_above = holm_step_down(stand, above)
@@ -422,15 +441,15 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> N
         unit = "bits per byte"
         if name == CLOZE:
             ours, theirs, unit = evidence.cloze, evidence.champion_cloze, "of cloze items right"
-        change = sentence(name, guard, (number(theirs), number(ours)), unit)
-        upper = guard.bound(alpha / len(every), above=True) if guard else None
-        few = not enough(guard, policy.clusters_min)
+        change = change_message(name, guard, (finite_number(theirs), finite_number(ours)), unit)
+        upper = guard.confidence_bound(alpha / len(every), above=True) if guard else None
+        few = not has_enough_groups(guard, policy.clusters_min)
         if name in apart:
             assert guard is not None and guard.clusters is not None, "else it stands"
-            found.facts.append(aside(name, apart[name], guard.clusters, policy.clusters_min))
+            found.facts.append(set_aside_message(name, apart[name], guard.clusters, policy.clusters_min))
         if name in apart and few:
             found.facts.append(_guard_shown(change))
-        elif guard is None or upper is None or few or None in (number(theirs), number(ours)):
+        elif guard is None or upper is None or few or None in (finite_number(theirs), finite_number(ours)):
             found.missing.append(_guard_not_compared(name, not_measured_reason(guard, policy.clusters_min)))
         elif upper < floor[name]:
             violated = Message(
@@ -439,7 +458,11 @@ def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Found) -> N
                 guard=name, change=change, allowed=allowed_loss_message(-floor[name], lost[name]),
             )  # fmt: skip
             found.against.append(Reason(violated))
-        elif name in apart and apart[name].tells and (number(guard.gain) or 0.0) < -apart[name].margin:
+        elif (
+            name in apart
+            and apart[name].is_loss_informative
+            and (finite_number(guard.gain) or 0.0) < -apart[name].margin
+        ):
             measured = Message(
                 "release.guard_loss_measured",
                 "Guard not shown to hold: {change}. The measured loss is more than {margin:.3f}.",
@@ -463,7 +486,7 @@ def _guard_shown(change: Message) -> Message:
 
 def _guard_not_compared(name: str, why: Reason) -> Reason:
     if why.remedy is None:
-        return reason(
+        return make_reason(
             "release.guard_not_compared", "{guard}: could not be compared: {why}.", guard=name, why=why.message
         )
     few = Message(
@@ -479,7 +502,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
             "release.remedy_cloze",
             "train on: 'factory run'. The candidate answers fewer cloze items right than the champion, or too few more to be sure.",
         )
-    needed, groups = groups_needed(guard, alpha, floor), number(guard.effective) or 0.0
+    needed, groups = groups_needed(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(
         "release.remedy_domain",
         "train on more documents of {domain}, as the candidate lost there: raise mixture.weights of the recipe.",
@@ -491,6 +514,6 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
         "release.about_groups", "about {needed} equally large (now {groups:.0f})", needed=needed, groups=groups
     )
     more = more_groups_remedy(name, about)
-    if (number(guard.gain) or 0.0) >= 0:
+    if (finite_number(guard.gain) or 0.0) >= 0:
         return more
     return Message("release.remedy_domain_or_groups", "{train} Or {hold_out}", train=fell, hold_out=more)

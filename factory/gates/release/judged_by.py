@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from factory.core.workspace import checkout_root
-from factory.git.version import version
+from factory.git.version import describe_version
 
 # The judge and its imports, except the modules that read files (``core.policy_file``) and that measure (``evals.tasks``).
 FILES = (
@@ -29,7 +29,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class JudgeVersion:
-    """``sha256``: the hash of ``FILES``. ``version``: the factory's version, for a person who looks for that code."""
+    """``sha256``: the hash of ``FILES``. ``describe_version``: the factory's version, for a person who looks for that code."""
 
     sha256: str
     version: str
@@ -39,10 +39,10 @@ class JudgeVersion:
 
 
 @functools.cache
-def judged_by() -> JudgeVersion:
+def judge_version() -> JudgeVersion:
     """The judge of this process. The files are read at the first call."""
     digest = hashlib.sha256()
     for path in sorted(FILES):
         content = (checkout_root() / path).read_bytes()
         digest.update(f"{path}\0{len(content)}\0".encode() + content)
-    return JudgeVersion(digest.hexdigest(), version())
+    return JudgeVersion(digest.hexdigest(), describe_version())

@@ -8,7 +8,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.ingest.rules.claims import conflicts, counted
+from factory.ingest.rules.claims import find_licence_conflicts, find_relicensed_documents
 from factory.ingest.rules.policy import Licences
 from factory.ledger.ledger import Ledger, documents
 from factory.ledger.rows import SegmentRow
@@ -39,11 +39,11 @@ def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licence
     found = +found
     if policy is None:
         return dict(found)
-    for one in counted(ledger, policy).values():
+    for one in find_relicensed_documents(ledger, policy).values():
         if one.token_shard in used and one.key not in masked:
             own = one.claims[0].license
             found[own] -= one.supervised_tokens
-            found[one.counts_as(policy)] += one.supervised_tokens
+            found[one.effective_licence(policy)] += one.supervised_tokens
             if not found[own]:
                 del found[own]
     return dict(found)
@@ -55,11 +55,11 @@ def count_disputed_tokens(ledger: Ledger, segment: int, policy: Licences) -> int
     used, masked = token_shards_of_lineage(ledger, segment), find_masked_documents(ledger, segment)
     return sum(
         one.supervised_tokens
-        for one in conflicts(ledger)
+        for one in find_licence_conflicts(ledger)
         if one.token_shard in used
         and one.key not in masked
-        and not policy.of(one.counts_as(policy)).release
-        and any(policy.of(name).release for name in one.standing)
+        and not policy.find_licence(one.effective_licence(policy)).release
+        and any(policy.find_licence(name).release for name in one.standing_licences)
     )
 
 
@@ -79,7 +79,7 @@ def find_masked_documents(ledger: Ledger, segment: int) -> dict[str, dict[str, A
     c = documents.c
     columns = sa.select(c.key, c.license, c.token_shard, c.supervised_tokens, c.detail)
     parts = [keys[start : start + AT_ONCE] for start in range(0, len(keys), AT_ONCE)]
-    rows = [row for part in parts for row in ledger.rows(columns.where(c.key.in_(part)))]
+    rows = [row for part in parts for row in ledger.select_rows(columns.where(c.key.in_(part)))]
     return {
         row["key"]: row
         for row in rows
@@ -96,12 +96,14 @@ def list_token_shards(ledger: Ledger) -> set[str]:
     return {row["id"] for row in ledger.read("SELECT id FROM token_shards")}
 
 
-def not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
+def shares_not_releasable(policy: Licences, tokens: Mapping[str, int]) -> dict[str, float]:
     """The shares of the tokens by licence, largest first, of the licences that do not allow a release under the current policy.
 
-    >>> not_releasable(Licences(), {"": 25, "unheard of": 75})
+    >>> shares_not_releasable(Licences(), {"": 25, "unheard of": 75})
     {'unheard of': 0.75, 'no licence': 0.25}
     """
     total = sum(tokens.values())
-    shares = {name or NONE: count / total for name, count in tokens.items() if count and not policy.of(name).release}
+    shares = {
+        name or NONE: count / total for name, count in tokens.items() if count and not policy.find_licence(name).release
+    }
     return dict(sorted(shares.items(), key=lambda one: (-one[1], one[0])))

@@ -11,7 +11,7 @@ from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 GATE = "release"
 
 
-def look_at(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
+def comparison_number(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
     """The number of this comparison with a champion, from 1. A candidate that is judged again on other items is another comparison."""
     champion_, subject = Subject("candidate", champion_id), Subject("candidate", candidate_id)
     looked: list[tuple[str, Any]] = []

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import sqlalchemy as sa
 
-from factory.evals.statistics import Gain, compare, difference
+from factory.evals.statistics import Gain, compare_items, difference_of_gains
 from factory.evals.suite import Suite
 from factory.evals.tasks import DEV, EvalItem
 from factory.ledger.ledger import Ledger, data_plans, eval_items, evaluations, token_shards
@@ -37,20 +37,20 @@ def compare_gains(
     found = []
     for pair in (inside, outside):
         mine, other = ([item for item in side if item.domain in both] for side in pair)
-        compared = compare(mine, other, shares)
+        compared = compare_items(mine, other, shares)
         if compared is None:
             return None
         found.append(compared[0])
-    return found[0], found[1], difference(found[0], found[1])
+    return found[0], found[1], difference_of_gains(found[0], found[1])
 
 
 def find_fresh_documents(ledger: Ledger, candidate_id: int, suite: Suite) -> frozenset[str]:
     """The documents of a suite that arrived after a candidate's training: the candidate was not trained on their shards."""
     plans = {row.data_plan for row in SegmentRow.lineage(ledger, CandidateRow.get(ledger, candidate_id).segment)}
-    read = ledger.rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
+    read = ledger.select_rows(sa.select(data_plans.c.plan).where(data_plans.c.id.in_(sorted(plans))))
     known = {shard["id"] for row in read for shard in row["plan"]["token_shards"]}
     c = token_shards.c
-    before = {row["shard"][:16] for row in ledger.rows(sa.select(c.id, c.shard)) if row["id"] in known}
+    before = {row["shard"][:16] for row in ledger.select_rows(sa.select(c.id, c.shard)) if row["id"] in known}
     every = (*suite.documents, *suite.dev)
     return frozenset(document.key for document in every if document.key.partition(":")[0] not in before)
 
@@ -66,7 +66,7 @@ def count_sealed_looks(ledger: Ledger, candidate_id: int, suite: Suite) -> float
         .where(i.task == TASK, e.candidate != candidate_id)
         .group_by(i.item)
     )
-    times = {row["item"]: row["candidates"] for row in ledger.rows(counted)}
+    times = {row["item"]: row["candidates"] for row in ledger.select_rows(counted)}
     return sum(times.get(document.key, 0) for document in suite.documents) / len(suite.documents)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from factory.evals.statistics import CLOZE, Gain, of_recipe
-from factory.gates.release.evidence import Numbers, ReleaseEvidence, number
+from factory.evals.statistics import CLOZE, Gain, add_training_noise
+from factory.gates.release.evidence import Numbers, ReleaseEvidence, finite_number
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason, reason
+from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
 
 NAMED = 5  # licences, or domains, in a message
@@ -41,30 +41,32 @@ def allowed_loss_message(loss: float, lost: float) -> Message:
 def not_measured_reason(gain: Gain | None, clusters_min: int) -> Reason:
     """Why a gain could not be measured. The remedy is the number of document groups that are missing."""
     if gain is None:
-        return reason("release.no_common_items", "candidate and champion have no items in common")
-    clusters = number(gain.clusters)
+        return make_reason("release.no_common_items", "candidate and champion have no items in common")
+    clusters = finite_number(gain.clusters)
     if clusters is None or clusters < 0:
-        return reason("release.groups_unknown", "the number of document groups is not known")
+        return make_reason("release.groups_unknown", "the number of document groups is not known")
     if clusters < clusters_min:
         more = Message("release.more_groups", "at least {more:.0f} more", more=clusters_min - clusters)
         if clusters == 1:
-            return reason("release.one_group", "one document group has no spread", remedy=more)
+            return make_reason("release.one_group", "one document group has no spread", remedy=more)
         few = Message(
             "release.few_groups",
             "{groups:.0f|document group|document groups}, at least {least} are needed",
             groups=clusters, least=clusters_min,
         )  # fmt: skip
         return Reason(few, more)
-    return reason("release.number_unknown", "a number is missing or not finite")
+    return make_reason("release.number_unknown", "a number is missing or not finite")
 
 
-def sentence(
+def change_message(
     name: str, gain: Gain | None, levels: tuple[float | None, float | None] | None, unit: str | None
 ) -> Message:
     """'code: 1.920 → 1.840 bits per byte (−0.080, 95 % between −0.100 and −0.060)': the change as a reader sees it, not the gain."""
     before, after = levels or (None, None)
     change, low, high = (
-        (number(gain.gain), gain.bound(0.025), gain.bound(0.025, above=True)) if gain else (None, None, None)
+        (finite_number(gain.gain), gain.confidence_bound(0.025), gain.confidence_bound(0.025, above=True))
+        if gain
+        else (None, None, None)
     )
     values = None
     if before is not None and after is not None:
@@ -86,7 +88,7 @@ def sentence(
 
 def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target: Gain) -> Message:
     """Whether the gain is larger than the effect of another data order. For the reader only: a release publishes these weights."""
-    runs, noise = evidence.replicas, number(evidence.replica_target)
+    runs, noise = evidence.replicas, finite_number(evidence.replica_target)
     if not isinstance(runs, int) or runs < 2 or noise is None or noise < 0:
         return Message(
             "release.order_unknown",
@@ -97,7 +99,7 @@ def data_order_message(policy: ReleasePolicy, evidence: ReleaseEvidence, target:
         "Another order of the same data changes the target by {noise:.4f} bits per byte (standard deviation of {runs} trainings).",
         noise=noise, runs=runs,
     )  # fmt: skip
-    lower = of_recipe(target, noise, runs).bound(policy.target.alpha / 2)
+    lower = add_training_noise(target, noise, runs).confidence_bound(policy.target.alpha / 2)
     if lower is not None and lower > 0:
         return Message(
             "release.gain_beyond_order",
@@ -178,15 +180,17 @@ def noise_message(evidence: ReleaseEvidence) -> Message:
     )  # fmt: skip
 
 
-def unguarded(evidence: ReleaseEvidence) -> Message | None:
+def unguarded_message(evidence: ReleaseEvidence) -> Message | None:
     """The domains that the candidate was trained on and of which the suite has no document. None: no such domain.
 
-    >>> print(unguarded(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
+    >>> print(unguarded_message(ReleaseEvidence(domains=("code",), trained_on={"code": 0.9696, "law": 0.03, "notes": 0.0004})))
     Not guarded, by share of the supervised tokens: law 3.0%, notes under 0.1%. The candidate was trained on documents of these domains. No \
 sealed document of them is held out, so nothing would show a loss. The next shards with such documents bring some (held_out.least in data.yaml). \
 Or take the domain out: 'factory data remove'.
     """
-    shares = {name: number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains}
+    shares = {
+        name: finite_number(share) or 0.0 for name, share in evidence.trained_on.items() if name not in evidence.domains
+    }
     known = sorted((-share, name) for name, share in shares.items() if share > 0)
     if not known:
         return None
@@ -203,5 +207,5 @@ Or take the domain out: 'factory data remove'.
 
 
 def _each(domains: Sequence[str], noise: Numbers) -> list[str]:
-    shown = {domain: number(noise.get(domain)) for domain in domains}
+    shown = {domain: finite_number(noise.get(domain)) for domain in domains}
     return [f"{domain} {'?' if value is None else format(value, '.4f')}" for domain, value in shown.items()]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from factory.gates.release.evidence import ReleaseEvidence, number
+from factory.gates.release.evidence import ReleaseEvidence, finite_number
 from factory.gates.release.messages import another_candidate_remedy, bring_shards_remedy
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reasons import Reason, reason
+from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
 
 
@@ -13,11 +13,15 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
     """Add to ``missing`` the reasons that the candidate was fitted to held-out documents, or that this is not known."""
     rules = policy.memorising
     gap = evidence.halves_gap
-    low, high = (gap.bound(rules.alpha / 2), gap.bound(rules.alpha / 2, above=True)) if gap else (None, None)
-    sealed, dev = (number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
+    low, high = (
+        (gap.confidence_bound(rules.alpha / 2), gap.confidence_bound(rules.alpha / 2, above=True))
+        if gap
+        else (None, None)
+    )
+    sealed, dev = (finite_number(one.gain) if one else None for one in (evidence.on_sealed, evidence.on_dev))
     if low is None or high is None or sealed is None or dev is None:
         missing.append(
-            reason(
+            make_reason(
                 "release.halves_not_compared",
                 "The gains on the sealed half and the dev half of the held-out documents could not be compared.",
                 remedy=bring_shards_remedy(),
@@ -26,7 +30,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
     elif low > rules.halves_margin:
         missing.insert(
             0,
-            reason("release.sealed_seen",
+            make_reason("release.sealed_seen",
                     "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
                     "alike, so the candidate was trained on sealed documents.",
                     sealed=sealed, dev=dev, remedy=another_candidate_remedy()),
@@ -34,14 +38,14 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
     elif high < -rules.halves_margin:
         missing.insert(
             0,
-            reason("release.dev_fitted",
+            make_reason("release.dev_fitted",
                     "The candidate gains {sealed:+.3f} bits per byte on the sealed half and {dev:+.3f} on the dev half. Both halves are drawn "
                     "alike, so the candidate was fitted to the dev half.",
                     sealed=sealed, dev=dev, remedy=another_candidate_remedy()),
         )  # fmt: skip
     if evidence.watched is None:
         missing.append(
-            reason(
+            make_reason(
                 "release.line_unknown",
                 "The evidence does not say whether the dev half alone improved over the line of candidates.",
             )
@@ -57,18 +61,20 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
     fresh, older = evidence.fresh_documents, evidence.older_documents
     if fresh is None or older is None:
         missing.append(
-            reason(
+            make_reason(
                 "release.fresh_unknown",
                 "The number of held-out documents that arrived after the training is not known.",
             )
         )
     elif min(fresh, older) >= policy.documents_min:
         gap, on_fresh = evidence.fresh_gap, evidence.on_fresh
-        high = gap.bound(rules.alpha / 2, above=True) if gap else None
-        least, new = (on_fresh.bound(rules.alpha / 2), number(on_fresh.gain)) if on_fresh else (None, None)
+        high = gap.confidence_bound(rules.alpha / 2, above=True) if gap else None
+        least, new = (
+            (on_fresh.confidence_bound(rules.alpha / 2), finite_number(on_fresh.gain)) if on_fresh else (None, None)
+        )
         if gap is None or high is None or gap.gain is None or new is None or least is None:
             missing.append(
-                reason(
+                make_reason(
                     "release.fresh_not_compared",
                     "The gain on the {documents} held-out documents that arrived after the training could not be compared.",
                     documents=fresh,
@@ -78,7 +84,7 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
         elif high < -rules.fresh_margin and least <= 0:  # a candidate that is better on new documents too has learned
             missing.insert(
                 0,
-                reason("release.by_heart",
+                make_reason("release.by_heart",
                         "The candidate gains {fresh:+.3f} bits per byte on documents that arrived after its training, and {older:+.3f} on older "
                         "documents. The candidate has memorised the older documents.",
                         fresh=new, older=new - gap.gain, remedy=another_candidate_remedy()),
@@ -93,8 +99,8 @@ def dev_alone_message(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Messa
         since = f"candidate {evidence.rise_since}"
         found.append((evidence.rise_gap, evidence.rise_dev, evidence.rise_sealed, evidence.watched or 1, since))
     for gap, dev, sealed, looks, since in found:
-        high = gap.bound(rules.alpha / 2 / looks, above=True) if gap else None
-        low = dev.bound(rules.alpha / 2 / looks) if dev else None
+        high = gap.confidence_bound(rules.alpha / 2 / looks, above=True) if gap else None
+        low = dev.confidence_bound(rules.alpha / 2 / looks) if dev else None
         if high is None or low is None or dev is None or sealed is None or None in (dev.gain, sealed.gain):
             continue
         if high < -rules.halves_margin and low > 0:

@@ -21,7 +21,7 @@ class Reason:
         return self.message.code
 
 
-def reason(code: str, template: str, /, remedy: Message | None = None, **data: Any) -> Reason:
+def make_reason(code: str, template: str, /, remedy: Message | None = None, **data: Any) -> Reason:
     """A reason with the message of this code, template and data."""
     return Reason(Message(code, template, **data), remedy)
 
@@ -44,11 +44,11 @@ def are_overridable(held_by: Sequence[Reason]) -> bool:
     return bool(held_by) and all(reason.code in OVERRIDABLE_CODES for reason in held_by)
 
 
-def to_do(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
+def make_to_do_lines(held_by: Sequence[Reason], candidate: int | None) -> list[Message]:
     """What a person can do about a hold, a line each. The override is the last line, where it is allowed.
 
     >>> train = Message("release.remedy_train_on", "train on.")
-    >>> to_do([reason("release.not_better", "Not shown.", train), reason("release.guard_not_shown", "Not shown.", train)], 3)
+    >>> make_to_do_lines([make_reason("release.not_better", "Not shown.", train), make_reason("release.guard_not_shown", "Not shown.", train)], 3)
     ['To do: train on.', 'Or: release the candidate all the same, under your name: \\'factory releases override 3 --reason "…"\\'.']
     """
     number = "N" if candidate is None else candidate

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from factory.core.errors import InputError
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import HOLD, Verdict, judge
 from factory.gates.release.policy import ReleasePolicy
@@ -31,7 +31,7 @@ def evidence_sha256(stored: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
-def evidence_of(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence, TaskEvidence]:
+def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence, TaskEvidence]:
     """(evidence, evidence of the tasks). Raises: InputError naming ``where`` and the key."""
     own = {key: value for key, value in stored.items() if key not in BESIDE}
     if unknown := sorted(own.keys() - {field.name for field in fields(ReleaseEvidence)}):
@@ -53,25 +53,25 @@ def evidence_of(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidence,
     return evidence, tasks
 
 
-def judged_again(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
+def judge_again(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
     """The verdict of this version on recorded evidence. ``now`` replaces values that have changed since. Raises: InputError."""
-    evidence, tasks = evidence_of(stored, where)
+    evidence, tasks = read_evidence(stored, where)
     return judge(policy, replace(evidence, **now), tasks)
 
 
-def held_by(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any) -> tuple[Reason, ...]:
-    """The reasons for which the judge holds recorded evidence, under the recorded policy. ``now`` as in ``judged_again``.
+def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any) -> tuple[Reason, ...]:
+    """The reasons for which the judge holds recorded evidence, under the recorded policy. ``now`` as in ``judge_again``.
 
     ``policy_hash``: the hash that the policy must have. Raises: InputError if the judge does not hold the evidence, or if a hash differs.
     """
     policy = parse(ReleasePolicy, stored.get("policy"), f"{where}: its policy", InputError)
-    if policy_sha256(policy) != policy_hash or stored.get("sha256") != evidence_sha256(stored):
+    if hash_policy(policy) != policy_hash or stored.get("sha256") != evidence_sha256(stored):
         raise InputError(
             "release.record_changed",
             "{where}: the policy or the evidence differs from what was recorded. Judge the candidate again: 'factory evaluate N'.",
             where=where,
         )
-    verdict = judged_again(policy, stored, where, **now)
+    verdict = judge_again(policy, stored, where, **now)
     if verdict.outcome != HOLD:
         raise InputError(
             "release.not_held",

@@ -1,10 +1,10 @@
 """What the release gate can detect, computed before the first candidate from the sizes alone.
 
-``releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion, with an assumed spread of each document group and
+``compute_releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion, with an assumed spread of each document group and
 item. The judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``) then compute which guards stand, the size
 that each guard needs, and the gain that is detected.
 
->>> found = releasability(ReleasePolicy(), Sizes({"code": DomainSize(8, 8, 8), "docs": DomainSize(3, 3, 1)}, cloze_items=11))
+>>> found = compute_releasability(ReleasePolicy(), SuiteSizes({"code": DomainSize(8, 8, 8), "docs": DomainSize(3, 3, 1)}, cloze_items=11))
 >>> [(guard.name, guard.state, guard.have, guard.needed) for guard in found.guards]
 [('code', 'stands', 8, 17), ('docs', 'missing', 3, 17), ('cloze', 'aside', 11, 70)]
 >>> found.gain is None, [line for line in found.holds]
@@ -20,13 +20,13 @@ from typing import Any, Literal
 
 from factory.evals.power import RequiredBound, ScoredGuard, variance_of_share
 from factory.evals.statistics import CLOZE, Gain
-from factory.gates.release.evidence import ReleaseEvidence, number
-from factory.gates.release.guards import cloze_guard, detectable_gain, floors, groups_needed, set_aside
+from factory.gates.release.evidence import ReleaseEvidence, finite_number
+from factory.gates.release.guards import cloze_guard, detectable_gain, groups_needed, guard_floors, guards_set_aside
 from factory.gates.release.line import GATE
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.rows import ReadsSql, VerdictRow
 from factory.tasks.comparing import TaskEvidence
-from factory.tasks.comparing import set_aside as tasks_aside
+from factory.tasks.comparing import find_unreliable_metrics as tasks_aside
 from kernels.contract.message import Message
 
 SPREAD = 0.03  # bits per byte: standard deviation of a group's difference, as the calibration of the judge draws it (``benchmarks/judge``)
@@ -54,7 +54,7 @@ class TaskSize:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SuiteSizes:
     domains: Mapping[str, DomainSize]
     cloze_items: int = 0
     cloze_right: float = RIGHT
@@ -68,8 +68,8 @@ class GuardSize:
     """A guard before any candidate.
 
     ``state``: 'stands'; 'aside': its result only informs; 'missing': too little is held out, so the guard holds every candidate. ``have`` and
-    ``needed`` count the document groups of a domain, or the items of cloze and of a task. With ``needed`` the guard passes four of five equally good
-    models; None: no number is enough. ``passed``: the share of equally good models that pass.
+    ``items_needed`` count the document groups of a domain, or the items of cloze and of a task. With ``items_needed`` the guard passes four of five equally good
+    models; None: no number is enough. ``share_passing``: the share of equally good models that pass.
     """
 
     name: str
@@ -87,12 +87,12 @@ class Releasability:
     holds: tuple[Message, ...] = ()  # what holds every candidate
 
 
-def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
+def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasability:
     """Which guards stand, the size that each guard needs, and the gain that is detected. Pure."""
     assumed = _assumed(policy, sizes)
     found = []
     holds = []
-    floor, _, _ = floors(policy, assumed)
+    floor, _, _ = guard_floors(policy, assumed)
     for name, domain in sorted(sizes.domains.items()):
         few = domain.documents < policy.documents_min or domain.groups < policy.clusters_min or domain.dev_groups < 1
         eight = Gain(0.0, (domain.spread or SPREAD) / math.sqrt(8), 8, 8.0)
@@ -119,7 +119,7 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
                 )
             )  # fmt: skip
     if (cloze := cloze_guard(policy, assumed)) is not None:
-        found.append(_scored(CLOZE, cloze, CLOZE in set_aside(policy, assumed)))
+        found.append(_scored(CLOZE, cloze, CLOZE in guards_set_aside(policy, assumed)))
     tasks = _assumed_tasks(sizes)
     apart = tasks_aside(tasks, policy.clusters_min)
     for name, task in sorted(sizes.tasks.items()):
@@ -131,7 +131,7 @@ def releasability(policy: ReleasePolicy, sizes: Sizes) -> Releasability:
     return Releasability(tuple(found), None if holds else detectable_gain(policy, assumed), tuple(holds))
 
 
-def spreads(db: ReadsSql) -> dict[str, float]:
+def measured_spreads(db: ReadsSql) -> dict[str, float]:
     """Standard deviation of a group's difference by domain, in bits per byte, from the newest verdict against a champion."""
     for row in VerdictRow.select(db, "WHERE gate = :gate AND against IS NOT NULL ORDER BY id DESC LIMIT 1", gate=GATE):
         guards: Mapping[str, Any] = row.evidence(db).get("guards") or {}
@@ -142,7 +142,7 @@ def spreads(db: ReadsSql) -> dict[str, float]:
 
 def _spread(stored: Any) -> float | None:
     error, effective = (stored.get(key) for key in ("error", "effective")) if isinstance(stored, dict) else (None, None)
-    error, effective = number(error), number(effective)
+    error, effective = finite_number(error), finite_number(effective)
     return (
         error * math.sqrt(effective)
         if error is not None and effective is not None and min(error, effective) > 0
@@ -151,10 +151,10 @@ def _spread(stored: Any) -> float | None:
 
 
 def _scored(name: str, known: ScoredGuard, is_aside: bool) -> GuardSize:
-    return GuardSize(name, "aside" if is_aside else "stands", known.items, known.needed(), known.passed)
+    return GuardSize(name, "aside" if is_aside else "stands", known.items, known.items_needed(), known.share_passing)
 
 
-def _assumed(policy: ReleasePolicy, sizes: Sizes) -> ReleaseEvidence:
+def _assumed(policy: ReleasePolicy, sizes: SuiteSizes) -> ReleaseEvidence:
     """The evidence of a candidate as good as the champion: groups of equal size with the assumed spread."""
     guards = {
         name: Gain(0.0, (one.spread or SPREAD) / math.sqrt(max(one.groups, 1)), one.groups, float(one.groups))
@@ -185,7 +185,7 @@ def _assumed(policy: ReleasePolicy, sizes: Sizes) -> ReleaseEvidence:
     )
 
 
-def _assumed_tasks(sizes: Sizes) -> TaskEvidence:
+def _assumed_tasks(sizes: SuiteSizes) -> TaskEvidence:
     return TaskEvidence(
         gains={name: Gain(0.0, 0.0, task.groups, float(task.groups)) for name, task in sizes.tasks.items()},
         margins={name: task.margin for name, task in sizes.tasks.items()},

@@ -11,7 +11,7 @@ from statistics import stdev
 from typing import Any
 
 from factory.gates.release.policy import Replicas
-from factory.ledger.rows import ReadsSql, SegmentRow, Subject, champion
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject, find_champion
 
 MEASURED = (
     "replicas_measured"  # event about an anneal: {release, recipe_sha256, documents, runs: [{domain: bits per byte}]}
@@ -27,10 +27,10 @@ class ReplicaNoise:
     target: float | None  # of the domains as the policy weighs them
 
     @classmethod
-    def of(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
+    def of_runs(cls, runs: Sequence[Mapping[str, float]], weights: Mapping[str, float]) -> ReplicaNoise:
         """The noise of ``runs``, each the bits per byte by domain.
 
-        >>> found = ReplicaNoise.of([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
+        >>> found = ReplicaNoise.of_runs([{"code": 1.0, "docs": 2.0}, {"code": 1.2, "docs": 1.8}, {"code": 1.1, "docs": 2.2}], {})
         >>> found.runs, {name: round(value, 3) for name, value in found.by_domain.items()}, round(found.target, 3)
         (3, {'code': 0.1, 'docs': 0.2}, 0.087)
         """
@@ -44,7 +44,7 @@ class ReplicaNoise:
 def find_newest_noise(db: ReadsSql, weights: Mapping[str, float]) -> ReplicaNoise | None:
     """The noise that the newest replicas showed. None: none were measured yet."""
     found = find_newest_measurement(db)
-    return ReplicaNoise.of(found["runs"], weights) if found else None
+    return ReplicaNoise.of_runs(found["runs"], weights) if found else None
 
 
 def find_newest_measurement(db: ReadsSql) -> dict[str, Any] | None:
@@ -53,9 +53,9 @@ def find_newest_measurement(db: ReadsSql) -> dict[str, Any] | None:
     return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
 
 
-def due(db: ReadsSql, policy: Replicas) -> tuple[SegmentRow, int] | None:
+def find_due_anneal(db: ReadsSql, policy: Replicas) -> tuple[SegmentRow, int] | None:
     """The anneal that is due to be trained again, and its release. None: nothing is due now."""
-    best = champion(db)
+    best = find_champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
         return None
     anneal = next((row for row in reversed(SegmentRow.lineage(db, best.segment)) if row.kind != "average"), None)

@@ -30,10 +30,10 @@ class JudgedCandidate:
     gains: Mapping[str, Gain]
 
 
-def watched(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
+def add_line_evidence(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
     """The evidence with the rise since that candidate of the ``NEWEST`` from which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
-    line = [point for point in line_of(db) if point.candidate != candidate]
+    line = [point for point in read_line(db) if point.candidate != candidate]
     mine = JudgedCandidate(candidate, champion, here)
     rises = [(rise_since(before, mine, line), before.candidate) for before in line[-NEWEST:]]
     seen = [(rise, since) for rise, since in rises if rise["halves_gap"].error]
@@ -50,7 +50,7 @@ def watched(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEviden
     )
 
 
-def line_of(db: ReadsSql) -> list[JudgedCandidate]:
+def read_line(db: ReadsSql) -> list[JudgedCandidate]:
     """The candidates by their newest verdicts with both halves compared, in the order of these verdicts."""
     found: dict[int, JudgedCandidate] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
@@ -58,11 +58,14 @@ def line_of(db: ReadsSql) -> list[JudgedCandidate]:
         against = Subject.parse(row.against).number if row.against else None
         if against is None:
             found.setdefault(
-                row.number, JudgedCandidate(row.number, None, dict.fromkeys(HALVES, Gain(0.0, 0.0, 0, math.inf)))
+                row.subject_number,
+                JudgedCandidate(row.subject_number, None, dict.fromkeys(HALVES, Gain(0.0, 0.0, 0, math.inf))),
             )
         elif all(isinstance(stored.get(name), dict) for name in HALVES):
-            found.pop(row.number, None)
-            found[row.number] = JudgedCandidate(row.number, against, {name: _gain(stored[name]) for name in HALVES})
+            found.pop(row.subject_number, None)
+            found[row.subject_number] = JudgedCandidate(
+                row.subject_number, against, {name: _gain(stored[name]) for name in HALVES}
+            )
     return list(found.values())
 
 

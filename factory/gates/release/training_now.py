@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.release.licences import count_disputed_tokens, count_tokens_by_licence, not_releasable
+from factory.gates.release.licences import count_disputed_tokens, count_tokens_by_licence, shares_not_releasable
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import open_anomalies_of_lineage, rewound_segments_of_lineage
 from factory.ledger.plant import Plant
@@ -13,12 +13,12 @@ from factory.ledger.rows import CandidateRow
 from kernels.contract.message import Message
 
 
-def training_now(plant: Plant, candidate_id: int) -> dict[str, Any]:
+def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
     """Values of ``ReleaseEvidence`` by name, from the ledger and the policies. Raises: ConfigError."""
-    licences = DataPolicy.load(plant.workspace.policy("data.yaml")).licences
+    licences = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     tokens = count_tokens_by_licence(plant.ledger, segment, licences)
-    other = not_releasable(licences, tokens)
+    other = shares_not_releasable(licences, tokens)
     return {
         "anomalies": _open_anomalies(plant, candidate_id),
         "releasable": 1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
@@ -29,7 +29,7 @@ def training_now(plant: Plant, candidate_id: int) -> dict[str, Any]:
 
 def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
     """The open anomalies and the rewound segments of the training that a candidate comes from."""
-    kinds = AnomalyPolicy.load(plant.workspace.policy("anomalies.yaml")).kinds
+    kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
     segment = CandidateRow.get(plant.ledger, candidate_id).segment
     anomalies = [
         Message(

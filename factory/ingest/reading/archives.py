@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from factory.ingest.reading.kinds import is_archive, kind_of
+from factory.ingest.reading.kinds import detect_kind, is_archive
 from factory.ingest.reading.rows import LimitExceeded, RawRow, ShardProblem, add_path
 from factory.ingest.reading.streams import (
     BROKEN,
@@ -53,7 +53,7 @@ def read_zip(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
 
 def _opened(archive: zipfile.ZipFile, info: zipfile.ZipInfo, budget: DecompressionBudget) -> ByteStream:
     try:
-        return ByteStream(decompress(archive.open(info), kind_of(info.filename)[1]), info.filename, budget)
+        return ByteStream(decompress(archive.open(info), detect_kind(info.filename)[1]), info.filename, budget)
     except (*BROKEN, NotImplementedError, RuntimeError) as error:
         raise ShardProblem("reading.unpacking", "the member cannot be unpacked: {error}", error=error) from error
 
@@ -71,7 +71,7 @@ def read_tar(source: ReadableFile, read: ReadMember) -> Iterator[RawRow]:
                         source.left_out(info.name, _is_special())
                         continue
                     name = _name(info.name)
-                    inner = lambda content=content, name=name: decompress(content, kind_of(name)[1])
+                    inner = lambda content=content, name=name: decompress(content, detect_kind(name)[1])
                     opens = lambda inner=inner, name=name: ByteStream(inner(), name, budget)
                     yield from _member(
                         ReadableFile(name, opens, source.limits, info.size, source.left_out), source, read

@@ -24,12 +24,12 @@ import pyarrow.parquet as pq
 from factory.ingest.reading.rows import (
     UNREADABLE,
     BadRow,
-    LeftOut,
+    LeftOutCallback,
     RawRow,
     ShardProblem,
     add_path,
     duplicate_column,
-    too_long,
+    row_too_long,
 )
 from factory.ingest.reading.streams import (
     DecompressionBudget,
@@ -49,7 +49,7 @@ def read_parquet(source: ReadableFile) -> Iterator[RawRow]:
         with open_seekable(source) as mapped, pq.ParquetFile(mapped) as file:
             columns = _readable(file.schema_arrow)
             total = sum(file.metadata.row_group(i).total_byte_size for i in range(file.metadata.num_row_groups))
-            DecompressionBudget(mapped.size(), source.limits).take(total)
+            DecompressionBudget(mapped.size(), source.limits).spend(total)
             for batch in file.iter_batches(batch_size=_AT_ONCE, columns=columns):
                 yield from _rows(batch, source.limits)
     except (OSError, pa.ArrowException, OverflowError) as error:
@@ -94,7 +94,7 @@ def _checked(
     """Rows of Arrow batches. Arrow does not check the lengths and offsets in a file's buffers, so this checks them before it reads a value."""
     columns = _readable(schema)
     for batch in batches:
-        budget.take(batch.nbytes)
+        budget.spend(batch.nbytes)
         batch = batch.select(columns)
         for column in batch.columns:
             try:
@@ -143,7 +143,7 @@ def _inside(folder: Path, name: str) -> Path:
     return folder / name
 
 
-def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOut) -> Iterator[RawRow]:
+def read_dataset(folder: Path, limits: ShardLimits, left_out: LeftOutCallback) -> Iterator[RawRow]:
     """Rows of a data set on disk. Each row names its file."""
     for file in list_dataset_files(folder):
         name = str(file.relative_to(folder))
@@ -196,7 +196,7 @@ def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
                 row[name] = value
         size = sum(len(value) for value in row.values() if isinstance(value, str))
         if size > limits.max_row_bytes:
-            yield too_long(size, limits.max_row_bytes)
+            yield row_too_long(size, limits.max_row_bytes)
         elif isinstance(encoding := columns.get("text", [None] * batch.num_rows)[number], UnicodeDecodeError):
             said = Message("reading.text_not_utf8", "the text is not UTF-8: {why}", why=encoding.reason)
             yield BadRow("bad_encoding", said)
@@ -207,14 +207,14 @@ def _rows(batch: pa.RecordBatch, limits: ShardLimits) -> Iterator[RawRow]:
 def _values(column: pa.Array) -> list[Any]:
     """The values as JSON values; an exception in the place of a value that cannot be read."""
     try:
-        return [plain(value) for value in column.to_pylist()]
+        return [to_json_value(value) for value in column.to_pylist()]
     except Exception:  # some value cannot be read; the next line finds which  # noqa: BLE001
         return [_value(one) for one in column]
 
 
 def _value(one: pa.Scalar) -> Any:
     try:
-        return plain(one.as_py())
+        return to_json_value(one.as_py())
     except (
         ValueError,
         OverflowError,
@@ -227,11 +227,11 @@ def _value(one: pa.Scalar) -> Any:
         return error
 
 
-def plain(value: Any) -> Any:
+def to_json_value(value: Any) -> Any:
     """A value of a column as a JSON value. Raises: UnicodeDecodeError for bytes that are not text; ValueError for infinities and NaN.
 
     >>> import decimal
-    >>> plain({"at": datetime.datetime(2026, 1, 2), "n": decimal.Decimal("1.5"), "b": b"x"})
+    >>> to_json_value({"at": datetime.datetime(2026, 1, 2), "n": decimal.Decimal("1.5"), "b": b"x"})
     {'at': '2026-01-02T00:00:00', 'n': '1.5', 'b': 'x'}
     """
     if value is None or isinstance(value, str | bool | int):
@@ -241,9 +241,9 @@ def plain(value: Any) -> Any:
             raise ValueError(f"{value} is not JSON")
         return value
     if isinstance(value, dict):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): to_json_value(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set):
-        return [plain(one) for one in value]
+        return [to_json_value(one) for one in value]
     if isinstance(value, bytes):
         return value.decode("utf-8")
     if isinstance(value, datetime.datetime | datetime.date | datetime.time):

@@ -2,9 +2,9 @@
 
 Brackets and quotes alone tell where a value ends. Each value is decoded later, so that a value that is not JSON is one dropped row.
 
-    >>> list(values(iter([b'[{"a": "]"}, {"b', b'": [1]}]']), 100))
+    >>> list(split_json_values(iter([b'[{"a": "]"}, {"b', b'": [1]}]']), 100))
     [b'{"a": "]"}', b'{"b": [1]}']
-    >>> list(values(iter([b'{"a": 1}\\n{"a":\\n 2}']), 100))
+    >>> list(split_json_values(iter([b'{"a": 1}\\n{"a":\\n 2}']), 100))
     [b'{"a": 1}', b'{"a":\\n 2}']
 """
 
@@ -14,8 +14,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import ReadableFile, blocks, lines
+from factory.ingest.reading.rows import RawRow, ShardProblem, row_too_long
+from factory.ingest.reading.streams import ReadableFile, read_blocks, split_lines
 
 _BLANK = b" \t\r\n"
 _OUTSIDE = re.compile(rb'["{}\[\],]')
@@ -24,16 +24,16 @@ _OUTSIDE = re.compile(rb'["{}\[\],]')
 def read_json(source: ReadableFile) -> Iterator[RawRow]:
     """Read a ``.json`` file: one array whose items are rows, JSON lines, or objects that span several lines."""
     with source.open() as stream:
-        found = blocks(stream)
+        found = read_blocks(stream)
         head = next(found)
-        read = lines if _in_lines(head) else values
+        read = split_lines if _in_lines(head) else split_json_values
         yield from read(itertools.chain([head], found), source.limits.max_row_bytes)
 
 
 def has_row_per_line(source: ReadableFile) -> bool:
     """Does each line of a file hold one row? False for one array, and for values that span several lines."""
     with source.open() as stream:
-        return _in_lines(next(blocks(stream)))
+        return _in_lines(next(read_blocks(stream)))
 
 
 def _in_lines(head: bytes) -> bool:
@@ -56,7 +56,7 @@ def _is_closed(line: bytes) -> bool:
         return False
 
 
-def values(found: Iterator[bytes], max_bytes: int) -> Iterator[RawRow]:
+def split_json_values(found: Iterator[bytes], max_bytes: int) -> Iterator[RawRow]:
     """The items of an array, or the objects of a sequence. A value over ``max_bytes`` is skipped without being held in memory.
 
     Raises: ShardProblem for a file that ends too early, or has something after its array.
@@ -159,7 +159,7 @@ class _Scan:
         self.passed = 0
         if passed or len(value) > self.max_bytes:
             self.count += 1
-            yield too_long(passed or len(value), self.max_bytes)
+            yield row_too_long(passed or len(value), self.max_bytes)
         elif value or needed:  # between two commas an empty item is a row too
             self.count += 1
             yield value

@@ -100,10 +100,10 @@ _CONVERSION_HINTS = {
 }
 
 
-def kind_of(name: str) -> tuple[str, str]:
+def detect_kind(name: str) -> tuple[str, str]:
     """(suffix that tells how to read the content, compression). A code file that is known by its whole name is '.mk'.
 
-    >>> [kind_of(name) for name in ("a.jsonl.gz", "b.TGZ", "Makefile", "c.tar.zst", "d", "e.warc.wet.gz")]
+    >>> [detect_kind(name) for name in ("a.jsonl.gz", "b.TGZ", "Makefile", "c.tar.zst", "d", "e.warc.wet.gz")]
     [('.jsonl', 'gzip'), ('.tar', 'gzip'), ('.mk', ''), ('.tar', 'zstd'), ('', ''), ('.wet', 'gzip')]
     """
     path = PurePath(name)
@@ -122,7 +122,7 @@ def is_archive(name: str) -> bool:
     >>> is_archive("a.tar.gz"), is_archive("a.rar"), is_archive("a.gz")
     (True, True, False)
     """
-    return kind_of(name)[0] in _PACKED
+    return detect_kind(name)[0] in _PACKED
 
 
 def find_conversion_hint(name: str) -> Message | None:
@@ -131,4 +131,4 @@ def find_conversion_hint(name: str) -> Message | None:
     >>> find_conversion_hint("a.pdf"), find_conversion_hint("b.unheard")
     ('extract the text first, for example with pdftotext', None)
     """
-    return _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(kind_of(name)[0])
+    return _CONVERSION_HINTS.get(PurePath(name).suffix.lower()) or _CONVERSION_HINTS.get(detect_kind(name)[0])

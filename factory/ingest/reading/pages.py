@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, too_long
-from factory.ingest.reading.streams import BROKEN, ByteStream, ReadableFile, as_text, raise_machine_fault, whole
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, row_too_long
+from factory.ingest.reading.streams import BROKEN, ByteStream, ReadableFile, decode_text, raise_machine_fault, read_all
 from kernels.contract.message import Message
 
 _PAGES = ("text/html", "application/xhtml+xml")
@@ -20,7 +20,7 @@ _PAGES = ("text/html", "application/xhtml+xml")
 
 def read_html(source: ReadableFile) -> Iterator[RawRow]:
     with source.open() as stream:
-        text = extract_page_text(whole(stream, source.limits))
+        text = extract_page_text(read_all(stream, source.limits))
     if text is None:
         yield BadRow("empty", Message("reading.no_main_text", "the page has no main text"))
     else:
@@ -119,14 +119,14 @@ def _payload(record: Any, limit: int) -> bytes | BadRow:
         found.append(piece)
         size += len(piece)
         if size > limit:
-            return too_long(size, limit)
+            return row_too_long(size, limit)
     return b"".join(found)
 
 
 def read_notebook(source: ReadableFile) -> Iterator[RawRow]:
     """Read a Jupyter notebook as one document: Markdown as it is, code between fences, without outputs."""
     with source.open() as stream:
-        data = as_text(whole(stream, source.limits))
+        data = decode_text(read_all(stream, source.limits))
     try:
         book = json.loads(data)
         cells = book["cells"] if "cells" in book else [cell for sheet in book["worksheets"] for cell in sheet["cells"]]

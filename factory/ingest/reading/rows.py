@@ -25,7 +25,7 @@ PATH, UNREADABLE, BAD = "factory:path", "factory:unreadable", "factory:bad"
 # Rules of rows that cannot be read at all. A shard with too many of these rows is quarantined.
 UNREADABLE_ROW_RULES = frozenset({"bad_json", "bad_encoding", "bad_schema", "bad_csv", "row_too_long", "empty"})
 
-LeftOut = Callable[[str, Message], object]  # called with (a member's path, why it is not read)
+LeftOutCallback = Callable[[str, Message], object]  # called with (a member's path, why it is not read)
 
 
 RawRow = bytes | dict[str, Any] | BadRow
@@ -54,7 +54,7 @@ class RowOrigin:
     path: str = ""
     unreadable: dict[str, str] = field(default_factory=dict)
 
-    def refuse(self, keys: Iterable[str]) -> None:
+    def refuse_unreadable(self, keys: Iterable[str]) -> None:
         """Raises: BadRow where the value of one of these keys could not be read."""
         for key in keys:
             if key in self.unreadable:
@@ -105,7 +105,7 @@ def row_to_line(row: RawRow) -> bytes:
     return json.dumps(row, ensure_ascii=False, allow_nan=True).encode("utf-8", "surrogatepass")
 
 
-def too_long(size: int, limit: int) -> BadRow:
+def row_too_long(size: int, limit: int) -> BadRow:
     """The error of a row over ``limits.max_row_bytes``; both arguments in bytes."""
     said = Message(
         "reading.row_too_long",

@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from factory.core.errors import InputError
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.ingest.reading.rows import LeftOut, LimitExceeded, RawRow, ShardProblem, too_long
+from factory.ingest.reading.rows import LeftOutCallback, LimitExceeded, RawRow, ShardProblem, row_too_long
 from factory.ingest.rules.policy import ShardLimits
 
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, tarfile.TarError, pa.ArrowException)
@@ -34,7 +34,7 @@ class DecompressionBudget:
     def __init__(self, size: int, limits: ShardLimits) -> None:
         self.size, self.limits, self.given = size, limits, 0
 
-    def take(self, count: int) -> None:
+    def spend(self, count: int) -> None:
         """Count ``count`` more bytes. Raises: OverLimit."""
         self.given += count
         if self.given > self.limits.max_shard_bytes:
@@ -74,7 +74,7 @@ class ByteStream(io.RawIOBase):
             ) from error
         self._given += len(block)
         if self._budget:
-            self._budget.take(len(block))
+            self._budget.spend(len(block))
         return block
 
     def close(self) -> None:
@@ -91,7 +91,7 @@ class ReadableFile:
     open: Callable[[], ByteStream]
     limits: ShardLimits
     size: int  # bytes, as it lies on disk or in the archive
-    left_out: LeftOut
+    left_out: LeftOutCallback
     path: Path | None = None
 
 
@@ -132,7 +132,7 @@ def unreadable_file_error(path: Path | str, error: OSError) -> InputError:
     return InputError("reading.unreadable_file", "{path} cannot be read: {error}", path=path, error=error.strerror)
 
 
-def blocks(stream: ByteStream) -> Iterator[bytes]:
+def read_blocks(stream: ByteStream) -> Iterator[bytes]:
     """The blocks of a stream. Raises: ShardProblem for a file that is empty, or whose encoding is not UTF-8."""
     first = True
     while block := stream.read(BLOCK):
@@ -144,7 +144,7 @@ def blocks(stream: ByteStream) -> Iterator[bytes]:
         raise ShardProblem("reading.nothing_inside", "the file is empty once decompressed")
 
 
-def lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
+def split_lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
     """The lines of blocks, without their ends. A line over ``max_bytes`` is skipped without being held in memory."""
     rest = b""
     skipped = 0  # bytes of an over-long line that were skipped so far
@@ -152,7 +152,7 @@ def lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
         *whole_lines, rest = (rest + block).split(b"\n")
         for line in whole_lines:
             if skipped or len(line) > max_bytes:
-                yield too_long(skipped + len(line), max_bytes)
+                yield row_too_long(skipped + len(line), max_bytes)
                 skipped = 0
             else:
                 yield line
@@ -160,12 +160,12 @@ def lines(found: Iterable[bytes], max_bytes: int) -> Iterator[RawRow]:
             skipped += len(rest)
             rest = b""
     if skipped:
-        yield too_long(skipped, max_bytes)
+        yield row_too_long(skipped, max_bytes)
     elif rest:
         yield rest
 
 
-def whole(stream: ByteStream, limits: ShardLimits) -> bytes:
+def read_all(stream: ByteStream, limits: ShardLimits) -> bytes:
     """All bytes of a stream that is one document. Raises: ShardProblem for more bytes than a row may have."""
     found: list[bytes] = []
     size = 0
@@ -181,7 +181,7 @@ def whole(stream: ByteStream, limits: ShardLimits) -> bytes:
     return b"".join(found)
 
 
-def as_text(data: bytes) -> str:
+def decode_text(data: bytes) -> str:
     """``data`` decoded from UTF-8. Raises: ShardProblem."""
     refuse_other_encodings(data)
     try:

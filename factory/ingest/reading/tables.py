@@ -18,8 +18,8 @@ import itertools
 import re
 from collections.abc import Iterator
 
-from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, duplicate_column, too_long
-from factory.ingest.reading.streams import ByteStream, ReadableFile, blocks
+from factory.ingest.reading.rows import BadRow, RawRow, ShardProblem, duplicate_column, row_too_long
+from factory.ingest.reading.streams import ByteStream, ReadableFile, read_blocks
 from kernels.contract.message import Message
 
 _DELIMITERS = ",;\t|"
@@ -98,7 +98,7 @@ class _Records:
                 ends = Message("reading.table_cut_off", "the file ends inside a quoted field")
                 yield BadRow("bad_csv", ends if cut else str(error)[:200])
             except _TooLong:
-                yield too_long(self._pass_over(), self.limit)
+                yield row_too_long(self._pass_over(), self.limit)
             self.size = self.quotes = 0
 
     def _lines(self) -> Iterator[str]:
@@ -125,7 +125,7 @@ def _text(stream: ByteStream, limit: int) -> Iterator[str]:
     """The lines of a stream, with their ends; a very long line in pieces. Bytes that are not UTF-8 become half surrogates, so that a later
     check drops the row."""
     rest, start = b"", True
-    for block in blocks(stream):
+    for block in read_blocks(stream):
         if start:
             block, start = block.removeprefix(b"\xef\xbb\xbf"), False
         found = (rest + block).splitlines(keepends=True)  # of bytes: at LF, CR LF and CR alone

@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from factory.ingest.rules.licence_names import folded
+from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ledger.rows import ReadsSql
 
 if TYPE_CHECKING:
@@ -28,12 +28,12 @@ COPY_RULES = ("exact_duplicate", "near_duplicate", "licence", "removed")
 
 @dataclass(frozen=True)
 class LicenceClaim:
-    """The licence that one row names; '': none. ``aside``: a person said that this claim is wrong."""
+    """The licence that one row names; '': none. ``is_set_aside``: a person said that this claim is wrong."""
 
     key: str
     shard: str  # its name
     license: str
-    aside: bool = False
+    is_set_aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,29 +48,31 @@ class LicenceConflict:
     claims: tuple[LicenceClaim, ...]
 
     @property
-    def standing(self) -> list[str]:
+    def standing_licences(self) -> list[str]:
         """The claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
-        return [claim.license for claim in self.claims if not claim.aside] or [claim.license for claim in self.claims]
+        return [claim.license for claim in self.claims if not claim.is_set_aside] or [
+            claim.license for claim in self.claims
+        ]
 
     @property
-    def settled(self) -> bool:
-        return len({folded(name) for name in self.standing}) == 1
+    def is_settled(self) -> bool:
+        return len({fold_licence_name(name) for name in self.standing_licences}) == 1
 
-    def counts_as(self, policy: Licences) -> str:
+    def effective_licence(self, policy: Licences) -> str:
         """The licence by which the document is judged: the strictest standing licence; its own if that is as strict."""
-        return strictest_licence(self.standing, policy)
+        return strictest_licence(self.standing_licences, policy)
 
 
 def strictest_licence(licences: Collection[str], policy: Licences) -> str:
     """The strictest licence. If several are equally strict: the first of ``licences`` if it is among them, else the first by name, so that the
     order of arrival does not matter."""
-    allows = {name: (policy.of(name).train, policy.of(name).release) for name in licences}
+    allows = {name: (policy.find_licence(name).train, policy.find_licence(name).release) for name in licences}
     least = min(allows.values())
     first = next(iter(licences))
     return first if allows[first] == least else min(name for name in licences if allows[name] == least)
 
 
-def conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
+def find_licence_conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
     """Every document with differing claims, or only the document with that key."""
     rules = ", ".join(f"'{rule}'" for rule in COPY_RULES)
     named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
@@ -84,7 +86,7 @@ def conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
     if not rows:
         return []
     names = {row["sha256"]: row["name"] for row in db.read("SELECT sha256, name FROM shards")}
-    aside = set_aside(db)
+    aside = list_set_aside_rows(db)
     found: dict[str, tuple[dict[str, Any], list[LicenceClaim]]] = {}
     for row in rows:
         own = LicenceClaim(row["key"], names[row["shard"]], row["license"] or "", row["key"] in aside)
@@ -94,11 +96,11 @@ def conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
     return [
         LicenceConflict(**{name: row[name] for name in values}, claims=tuple(claims))
         for row, claims in found.values()
-        if len({folded(claim.license) for claim in claims}) > 1
+        if len({fold_licence_name(claim.license) for claim in claims}) > 1
     ]
 
 
-def set_aside(db: ReadsSql) -> set[str]:
+def list_set_aside_rows(db: ReadsSql) -> set[str]:
     """Keys of the rows whose claims a person set aside. A person's newest word about each document counts."""
     newest: dict[str, list[str]] = {}
     for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
@@ -106,6 +108,8 @@ def set_aside(db: ReadsSql) -> set[str]:
     return {key for keys in newest.values() for key in keys}
 
 
-def counted(db: ReadsSql, policy: Licences) -> Mapping[str, LicenceConflict]:
+def find_relicensed_documents(db: ReadsSql, policy: Licences) -> Mapping[str, LicenceConflict]:
     """By key, the conflicts of documents that are judged by another licence than their own row names."""
-    return {one.key: one for one in conflicts(db) if one.counts_as(policy) != one.claims[0].license}
+    return {
+        one.key: one for one in find_licence_conflicts(db) if one.effective_licence(policy) != one.claims[0].license
+    }

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from factory.ingest.rules.words import Hashes, find_word_spans, runs
+from factory.ingest.rules.words import Hashes, find_word_spans, hash_runs
 
 SHORTEST_NGRAM = 8  # words of the shortest n-gram; GPT-3's lower bound
 MOST_PIECES = 10  # a document that would be cut into more pieces is dropped, as for GPT-3
@@ -31,11 +31,11 @@ MOST_PIECES = 10  # a document that would be cut into more pieces is dropped, as
 Positions = npt.NDArray[np.int64]
 
 
-def ngrams(words: Hashes, n: int) -> Hashes:
+def hash_ngrams(words: Hashes, n: int) -> Hashes:
     """The n-gram hashes of a document in order; a single hash for a document of 8 to n - 1 words."""
     if SHORTEST_NGRAM <= len(words) < n:
-        return runs(words, len(words))
-    return runs(words, n)
+        return hash_runs(words, len(words))
+    return hash_runs(words, n)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class HeldOutNgrams:
     keys: list[str]
 
     @classmethod
-    def of(cls, documents: Iterable[tuple[str, Hashes]]) -> HeldOutNgrams:
+    def build(cls, documents: Iterable[tuple[str, Hashes]]) -> HeldOutNgrams:
         keys: list[str] = []
         hashes: list[Hashes] = [np.zeros(0, np.uint64)]
         owners: list[npt.NDArray[np.int64]] = [np.zeros(0, np.int64)]
@@ -81,7 +81,7 @@ def mask_without_overlap(positions: Positions, count: int, n: int) -> npt.NDArra
     return np.cumsum(steps)[:count] == 0
 
 
-def spans(positions: Positions, n: int) -> list[tuple[int, int]]:
+def merge_spans(positions: Positions, n: int) -> list[tuple[int, int]]:
     """The n-grams at ``positions`` as spans of words [first, last + 1); spans that touch are merged."""
     merged: list[tuple[int, int]] = []
     for start in positions.tolist():

@@ -20,10 +20,10 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 
 
 @lru_cache(maxsize=4096)
-def folded(name: str | None) -> str:
+def fold_licence_name(name: str | None) -> str:
     """A name in the form in which names are compared: its SPDX id if it is a spelling of one; '' for no name.
 
-    >>> folded("  CC-BY-4.0 "), folded("Apache 2.0"), folded("Public-Domain"), folded("My  Own"), folded(None)
+    >>> fold_licence_name("  CC-BY-4.0 "), fold_licence_name("Apache 2.0"), fold_licence_name("Public-Domain"), fold_licence_name("My  Own"), fold_licence_name(None)
     ('cc-by-4.0', 'apache-2.0', 'public domain', 'my own', '')
     """
     return find_spdx_id(name or "") or " ".join((name or "").split()).casefold()
@@ -47,7 +47,7 @@ class LicenceReader(Generic[A]):
     one_of: Callable[[Sequence[A]], A]
 
     def read(self, name: str) -> A:
-        if (whole := folded(name)) in self.known:
+        if (whole := fold_licence_name(name)) in self.known:
             return self.known[whole]
         if find_spdx_id(name):  # 'GPL v3 or later' is one name, not an expression
             return self.unknown
@@ -96,7 +96,7 @@ def _name(tokens: list[str]) -> str:
         words.append(tokens.pop(0))
     if not words:
         raise ValueError
-    return folded(" ".join(words))
+    return fold_licence_name(" ".join(words))
 
 
 PUBLIC_DOMAIN = "public domain"  # not a licence, so SPDX has no id for it; data policies list it by this name

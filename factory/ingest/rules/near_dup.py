@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from rensa import RMinHash
 
-from factory.ingest.rules.words import Hashes, mix, runs
+from factory.ingest.rules.words import Hashes, hash_runs, mix_bits
 
 PERMUTATIONS, BANDS, ROWS, SHINGLE, SEED = 120, 20, 6, 5, 20200528
 CANDIDATES = (
@@ -35,16 +35,16 @@ Signatures = npt.NDArray[np.uint32]  # [documents, PERMUTATIONS]
 Bands = npt.NDArray[np.uint64]  # [documents, BANDS]
 
 
-def shingles(words: Hashes, content: bytes) -> Hashes:
+def hash_shingles(words: Hashes, content: bytes) -> Hashes:
     """The distinct 5-word shingles of a document. A shorter document is one shingle: of its words, or of its content's hash."""
     if len(words) >= SHINGLE:
-        return np.unique(runs(words, SHINGLE))
+        return np.unique(hash_runs(words, SHINGLE))
     if len(words):
-        return runs(words, len(words))
+        return hash_runs(words, len(words))
     return np.frombuffer(content[:8], np.uint64)
 
 
-def signatures(sets: Sequence[Hashes]) -> Signatures:
+def compute_signatures(sets: Sequence[Hashes]) -> Signatures:
     if not sets:
         return np.zeros((0, PERMUTATIONS), np.uint32)
     offsets = np.concatenate([[0], np.cumsum([len(one) for one in sets])]).astype(np.uint64)
@@ -52,16 +52,16 @@ def signatures(sets: Sequence[Hashes]) -> Signatures:
     return np.array(matrix.to_rows(), np.uint32)
 
 
-def bands(signed: Signatures) -> Bands:
+def hash_bands(signed: Signatures) -> Bands:
     """A hash for each band of each signature; the band's number is part of it."""
     mixed: Bands = np.tile(np.arange(BANDS, dtype=np.uint64), (len(signed), 1))
     grouped = signed.reshape(len(signed), BANDS, ROWS).astype(np.uint64)
     for row in range(ROWS):
-        mixed = mix(mixed * np.uint64(0x9E3779B97F4A7C15) + grouped[:, :, row])
+        mixed = mix_bits(mixed * np.uint64(0x9E3779B97F4A7C15) + grouped[:, :, row])
     return mixed
 
 
-def similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
+def estimate_similarity(a: npt.NDArray[np.uint32], b: npt.NDArray[np.uint32]) -> float:
     """Estimated Jaccard similarity of two signatures."""
     return float((a == b).mean())
 
@@ -72,7 +72,7 @@ class NearDuplicates:
     def __init__(self, signed: Signatures, threshold: float, known: Callable[[Bands], StoredDocuments]) -> None:
         self._signed = signed
         self._threshold = threshold
-        self._bands = bands(signed)
+        self._bands = hash_bands(signed)
         # Only a band hash that occurs twice can match within the shard; other hashes need no entry.
         values, counts = np.unique(self._bands, return_counts=True)
         self._shared = set(values[counts > 1].tolist())
@@ -86,9 +86,9 @@ class NearDuplicates:
         stored = {key for value in hashes for key in self.stored.keys.get(value, ())}
         mine = self._signed[document]
         pairs: list[tuple[float, int | str]] = [
-            (similarity(mine, self._signed[other]), other) for other in sorted(here)
+            (estimate_similarity(mine, self._signed[other]), other) for other in sorted(here)
         ]
-        pairs += [(similarity(mine, self.stored.signatures[key]), key) for key in sorted(stored)]
+        pairs += [(estimate_similarity(mine, self.stored.signatures[key]), key) for key in sorted(stored)]
         best = max(pairs, key=lambda pair: pair[0], default=None)
         return (best[1], best[0]) if best and best[0] >= self._threshold else None
 

@@ -41,7 +41,7 @@ _SECRET_SIGNS = ("PRIVATE KEY", "AKIA", "ASIA", "ghp_", "gho_", "ghu_", "ghs_", 
 _DIGITS = re.compile(r"\D")
 
 
-def replace(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
+def replace_personal_data(text: str, kinds: Iterable[str]) -> tuple[str, dict[str, int]]:
     """(the text with all data of ``kinds`` replaced, by kind the number of replacements)."""
     counts: Counter[str] = Counter()
 

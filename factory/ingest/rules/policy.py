@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
-from factory.ingest.rules.licence_names import LicenceReader, folded
-from factory.ingest.rules.split import Kind
+from factory.ingest.rules.licence_names import LicenceReader, fold_licence_name
+from factory.ingest.rules.split import GroupKind
 from factory.ingest.shapes.mapping import FieldMapping, find_mapping
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
@@ -38,7 +38,7 @@ class DomainRules(StrictPolicy):
     """Python sources must parse; rule 'does_not_parse'."""
     pii: list[PiiKind] = ["email", "ip", "phone", "card", "secret"]
     """What is replaced, see pii.py."""
-    group: Kind = "document"
+    group: GroupKind = "document"
     """Which documents depend on one another. A group is held out or trained on as a whole, and counts once at the release gate: each document
     by itself ('document', or 'none'), or all of one source, of one path (a row's 'path', else the file it came in), of one host (its 'url'), of
     one conversation (its 'conversation_id'). A document that lacks the key is a group of its own."""
@@ -96,12 +96,12 @@ class Licences(StrictPolicy):
     """What each licence allows: to train on a document, to release a model that was. Case and blanks do not count; of names in an SPDX
     expression those that it joins by AND must all allow it, and one of those that it joins by OR."""
 
-    def of(self, name: str | None) -> Licence:
+    def find_licence(self, name: str | None) -> Licence:
         """
         >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "proprietary": Licence(train=False, release=False)})
-        >>> [policy.of(name).release for name in ("mit ", "MIT OR GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT)")]
+        >>> [policy.find_licence(name).release for name in ("mit ", "MIT OR GPL-3.0-only", "MIT AND GPL-3.0-only", "(MIT)")]
         [True, True, False, True]
-        >>> [policy.of(name).train for name in ("Proprietary", "proprietary AND MIT", "MIT OR Proprietary", "unheard of", " ")]
+        >>> [policy.find_licence(name).train for name in ("Proprietary", "proprietary AND MIT", "MIT OR Proprietary", "unheard of", " ")]
         [False, False, True, True, True]
         """
         if not name or not name.strip():
@@ -110,17 +110,17 @@ class Licences(StrictPolicy):
             return exact
         known: dict[str, Licence] = {}
         for other, licence in self.known.items():  # of two spellings of one name the stricter
-            known[folded(other)] = _strictest([licence, known.get(folded(other), licence)])
+            known[fold_licence_name(other)] = _strictest([licence, known.get(fold_licence_name(other), licence)])
         return LicenceReader(known, self.default, _strictest, _laxest).read(name)
 
-    def lists(self, name: str) -> bool:
+    def is_listed(self, name: str) -> bool:
         """Is every name of an expression listed?
 
         >>> policy = Licences(known={"MIT": Licence(train=True, release=True), "public domain": Licence(train=True, release=True)})
-        >>> [policy.lists(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
+        >>> [policy.is_listed(name) for name in ("mit license", "Public-Domain", "MIT OR Unlicense", "Unlicense", "")]
         [True, True, False, False, False]
         """
-        return LicenceReader(dict.fromkeys(map(folded, self.known), True), False, all, all).read(name)
+        return LicenceReader(dict.fromkeys(map(fold_licence_name, self.known), True), False, all, all).read(name)
 
 
 def _strictest(licences: Sequence[Licence]) -> Licence:
@@ -170,10 +170,10 @@ class DataPolicy(StrictPolicy):
     fields: list[FieldMapping] = []
     """What your own columns mean, by the files' names; the first mapping that matches is used. Known shapes need none."""
 
-    def rules(self, domain: str) -> DomainRules:
+    def rules_of_domain(self, domain: str) -> DomainRules:
         return self.domains.get(domain) or self.domains.get("default") or DomainRules()
 
-    def mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
+    def find_mapping(self, *files: str) -> tuple[int, FieldMapping] | None:
         """Of a file of one of these names: its place under ``fields``, and what it says."""
         return find_mapping(self.fields, *files) if self.fields else None
 

@@ -19,19 +19,19 @@ from urllib.parse import urlsplit
 
 from kernels.contract.message import Message
 
-Kind = Literal["document", "source", "path", "url-host", "conversation", "none"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+GroupKind = Literal["document", "source", "path", "url-host", "conversation", "none"]
+KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
 DOCUMENT_KINDS = ("document", "none")
 MOST_OF_FIRST_PAIR = 16  # a domain's first two groups may be held out up to so many documents, even if that is more than half of the domain
 HALVES = (True, False)  # sealed, dev
 
 
-def facts_of(row: Mapping[str, Any]) -> dict[str, str]:
+def read_grouping_facts(row: Mapping[str, Any]) -> dict[str, str]:
     """The names in a row, besides its source, by which its document may be grouped.
 
-    >>> facts_of({"url": "https://www.Example.org:443/a?b", "conversation_id": 7, "path": "src/a.py", "text": "x"})
+    >>> read_grouping_facts({"url": "https://www.Example.org:443/a?b", "conversation_id": 7, "path": "src/a.py", "text": "x"})
     {'url-host': 'example.org', 'conversation': '7', 'path': 'src/a.py'}
-    >>> facts_of({"url": "example.org/a", "conversation": [{"role": "user"}]})
+    >>> read_grouping_facts({"url": "example.org/a", "conversation": [{"role": "user"}]})
     {'url-host': 'example.org'}
     """
     named = {"url-host": _host(row.get("url")), "path": _word(row.get("path"))}
@@ -54,7 +54,7 @@ def _host(value: object) -> str:
         return ""
 
 
-def name_group(kind: Kind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
+def name_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
     """The name of a document's group; None: the document is a group of its own, also if it lacks the key that ``kind`` needs. The names of
     conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
 
@@ -79,19 +79,19 @@ def name_unit(group: str | None, content_sha256: str) -> str:
     return f"content:{content_sha256}" if group is None else f"group:{group}"
 
 
-def draw(unit: str) -> int:
+def draw_number(unit: str) -> int:
     """A number below 2**64 for a unit; the units with the lowest numbers are held out."""
     return int.from_bytes(hashlib.sha256(unit.encode("utf-8")).digest()[:8], "big")
 
 
-def drawn(unit: str, share: float) -> bool:
+def is_drawn(unit: str, share: float) -> bool:
     """Is the unit among the ``share`` of all units that is held out?"""
-    return draw(unit) < share * 2**64
+    return draw_number(unit) < share * 2**64
 
 
 def breaks_tie_to_sealed(unit: str) -> bool:
     """Does the unit go to the sealed half when both halves have equally many groups?"""
-    return draw(unit) % 2 == 0
+    return draw_number(unit) % 2 == 0
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,9 @@ class CandidateDocument:
     domain: str
     group: str | None
     content_sha256: str
-    able: bool = True  # False: it cannot measure models: its words are in training data, or it spells a special token
+    can_be_held_out: bool = (
+        True  # False: it cannot measure models: its words are in training data, or it spells a special token
+    )
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class EarlierHeldOut:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class HeldOutTarget:
     """How much of a domain must be held out (``data.yaml``)."""
 
     share: float
@@ -126,7 +128,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldOutPlace:
     """A held-out document: its group (its own key if it is a group of its own), and its half."""
 
     group: str
@@ -148,7 +150,7 @@ class _Unit:
 class _Domain:
     """The state of one domain during the selection: what is held out so far."""
 
-    def __init__(self, wanted: Wanted, before: EarlierHeldOut, here: int, trained: Callable[[], int]) -> None:
+    def __init__(self, wanted: HeldOutTarget, before: EarlierHeldOut, here: int, trained: Callable[[], int]) -> None:
         self.wanted = wanted
         self.held = before.documents
         self.groups = {half: set(before.groups.get(half, ())) for half in HALVES}
@@ -187,16 +189,16 @@ class _Domain:
 class _Selection:
     def __init__(self, domains: Mapping[str, _Domain]) -> None:
         self.domains = domains
-        self.held: dict[int, Held] = {}
+        self.held: dict[int, HeldOutPlace] = {}
 
     def take(self, unit: _Unit, sealed: bool, part: bool = False) -> None:
         for name, ones in unit.able.items():
             domain = self.domains[name]
-            ordered = sorted(ones, key=lambda one: (draw(name_unit(None, one.content_sha256)), one.key))
+            ordered = sorted(ones, key=lambda one: (draw_number(name_unit(None, one.content_sha256)), one.key))
             ordered = ordered[
                 : max(0, domain.wanted.at_most - domain.held)
             ]  # a group that is held out already may exceed the limit
-            self.held |= {one.number: Held(unit.name, sealed) for one in ordered}
+            self.held |= {one.number: HeldOutPlace(unit.name, sealed) for one in ordered}
             domain.held += len(ordered)
             if part:
                 domain.parts[sealed] += 1
@@ -219,7 +221,7 @@ class _Selection:
         of the domain."""
         domain, missing = self.domains[name], self.domains[name].missing
         free = [unit for unit in units if unit.count(name) and self.fits(unit, but=name)]
-        chosen = sorted(free, key=lambda unit: (unit.count(name), draw(unit.unit), unit.name))[: len(missing)]
+        chosen = sorted(free, key=lambda unit: (unit.count(name), draw_number(unit.unit), unit.name))[: len(missing)]
         while chosen:
             count = sum(unit.count(name) for unit in chosen)
             few = domain.held + count <= min(MOST_OF_FIRST_PAIR, domain.wanted.at_most)
@@ -241,20 +243,20 @@ class _Selection:
             for unit in units:
                 of = [(self.domains[name], unit.count(name)) for name in unit.able]
                 is_wanted = any(domain.short(part) for domain, _ in of)
-                is_wanted |= not part and any(drawn(unit.unit, domain.wanted.share) for domain, _ in of)
+                is_wanted |= not part and any(is_drawn(unit.unit, domain.wanted.share) for domain, _ in of)
                 is_right = all(not domain.missing if large else domain.is_small(count) for domain, count in of)
                 if is_wanted and is_right and self.fits(unit) and self.is_free(unit):
                     self.take(unit, self.half_of(unit), part)
 
 
-def select(
+def select_held_out(
     arrived: Sequence[CandidateDocument],
     recorded: Mapping[str, bool],
     trained: Collection[str],
     before: Mapping[str, EarlierHeldOut],
-    wanted: Callable[[str], Wanted],
+    wanted: Callable[[str], HeldOutTarget],
     trained_documents: Callable[[str], int],
-) -> dict[int, Held]:
+) -> dict[int, HeldOutPlace]:
     """By number, the documents of a shard that are held out.
 
     ``recorded``: by group that is held out already, its half. ``trained``: groups with a training document; such a group is not held out as a
@@ -274,7 +276,7 @@ def select(
     }
     selection, free = _Selection(domains), []
     for name, ones in _by(arrived, lambda one: one.group or one.key).items():
-        able = _by((one for one in ones if one.able), lambda one: one.domain)
+        able = _by((one for one in ones if one.can_be_held_out), lambda one: one.domain)
         unit = _Unit(name, name_unit(ones[0].group, ones[0].content_sha256), able)
         if name in recorded:
             selection.take(unit, recorded[name])
@@ -290,7 +292,9 @@ def select(
         domain = domains[name]
         if all(domain.groups.values()) or not domain.wanted.least or not domain.has_come(4):
             continue
-        rest = (one for one in arrived if one.domain == name and one.able and one.group not in {None, *recorded})
+        rest = (
+            one for one in arrived if one.domain == name and one.can_be_held_out and one.group not in {None, *recorded}
+        )
         own = _in_order(_Unit(one.key, name_unit(None, one.content_sha256), {name: [one]}) for one in rest)
         own = [unit for unit in own if selection.is_free(unit)]
         if domain.missing:
@@ -300,7 +304,7 @@ def select(
 
 
 def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
-    return sorted(units, key=lambda unit: (draw(unit.unit), unit.name))
+    return sorted(units, key=lambda unit: (draw_number(unit.unit), unit.name))
 
 
 def _by(

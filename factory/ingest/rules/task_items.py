@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from factory.core.errors import InputError
-from factory.ingest.rules.decontaminate import ngrams
+from factory.ingest.rules.decontaminate import hash_ngrams
 from factory.ingest.rules.task_folder import data_suffix, is_numbered_folder
 from factory.ingest.rules.words import Hashes, hash_words
 from kernels.contract.message import CodedError
@@ -131,10 +131,10 @@ def _numbered(folder: Path) -> ItemFile:
                 kind=type(record).__name__,
             )
         records.append(record)
-    return ItemFile(folder, items_sha256(folder), records)
+    return ItemFile(folder, hash_item_file(folder), records)
 
 
-def items_sha256(path: Path) -> str:
+def hash_item_file(path: Path) -> str:
     """The hash of a data file as it is on disk, compressed or not, or of a folder of numbered files. Raises: OSError."""
     if not path.is_dir():
         return file_sha256(path)
@@ -145,7 +145,7 @@ def items_sha256(path: Path) -> str:
 def hash_item_ngrams(record: Any, n: int) -> Hashes:
     """The n-grams of each string of a record, and of all strings joined, since most copies have question and answer together."""
     texts = list(_strings(record, 0))
-    every = [ngrams(hash_words(text), n) for text in [*texts, "\n".join(texts)]]
+    every = [hash_ngrams(hash_words(text), n) for text in [*texts, "\n".join(texts)]]
     return np.unique(np.concatenate(every))
 
 

@@ -42,7 +42,7 @@ def find_word_spans(text: str) -> list[tuple[int, int]]:
     return [match.span() for match in _WORD.finditer(text)]
 
 
-def runs(words: Hashes, n: int) -> Hashes:
+def hash_runs(words: Hashes, n: int) -> Hashes:
     """A hash for every run of ``n`` consecutive words, shape [max(words - n + 1, 0)]."""
     count = len(words) - n + 1
     if count <= 0:
@@ -50,10 +50,10 @@ def runs(words: Hashes, n: int) -> Hashes:
     mixed = np.zeros(count, np.uint64)
     for place in range(n):
         mixed = mixed * _FACTOR + words[place : place + count]
-    return mix(mixed)
+    return mix_bits(mixed)
 
 
-def mix(values: Hashes) -> Hashes:
+def mix_bits(values: Hashes) -> Hashes:
     """Spread the bits (the finaliser of splitmix64), so that the smallest hash is a fair sample."""
     values = values ^ (values >> np.uint64(31))
     values = values * _MIX

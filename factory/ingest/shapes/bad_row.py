@@ -19,7 +19,7 @@ class BadRow(CodedError):
         return BadRow, (self.rule, self.detail)  # so that it can be pickled for worker processes
 
 
-def not_an_object(row: Any) -> BadRow:
+def not_an_object_error(row: Any) -> BadRow:
     """The error of a decoded row that is not a JSON object."""
     return BadRow(
         "bad_schema", Message("shapes.not_an_object", "expected an object, got {kind}", kind=type(row).__name__)

@@ -2,7 +2,7 @@
 
 Hermes 2 Pro and Qwen2.5 use this form; vLLM's parser ``hermes`` and others read it. All of it is ordinary text without special tokens.
 
-    >>> print(spoken("Let me see.", "Which town?", [Call("weather", {"town": "Zürich"})]))
+    >>> print(render_answer("Let me see.", "Which town?", [ToolCall("weather", {"town": "Zürich"})]))
     <think>
     Which town?
     </think>
@@ -37,7 +37,7 @@ TOOLS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
-class Call:
+class ToolCall:
     """A tool call in a turn. ``id``: a result may name the call by it."""
 
     name: str
@@ -47,13 +47,13 @@ class Call:
 
 @dataclass(frozen=True)
 class OfferedTool:
-    """A tool that a system turn offers. ``written``: its line of JSON."""
+    """A tool that a system turn offers. ``json_line``: its line of JSON."""
 
     name: str
-    written: str
+    json_line: str
 
 
-def spoken(content: str, reasoning: str, calls: Sequence[Call]) -> str:
+def render_answer(content: str, reasoning: str, calls: Sequence[ToolCall]) -> str:
     """The text of an assistant's turn. Content without reasoning and calls stays as it is."""
     if not reasoning and not calls:
         return content
@@ -65,7 +65,7 @@ def spoken(content: str, reasoning: str, calls: Sequence[Call]) -> str:
 
 def append_tools(system: str, tools: Sequence[OfferedTool]) -> str:
     """A system turn that offers tools after its own text."""
-    lines = "".join(f"\n{tool.written}" for tool in tools)
+    lines = "".join(f"\n{tool.json_line}" for tool in tools)
     return "\n\n".join([*([system.strip()] if system.strip() else []), f"{TOOLS_HEAD}{lines}{TOOLS_TAIL}"])
 
 
@@ -93,7 +93,7 @@ def read_tools(name: str, value: Any) -> list[OfferedTool]:
     return [_tool(f"{name}.{place}", _decoded(item, f"{name}.{place}")) for place, item in enumerate(items)]
 
 
-def read_calls(where: str, value: Any) -> list[Call]:
+def read_calls(where: str, value: Any) -> list[ToolCall]:
     """The calls of a message: one call or a list, as objects or as JSON. Raises: BadRow 'bad_schema'."""
     found = _decoded(value, where)
     items = [found] if isinstance(found, Mapping) else found
@@ -130,7 +130,7 @@ def read_reasoning(where: str, message: Mapping[str, Any], names: Sequence[str])
     return found
 
 
-def _called(call: Call) -> str:
+def _called(call: ToolCall) -> str:
     written = f'{{"name": {_json(call.name)}, "arguments": {_json(call.arguments)}}}'
     return f"<tool_call>\n{written}\n</tool_call>"
 
@@ -153,7 +153,7 @@ def _tool(where: str, item: Any) -> OfferedTool:
     return OfferedTool(function["name"], f'{{"type": "function", "function": {{{", ".join(parts)}}}}}')
 
 
-def _call(where: str, item: Any) -> Call:
+def _call(where: str, item: Any) -> ToolCall:
     """Raises: BadRow for an item that is not a call, and for a call with a key that the chat template cannot show."""
     function = _function(item, where, Message("shapes.unnamed_call", "{where}: a call names no function", where=where))
     known = {"id", "type", "index", "function", "name", "arguments"}
@@ -180,7 +180,7 @@ def _call(where: str, item: Any) -> Call:
         )
         raise BadRow("bad_schema", wrong)
     _json(arguments, where)
-    return Call(function["name"], arguments, item.get("id"))
+    return ToolCall(function["name"], arguments, item.get("id"))
 
 
 def _function(item: Any, where: str, unnamed: Message) -> Mapping[str, Any]:

@@ -1,6 +1,6 @@
 """The messages of public chat formats, in the form of this factory's chat template: role, text, and whether a message carries loss.
 
-    >>> turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), Notes())
+    >>> read_turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), ReadingNotes())
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello', 'weight': 0}]
 
 The template shows a role and a text, and writes tools, tool calls and reasoning as text (``calls``). This module does the same. It refuses a row
@@ -19,13 +19,13 @@ from factory.ingest.shapes.calls import (
     CALLS,
     REASONING_KEYS,
     TOOLS,
-    Call,
+    ToolCall,
     append_tools,
     lists_all_tools,
     read_calls,
     read_reasoning,
     read_tools,
-    spoken,
+    render_answer,
 )
 from kernels.contract.message import Message
 
@@ -71,14 +71,14 @@ Turn = dict[str, Any]  # {"role": str, "content": str}; also {"weight": 0} if it
 
 
 @dataclass
-class Notes:
-    """Facts about how a row was read. ``said``: messages for a person. ``unread``: fields that nothing reads. ``refused``: fields with a meaning
-    that the template cannot show. ``plain``: the template is an older one that shows roles and texts only."""
+class ReadingNotes:
+    """Facts about how a row was read. ``messages``: messages for a person. ``unread_fields``: fields that nothing reads. ``refused_fields``: fields with a meaning
+    that the template cannot show. ``shows_text_only``: the template is an older one that shows roles and texts only."""
 
-    plain: bool = False
-    said: set[str] = field(default_factory=set)
-    unread: set[str] = field(default_factory=set)
-    refused: set[str] = field(default_factory=set)
+    shows_text_only: bool = False
+    messages: set[str] = field(default_factory=set)
+    unread_fields: set[str] = field(default_factory=set)
+    refused_fields: set[str] = field(default_factory=set)
 
 
 def carries_loss(message: Mapping[str, Any]) -> bool:
@@ -100,19 +100,19 @@ def make_turn(role: str, content: str, learned: bool) -> Turn:
     return turn | {"weight": 0} if role == "assistant" and not learned else turn
 
 
-def turns(messages: Any, ignore: Collection[str], notes: Notes) -> list[Turn]:
+def read_turns(messages: Any, ignore: Collection[str], notes: ReadingNotes) -> list[Turn]:
     """The turns of a list of messages. Fields that cannot be shown are added to ``notes.refused``. Raises: BadRow 'bad_schema'."""
     if not isinstance(messages, list | tuple) or not messages:
         raise BadRow("bad_schema", Message("shapes.messages_type", "'messages' is not a list of messages"))
-    awaited: list[Call] = []  # calls of the turn before; their results come next, in the same order
+    awaited: list[ToolCall] = []  # calls of the turn before; their results come next, in the same order
     return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
 
 
-def refuse(notes: Notes) -> None:
+def raise_if_refused(notes: ReadingNotes) -> None:
     """Raises: BadRow where a field has a meaning that the chat template cannot show."""
-    if notes.refused:
-        named = sorted(notes.refused)
-        if notes.plain and any(name in (*TOOLS, *CALLS, *REASONING_KEYS, "tool_call_id") for name in named):
+    if notes.refused_fields:
+        named = sorted(notes.refused_fields)
+        if notes.shows_text_only and any(name in (*TOOLS, *CALLS, *REASONING_KEYS, "tool_call_id") for name in named):
             wrong = Message(
                 "shapes.field_not_shown_here",
                 "the chat template of this older workspace cannot show these fields (a new workspace can): {fields}. To drop the fields and keep "
@@ -129,7 +129,9 @@ def refuse(notes: Notes) -> None:
         raise BadRow("bad_schema", wrong)
 
 
-def check_other_fields(row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: Notes) -> None:
+def check_other_fields(
+    row: Mapping[str, Any], read: Collection[str], ignore: Collection[str], notes: ReadingNotes
+) -> None:
     """Add each field of a chat's row that has a meaning to ``notes.refused``; a field that a person ignores, to ``notes.said``."""
     for name in sorted(_OF_ROWS.difference(TOOLS).intersection(row).difference(read)):
         if _says_something(name, row[name]):
@@ -137,26 +139,26 @@ def check_other_fields(row: Mapping[str, Any], read: Collection[str], ignore: Co
 
 
 def add_reasoning(
-    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
+    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: ReadingNotes
 ) -> list[Turn]:
     """The chat of a row with one answer, with the row's reasoning before that answer. Raises: BadRow 'bad_schema'."""
     names = [name for name in REASONING_KEYS if name in row and name not in read and _says_something(name, row[name])]
-    names = [name for name in names if name not in ignore and not notes.plain]
+    names = [name for name in names if name not in ignore and not notes.shows_text_only]
     last, answers = said[-1], [turn for turn in said if turn["role"] == "assistant"]
     if not names or answers != [last] or _OF_MANY & read:
         return said
     read.update(names)
     reasoning = _reasoning("the row", row, names, last["content"], notes)
-    return [*said[:-1], last | {"content": spoken(last["content"], reasoning, [])}]
+    return [*said[:-1], last | {"content": render_answer(last["content"], reasoning, [])}]
 
 
 def add_tools(
-    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: Notes
+    row: Mapping[str, Any], read: set[str], said: list[Turn], ignore: Collection[str], notes: ReadingNotes
 ) -> list[Turn]:
     """The chat of a row, with the row's tools in the system turn. Raises: BadRow 'bad_schema'."""
     found = [name for name in TOOLS if name in row and name not in read and _says_something(name, row[name])]
     read.update(TOOLS)
-    for name in [name for name in found if notes.plain or name in ignore]:
+    for name in [name for name in found if notes.shows_text_only or name in ignore]:
         _refused_or_ignored(name, ignore, notes)
         found.remove(name)
     if not found:
@@ -171,7 +173,7 @@ def add_tools(
     tools = read_tools(found[0], row[found[0]])
     system, others = ("", said) if said[0]["role"] != "system" else (said[0]["content"], said[1:])
     if lists_all_tools(system, tools):
-        notes.said.add(
+        notes.messages.add(
             Message(
                 "shapes.tools_listed_already",
                 "{field!r} is not written again: the system turn lists the tools already",
@@ -179,11 +181,11 @@ def add_tools(
             )
         )
         return said
-    notes.said.add(Message("shapes.tools_listed", "tools are listed in the system turn (<tools>)"))
+    notes.messages.add(Message("shapes.tools_listed", "tools are listed in the system turn (<tools>)"))
     return [{"role": "system", "content": append_tools(system, tools)}, *others]
 
 
-def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, awaited: list[Call]) -> Turn:
+def _turn(place: int, message: Any, ignore: Collection[str], notes: ReadingNotes, awaited: list[ToolCall]) -> Turn:
     if not isinstance(message, dict):
         wrong = Message("shapes.message_type", "message {place} is not an object", place=place)
         raise BadRow("bad_schema", wrong)
@@ -199,7 +201,7 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
         )
         raise BadRow("bad_schema", unknown)
     if named == "developer":
-        notes.said.add(Message("shapes.developer", "the role 'developer' is read as 'system'"))
+        notes.messages.add(Message("shapes.developer", "the role 'developer' is read as 'system'"))
     if named in _CALLING:
         call = message.get("content", message.get("value"))
         message = {**message, "content": None, "function_call": call if _says_something("", call) else [{}]}
@@ -212,7 +214,9 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
     reasoning = _reasoning(where, message, names, content or "", notes)
     calls = [call for name in CALLS if name in shown for call in read_calls(f"{where}: {name!r}", message[name])]
     if content is None and not (reasoning or calls):
-        if ignored or notes.refused:  # the message is only a call that a person ignores, or that is refused later
+        if (
+            ignored or notes.refused_fields
+        ):  # the message is only a call that a person ignores, or that is refused later
             return {"role": role, "content": "", "weight": 0}
         raise _no_string(place)
     if all(name in shown for name in CALLS) or calls and "<tool_call>" in (content or ""):
@@ -223,15 +227,15 @@ def _turn(place: int, message: Any, ignore: Collection[str], notes: Notes, await
         )
         raise BadRow("bad_schema", twice)
     if calls:
-        notes.said.add(
+        notes.messages.add(
             Message("shapes.calls_written", "tool calls are written into the assistant's turn (<tool_call>)")
         )
     awaited += calls
-    turn: Turn = {"role": role, "content": spoken(content or "", reasoning, calls)}
+    turn: Turn = {"role": role, "content": render_answer(content or "", reasoning, calls)}
     return turn | {"weight": 0} if _weighs_nothing(place, role, message, notes) else turn
 
 
-def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: Notes) -> str:
+def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content: str, notes: ReadingNotes) -> str:
     """The reasoning of an answer; empty if no field has it. Raises: BadRow 'bad_schema'."""
     reasoning = read_reasoning(where, holder, names)
     if reasoning and content.lstrip().startswith("<think>"):
@@ -244,7 +248,7 @@ def _reasoning(where: str, holder: Mapping[str, Any], names: list[str], content:
         )
         raise BadRow("bad_schema", twice)
     if reasoning:
-        notes.said.add(Message("shapes.reasoning_written", "reasoning is written before the answer (<think>)"))
+        notes.messages.add(Message("shapes.reasoning_written", "reasoning is written before the answer (<think>)"))
     return reasoning
 
 
@@ -253,7 +257,7 @@ def _no_string(place: int) -> BadRow:
 
 
 def _fields(
-    role: str, message: dict[str, Any], ignore: Collection[str], notes: Notes, awaited: list[Call]
+    role: str, message: dict[str, Any], ignore: Collection[str], notes: ReadingNotes, awaited: list[ToolCall]
 ) -> tuple[set[str], bool]:
     """(the fields of a message that are shown beside its content, whether a call is ignored). Other fields with a meaning are refused.
 
@@ -266,11 +270,11 @@ def _fields(
         value = message[name]
         if name not in _OF_MESSAGES:
             if value is not None:
-                notes.unread.add(f"messages.{name}"[:80])
+                notes.unread_fields.add(f"messages.{name}"[:80])
             continue
         if not _says_something(name, value):
             continue
-        if name not in ignore and not notes.plain:
+        if name not in ignore and not notes.shows_text_only:
             if role == "assistant" and name in (*CALLS, *REASONING_KEYS):
                 shown.add(name)
                 continue
@@ -294,7 +298,7 @@ def _fields(
     return shown, ignored
 
 
-def _text(place: int, content: Any, notes: Notes) -> str | None:
+def _text(place: int, content: Any, notes: ReadingNotes) -> str | None:
     """The text of a message's content; None: the message has no content."""
     if content is None or isinstance(content, str):
         return content
@@ -313,11 +317,11 @@ def _text(place: int, content: Any, notes: Notes) -> str | None:
             )
             raise BadRow("bad_schema", wrong)
         texts.append(text)
-    notes.said.add(Message("shapes.parts_joined", "the texts of content in parts are joined"))
+    notes.messages.add(Message("shapes.parts_joined", "the texts of content in parts are joined"))
     return "".join(texts)  # the served model's API joins the texts in the same way
 
 
-def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Notes) -> bool:
+def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: ReadingNotes) -> bool:
     """Does a field of the message say that it carries no loss? OpenAI and Mistral write ``weight: 0``, Axolotl ``training: false``."""
     if role != "assistant":
         for name in ("train", "training"):
@@ -353,17 +357,17 @@ def _weighs_nothing(place: int, role: str, message: dict[str, Any], notes: Notes
             raise BadRow("bad_schema", odd)
         nothing = nothing or value is False
     if nothing:
-        notes.said.add(Message("shapes.weight_0", "answers of weight 0 carry no loss"))
+        notes.messages.add(Message("shapes.weight_0", "answers of weight 0 carry no loss"))
     return nothing
 
 
-def _refused_or_ignored(name: str, ignore: Collection[str], notes: Notes) -> None:
+def _refused_or_ignored(name: str, ignore: Collection[str], notes: ReadingNotes) -> None:
     if name in ignore:
-        notes.said.add(
+        notes.messages.add(
             Message("shapes.ignored", "the field {name!r} is ignored, as 'fields' in data.yaml says", name=name)
         )
     else:
-        notes.refused.add(name)
+        notes.refused_fields.add(name)
 
 
 def _says_something(name: str, value: Any) -> bool:

@@ -3,9 +3,9 @@
 A value is the dotted path of a column, a template of columns, or a constant:
 
     >>> row = {"title": "T", "body": "B", "meta": {"lang": "en"}, "turns": [{"text": "hi"}], "a.b": 1}
-    >>> [read(parse_value(value), row) for value in ("meta.lang", "turns.0.text", "a.b", "{title}\\n\\n{body}", "=prose")]
+    >>> [read_value(parse_value(value), row) for value in ("meta.lang", "turns.0.text", "a.b", "{title}\\n\\n{body}", "=prose")]
     ['en', 'hi', 1, 'T\\n\\nB', 'prose']
-    >>> [read(parse_value(value), row) for value in ("meta.country", "{title} of {nobody}", "{{{title}}}")]
+    >>> [read_value(parse_value(value), row) for value in ("meta.country", "{title} of {nobody}", "{{{title}}}")]
     [None, None, '{T}']
 """
 
@@ -171,7 +171,7 @@ def find_mapping(fields: list[FieldMapping], *files: str) -> tuple[int, FieldMap
     )
 
 
-def read(value: MappedValue, row: Mapping[str, Any]) -> Any:
+def read_value(value: MappedValue, row: Mapping[str, Any]) -> Any:
     """The value in this row; None if the row lacks one of the columns. Raises: BadRow for a column in a template that is not a text or number."""
     found = [_at(row, path) for path in value.columns]
     if value.plain:

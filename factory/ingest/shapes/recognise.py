@@ -15,21 +15,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from factory.ingest.shapes.bad_row import BadRow, not_an_object
+from factory.ingest.shapes.bad_row import BadRow, not_an_object_error
 from factory.ingest.shapes.chats import (
-    Notes,
+    ReadingNotes,
     Turn,
     add_reasoning,
     add_tools,
     carries_loss,
     check_other_fields,
-    refuse,
-    turns,
+    raise_if_refused,
+    read_turns,
 )
-from factory.ingest.shapes.mapping import NAMES, FieldMapping, read
+from factory.ingest.shapes.mapping import NAMES, FieldMapping, read_value
 from kernels.contract.message import Message
 
-Shape = Callable[[dict[str, Any], frozenset[str], Notes], "Content | None"]
+Shape = Callable[[dict[str, Any], frozenset[str], ReadingNotes], "Content | None"]
 Content = tuple[str, Any, set[str]]  # ('text' or 'messages', its value, the columns that it was made of)
 
 TEXTS = ("content", "body", "markdown", "code")  # columns other than 'text' that may hold a plain document
@@ -38,13 +38,13 @@ _CONTRACT = {*_NAMING, "created"}
 _NAMED = {"conversation": "conversation_id"}  # keys of a mapping that have another name in the contract
 
 
-def to_document_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -> dict[str, Any]:
+def to_document_contract(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -> dict[str, Any]:
     """The row's 'text' or 'messages', and the keys that name the document. Adds to ``notes`` how the row was read.
 
     Raises: BadRow 'bad_schema' | 'no_supervised'.
     """
     if not isinstance(row, dict):
-        raise not_an_object(row)
+        raise not_an_object_error(row)
     row = {key: value for key, value in row.items() if value is not None}
     ignore = frozenset(mapping.ignore if mapping else ())
     kind, value, used = (mapping and _mapped(row, mapping, ignore, notes)) or _recognised(row, ignore, notes)
@@ -54,8 +54,8 @@ def to_document_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -
         value = add_tools(row, used, value, ignore, notes)
         named = {path for _, mapped in mapping.values() for path in mapped.columns} if mapping else set()
         if "label" not in used | ignore | named and _is_pair_of_one(used, mapping) and _is_zero(row.get("label")):
-            notes.refused.add("label")
-        refuse(notes)
+            notes.refused_fields.add("label")
+        raise_if_refused(notes)
         if not any(map(carries_loss, value)):
             if any(turn["role"] == "assistant" for turn in value):
                 weightless = Message("shapes.all_weight_0", "every answer has weight 0, so no token carries loss")
@@ -72,22 +72,22 @@ def to_document_contract(row: Any, mapping: FieldMapping | None, notes: Notes) -
         for name in NAMES:
             if (mapped := mapping.value(name)) is not None:
                 found.pop(_NAMED.get(name, name), None)
-                if (made := read(mapped, row)) is not None:
+                if (made := read_value(mapped, row)) is not None:
                     found[_NAMED.get(name, name)] = made
                 used |= {key for key in row for path in mapped.columns if path == key or path.startswith(f"{key}.")}
-    notes.unread |= {str(name)[:80] for name in row.keys() - used - _CONTRACT}
+    notes.unread_fields |= {str(name)[:80] for name in row.keys() - used - _CONTRACT}
     return found
 
 
 # -- by a mapping ------------------------------------------------------------------------------------------------------
-def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], notes: Notes) -> Content | None:
+def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     """The row's content by the mapping; None: the mapping names no content."""
 
     def column(name: str) -> Any:
         value = mapping.value(name)
         assert value
         used.update(key for key in row for path in value.columns if path == key or path.startswith(f"{key}."))
-        if (found := read(value, row)) is None:
+        if (found := read_value(value, row)) is None:
             lacks = Message(
                 "shapes.no_column",
                 "the row lacks a column ({columns}) that 'fields' in data.yaml maps to {key!r}",
@@ -101,7 +101,7 @@ def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], 
     if mapping.text is not None:
         return "text", column("text"), used
     if mapping.messages is not None:
-        said = turns(column("messages"), ignore, notes)
+        said = read_turns(column("messages"), ignore, notes)
     elif mapping.prompt is not None:
         said = _pair(column("prompt"), column("completion"), ignore, notes)
     elif mapping.system is None:
@@ -120,7 +120,7 @@ def _mapped(row: dict[str, Any], mapping: FieldMapping, ignore: frozenset[str], 
 
 
 # -- by its columns ----------------------------------------------------------------------------------------------------
-def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content:
+def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content:
     if "text" in row and "messages" in row:
         both = Message(
             "shapes.text_and_messages",
@@ -130,7 +130,7 @@ def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
     if "text" in row:
         return "text", row["text"], {"text"}
     if "messages" in row:
-        return _with_row_system(row, turns(row["messages"], ignore, notes), {"messages"})
+        return _with_row_system(row, read_turns(row["messages"], ignore, notes), {"messages"})
     for shape in SHAPES:
         if found := shape(row, ignore, notes):
             return found
@@ -142,25 +142,25 @@ def _recognised(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
     raise BadRow("bad_schema", unknown)
 
 
-def _conversations(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
+def _conversations(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     """ShareGPT's conversations, or messages in a column of that name."""
     for name in ("conversations", "conversation"):
         value = row.get(name)
         if not isinstance(value, list) or not value or not isinstance(value[0], dict):
             continue
         shape = "ShareGPT" if "from" in value[0] else "a chat"
-        notes.said.add(
+        notes.messages.add(
             Message("shapes.read_conversations", "read as {shape}: {column} → messages", shape=shape, column=name)
         )
-        return _with_row_system(row, turns(value, ignore, notes), {name})
+        return _with_row_system(row, read_turns(value, ignore, notes), {name})
     return None
 
 
-def _preference(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
+def _preference(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     """The prompt and the chosen answer. If the row names no prompt, the turns that both answers begin with are the prompt."""
     if "chosen" not in row or "rejected" not in row:
         return None
-    notes.said.add(
+    notes.messages.add(
         Message(
             "shapes.read_preference",
             "read as preference pairs: the prompt and the chosen answer → messages; the rejected answer is not used",
@@ -175,7 +175,7 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
             )
             raise BadRow("bad_schema", alone)
         return _with_row_system(row, _pair(prompt, chosen, ignore, notes), used)
-    whole = turns(chosen, ignore, notes)
+    whole = read_turns(chosen, ignore, notes)
     if isinstance(prompt, list):
         return _with_row_system(row, _pair(prompt, chosen, ignore, notes), used)
     if isinstance(prompt, str) and whole[0]["role"] == "assistant":
@@ -187,13 +187,13 @@ def _preference(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
         )
         raise BadRow("bad_schema", other)
     shared = 0
-    rejected = turns(row["rejected"], ignore, Notes()) if isinstance(row["rejected"], list) else []
+    rejected = read_turns(row["rejected"], ignore, ReadingNotes()) if isinstance(row["rejected"], list) else []
     while shared < min(len(whole) - 1, len(rejected)) and whole[shared] == rejected[shared]:
         shared += 1
     return _with_row_system(row, [*_silent(whole[:shared]), *whole[shared:]], used)
 
 
-def _alpaca(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
+def _alpaca(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     """An instruction, an optional input, and the output; also under Dolly's names. 'history' holds earlier pairs, as in LLaMA-Factory."""
     answer = next((name for name in ("output", "response") if isinstance(row.get(name), str)), None)
     if not isinstance(row.get("instruction"), str) or answer is None:
@@ -201,7 +201,7 @@ def _alpaca(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Conten
     given = next((name for name in ("input", "context") if isinstance(row.get(name), str)), None)
     used = {name for name in ("instruction", given, answer) if name}
     shape, context = ("Alpaca", "input") if answer == "output" else ("Dolly", "context")
-    notes.said.add(
+    notes.messages.add(
         Message(
             "shapes.read_instruction",
             "read as {shape}: {columns} → messages",
@@ -221,10 +221,10 @@ def _is_pair(value: Any) -> bool:
     return isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(part, str) for part in value)
 
 
-def _prompt_and_completion(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
+def _prompt_and_completion(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     if "prompt" not in row or "completion" not in row:
         return None
-    notes.said.add(
+    notes.messages.add(
         Message("shapes.read_prompts", "read as prompt and completion: prompt → user, completion → assistant")
     )
     said = _pair(row["prompt"], row["completion"], ignore, notes)
@@ -245,7 +245,7 @@ def _is_zero(label: Any) -> bool:
     return isinstance(label, int | float) and label == 0 or isinstance(label, str) and label.strip() in ("0", "0.0")
 
 
-def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
+def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     """A question and its answer, if no other column may belong to the question (choices, or a passage)."""
     words = {"question", "answer"}
     other_files = {
@@ -262,13 +262,13 @@ def _question_and_answer(row: dict[str, Any], ignore: frozenset[str], notes: Not
     }
     if not all(isinstance(row.get(name), str) for name in words) or other_files & row.keys():
         return None
-    notes.said.add(
+    notes.messages.add(
         Message("shapes.read_questions", "read as questions and answers: question → user, answer → assistant")
     )
     return _with_row_system(row, _asked_and_answered(row["question"], row["answer"]), words)
 
 
-def _other_text(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Content | None:
+def _other_text(row: dict[str, Any], ignore: frozenset[str], notes: ReadingNotes) -> Content | None:
     named = [name for name in TEXTS if isinstance(row.get(name), str)]
     if len(named) > 1:
         several = Message(
@@ -280,7 +280,7 @@ def _other_text(row: dict[str, Any], ignore: frozenset[str], notes: Notes) -> Co
         raise BadRow("bad_schema", several)
     if not named:
         return None
-    notes.said.add(Message("shapes.read_text", "read as text: {column} → text", column=named[0]))
+    notes.messages.add(Message("shapes.read_text", "read as text: {column} → text", column=named[0]))
     return "text", row[named[0]], {named[0]}
 
 
@@ -299,7 +299,7 @@ def _asked_and_answered(prompt: str, completion: str) -> list[Turn]:
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
 
 
-def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: Notes) -> list[Turn]:
+def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: ReadingNotes) -> list[Turn]:
     """A prompt and its completion, each a text or a list of messages. Only the completion carries loss (TRL's ``completion_only_loss``)."""
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list | tuple):
@@ -310,11 +310,11 @@ def _pair(prompt: Any, completion: Any, ignore: frozenset[str], notes: Notes) ->
                 kind=type(value).__name__,
             )
             raise BadRow("bad_schema", wrong)
-    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else turns(prompt, ignore, notes)
+    before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else read_turns(prompt, ignore, notes)
     after = (
         [{"role": "assistant", "content": completion}]
         if isinstance(completion, str)
-        else turns(completion, ignore, notes)
+        else read_turns(completion, ignore, notes)
     )
     return [*_silent(before), *after]
 

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from factory.core.errors import InputError, nearest
-from factory.ingest.shapes.chats import Notes
+from factory.core.errors import InputError, suggest_name
+from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.mapping import FieldMapping, has_column, list_columns
 from kernels.contract.message import Message
 
@@ -25,15 +25,15 @@ class MappedColumns:
 
 
 @dataclass
-class Told:
-    """How the rows were read. ``said``: by message, its number of rows. ``unread``: by field that nothing reads, its number of rows. ``mapped``:
+class RowCounts:
+    """How the rows were read. ``messages``: by message, its number of rows. ``unread_fields``: by field that nothing reads, its number of rows. ``mapped``:
     by place of the mapping in ``fields``, the columns that its rows have."""
 
-    said: Counter[str] = field(default_factory=Counter)
-    unread: Counter[str] = field(default_factory=Counter)
+    messages: Counter[str] = field(default_factory=Counter)
+    unread_fields: Counter[str] = field(default_factory=Counter)
     mapped: dict[int, MappedColumns] = field(default_factory=dict)
 
-    def look(self, row: Any, place: int, mapping: FieldMapping) -> None:
+    def count_columns(self, row: Any, place: int, mapping: FieldMapping) -> None:
         """Count the columns of a decoded row whose mapping has this place in ``fields``."""
         if not isinstance(row, dict):
             return
@@ -44,28 +44,28 @@ class Told:
         for _, value in mapping.values():
             seen.found.update(path for path in value.columns if path not in seen.found and has_column(row, path))
 
-    def note(self, notes: Notes) -> None:
+    def count_notes(self, notes: ReadingNotes) -> None:
         """Count the notes of a row that is a document."""
-        self.said.update(notes.said)
-        self.unread.update(notes.unread)
+        self.messages.update(notes.messages)
+        self.unread_fields.update(notes.unread_fields)
 
-    def add(self, other: Told) -> None:
+    def add_counts(self, other: RowCounts) -> None:
         """Add the counts of another chunk."""
-        self.said += other.said
-        self.unread += other.unread
+        self.messages += other.messages
+        self.unread_fields += other.unread_fields
         for place, seen in other.mapped.items():
             mine = self.mapped.setdefault(place, MappedColumns())
             mine.rows += seen.rows
             mine.found |= seen.found
             mine.others |= seen.others
 
-    def counts(self) -> dict[str, dict[str, int]]:
-        """The keys that a shard's ``counts`` in the ledger get; empty counts are left out."""
-        both = {"read_as": self.said, "unread": self.unread}
+    def to_shard_counts(self) -> dict[str, dict[str, int]]:
+        """The keys that a shard's ``to_shard_counts`` in the ledger get; empty counts are left out."""
+        both = {"read_as": self.messages, "unread": self.unread_fields}
         return {name: dict(sorted(found.items())) for name, found in both.items() if found}
 
 
-def find_missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
+def find_missing_columns(told: RowCounts, fields: list[FieldMapping]) -> list[tuple[int, str, str]]:
     """(place of the mapping, its key, the column) of each mapped column that no row has."""
     return [
         (place, name, path)
@@ -76,7 +76,7 @@ def find_missing_columns(told: Told, fields: list[FieldMapping]) -> list[tuple[i
     ]
 
 
-def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) -> None:
+def refuse_missing_columns(told: RowCounts, fields: list[FieldMapping], file: str) -> None:
     """Raises: InputError where a mapping names a column that no row of the file has."""
     for place, name, path in find_missing_columns(told, fields):
         raise InputError(
@@ -88,7 +88,7 @@ def refuse_missing_columns(told: Told, fields: list[FieldMapping], file: str) ->
             place=place,
             key=name,
             pattern=fields[place].files,
-            near=nearest(path, told.mapped[place].others),
+            near=suggest_name(path, told.mapped[place].others),
         )
 
 

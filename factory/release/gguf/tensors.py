@@ -48,7 +48,7 @@ class FileTensor:
         """Whether it is always stored in fp32. Vectors and routers are small, and llama.cpp's operations expect fp32."""
         return len(self.shape) == 1 or ".ffn_gate_inp." in self.name
 
-    def made_of(self, tensors: list[Floats]) -> Floats:
+    def build(self, tensors: list[Floats]) -> Floats:
         """Make the tensor from its sources, given in their order."""
         if len(self.sources) > 1:
             return np.stack(tensors)
@@ -88,13 +88,13 @@ def check_convertible(config: ExportConfig, model_type: str) -> None:
         )
 
 
-def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
+def plan_tensors(config: ExportConfig, model_type: str) -> list[FileTensor]:
     """Return all tensors of the file, in the export's order. Raises: InputError for a model that llama.cpp cannot compute."""
     import gguf
 
     check_convertible(config, model_type)
-    names = gguf.get_tensor_name_map(architecture(model_type), config.layers)
-    shapes = config.shapes()
+    names = gguf.get_tensor_name_map(gguf_architecture(model_type), config.layers)
+    shapes = config.tensor_shapes()
     sources: dict[str, list[str]] = {}
     for name in shapes:
         sources.setdefault(_EXPERT.sub(r"\1\2", name), []).append(name)
@@ -112,7 +112,7 @@ def parts(config: ExportConfig, model_type: str) -> list[FileTensor]:
     return found
 
 
-def architecture(model_type: str) -> gguf.MODEL_ARCH:
+def gguf_architecture(model_type: str) -> gguf.MODEL_ARCH:
     """Return the package's name of the architecture that computes ``model_type``."""
     import gguf
 

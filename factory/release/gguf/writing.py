@@ -25,8 +25,8 @@ from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export_unchanged
-from factory.release.gguf.kind import Kind
-from factory.release.gguf.tensors import FileTensor, Floats, architecture, parts
+from factory.release.gguf.kind import GgufType
+from factory.release.gguf.tensors import FileTensor, Floats, gguf_architecture, plan_tensors
 from factory.release.serving import MODEL_NAME
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
@@ -41,21 +41,26 @@ BLOCK = 32  # weights that share a scale in Q8_0
 FP16_MAX = 65504.0
 # The largest weight of each type. For Q8_0 it is 127 times the scale of a block, which is an fp16.
 LARGEST = {"F16": FP16_MAX, "Q8_0": 127 * FP16_MAX}
-FILE_TYPES = {Kind.F32: "ALL_F32", Kind.F16: "MOSTLY_F16", Kind.BF16: "MOSTLY_BF16", Kind.Q8_0: "MOSTLY_Q8_0"}
-TYPE_OF_EXPORT = {"F32": Kind.F32, "F16": Kind.F16, "BF16": Kind.BF16}  # by safetensors' names
+FILE_TYPES = {
+    GgufType.F32: "ALL_F32",
+    GgufType.F16: "MOSTLY_F16",
+    GgufType.BF16: "MOSTLY_BF16",
+    GgufType.Q8_0: "MOSTLY_Q8_0",
+}
+TYPE_OF_EXPORT = {"F32": GgufType.F32, "F16": GgufType.F16, "BF16": GgufType.BF16}  # by safetensors' names
 
 
 @dataclass(frozen=True)
 class GgufFile:
     file: Path
-    kind: Kind
+    kind: GgufType
     architecture: str  # as llama.cpp names it
     tensors: int
     bytes: int
 
 
 def write_release_gguf(
-    ledger: Ledger, number: int, out: Path, progress: Progress, kind: Kind | None = None, licence: str | None = None
+    ledger: Ledger, number: int, out: Path, progress: Progress, kind: GgufType | None = None, licence: str | None = None
 ) -> GgufFile:
     """Write the GGUF file of a published release to ``out``. By default (``kind`` None) weights keep the export's type, without rounding.
 
@@ -86,11 +91,11 @@ def write_release_gguf(
         "factory.candidate": release.candidate,
         "factory.export_sha256": release.export_sha256,
     }
-    return write_export(Path(release.export_path), out, about, progress, kind)
+    return write_export_gguf(Path(release.export_path), out, about, progress, kind)
 
 
-def write_export(
-    export: Path, out: Path, about: dict[str, str | int], progress: Progress, kind: Kind | None = None
+def write_export_gguf(
+    export: Path, out: Path, about: dict[str, str | int], progress: Progress, kind: GgufType | None = None
 ) -> GgufFile:
     """Write the GGUF file of an export. ``about``: further metadata for the file. Raises: InputError as ``write_release_gguf``."""
     _require_package()
@@ -104,7 +109,7 @@ def write_export(
             folder=around,
         )
     config, model_type = read_config(export), str(read_json(export / "config.json")["model_type"])
-    plan = parts(config, model_type)
+    plan = plan_tensors(config, model_type)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,7 +131,7 @@ def architecture_name(model_type: str) -> str:
     """Return llama.cpp's name of the architecture, for the key ``general.architecture``."""
     import gguf
 
-    return gguf.MODEL_ARCH_NAMES[architecture(model_type)]
+    return gguf.MODEL_ARCH_NAMES[gguf_architecture(model_type)]
 
 
 def _require_package() -> None:
@@ -141,8 +146,8 @@ def _require_package() -> None:
 
 def _write(
     export: Path, aside: Path, config: ExportConfig, model_type: str, plan: list[FileTensor],
-    about: dict[str, str | int], progress: Progress, kind: Kind | None,
-) -> Kind:  # fmt: skip
+    about: dict[str, str | int], progress: Progress, kind: GgufType | None,
+) -> GgufType:  # fmt: skip
     """Write the whole file. Returns the type of its matrices."""
     import gguf
 
@@ -168,7 +173,7 @@ def _write(
                 _pad(out)
                 for part in plan:  # not by the writer: numpy's error for a full disk has no error number
                     tensors = [file.get_tensor(name).float().numpy() for name in part.sources]
-                    out.write(_stored(path, part, part.made_of(tensors), types[part.name]).data)
+                    out.write(_stored(path, part, part.build(tensors), types[part.name]).data)
                     _pad(out)
                     task.advance(sizes[part.name], part.name)
     except SafetensorError as error:
@@ -184,12 +189,12 @@ def _pad(out: BinaryIO) -> None:
     out.write(bytes(-out.tell() % gguf.GGUF_DEFAULT_ALIGNMENT))
 
 
-def _type_of(part: FileTensor, kind: Kind) -> gguf.GGMLQuantizationType:
+def _type_of(part: FileTensor, kind: GgufType) -> gguf.GGMLQuantizationType:
     import gguf
 
     if part.is_exact:
         return gguf.GGMLQuantizationType.F32
-    if kind is Kind.Q8_0 and part.shape[-1] % BLOCK:
+    if kind is GgufType.Q8_0 and part.shape[-1] % BLOCK:
         return gguf.GGMLQuantizationType.F16  # like llama.cpp's converter
     return gguf.GGMLQuantizationType[kind.name]
 
@@ -219,7 +224,7 @@ def _stored(path: Path, part: FileTensor, values: Floats, kind: gguf.GGMLQuantiz
     return stored
 
 
-def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str, str | int], kind: Kind) -> None:
+def _add_metadata(writer: gguf.GGUFWriter, config: ExportConfig, about: dict[str, str | int], kind: GgufType) -> None:
     import gguf
 
     for key, value in about.items():

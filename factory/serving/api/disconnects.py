@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-Made = TypeVar("Made")
+WorkResult = TypeVar("WorkResult")
 POLL_SECONDS = 1.0
 
 
@@ -16,7 +16,7 @@ class ClientGone(Exception):
     """The client closed its connection."""
 
 
-async def cancel_if_gone(request: Request, work: Awaitable[Made]) -> Made:
+async def cancel_if_gone(request: Request, work: Awaitable[WorkResult]) -> WorkResult:
     """The result of ``work``. The body of ``request`` must have been read. Raises: Gone, after it cancelled ``work``."""
     task = asyncio.ensure_future(work)
     try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from factory.core.errors import nearest
+from factory.core.errors import suggest_name
 from factory.core.left_files import parse_json_object
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_config
@@ -136,7 +136,7 @@ def read_request(body: dict[str, Any], chat: bool, served: ServedModel) -> Compl
         raise ApiError(400, Message("serving.stream_options", "stream_options must be an object."), "stream_options")
     if strange := sorted(options.keys() - {"include_usage", "include_obfuscation"}):
         raise ApiError(
-            400, _unknown(f"stream_options.{strange[0]}", nearest(strange[0], ["include_usage"])), "stream_options"
+            400, _unknown(f"stream_options.{strange[0]}", suggest_name(strange[0], ["include_usage"])), "stream_options"
         )
     return CompletionRequest(
         chat=chat,
@@ -168,7 +168,7 @@ def check_model(body: dict[str, Any]) -> None:
 
 def tokenize_chat(body: dict[str, Any], tokenizer: Tokenizer) -> list[int]:
     """The token ids of a chat up to its next answer. Special tokens in a message count as plain text. Raises: ApiError."""
-    return [int(number) for number in tokenizer.prompt(check_messages(body))]
+    return [int(number) for number in tokenizer.encode_chat_prompt(check_messages(body))]
 
 
 def check_messages(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -249,7 +249,7 @@ def _check_message_keys(given: dict[str, Any], known: tuple[str, ...], where: st
                 "{where} is not supported: this model reads only role and content. Remove it.",
                 where=place,
             )
-            refusal = unsupported if key in UNSUPPORTED_MESSAGE_KEYS else _unknown(place, nearest(key, known))
+            refusal = unsupported if key in UNSUPPORTED_MESSAGE_KEYS else _unknown(place, suggest_name(key, known))
             raise ApiError(400, refusal, place, "unsupported_parameter")
 
 
@@ -270,7 +270,7 @@ def tokenize_prompts(body: dict[str, Any], served: ServedModel) -> tuple[tuple[i
 
 def _ids_of(part: Any, served: ServedModel) -> tuple[int, ...]:
     if isinstance(part, str):
-        ids = served.tokenizer.text_prompt(part).tolist()
+        ids = served.tokenizer.encode_text_prompt(part).tolist()
     elif isinstance(part, list) and all(type(number) is int for number in part):
         ids = part
     else:
@@ -306,7 +306,7 @@ def _check_keys(body: dict[str, Any], chat: bool) -> None:
     }  # fmt: skip
     known |= {"messages", "max_completion_tokens", "top_logprobs"} if chat else {"prompt"}
     if strange := sorted(body.keys() - known):
-        raise ApiError(400, _unknown(strange[0][:80], nearest(strange[0], known)), strange[0][:80])
+        raise ApiError(400, _unknown(strange[0][:80], suggest_name(strange[0], known)), strange[0][:80])
 
 
 def _logprobs(body: dict[str, Any], chat: bool) -> int | None:

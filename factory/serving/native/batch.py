@@ -142,7 +142,7 @@ class RunningBatch:
         chosen = logits_BV.argmax(1).tolist()
         for number, row in enumerate(rows):
             if sound[number] and row.job.sampling.temperature > 0:
-                chosen[number] = draw(logits_BV[number], row.job.sampling, row.generator)
+                chosen[number] = sample_token(logits_BV[number], row.job.sampling, row.generator)
         logprobs_BV = logits_BV.log_softmax(1)
         own = logprobs_BV.gather(1, torch.tensor(chosen, device=self.decoder.device)[:, None])[:, 0].tolist()
         most = max(row.job.top for row in rows)
@@ -173,7 +173,7 @@ class RunningBatch:
             self._cache[:, :, target, :, : row.length] = self._cache[:, :, source, :, : row.length]
 
 
-def draw(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
+def sample_token(logits_V: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> int:
     """Sample one token by temperature, top-k and top-p. The result depends on the job's seed, not on the other jobs of the batch.
 
     ``generator`` is on the CPU. One number is drawn from it even where only one token is possible.

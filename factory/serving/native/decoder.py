@@ -89,7 +89,7 @@ class CachedDecoder:
         return torch.zeros(c.layers, 2, rows, c.kv_heads, columns, c.head_dim, device=self.device)
 
     @property
-    def bytes_a_token(self) -> int:
+    def bytes_per_token(self) -> int:
         """Bytes of the cache for each token."""
         return 4 * self.config.layers * 2 * self.config.kv_heads * self.config.head_dim
 
@@ -112,7 +112,7 @@ class CachedDecoder:
                 x_ND, o_ND = x_ND[ends], o_ND[ends]
             x_ND = x_ND + F.linear(o_ND, self.weights[f"{block}.self_attn.o_proj.weight"])
             y_ND = self._norm(x_ND, self.weights[f"{block}.post_attention_layernorm.weight"])
-            experts = self.config.experts_at(layer)
+            experts = self.config.experts_of_layer(layer)
             mlp = f"{block}.mlp"
             x_ND = x_ND + (self._swiglu(y_ND, mlp) if experts is None else self._mixture(y_ND, mlp, experts))
         return F.linear(self._norm(x_ND, self.weights["model.norm.weight"]), self.head_VD)

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from factory.serving.native.batch import Job, RunningBatch, Token
 from kernels.contract.message import Message
 
-Listener = Callable[
+TokenListener = Callable[
     [Token | None], None
 ]  # None: the job ended without another token; ``EngineLoop.problem`` has the reason
 MOST_WAITING = 1024
@@ -30,7 +30,7 @@ class EngineLoop:
 
     def __init__(self, batch: RunningBatch) -> None:
         self._batch = batch
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: dict[int, TokenListener] = {}
         self._added: list[Job] = []
         self._cancelled: list[int] = []
         self._wake = threading.Condition()
@@ -41,7 +41,7 @@ class EngineLoop:
         self.tokens_written = self.prompt_tokens = self.steps = 0
         threading.Thread(target=self._run, name="engine", daemon=True).start()
 
-    def submit(self, listener: Listener, make: Callable[[int], Job]) -> int | None:
+    def submit(self, listener: TokenListener, make: Callable[[int], Job]) -> int | None:
         """Add the job ``make(key)``; returns its key, or None when too many jobs wait or the engine has a ``problem``."""
         with self._wake:
             if self.problem or len(self._added) + self._batch.waiting >= MOST_WAITING:
@@ -53,7 +53,7 @@ class EngineLoop:
             return key
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def submit_together(self) -> Iterator[None]:
         """The same step takes all jobs that are submitted in the block, so that their batches do not depend on timing."""
         with self._wake:
             yield
@@ -66,7 +66,7 @@ class EngineLoop:
                 self._wake.notify()
 
     @property
-    def unhealthy(self) -> str:
+    def health_problem(self) -> str:
         """Why the engine does not work; empty when it works.
 
         A step hangs when it takes at least ``HUNG_SECONDS`` and ``HUNG`` times as long as the slowest earlier step.

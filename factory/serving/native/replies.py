@@ -31,7 +31,7 @@ class ChoiceText:
 
     def add(self, token: int, last: bool) -> str:
         """Add a token; returns the text that is final now. ``last``: no token follows."""
-        piece = bytes_of(self._bytes, token)
+        piece = token_text_bytes(self._bytes, token)
         decoded = self._decoder.decode(piece, last)
         self.characters += len(decoded)
         text = self._held + decoded
@@ -44,12 +44,12 @@ class ChoiceText:
         return text[: len(text) - keep]
 
 
-def bytes_of(token_bytes: TokenBytes, token: int) -> bytes:
+def token_text_bytes(token_bytes: TokenBytes, token: int) -> bytes:
     """The bytes of a token; empty for a special token, or a row that pads the vocabulary."""
-    return bytes(token_bytes.expand(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
+    return bytes(token_bytes.bytes_of_ids(np.array([token]))[0]) if token < len(token_bytes.lengths) else b""
 
 
-def name_of(token_bytes: TokenBytes, token: int) -> str:
+def token_name(token_bytes: TokenBytes, token: int) -> str:
     """The unique name of a token in log-probabilities.
 
     It is the name of a special token, else the token's text. Bytes that are not UTF-8 are written as in OpenAI's completions:
@@ -57,7 +57,7 @@ def name_of(token_bytes: TokenBytes, token: int) -> str:
     """
     if token in token_bytes.special:
         return token_bytes.special[token]
-    raw = bytes_of(token_bytes, token)
+    raw = token_text_bytes(token_bytes, token)
     if not raw:
         return f"token_id:{token}"
     try:
@@ -79,7 +79,7 @@ class ChoiceReply:
     """One choice of an answer, while it grows."""
 
     index: int
-    wording: ChoiceText
+    decoder: ChoiceText
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # characters before each token
@@ -88,11 +88,11 @@ class ChoiceReply:
     def add(self, token: Token) -> str:
         """Add a token; returns the text that is final now."""
         self.tokens.append(token)
-        self.offsets.append(self.wording.characters)
+        self.offsets.append(self.decoder.characters)
         ends = token.end == "stop"
-        text = self.wording.add(NO_TOKEN if ends else token.token, last=bool(token.end))
+        text = self.decoder.add(NO_TOKEN if ends else token.token, last=bool(token.end))
         self.text += text
-        if self.wording.stopped or ends:
+        if self.decoder.stopped or ends:
             self.finish = "stop"
         elif token.end:
             self.finish = "length"
@@ -170,8 +170,8 @@ class CompletionReply:
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        raw = bytes_of(self._bytes, token)
+        raw = token_text_bytes(self._bytes, token)
         return {"token": self._name(token), "logprob": logprob, "bytes": list(raw) if raw else None}
 
     def _name(self, token: int) -> str:
-        return f"token_id:{token}" if self.ask.tokens_as_ids else name_of(self._bytes, token)
+        return f"token_id:{token}" if self.ask.tokens_as_ids else token_name(self._bytes, token)

@@ -41,7 +41,7 @@ from factory.serving.native.engine_loop import NOT_FINITE, EngineLoop
 from factory.serving.native.replies import ChoiceReply, CompletionReply
 from kernels.contract.message import Message
 
-Written = tuple[ChoiceReply, str, Token]  # (choice, text that is final with this token, token)
+WrittenToken = tuple[ChoiceReply, str, Token]  # (choice, text that is final with this token, token)
 
 
 class NativeEngine:
@@ -53,9 +53,9 @@ class NativeEngine:
         self._served = load_served_model(export)
         self._bytes = TokenBytes.load(export)
         self.release = export_folder_sha256(export)[:16]
-        self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_a_token))
+        self.loop = EngineLoop(RunningBatch(decoder, _free_bytes(device) // decoder.bytes_per_token))
 
-    def read(self, body: bytes, chat: bool) -> CompletionRequest:
+    def read_request(self, body: bytes, chat: bool) -> CompletionRequest:
         """A request, from its body. Raises: ApiError."""
         return read_request(parse_body(body), chat, self._served)
 
@@ -66,17 +66,17 @@ class NativeEngine:
             return tokenize_chat(data, self._served.tokenizer)
         return list(tokenize_prompts(data, self._served)[0])
 
-    def reply(self, ask: CompletionRequest) -> CompletionReply:
+    def make_reply(self, ask: CompletionRequest) -> CompletionReply:
         return CompletionReply(ask, self._bytes, self.release)
 
-    async def tokens(self, ask: CompletionRequest, reply: CompletionReply) -> AsyncIterator[Written]:
+    async def generate_tokens(self, ask: CompletionRequest, reply: CompletionReply) -> AsyncIterator[WrittenToken]:
         """Each token of each choice, as soon as it is computed. Raises: ApiError."""
         loop = asyncio.get_running_loop()
         queue: asyncio.Queue[tuple[int, Token | None]] = asyncio.Queue()
         keys = []
         seed = secrets.randbits(62) if ask.seed is None else ask.seed
         try:
-            with self.loop.together():
+            with self.loop.submit_together():
                 for choice in reply.choices:
                     prompt = list(ask.prompts[choice.index // ask.n])
 
@@ -118,7 +118,7 @@ def _free_bytes(device: torch.device) -> int:
     return int(free) // 4
 
 
-def application(engine: NativeEngine) -> Starlette:
+def make_application(engine: NativeEngine) -> Starlette:
     def answering(handle: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
             try:
@@ -132,18 +132,18 @@ def application(engine: NativeEngine) -> Starlette:
 
     def generation(chat: bool) -> Callable[[Request], Awaitable[Response]]:
         async def generate(request: Request) -> Response:
-            ask = engine.read(await request.body(), chat)
-            reply = engine.reply(ask)
+            ask = engine.read_request(await request.body(), chat)
+            reply = engine.make_reply(ask)
             if not ask.stream:
                 return JSONResponse(await cancel_if_gone(request, _finish(engine, ask, reply)))
-            tokens = engine.tokens(ask, reply)
+            tokens = engine.generate_tokens(ask, reply)
             first = await cancel_if_gone(request, anext(tokens))  # an earlier failure gives a status, not an event
             return StreamingResponse(_events(ask, reply, first, tokens), media_type="text/event-stream")
 
         return answering(generate)
 
     async def health(request: Request) -> Response:
-        problem = engine.loop.unhealthy
+        problem = engine.loop.health_problem
         return JSONResponse({"ok": not problem, "problem": problem, **engine.loop.counts}, 503 if problem else 200)
 
     async def tokenize(request: Request) -> Response:
@@ -166,13 +166,13 @@ def application(engine: NativeEngine) -> Starlette:
 
 
 async def _finish(engine: NativeEngine, ask: CompletionRequest, reply: CompletionReply) -> dict[str, Any]:
-    async for _ in engine.tokens(ask, reply):
+    async for _ in engine.generate_tokens(ask, reply):
         pass
     return reply.whole()
 
 
 async def _events(
-    ask: CompletionRequest, reply: CompletionReply, first: Written, tokens: AsyncIterator[Written]
+    ask: CompletionRequest, reply: CompletionReply, first: WrittenToken, tokens: AsyncIterator[WrittenToken]
 ) -> AsyncIterator[str]:
     """Server-sent events. A token without final text waits for the next token of its choice."""
     waiting: dict[int, list[Token]] = {}
@@ -192,7 +192,7 @@ async def _events(
         yield _event(error.body())
 
 
-async def _chain(first: Written, others: AsyncIterator[Written]) -> AsyncIterator[Written]:
+async def _chain(first: WrittenToken, others: AsyncIterator[WrittenToken]) -> AsyncIterator[WrittenToken]:
     yield first
     async for item in others:
         yield item
@@ -210,7 +210,9 @@ def main(arguments: list[str]) -> int:
     except FactoryError as error:
         print(f"{MODEL_NAME}: {error}", file=sys.stderr)
         return error.exit_code
-    options = uvicorn.Config(application(engine), uds=socket, log_level="warning", access_log=False, lifespan="off")
+    options = uvicorn.Config(
+        make_application(engine), uds=socket, log_level="warning", access_log=False, lifespan="off"
+    )
     uvicorn.Server(options).run()
     return 0
 

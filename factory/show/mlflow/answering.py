@@ -12,17 +12,17 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError
-from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, undecided
+from factory.ledger.decisions import APPROVED, REFUSED, REJECTED, list_undecided_verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow
 from factory.ledger.writing import record_event_once
-from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, reject, waits
+from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, needs_decision, record_rejection
 from factory.release.checks import get_newest_verdict
-from factory.release.releases import release
-from factory.show.mlflow.outages import TrackingError, shown
+from factory.release.releases import release_candidate
+from factory.show.mlflow.outages import TrackingError, try_to_show
 from factory.show.mlflow.registry import MODEL, find_version
-from factory.show.mlflow.releases import PENDING, REASON_TAG, decided, set_approval_tags, show_releases
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.releases import PENDING, REASON_TAG, decision_tags, set_approval_tags, show_releases
+from factory.show.mlflow.runs import MlflowTracking
 from factory.show.mlflow.store import convert_mlflow_errors
 from kernels.contract.message import Message
 
@@ -40,7 +40,7 @@ class ApprovalResponder:
 
     def __init__(self, plant: Plant) -> None:
         self.plant, self.ledger, self.progress = plant, plant.ledger, plant.progress
-        self.tracking = Tracking.open(plant)
+        self.tracking = MlflowTracking.open(plant)
         self._asked = False
 
     def look(self) -> list[str]:
@@ -50,14 +50,14 @@ class ApprovalResponder:
         """
         if VerdictRow.first(self.ledger, "WHERE gate = 'release'") is None:
             return []  # no candidate was judged yet, so MLflow need not be imported
-        return shown(self.progress.line, self._answer_all) or []
+        return try_to_show(self.progress.line, self._answer_all) or []
 
     def look_and_ask(self) -> None:
         """``look``. The first call also prints which candidates already wait; later ones are announced when they are judged."""
         self.look()
-        for verdict in () if self._asked else undecided(self.ledger):
-            if waits(self.plant, verdict):
-                self.progress.line(f"  {describe_waiting_candidate(verdict.number)}")
+        for verdict in () if self._asked else list_undecided_verdicts(self.ledger):
+            if needs_decision(self.plant, verdict):
+                self.progress.line(f"  {describe_waiting_candidate(verdict.subject_number)}")
         self._asked = True
 
     def _answer_all(self) -> list[str]:
@@ -76,10 +76,10 @@ class ApprovalResponder:
         why, by = version.tags.get(REASON_TAG, "").strip(), _by(version)
         try:
             verdict = self._judged(version)
-            known = decided(self.ledger, verdict)
+            known = decision_tags(self.ledger, verdict)
             if known is None or known[0] != word:
                 answer = self._obey(word, verdict, by, why)
-                known = decided(self.ledger, verdict) or (word, answer)
+                known = decision_tags(self.ledger, verdict) or (word, answer)
                 line = f"{name}: {known[1]}"
             else:
                 line = ""
@@ -134,14 +134,14 @@ class ApprovalResponder:
 
     def _obey(self, word: str, verdict: VerdictRow, by: str, why: str) -> str:
         if word == APPROVED:
-            number = release(self.plant, verdict.id, approved_by=by)
+            number = release_candidate(self.plant, verdict.id, approved_by=by)
             return Message(
                 "answering.released_by_policy",
                 "released as release {release} by the policy, without an approval",
                 release=number,
             )
         if word == REJECTED:
-            reject(self.plant, verdict.id, by, why)
+            record_rejection(self.plant, verdict.id, by, why)
             return REJECTED
         raise InputError(
             "answering.unknown_word",
@@ -155,10 +155,12 @@ class ApprovalResponder:
 
 def settle_proposals(plant: Plant) -> int:
     """Carry out decisions about waiting proposals, by people in MLflow or by the policy. Returns the number of settled proposals."""
-    from factory.code_loop.approvals import follow
+    from factory.code_loop.approvals import carry_out_decisions
 
-    tracking = Tracking.open(plant)
-    return follow(plant, lambda number: shown(plant.progress.line, partial(tracking.proposal_word, number)))
+    tracking = MlflowTracking.open(plant)
+    return carry_out_decisions(
+        plant, lambda number: try_to_show(plant.progress.line, partial(tracking.proposal_word, number))
+    )
 
 
 def _word(version: ModelVersion) -> str:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factory.core.left_files import open_file, parse_json
+from factory.core.left_files import open_regular_file, parse_json
 from factory.core.workspace import Workspace
-from factory.show.mlflow.outages import shown
+from factory.show.mlflow.outages import try_to_show
 from factory.show.mlflow.store import check_writable, convert_mlflow_errors
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class MetricsFollower:
         self._offset = 0  # bytes of whole lines that are in MLflow
         self._tail = b""  # the last of these bytes, to notice a rewritten file
 
-    def begin(self) -> None:
+    def make_run(self) -> None:
         """Make the run before the first metrics, so that the ledger knows it. Raises nothing, as ``poll``."""
         self._without_raising(self._begin)
 
@@ -66,7 +66,7 @@ class MetricsFollower:
         self._without_raising(self._finish)
 
     def _without_raising(self, act: Callable[[], int]) -> int:
-        return shown(self._say, act) or 0
+        return try_to_show(self._say, act) or 0
 
     def _finish(self) -> int:
         check_writable(self._workspace)
@@ -91,7 +91,7 @@ class MetricsFollower:
     def _new_lines(self) -> list[bytes]:
         """The whole lines after the offset, with their newlines. A half-written last line is left for the next poll."""
         try:
-            with open_file(self.path) as file:
+            with open_regular_file(self.path) as file:
                 file.seek(self._offset - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:
                     self._offset, self._tail = 0, b""
@@ -115,7 +115,10 @@ class MetricsFollower:
                 newest = row["step"]
                 at = _milliseconds(row.get("time"))
                 values = {k: v for k, v in row.items() if k not in ("step", "time")}
-                batch += [Metric(key, value, at, newest) for key, value in of_training(numbers(values)).items()]
+                batch += [
+                    Metric(key, value, at, newest)
+                    for key, value in name_training_metrics(flatten_numbers(values)).items()
+                ]
                 steps += 1
             room = METRICS_PER_BATCH - len(batch)
             if index == len(lines) - 1 or room < 64:
@@ -131,7 +134,7 @@ class MetricsFollower:
             return max((point.step for point in self._client().get_metric_history(run, LOSS)), default=-1)
 
 
-def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+def flatten_numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     """Every number in nested mappings, under a key that MLflow accepts: ``{"bpb": {"code": 1.5}}`` → ``{"bpb/code": 1.5}``.
 
     Names come from data (domains, rules) and are cleaned. Text, lists and nulls are left out. A boolean becomes 0 or 1.
@@ -140,16 +143,16 @@ def numbers(tree: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
     for key, value in tree.items():
         name = clean_metric_key(f"{prefix}{key}")
         if isinstance(value, Mapping):
-            flat.update(numbers(value, f"{name}/"))
+            flat.update(flatten_numbers(value, f"{name}/"))
         elif isinstance(value, int | float):
             flat[name] = float(value)
     return flat
 
 
-def of_training(values: Mapping[str, float]) -> dict[str, float]:
+def name_training_metrics(values: Mapping[str, float]) -> dict[str, float]:
     """Rename a step's metrics so that MLflow's charts begin with the loss, in total and by domain, and end with single layers.
 
-    >>> of_training({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
+    >>> name_training_metrics({"loss": 2.0, "loss/code": 2.0, "grad_norm": 1.0, "grad_norm/head": 0.5})
     {'loss/all': 2.0, 'loss/code': 2.0, 'overall/grad_norm': 1.0, 'per_layer/grad_norm/head': 0.5}
     """
     return {_of_training(key)[:250]: value for key, value in values.items()}

@@ -27,7 +27,7 @@ PLAIN = re.compile(
 
 
 @dataclass(frozen=True)
-class Name:
+class HostName:
     """A host name, with or without scheme and port: ``gpu-box``, ``gpu-box:8080``, ``https://mlflow.example.org``, or an address."""
 
     host: str  # in lower case; IPv6 in brackets
@@ -35,7 +35,7 @@ class Name:
     port: int | None = None  # None: the server's own port, or the scheme's default port
 
     @classmethod
-    def parse(cls, text: str) -> Name:
+    def parse(cls, text: str) -> HostName:
         """Raises: InputError."""
         scheme, _, rest = text.strip().lower().rstrip("/").rpartition("://")
         try:
@@ -80,10 +80,10 @@ def bracket_ipv6(host: str) -> str:
         return host
 
 
-def server_names(host: str, given: Sequence[str] = ()) -> list[Name]:
+def server_names(host: str, given: Sequence[str] = ()) -> list[HostName]:
     """The names of a server that listens on ``host``: the given ones, or else this machine's own, and none on loopback. Raises: InputError."""
     own = [] if given or is_loopback(host) else names_of_this_machine(host)
-    return [Name.parse(name) for name in dict.fromkeys(given or own)]
+    return [HostName.parse(name) for name in dict.fromkeys(given or own)]
 
 
 def names_of_this_machine(host: str) -> list[str]:
@@ -98,7 +98,7 @@ def names_of_this_machine(host: str) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def mlflow_server_options(names: Sequence[Name], port: int) -> list[str]:
+def mlflow_server_options(names: Sequence[HostName], port: int) -> list[str]:
     """Options for ``mlflow server`` that make it answer to these names and on this machine. Without names: no options."""
     if not names:
         return []

@@ -1,6 +1,6 @@
 """Limits the cost of an MLflow server that does not answer: a time limit per request, a pause after a failure, and one line for a person.
 
-MLflow only shows things, so the factory works without it (``shown``), and a later pass sends everything that is missing
+MLflow only shows things, so the factory works without it (``try_to_show``), and a later pass sends everything that is missing
 (``factory.show.catching_up``). The limit of one request is ``LEAST`` seconds. Each request that takes longer doubles the limit, so that a slow server
 is reached in the end. After a failure the server is not asked for ten times as long as the failed request took.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from factory.core.errors import FactoryError, WorkspaceError
-from factory.core.faults import fault_of
+from factory.core.faults import find_fault_in
 from kernels.contract.message import Message
 
 T = TypeVar("T")
@@ -37,8 +37,8 @@ class TrackingError(FactoryError):
 class TrackingServer:
     """What this process knows of a tracking server."""
 
-    limit: float = LEAST
-    rests_until: float = 0.0  # in time.monotonic()
+    request_limit: float = LEAST
+    pause_until: float = 0.0  # in time.monotonic()
     why: str = ""
 
 
@@ -55,7 +55,7 @@ def refuse_during_pause(uri: str) -> None:
     if not uri.startswith("http"):
         return
     server = _servers.setdefault(uri, TrackingServer())
-    if (left := server.rests_until - time.monotonic()) > 0:
+    if (left := server.pause_until - time.monotonic()) > 0:
         raise TrackingError(
             "outages.no_answer",
             "MLflow at {address} does not answer ({reason}). The factory tries again in {seconds:.0f} s",
@@ -63,7 +63,7 @@ def refuse_during_pause(uri: str) -> None:
             reason=server.why,
             seconds=left,
         )
-    for name, value in zip(LIMITS, (math.ceil(server.limit), 0), strict=True):
+    for name, value in zip(LIMITS, (math.ceil(server.request_limit), 0), strict=True):
         if name not in _set_by_people:
             os.environ[name] = str(value)
 
@@ -71,11 +71,11 @@ def refuse_during_pause(uri: str) -> None:
 def note_server_failure(error: BaseException, seconds: float) -> None:
     """Note an error of MLflow. If the server did not answer, it is not asked for a while."""
     if (server := _servers.get(_asked)) and any(word in str(error) for word in NO_ANSWER):
-        server.rests_until, server.why = time.monotonic() + PAUSE_FACTOR * seconds, f"for {seconds:.0f} s"
-        server.limit = min(MOST, 2 * server.limit)
+        server.pause_until, server.why = time.monotonic() + PAUSE_FACTOR * seconds, f"for {seconds:.0f} s"
+        server.request_limit = min(MOST, 2 * server.request_limit)
 
 
-def advice(error: BaseException | None) -> str:
+def repair_advice(error: BaseException | None) -> str:
     """What to do about an error, as the end of a message; '' if nothing special."""
     while error is not None:
         if isinstance(error, sqlite3.Error) and (
@@ -95,12 +95,12 @@ def describe_single_failure(error: Exception) -> str:
 
     Raises: ``error``, if it is a fault of the machine, which concerns all things.
     """
-    if not isinstance(error, FactoryError) and fault_of(error) is not None:
+    if not isinstance(error, FactoryError) and find_fault_in(error) is not None:
         raise error
     return str(error) if isinstance(error, FactoryError) else f"{type(error).__name__}: {error}"
 
 
-def shown(say: Callable[[str], None], act: Callable[[], T]) -> T | None:
+def try_to_show(say: Callable[[str], None], act: Callable[[], T]) -> T | None:
     """Do ``act``, which only shows something in MLflow. None if MLflow does not answer; that is printed once until MLflow is back."""
     try:
         done = act()

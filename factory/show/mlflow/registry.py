@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 from factory.core.moments import format_iso_time
 from factory.core.workspace import PATIENCE, Workspace
-from factory.evals.statistics import interval_of
+from factory.evals.statistics import confidence_interval
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import marks
+from factory.ledger.removals import list_marked_releases
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.checks import check_export_unchanged, get_newest_verdict
 from factory.release.serving import MODEL_NAME as MODEL
 from factory.show.mlflow.loadable import log_loadable_model
-from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, Tracking, average_tag
+from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, average_tag
 from factory.show.mlflow.store import convert_mlflow_errors, open_client
-from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, Place, VersionLinks, page
-from factory.show.pages.release_pictures import TITLES, files
+from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, RunAddress, VersionLinks, render_description
+from factory.show.pages.release_pictures import TITLES, draw_pictures
 from factory.show.pages.release_report import write_report
 from kernels.contract.message import Message
 
@@ -55,7 +55,7 @@ ABOUT = Message(
 )
 
 
-def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
+def register_version(plant: Plant, tracking: MlflowTracking, candidate_id: int) -> str:
     """Make sure that a judged candidate has its version, tags, alias and report. Returns the version.
 
     Raises: InputError when the candidate was not judged or its export changed since; TrackingError.
@@ -67,13 +67,16 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
     tags = _tags(plant.ledger, candidate, verdict)
     if verdict.against:  # show the champion's newest numbers too, measured on the same documents
         tracking.candidate_run(Subject.parse(verdict.against).number)
-    with convert_mlflow_errors(f"registering candidate {candidate_id}"), plant.workspace.lock("registry", PATIENCE):
+    with (
+        convert_mlflow_errors(f"registering candidate {candidate_id}"),
+        plant.workspace.hold_lock("registry", PATIENCE),
+    ):
         _ensure_model(client)
-        pictures = files(plant.ledger, candidate_id)
+        pictures = draw_pictures(plant.ledger, candidate_id)
         for name, picture in pictures.items():
             client.log_text(run, picture, f"{PICTURES}/{name}")
         segment, evidence = SegmentRow.get(plant.ledger, candidate.segment), verdict.evidence(plant.ledger)
-        about = page(
+        about = render_description(
             candidate,
             segment,
             verdict,
@@ -91,7 +94,7 @@ def register(plant: Plant, tracking: Tracking, candidate_id: int) -> str:
                 client.set_model_version_tag(MODEL, version.version, key, value)
         if version.description != about:
             client.update_model_version(MODEL, version.version, about)
-        if candidate_id == max(one.number for one in VerdictRow.select(plant.ledger, "WHERE gate = 'release'")):
+        if candidate_id == max(one.subject_number for one in VerdictRow.select(plant.ledger, "WHERE gate = 'release'")):
             client.set_registered_model_alias(MODEL, CANDIDATE, version.version)
     tracking.log_report(run, write_report(plant, candidate_id))
     return str(version.version)
@@ -121,7 +124,7 @@ def find_version(client: MlflowClient, candidate: int, export_sha256: str) -> Mo
     return min(found, key=lambda version: int(version.version), default=None)
 
 
-def aliases(client: MlflowClient) -> dict[str, str]:
+def read_aliases(client: MlflowClient) -> dict[str, str]:
     """``{alias: version}`` of the registered model; empty if the model is not registered yet."""
     from mlflow.exceptions import MlflowException
 
@@ -144,10 +147,14 @@ def _ensure_model(client: MlflowClient) -> None:
 
 
 def _places(
-    tracking: Tracking, segment: SegmentRow, verdict: VerdictRow, tags: dict[str, str], pictures: Mapping[str, str]
+    tracking: MlflowTracking,
+    segment: SegmentRow,
+    verdict: VerdictRow,
+    tags: dict[str, str],
+    pictures: Mapping[str, str],
 ) -> VersionLinks:
-    place = lambda subject: Place(*found) if (found := tracking.place(subject)) else None
-    mine = place(Subject("candidate", verdict.number))
+    place = lambda subject: RunAddress(*found) if (found := tracking.place(subject)) else None
+    mine = place(Subject("candidate", verdict.subject_number))
     assert mine is not None, "its run was made"
     against = place(Subject.parse(verdict.against)) if verdict.against else None
     number = int(tags["release"]) if "release" in tags else None
@@ -157,7 +164,7 @@ def _places(
     )
 
 
-def bundle(ledger: Ledger, release: int) -> str | None:
+def newest_bundle_folder(ledger: Ledger, release: int) -> str | None:
     """The folder of the newest bundle of a release; None if the release has no bundle."""
     sql = "SELECT detail FROM events WHERE kind = 'bundled' AND subject = :subject ORDER BY id DESC LIMIT 1"
     rows = ledger.read(sql, subject=str(Subject("release", release)))
@@ -166,7 +173,9 @@ def bundle(ledger: Ledger, release: int) -> str | None:
 
 def describe_removed_data(ledger: Ledger, release: int) -> str | None:
     """Training data of a release that was removed since, as text for a tag; None: nothing was removed."""
-    about = [mark for mark in marks(ledger) if mark["release"] == release and mark["removal"] is not None]
+    about = [
+        mark for mark in list_marked_releases(ledger) if mark["release"] == release and mark["removal"] is not None
+    ]
     return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
 
 
@@ -187,7 +196,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
         "code_commit": segment.code_commit,
         "export_sha256": candidate.export_sha256,
         "judged_at": format_iso_time(verdict.created_at),
-        "bundle": bundle(ledger, release.number) if release else None,
+        "bundle": newest_bundle_folder(ledger, release.number) if release else None,
         "removed_data": describe_removed_data(ledger, release.number) if release else None,
         **average_tag(segment.result),
     }
@@ -199,7 +208,7 @@ def _tags(ledger: Ledger, candidate: CandidateRow, verdict: VerdictRow) -> dict[
 
 
 def _gain(evidence: dict[str, Any]) -> dict[str, str]:
-    gain = interval_of(evidence.get("target"))
+    gain = confidence_interval(evidence.get("target"))
     return {"gain": f"{gain[0]:+.4f}", "gain_low": f"{gain[1]:+.4f}"} if gain else {}
 
 

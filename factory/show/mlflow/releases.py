@@ -1,29 +1,29 @@
-"""Shows candidates and releases in MLflow's registry: each judged candidate with its decision, and the alias ``champion`` as in the ledger."""
+"""Shows candidates and releases in MLflow's registry: each judged candidate with its decision, and the alias ``find_champion`` as in the ledger."""
 
 from __future__ import annotations
 
 from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
 from factory.ledger.decisions import APPROVED, APPROVED_BY_POLICY, OVERRIDDEN, REJECTED, find_decision, find_override
-from factory.ledger.ledger import Ledger, record, releases
+from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, champion
-from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, waits
+from factory.ledger.rows import CandidateRow, ReleaseRow, Subject, VerdictRow, find_champion
+from factory.release.approvals import APPROVAL_TAG, describe_waiting_candidate, needs_decision
 from factory.release.checks import get_newest_verdict
 from factory.show.mlflow.outages import describe_single_failure
 from factory.show.mlflow.registry import (
     CHAMPION,
     MODEL,
     SHOWN,
-    aliases,
-    bundle,
     describe_removed_data,
     find_version,
     is_complete,
     mark_complete,
-    register,
+    newest_bundle_folder,
+    read_aliases,
+    register_version,
 )
-from factory.show.mlflow.runs import Tracking, short
+from factory.show.mlflow.runs import MlflowTracking, join_reasons
 from factory.show.mlflow.store import convert_mlflow_errors
 from kernels.contract.message import Message
 
@@ -32,7 +32,7 @@ PENDING = "pending"
 ALIAS_SET = "champion_shown"  # event: the version that the champion alias was set to
 
 
-def show_releases(plant: Plant, tracking: Tracking) -> None:
+def show_releases(plant: Plant, tracking: MlflowTracking) -> None:
     """Register every judged candidate that MLflow does not show completely with its newest verdict and release; then set the champion alias.
 
     A candidate that cannot be shown, for example with a changed export, does not stop the others. The first such error is raised at the end.
@@ -41,7 +41,7 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
     """
     if VerdictRow.first(plant.ledger, "WHERE gate = 'release'") is None:
         return  # no candidate was judged yet, so MLflow need not be imported
-    with plant.workspace.lock("release", PATIENCE):
+    with plant.workspace.hold_lock("release", PATIENCE):
         refused: list[Message] = []
         for candidate in _unshown(plant, tracking):
             try:
@@ -60,13 +60,17 @@ def show_releases(plant: Plant, tracking: Tracking) -> None:
         raise InputError(refused[0])
 
 
-def _unshown(plant: Plant, tracking: Tracking) -> list[int]:
+def _unshown(plant: Plant, tracking: MlflowTracking) -> list[int]:
     with convert_mlflow_errors("listing versions"):
         found = tracking.client.search_model_versions(f"name = '{MODEL}'")
     shown = {tuple(v.tags.get(key) for key in SHOWN) for v in found if is_complete(v)}
     ledger = plant.ledger
     released = {
-        row.candidate: (str(row.number), describe_removed_data(ledger, row.number), bundle(ledger, row.number))
+        row.candidate: (
+            str(row.number),
+            describe_removed_data(ledger, row.number),
+            newest_bundle_folder(ledger, row.number),
+        )
         for row in ReleaseRow.select(ledger)
     }
     unshown = []
@@ -78,14 +82,14 @@ def _unshown(plant: Plant, tracking: Tracking) -> list[int]:
     return unshown
 
 
-def _point(plant: Plant, tracking: Tracking) -> None:
+def _point(plant: Plant, tracking: MlflowTracking) -> None:
     """Set MLflow's champion alias to the ledger's champion. If somebody else moved it, record the repair. Raises: TrackingError."""
-    row, client, ledger = champion(plant.ledger), tracking.client, plant.ledger
+    row, client, ledger = find_champion(plant.ledger), tracking.client, plant.ledger
     want = _version(plant, tracking, row) if row else None
     known = ledger.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=ALIAS_SET)
     given = known[0]["detail"]["version"] if known else None
     with convert_mlflow_errors("setting the alias"):
-        found = aliases(client).get(CHAMPION)
+        found = read_aliases(client).get(CHAMPION)
         if found != want:
             if want is None:
                 client.delete_registered_model_alias(MODEL, CHAMPION)
@@ -102,16 +106,16 @@ def _point(plant: Plant, tracking: Tracking) -> None:
                 version=want,
             )
             what = [moved]
-            record(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": what})
+            record_event(tx, "repaired", Subject("release", row.number) if row else MODEL, {"what": what})
         if given != want:
-            record(tx, ALIAS_SET, "mlflow", {"version": want})
+            record_event(tx, ALIAS_SET, "mlflow", {"version": want})
 
 
-def _version(plant: Plant, tracking: Tracking, row: ReleaseRow) -> str:
+def _version(plant: Plant, tracking: MlflowTracking, row: ReleaseRow) -> str:
     """The version of a release's candidate. A deleted version is made again."""
     with convert_mlflow_errors("finding a version"):
         found = find_version(tracking.client, row.candidate, row.export_sha256)
-    return str(found.version) if found else register(plant, tracking, row.candidate)
+    return str(found.version) if found else register_version(plant, tracking, row.candidate)
 
 
 def register_candidate(plant: Plant, candidate_id: int) -> str:
@@ -121,26 +125,26 @@ def register_candidate(plant: Plant, candidate_id: int) -> str:
 
     Raises: InputError when the candidate was not judged or its export changed; TrackingError.
     """
-    tracking = Tracking.open(plant)
+    tracking = MlflowTracking.open(plant)
     verdict = get_newest_verdict(plant.ledger, candidate_id)
     with convert_mlflow_errors("finding a version"):
         before = find_version(tracking.client, candidate_id, verdict.subject_sha256)
-    version = register(plant, tracking, candidate_id)
+    version = register_version(plant, tracking, candidate_id)
     _ask(plant, tracking, verdict, version, dict(before.tags) if before else {})
     mark_complete(tracking.client, version)
     return version
 
 
-def _ask(plant: Plant, tracking: Tracking, verdict: VerdictRow, version: str, given: dict[str, str]) -> None:
+def _ask(plant: Plant, tracking: MlflowTracking, verdict: VerdictRow, version: str, given: dict[str, str]) -> None:
     """Show on a version that it waits for a person's decision, or the decision. ``given``: the tags before."""
-    known = decided(plant.ledger, verdict)
-    if known is None and (waits(plant, verdict) or APPROVAL_TAG in given):
+    known = decision_tags(plant.ledger, verdict)
+    if known is None and (needs_decision(plant, verdict) or APPROVAL_TAG in given):
         if given.get(APPROVAL_TAG, OVERRIDDEN) != OVERRIDDEN and given.get("verdict_id") == str(verdict.id):
             return  # it was asked already, or a person's answer is not carried out yet
-        asked = waits(plant, verdict)
+        asked = needs_decision(plant, verdict)
         known = (
             PENDING if asked else "",
-            describe_waiting_candidate(verdict.number)
+            describe_waiting_candidate(verdict.subject_number)
             if asked
             else Message("releases.nothing_to_approve", "Verdict {verdict} needs no approval.", verdict=verdict.id),
         )
@@ -148,9 +152,9 @@ def _ask(plant: Plant, tracking: Tracking, verdict: VerdictRow, version: str, gi
         set_approval_tags(tracking, version, given, *known)
 
 
-def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
+def decision_tags(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
     """(tag ``approval``, tag ``approval_answer``) of a candidate about which a person decided; None if nobody decided."""
-    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.number)
+    release = ReleaseRow.first(ledger, "WHERE candidate = :candidate", candidate=verdict.subject_number)
     if release:
         by = release.approved_by or APPROVED_BY_POLICY
         if over := find_override(ledger, VerdictRow.get(ledger, release.verdict)):
@@ -172,9 +176,9 @@ def decided(ledger: Ledger, verdict: VerdictRow) -> tuple[str, str] | None:
     return (REJECTED, str(decision)) if decision and decision.word == REJECTED else None
 
 
-def set_approval_tags(tracking: Tracking, version: str, before: dict[str, str], word: str, answer: str) -> None:
+def set_approval_tags(tracking: MlflowTracking, version: str, before: dict[str, str], word: str, answer: str) -> None:
     """Set the tags that answer a person's approval or rejection. Raises: TrackingError."""
     with convert_mlflow_errors("answering an approval"):
-        for key, value in ((ANSWER_TAG, short([answer])), (APPROVAL_TAG, word)):
+        for key, value in ((ANSWER_TAG, join_reasons([answer])), (APPROVAL_TAG, word)):
             if before.get(key) != value:
                 tracking.client.set_model_version_tag(MODEL, version, key, value)

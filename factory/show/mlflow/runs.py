@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from factory.computing.computing import describe
+from factory.computing.computing import describe_computing
 from factory.core.workspace import PATIENCE
-from factory.evals.statistics import interval_of
-from factory.ledger.ledger import exchanges, record, tracked_runs
+from factory.evals.statistics import confidence_interval
+from factory.ledger.ledger import exchanges, record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import (
     CandidateRow,
@@ -31,18 +31,18 @@ from factory.ledger.rows import (
 )
 from factory.release.approvals import APPROVAL_TAG
 from factory.retention.stored import TRAINING
-from factory.runs.running import describe as describe_run
-from factory.runs.running import in_words
+from factory.runs.running import run_line
+from factory.runs.running import run_to_json as describe_run
 from factory.show.mlflow.metrics_follower import (
     METRICS_PER_BATCH,
     MetricsFollower,
     clean_metric_key,
+    flatten_numbers,
     name_evaluation_metrics,
-    numbers,
 )
 from factory.show.mlflow.outages import refuse_during_pause
-from factory.show.mlflow.store import convert_mlflow_errors, flush, open_client, purge_deleted_runs
-from factory.show.pages.release_facts import flatten
+from factory.show.mlflow.store import convert_mlflow_errors, flush_store, open_client, purge_deleted_runs
+from factory.show.pages.release_facts import flatten_keys
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ PATCH = "patch_sha256"  # tag of a proposal's run: the patch that the run shows 
 PARAMS_PER_BATCH = 100  # MLflow's own limit
 
 
-class Tracking:
+class MlflowTracking:
     """A process's access to a workspace's MLflow. Opening costs nothing, because the store is opened at its first use."""
 
     def __init__(self, plant: Plant) -> None:
@@ -99,7 +99,7 @@ class Tracking:
         self._experiments: dict[str, str] = {}
 
     @classmethod
-    def open(cls, plant: Plant) -> Tracking:
+    def open(cls, plant: Plant) -> MlflowTracking:
         return cls(plant)
 
     @property
@@ -114,7 +114,7 @@ class Tracking:
     def _experiment(self, name: str) -> str:
         if name not in self._experiments:
             client = self.client
-            with self.workspace.lock("mlflow", PATIENCE):
+            with self.workspace.hold_lock("mlflow", PATIENCE):
                 found = client.get_experiment_by_name(name)
                 tags = {KIND: LANGUAGE_MODELS if name == EXCHANGES else TRAINING_RUNS, NOTE: ABOUT[name]}
                 if found is None:
@@ -145,7 +145,7 @@ class Tracking:
         mine += f" and tags.{PATCH} = '{tags[PATCH]}'" if tags.get(PATCH) else ""
         with convert_mlflow_errors(f"the run of {subject}"):
             experiment_id = self._experiment(experiment)
-            with self.workspace.lock("mlflow", PATIENCE):
+            with self.workspace.hold_lock("mlflow", PATIENCE):
                 same = client.search_runs([experiment_id], mine, max_results=1)
                 if same:
                     run_id = same[0].info.run_id
@@ -165,7 +165,7 @@ class Tracking:
         """The run of a subject, from the ledger. '' if the ledger has no run, or MLflow no longer has it."""
         from mlflow.exceptions import MlflowException
 
-        known = self.ledger.one(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
+        known = self.ledger.select_first(sa.select(tracked_runs.c.run_id).where(tracked_runs.c.subject == subject))
         with convert_mlflow_errors(f"the run of {subject}"):
             try:
                 return str(self.client.get_run(known["run_id"]).info.run_id) if known else ""
@@ -188,7 +188,7 @@ class Tracking:
         Raises: TrackingError.
         """
         plan = self.ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
-        tags = segment.only("kind generation parent recipe recipe_sha256 data_plan") | {
+        tags = segment.select_fields("kind generation parent recipe recipe_sha256 data_plan") | {
             "segment": segment.id,
             NOTE: Message(
                 "runs.segment",
@@ -203,7 +203,7 @@ class Tracking:
             ),
             "token_shards": len(plan[0]["plan"].get("token_shards", [])) if plan else None,
             "mlflow.source.git.commit": segment.code_commit,
-            "computing": describe(segment.computing) or None,
+            "computing": describe_computing(segment.computing) or None,
         }
         params = {
             "first_step": segment.first_step,
@@ -233,7 +233,7 @@ class Tracking:
     def segment_diagnosed(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
         """Tag a segment's run with a diagnosis, and attach its page. ``event``: the number of the event that records it. Raises: TrackingError."""
         run = self.segment_run(segment)
-        self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": short([why])})
+        self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": join_reasons([why])})
         with convert_mlflow_errors(f"logging {page.name}"):
             self.client.log_text(run, page.read_text(encoding="utf-8"), page.name)
         self._note(Subject("diagnosis", event), DIAGNOSIS_SHOWN, {})
@@ -269,7 +269,7 @@ class Tracking:
             summary = dict(evaluation.summary)
             samples = summary.pop("samples", None)
             files = {"evaluation.json": summary, "samples.json": samples}
-            self._log_once(run, name_evaluation_metrics(numbers(summary)), evaluation.created_at, files)
+            self._log_once(run, name_evaluation_metrics(flatten_numbers(summary)), evaluation.created_at, files)
         if verdict := VerdictRow.newest(self.ledger, "release", subject):
             self._judged(run, candidate, verdict)
         return run
@@ -280,11 +280,11 @@ class Tracking:
         self._tag(run, {"verdict": verdict.outcome, "release": release.number if release else "none"})
         evidence = verdict.evidence(self.ledger)
         gains = {"target": evidence.get("target"), **(evidence.get("guards") or {})}
-        found = {name: interval for name, stored in gains.items() if (interval := interval_of(stored))}
+        found = {name: interval for name, stored in gains.items() if (interval := confidence_interval(stored))}
         values = {f"gain/{name}": gain for name, (gain, _, _) in found.items()}
         values |= {f"gain_low/{name}": low for name, (_, low, _) in found.items()}
         champion = {"champion": {"bpb": evidence.get("champion_bits_per_byte") or {}}}
-        self._log_once(run, numbers(values | champion), verdict.created_at, {})
+        self._log_once(run, flatten_numbers(values | champion), verdict.created_at, {})
 
     def proposal_run(self, number: int) -> str:
         """Make or update the run of a proposal, with verdict, evidence, and the report if it exists. Returns its id.
@@ -292,23 +292,25 @@ class Tracking:
         Raises: TrackingError.
         """
         proposal = ProposalRow.get(self.ledger, number)
-        tags = proposal.only("agent target branch base_commit") | {
+        tags = proposal.select_fields("agent target branch base_commit") | {
             "proposal": number,
             NOTE: f"Proposal {number} by {proposal.agent}, branch {proposal.branch}: {' '.join(proposal.title.split())[:300]}",
             PATCH: proposal.patch_sha256,
             "mlflow.source.git.commit": proposal.commit,
         }
-        params = proposal.only("title predicted_gain")
+        params = proposal.select_fields("title predicted_gain")
         subject, name = Subject("proposal", number), f"proposal-{number}"
         run = self._run(subject, PROPOSALS, name, proposal.created_at, tags, params)
         if proposal.verdict:
             verdict = VerdictRow.get(self.ledger, proposal.verdict)
-            self._tag(run, {"verdict": verdict.outcome, "reasons": short(verdict.reasons), "state": proposal.state})
+            self._tag(
+                run, {"verdict": verdict.outcome, "reasons": join_reasons(verdict.reasons), "state": proposal.state}
+            )
             waits = verdict.outcome == "promote" and proposal.state == "judged"
             if waits and not self._tag_of(run, APPROVAL_TAG):
                 self._tag(run, {APPROVAL_TAG: "pending"})
             evidence = verdict.evidence(self.ledger)
-            self._log_once(run, numbers(evidence), verdict.created_at, {"evidence.json": evidence})
+            self._log_once(run, flatten_numbers(evidence), verdict.created_at, {"evidence.json": evidence})
         if proposal.report and Path(proposal.report).is_file():
             self.log_report(run, Path(proposal.report))
         self._note(subject, SHOWN, {"state": proposal.state})
@@ -339,9 +341,9 @@ class Tracking:
         sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id DESC LIMIT 1"
         newest = self.ledger.read(sql, kind=kind, subject=str(subject))
         if not newest or newest[0]["detail"] != detail:
-            flush(self.workspace)
+            flush_store(self.workspace)
             with self.ledger.begin() as tx:
-                record(tx, kind, subject, detail)
+                record_event(tx, kind, subject, detail)
 
     def proposal_word(self, number: int) -> str:
         """A person's decision about a proposal, from the tag of its run: 'pending', 'approved' or 'rejected'. Raises: TrackingError."""
@@ -361,7 +363,7 @@ class Tracking:
         summary, created = profile["summary"], profile["created_at"]
         tags = {"profile": number, "device": summary.get("device"), "mlflow.source.git.commit": profile["code_commit"]}
         run = self._run(Subject("profile", number), PROFILES, f"profile-{number}", created, tags, {})
-        self._log_once(run, numbers(summary), created, {})
+        self._log_once(run, flatten_numbers(summary), created, {})
         with convert_mlflow_errors(f"logging profile {number}"):
             self.client.log_artifacts(run, str(Path(profile["path"]).parent))
         self._note(Subject("profile", number), PROFILE_SHOWN, {})
@@ -373,9 +375,9 @@ class Tracking:
         Raises: TrackingError.
         """
         arm, subject, name = row.arm, f"arm:{row.id}", f"{row.purpose}: {row.arm['name']}"
-        params = {name: short([str(value)]) for name, value in _params(arm).items() if value is not None}
+        params = {name: join_reasons([str(value)]) for name, value in _params(arm).items() if value is not None}
         run = self._run(subject, ARMS, name, row.started_at, {"mlflow.source.git.commit": arm["code"]}, params)
-        about = {"purpose": row.purpose, "for": row.subject, "state": row.state, NOTE: in_words(describe_run(row))}
+        about = {"purpose": row.purpose, "for": row.subject, "state": row.state, NOTE: run_line(describe_run(row))}
         self._tag(run, about)
 
         def close() -> None:
@@ -470,10 +472,12 @@ def average_tag(result: Mapping[str, Any] | None) -> dict[str, str]:
 
 def _params(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """``tree``, flattened, with names that MLflow accepts."""
-    return {clean_metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten(tree).items()}
+    return {
+        clean_metric_key(f"{prefix}{name}".replace("*", "others")): value for name, value in flatten_keys(tree).items()
+    }
 
 
-def short(reasons: list[str], limit: int = 500) -> str:
+def join_reasons(reasons: list[str], limit: int = 500) -> str:
     """Reasons as text that fits into one tag."""
     text = "; ".join(reasons)
     return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -23,14 +23,14 @@ import sqlalchemy as sa
 from factory.core.workspace import PATIENCE, Workspace
 from factory.show.mlflow.names import mlflow_server_options, server_names
 from factory.show.mlflow.outages import TrackingError as TrackingError
-from factory.show.mlflow.outages import advice, note_server_failure, refuse_during_pause
+from factory.show.mlflow.outages import note_server_failure, refuse_during_pause, repair_advice
 
 if TYPE_CHECKING:
     from mlflow.tracking import MlflowClient
 
-Seen = tuple[int, object]  # the inode of a store's file, and the version of its schema
+StoreVersion = tuple[int, object]  # the inode of a store's file, and the version of its schema
 _engines: dict[
-    str, tuple[Seen, list[sa.Engine]]
+    str, tuple[StoreVersion, list[sa.Engine]]
 ] = {}  # by address: inode and schema at the last opening, and the engines
 GC_SECONDS = 600.0
 # MLflow reads these once, when it is imported: no usage reports, no progress lines, no git executable needed.
@@ -59,7 +59,11 @@ def convert_mlflow_errors(doing: str) -> Iterator[None]:
         note_server_failure(error, time.monotonic() - began)
         why = str(error).splitlines()[0] if str(error) else repr(error)
         raise TrackingError(
-            "store.failed", "MLflow: {doing} failed: {reason}{advice}", doing=doing, reason=why, advice=advice(error)
+            "store.failed",
+            "MLflow: {doing} failed: {reason}{advice}",
+            doing=doing,
+            reason=why,
+            advice=repair_advice(error),
         ) from error
 
 
@@ -76,7 +80,7 @@ def open_client(workspace: Workspace) -> MlflowClient:
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
     uri = workspace.mlflow_uri
     _read_migrations_once()
-    with convert_mlflow_errors(f"opening {uri}"), workspace.lock("mlflow", PATIENCE):
+    with convert_mlflow_errors(f"opening {uri}"), workspace.hold_lock("mlflow", PATIENCE):
         if path := _sqlite_path(uri):
             _create_store(path, workspace.mlflow_artifacts)
             with closing(_connect(path, 1.0)) as connection:  # MLflow retries a broken file for 100 s
@@ -128,7 +132,7 @@ def check_writable(workspace: Workspace, patience: float = 1.0) -> None:
             connection.rollback()
 
 
-def flush(workspace: Workspace) -> None:
+def flush_store(workspace: Workspace) -> None:
     """Flush the workspace's SQLite store to disk. Call this before the ledger records that MLflow has something.
 
     A server flushes by itself. Raises: TrackingError.
@@ -231,7 +235,7 @@ def _create_store(path: Path, artifacts: Path) -> None:
     os.replace(aside, path)  # 'flush' later flushes the new name too
 
 
-def _flush_less(uri: str, artifacts: Path, seen: Seen) -> None:
+def _flush_less(uri: str, artifacts: Path, seen: StoreVersion) -> None:
     """Let SQLite flush at checkpoints instead of at each commit. In WAL mode the store stays undamaged, and the factory sends again everything
     that a power cut loses. MLflow has no setting for this, but its clients share one engine for each address, which is changed here."""
     from mlflow.store.model_registry.sqlalchemy_store import SqlAlchemyStore as Registry

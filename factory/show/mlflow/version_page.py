@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from factory.evals.statistics import interval_of
+from factory.evals.statistics import confidence_interval
 from factory.ledger.rows import CandidateRow, SegmentRow, VerdictRow
 from kernels.contract.message import Message
 
@@ -19,7 +19,7 @@ TRAINING_MODE = "workflowType=machine_learning"  # opens MLflow's pages for trai
 
 
 @dataclass(frozen=True)
-class Place:
+class RunAddress:
     """A run in MLflow, and the addresses of its pages."""
 
     run: str
@@ -28,7 +28,7 @@ class Place:
     def link(self, part: str = "") -> str:
         return f"#/experiments/{self.experiment}/runs/{self.run}{part}?{TRAINING_MODE}"
 
-    def model_page(self, other: Place) -> str:
+    def model_page(self, other: RunAddress) -> str:
         """The address of the page that compares this run with another."""
         runs, experiments = json.dumps([self.run, other.run]), json.dumps([self.experiment])
         return f"#/compare-runs?runs={quote(runs)}&experiments={quote(experiments)}&{TRAINING_MODE}"
@@ -38,16 +38,16 @@ class Place:
 class VersionLinks:
     """Runs, files and facts that the page of a version links to or names."""
 
-    candidate: Place
-    training: Place | None = None
-    champion: Place | None = None  # the champion that the candidate was compared with
+    candidate: RunAddress
+    training: RunAddress | None = None
+    champion: RunAddress | None = None  # the champion that the candidate was compared with
     release: int | None = None
     bundle: str | None = None  # its folder
     pictures: Mapping[str, str] = field(default_factory=dict)  # their titles by name
     overridden: str | None = None  # the person who released it although the gate held it, and the reason
 
 
-def page(
+def render_description(
     candidate: CandidateRow, segment: SegmentRow, verdict: VerdictRow, evidence: dict[str, Any], places: VersionLinks
 ) -> str:
     """The description of a version. Its first line has no markup, because a list of versions shows that line as it is."""
@@ -120,12 +120,12 @@ def _to_do(verdict: VerdictRow, places: VersionLinks) -> list[str]:
 
 
 def _words(stored: Any) -> str:
-    found = interval_of(stored)
+    found = confidence_interval(stored)
     return f"{found[0]:+.3f} (95 %: {found[1]:+.3f} … {found[2]:+.3f})".replace("-", "−") if found else NOT_MEASURED
 
 
 def _worst(guards: Any) -> str:
-    measured = {name: found for name, stored in (guards or {}).items() if (found := interval_of(stored))}
+    measured = {name: found for name, stored in (guards or {}).items() if (found := confidence_interval(stored))}
     if not measured:
         return NOT_MEASURED
     name = min(measured, key=lambda one: measured[one][1])

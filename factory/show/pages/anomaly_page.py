@@ -6,25 +6,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agents.core.pages import render
-from factory.diagnosis.wording import documents_of
+from agents.core.pages import render_page
+from factory.diagnosis.wording import read_shown_documents
 from factory.ledger.anomalies import describe_explanation, draft_proposal_for_rate, find_explanation
 from factory.ledger.plant import Plant
-from factory.show.pages.pictures import curves
+from factory.show.pages.pictures import draw_curves
 from kernels.contract.files import write_atomically
 
 TEMPLATE = Path(__file__).with_name("anomaly.html.jinja")
 SHOWN = ("kind", "segment", "onset", "last", "causes", "why", "steps", "budget", "guilty", "triggers")
 
 
-def page_of(plant: Plant, detail: Mapping[str, Any]) -> Path:
+def diagnosis_page_path(plant: Plant, detail: Mapping[str, Any]) -> Path:
     return (plant.ledger.root or Path()) / detail["report"]
 
 
-def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
+def write_diagnosis_page(plant: Plant, detail: Mapping[str, Any]) -> Path:
     """Write the page of a diagnosis, as ``newest_details_by_anomaly`` returns it; returns the path. A diagnosis from before December 2026 has no curves in the
     ledger, so its existing page is kept."""
-    path, lead = page_of(plant, detail), detail["lead"]
+    path, lead = diagnosis_page_path(plant, detail), detail["lead"]
     if "drawn" not in detail and path.is_file():
         path.touch()
         return path
@@ -38,11 +38,11 @@ def write(plant: Plant, detail: Mapping[str, Any]) -> Path:
     said = find_explanation(plant.ledger, lead)
     write_atomically(
         path,
-        render(
+        render_page(
             TEMPLATE, lead=lead, **{key: detail[key] for key in SHOWN},
-            loss=curves(loss, marks=marks), norms=curves(norms, marks=marks),
+            loss=draw_curves(loss, marks=marks), norms=draw_curves(norms, marks=marks),
             arms=[{**arm, "shows": words[arm["fires"]]} for arm in detail["arms"]],
-            documents=documents_of(plant, detail["guilty"] or detail["triggers"]),
+            documents=read_shown_documents(plant, detail["guilty"] or detail["triggers"]),
             state=describe_explanation(detail, said), claims=said["claims"] if said else [], draft=draft_proposal_for_rate(detail),
         ),
     )  # fmt: skip

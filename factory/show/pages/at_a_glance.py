@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from agents.core.pages import number
+from agents.core.pages import number_text
 from factory.gates.release.licences import NONE
 from factory.gates.release.reasons import is_to_do_line
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, VerdictRow
-from factory.show.pages.provenance import made_of
-from factory.show.pages.release_facts import BETTER, TARGET, WORSE, interval
-from factory.show.pages.release_pictures import ChampionComparison, mapping
+from factory.show.pages.provenance import training_data_of
+from factory.show.pages.release_facts import BETTER, TARGET, WORSE, gain_with_interval
+from factory.show.pages.release_pictures import ChampionComparison, dict_or_empty
 from kernels.contract.message import Message
 
 MOST = 6  # at most this many shares are named
 
 
-def at_a_glance(
+def summarise_candidate(
     ledger: Ledger, found: ChampionComparison, verdict: VerdictRow | None, release: ReleaseRow | None
 ) -> dict[str, str]:
     """The summary, as ``{question: answer}``."""
@@ -28,7 +28,9 @@ def at_a_glance(
 
 
 def _compared(found: ChampionComparison) -> dict[str, str]:
-    gains = {name: interval(stored) for name, stored in sorted(mapping(found.evidence.get("guards")).items())}
+    gains = {
+        name: gain_with_interval(stored) for name, stored in sorted(dict_or_empty(found.evidence.get("guards")).items())
+    }
     named = lambda wanted: "; ".join(
         _change(found, name) for name, gain in gains.items() if gain and wanted(gain["shows"])
     )
@@ -44,7 +46,7 @@ def _compared(found: ChampionComparison) -> dict[str, str]:
         "Better": named(lambda shows: shows == BETTER) or "nothing was shown to be",
         "Worse": named(lambda shows: shows == WORSE) or "nothing was shown to be",
         **({"Not shown": unclear} if unclear else {}),
-        "How sure": _how_sure(mapping(found.evidence.get(TARGET))),
+        "How sure": _how_sure(dict_or_empty(found.evidence.get(TARGET))),
     }
 
 
@@ -52,12 +54,14 @@ def _change(found: ChampionComparison, name: str) -> str:
     if name == "cloze":
         before, after = found.evidence.get("champion_cloze"), found.evidence.get("cloze")
         return f"cloze {_share(before)} → {_share(after)} right"
-    before, after = (mapping(found.evidence.get(key)).get(name) for key in ("champion_bits_per_byte", "bits_per_byte"))
-    return f"{name} {number(before)} → {number(after)} bits per byte"
+    before, after = (
+        dict_or_empty(found.evidence.get(key)).get(name) for key in ("champion_bits_per_byte", "bits_per_byte")
+    )
+    return f"{name} {number_text(before)} → {number_text(after)} bits per byte"
 
 
 def _how_sure(stored: Any) -> str:
-    gain = interval(dict(stored))
+    gain = gain_with_interval(dict(stored))
     if not gain:
         return Message("at_a_glance.not_measured", "The target was not measured.")
     return Message(
@@ -67,25 +71,25 @@ def _how_sure(stored: Any) -> str:
         gain=gain["gain"],
         low=gain["low"],
         high=gain["high"],
-        sources=number(stored.get("clusters")),
-        effective=number(stored.get("effective"), 0),
+        sources=number_text(stored.get("clusters")),
+        effective=number_text(stored.get("effective"), 0),
     )
 
 
 def _trained_on(ledger: Ledger, segment: int) -> str:
-    made = made_of(ledger, segment)
+    made = training_data_of(ledger, segment)
     domains: dict[str, float] = {}
     for shard in made["shards"]:
-        for name, counted in mapping(shard["domains"]).items():
-            domains[name] = domains.get(name, 0) + mapping(counted).get("supervised_tokens", 0)
+        for name, counted in dict_or_empty(shard["domains"]).items():
+            domains[name] = domains.get(name, 0) + dict_or_empty(counted).get("supervised_tokens", 0)
     licences = {name or NONE: count for name, count in made["licences"].items()}
     tokens, steps = sum(shard["tokens"] for shard in made["shards"]), made["segments"][-1]["last_step"]
     drawn = Message(
         "at_a_glance.trained_on",
         "{steps} steps on {shards:,|token shard|token shards} with {tokens} tokens",
-        steps=number(steps),
+        steps=number_text(steps),
         shards=len(made["shards"]),
-        tokens=number(tokens),
+        tokens=number_text(tokens),
     )
     shares = [
         f"by {name}: {found}" for name, found in (("domain", _shares(domains)), ("licence", _shares(licences))) if found

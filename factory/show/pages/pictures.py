@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from agents.core.pages import number, text
+from agents.core.pages import html_text, number_text
 
 Points = Sequence[tuple[float, float]]
 BINS = 240  # a curve has at most this many points
@@ -18,7 +18,7 @@ def _legend(colours: Mapping[str, str], left: float) -> str:
     out, x = [], left
     for name, colour in colours.items():
         out.append(f'<rect x="{x:.0f}" y="2" width="11" height="11" rx="3" fill="var(--{colour})"/>')
-        out.append(f'<text class="dim" x="{x + 17:.0f}" y="12">{text(name[:24])}</text>')
+        out.append(f'<text class="dim" x="{x + 17:.0f}" y="12">{html_text(name[:24])}</text>')
         x += 44 + 7 * len(name[:24])
     return "".join(out)
 
@@ -30,7 +30,7 @@ def _drawing(height: float, *parts: str, legend: str = "") -> str:
     return f'<svg viewBox="0 0 {WIDTH} {height + above:.0f}" role="img">{legend}{moved}</svg>'
 
 
-def bars(
+def draw_bars(
     groups: Mapping[str, Mapping[str, float | None]],
     series: Sequence[str],
     between: Mapping[tuple[str, str], tuple[float, float]] | None = None,
@@ -48,7 +48,7 @@ def bars(
     for name, group in groups.items():
         shown = [(i, s, group.get(s)) for i, s in enumerate(series) if _finite(group.get(s))]
         out.append(
-            f'<text x="{left - 14}" y="{y + thick * len(shown) / 2 + 4:.1f}" text-anchor="end">{text(name[:18])}</text>'
+            f'<text x="{left - 14}" y="{y + thick * len(shown) / 2 + 4:.1f}" text-anchor="end">{html_text(name[:18])}</text>'
         )
         for i, one, value in shown:
             assert value is not None
@@ -65,7 +65,11 @@ def bars(
                     f'<line x1="{left + low:.1f}" x2="{left + high:.1f}" y1="{middle:.1f}" y2="{middle:.1f}" stroke="var(--ink)" stroke-width="1.6"/>'
                 )
                 length = max(length, high)
-            words = f"{number(value)}  ({number(ends[0])} … {number(ends[1])})" if ends else number(value)
+            words = (
+                f"{number_text(value)}  ({number_text(ends[0])} … {number_text(ends[1])})"
+                if ends
+                else number_text(value)
+            )
             out.append(f'<text x="{left + length + 7:.1f}" y="{y + 11:.1f}"{weight}>{words}</text>')
             y += thick
         y += 16
@@ -85,7 +89,7 @@ def draw_intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
     out, y = [], 16
     for name, (value, lower, upper) in rows.items():
         colour = "good" if lower > 0 else "bad" if upper < 0 else "soft"
-        out.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{text(name[:18])}</text>')
+        out.append(f'<text x="{left - 14}" y="{y + 4}" text-anchor="end">{html_text(name[:18])}</text>')
         out.append(
             f'<line x1="{x(lower):.1f}" x2="{x(upper):.1f}" y1="{y}" y2="{y}" stroke="var(--{colour})" stroke-width="2.5"'
             f' stroke-linecap="round"/><circle cx="{x(value):.1f}" cy="{y}" r="4.5" fill="var(--{colour})"/>'
@@ -97,7 +101,7 @@ def draw_intervals(rows: Mapping[str, tuple[float, float, float]]) -> str:
     return _drawing(y + 8, zero, *out, foot)
 
 
-def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()) -> str:
+def draw_curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = ()) -> str:
     """Lines over steps, each averaged into at most ``BINS`` points. ``marks``: steps with a name, such as a branch or a new generation."""
     made = {name: _binned([p for p in points if _finite(p[0]) and _finite(p[1])]) for name, points in lines.items()}
     made = {name: points for name, points in made.items() if len(points) > 1}
@@ -119,7 +123,9 @@ def curves(lines: Mapping[str, Points], *, marks: Sequence[tuple[float, str]] = 
             out.append(
                 f'<line class="zero" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{top}" y2="{bottom}" stroke-dasharray="2 4"/>'
             )
-            out.append(f'<text class="dim" x="{x(step) - 5:.1f}" y="{top + 4}" text-anchor="end">{text(name)}</text>')
+            out.append(
+                f'<text class="dim" x="{x(step) - 5:.1f}" y="{top + 4}" text-anchor="end">{html_text(name)}</text>'
+            )
     for i, points in enumerate(made.values()):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
         out.append(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agents.core.pages import render
+from agents.core.pages import render_page
 from agents.core.proposal import gain_with_unit
 from factory.gates.case import read_reasons
 from factory.git import repository
@@ -20,28 +20,28 @@ TEMPLATE = Path(__file__).with_name("proposal.html.jinja")
 NOT_MEASUREMENTS = ("state", "reasons", "stage_seconds")  # entries of a stage that have their own columns
 
 
-def write(plant: Plant, number: int) -> Path:
+def write_proposal_report(plant: Plant, number: int) -> Path:
     """Write both files of a judged proposal, and record the HTML file in the ledger. Returns the path of the HTML file."""
     row = ProposalRow.get(plant.ledger, number)
     code, reports = plant.workspace.repository, plant.workspace.reports
-    facts = row.only("number agent target title hypothesis predicted_gain outcome reasons") | {
+    facts = row.select_fields("number agent target title hypothesis predicted_gain outcome reasons") | {
         "evidence": row.evidence(plant.ledger),
-        "patch": repository.patch(code, row.base_commit, row.commit) if row.commit else "",
+        "patch": repository.read_patch(code, row.base_commit, row.commit) if row.commit else "",
     }
     reports.mkdir(parents=True, exist_ok=True)
     write_atomically(reports / f"proposal-{number}.json", json.dumps(facts, indent=1, default=str))
     path = reports / f"proposal-{number}.html"
-    write_atomically(path, page(facts))
+    write_atomically(path, render_proposal(facts))
     with plant.ledger.begin() as tx:
-        inside = plant.ledger.inside(path)
+        inside = plant.ledger.to_stored_path(path)
         tx.execute(proposals.update().where(proposals.c.number == number).values(report=inside))
     return path
 
 
-def page(facts: Mapping[str, Any]) -> str:
+def render_proposal(facts: Mapping[str, Any]) -> str:
     """The HTML page. ``facts``: the content of ``proposal-N.json``."""
     predicted, evidence = facts["predicted_gain"], {"stages": {}} | facts["evidence"]
-    return render(
+    return render_page(
         TEMPLATE,
         **facts,
         head={

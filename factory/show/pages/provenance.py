@@ -12,14 +12,20 @@ from factory.data.selecting import find_keys
 from factory.data.synthetic import count_synthetic, count_written_by_release
 from factory.gates.release.licences import count_tokens_by_licence
 from factory.ingest.document import read_maker
-from factory.ingest.rules.claims import conflicts
+from factory.ingest.rules.claims import find_licence_conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
-from factory.ledger.removals import REMOVED_FATE, describe_mark, marks, removal_number_of_rule, removals
+from factory.ledger.removals import (
+    REMOVED_FATE,
+    describe_mark,
+    list_marked_releases,
+    list_removals,
+    removal_number_of_rule,
+)
 from factory.ledger.rows import ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.training.planning import plan_of
+from factory.training.planning import read_data_plan
 
 
-def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
+def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     """Every document with this id or key: its shard, fate, removal and match; ``segments`` whose data plan has it; ``seen``, each step that was
     trained on it; ``releases`` that were trained on it, with ``times`` (epochs). If its steps are unknown, ``steps_unknown`` is the reason, and
     ``releases`` are those that may have been trained on it.
@@ -27,23 +33,25 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
     Raises: InputError with near ids when no document has this id or key.
     """
     keys = find_keys(ledger, name)
-    found = ledger.rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
+    found = ledger.select_rows(sa.select(documents).where(documents.c.key.in_(keys)).order_by(documents.c.key))
     lines = SegmentRow.select(ledger)
     behind = {
         release.number: list_contributing_segments(ledger, release.segment) for release in ReleaseRow.select(ledger)
     }
-    held = {line.id: {shard["id"] for shard in plan_of(ledger, line)["token_shards"]} for line in lines}
-    taken = {removal.number: removal for removal in removals(ledger)}
+    held = {line.id: {shard["id"] for shard in read_data_plan(ledger, line)["token_shards"]} for line in lines}
+    taken = {removal.number: removal for removal in list_removals(ledger)}
     for row in found:
-        shard = ledger.one(
+        shard = ledger.select_first(
             sa.select(shards.c.name, shards.c.state, shards.c.path).where(shards.c.sha256 == row["shard"])
         )
         row["shard_name"] = shard and shard["name"]
         row["removal"] = vars(taken[removal_number_of_rule(row["rule"])]) if row["fate"] == REMOVED_FATE else None
         row["synthetic_by"] = read_maker(row["detail"])
-        row["licence_claims"] = [vars(claim) for one in conflicts(ledger, row["key"]) for claim in one.claims]
+        row["licence_claims"] = [
+            vars(claim) for one in find_licence_conflicts(ledger, row["key"]) for claim in one.claims
+        ]
         if row["matched"]:
-            other = ledger.one(
+            other = ledger.select_first(
                 sa.select(documents.c.id, documents.c.shard, documents.c.fate).where(documents.c.key == row["matched"])
             )
             row["matched_document"] = other
@@ -52,7 +60,7 @@ def of_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         if row["token_shard"]:
             _follow(ledger, row, [line for line in lines if line.id in row["segments"]], behind)
         if row["fate"] == "held_out":
-            row["held_out_as"] = ledger.one(
+            row["held_out_as"] = ledger.select_first(
                 sa.select(held_out.c.domain, held_out.c.group_key, held_out.c.sealed).where(
                     held_out.c.key == row["key"]
                 )
@@ -66,10 +74,10 @@ def _follow(ledger: Ledger, row: dict[str, Any], lines: list[SegmentRow], behind
     unknown: set[int] = set()
     for line in lines:
         try:
-            seen[line.id] = exposure.of(line).get(key, [])
+            seen[line.id] = exposure.steps_by_document(line).get(key, [])
         except UnknownExposureError as error:
             row["steps_unknown"] = str(error)
-            unknown |= {line.id} if exposure.wanted(line) else set()
+            unknown |= {line.id} if exposure.documents_in_plan(line) else set()
     row["seen"] = [vars(one) for line in lines for one in seen.get(line.id, ())]
     for number, trained in behind.items():
         mine = [one for line in trained for one in seen.get(line.id, ())]
@@ -82,7 +90,7 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict; segments with run, recipe, code and data plan; token shards with documents and supervised tokens by
     licence; shards; document counts by domain; supervised tokens by licence ('' without a licence); synthetic tokens by maker.
     ``licence_conflicts``: documents that also came with other licences and that no person settled. ``wrote``: the number of training documents
-    that this release wrote, and the releases that may have been trained on them. ``marks``: its data that was quarantined or removed since.
+    that this release wrote, and the releases that may have been trained on them. ``list_marked_releases``: its data that was quarantined or removed since.
 
     Raises: InputError with the list of releases when there is no release ``number``.
     """
@@ -93,30 +101,30 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
     )
     return {
         "release": vars(release),
-        "verdict": verdict.only("outcome reasons against policy_sha256"),
+        "verdict": verdict.select_fields("outcome reasons against policy_sha256"),
         "run": run[0]["run_id"] if run else None,
         "wrote": _wrote(ledger, release),
-        "marks": [describe_mark(mark) for mark in marks(ledger) if mark["release"] == number],
-    } | made_of(ledger, release.segment)
+        "marks": [describe_mark(mark) for mark in list_marked_releases(ledger) if mark["release"] == number],
+    } | training_data_of(ledger, release.segment)
 
 
-def made_of(ledger: Ledger, segment: int) -> dict[str, Any]:
+def training_data_of(ledger: Ledger, segment: int) -> dict[str, Any]:
     """What a segment's model was made of: segments of its lineage, token shards with their shards, supervised tokens by licence."""
     runs = {row["subject"]: row["run_id"] for row in ledger.read("SELECT subject, run_id FROM tracked_runs")}
     steps = []
     used: dict[str, int] = {}
     for row in SegmentRow.lineage(ledger, segment):
-        used |= {shard["id"]: shard["generation"] for shard in plan_of(ledger, row)["token_shards"]}
-        kept = row.only("id kind parent first_step last_step recipe recipe_sha256 data_plan code_commit")
+        used |= {shard["id"]: shard["generation"] for shard in read_data_plan(ledger, row)["token_shards"]}
+        kept = row.select_fields("id kind parent first_step last_step recipe recipe_sha256 data_plan code_commit")
         averaged = (row.result or {}).get("averaged")
         kept |= {"run": runs.get(str(Subject("segment", row.id)))}
         steps.append(kept | ({"averaged": averaged} if averaged else {}))
-    listed = ledger.rows(
+    listed = ledger.select_rows(
         sa.select(*(token_shards.c[name] for name in ("id", "shard", "documents", "tokens", "domains")), shards.c.name)
         .join(shards, shards.c.sha256 == token_shards.c.shard).where(token_shards.c.id.in_(used)).order_by(token_shards.c.created_at)
     )  # fmt: skip
     by_shard = _licences(ledger)
-    unsettled = [one for one in conflicts(ledger) if one.token_shard in used and not one.settled]
+    unsettled = [one for one in find_licence_conflicts(ledger) if one.token_shard in used and not one.is_settled]
     for shard in listed:
         licences = by_shard.get(shard["id"], [])
         shard |= {
@@ -143,7 +151,7 @@ def _wrote(ledger: Ledger, release: ReleaseRow) -> dict[str, Any]:
         planned = {
             shard["id"]
             for row in list_contributing_segments(ledger, other.segment)
-            for shard in plan_of(ledger, row)["token_shards"]
+            for shard in read_data_plan(ledger, row)["token_shards"]
         }
         read_by += [other.number] if planned & held.keys() else []
     return {"documents": sum(held.values()), "releases": read_by}
@@ -158,12 +166,12 @@ def list_release_documents(ledger: Ledger, number: int) -> Iterator[dict[str, An
     used = {
         shard["id"]
         for row in list_contributing_segments(ledger, release.segment)
-        for shard in plan_of(ledger, row)["token_shards"]
+        for shard in read_data_plan(ledger, row)["token_shards"]
     }
     names = ("key", "id", "domain", "source", "license", "fate", "detail", "supervised_tokens", "token_shard")
     for shard in sorted(used):
         chosen = sa.select(*(documents.c[name] for name in names)).where(documents.c.token_shard == shard)
-        for row in ledger.rows(chosen.order_by(documents.c.shard, documents.c.row)):
+        for row in ledger.select_rows(chosen.order_by(documents.c.shard, documents.c.row)):
             yield row | {"synthetic_by": read_maker(row.pop("detail"))}
 
 

@@ -7,20 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.evals.statistics import compare, interval_of
+from factory.evals.statistics import compare_items, confidence_interval
 from factory.git import repository
-from factory.ledger.decisions import find_decision, find_override, undecided
+from factory.ledger.decisions import find_decision, find_override, list_undecided_verdicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
-from factory.show.pages.provenance import made_of
+from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
+from factory.show.pages.provenance import training_data_of
 
 Facts = dict[str, Any]
 TARGET = "target"
 BETTER, WORSE, UNCLEAR = "better", "worse", "no difference shown"
 
 
-def find(ledger: Ledger, name: str) -> tuple[CandidateRow, ReleaseRow | None]:
+def find_release_or_candidate(ledger: Ledger, name: str) -> tuple[CandidateRow, ReleaseRow | None]:
     """The candidate and the release of a name: '2' is release 2, 'c3' is candidate 3. Raises: InputError."""
     number = name.removeprefix("c")
     if not (number.isascii() and number.isdecimal() and len(number) < 10):
@@ -36,10 +36,10 @@ def find(ledger: Ledger, name: str) -> tuple[CandidateRow, ReleaseRow | None]:
     return CandidateRow.get(ledger, release.candidate), release
 
 
-def listed(ledger: Ledger) -> list[Facts]:
+def list_releases(ledger: Ledger) -> list[Facts]:
     """Every release, oldest first, then every other candidate. ``state``: the release's state, or 'waits for approval', 'rejected', 'held' …"""
-    best = champion(ledger)
-    waiting = {verdict.number for verdict in undecided(ledger)}
+    best = find_champion(ledger)
+    waiting = {verdict.subject_number for verdict in list_undecided_verdicts(ledger)}
     released = {row.candidate: row for row in ReleaseRow.select(ledger)}
     rows = [
         _listed(ledger, candidate, released.get(candidate.id), waiting) for candidate in CandidateRow.select(ledger)
@@ -59,7 +59,7 @@ def _listed(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None,
         "at": release.created_at if release else verdict.created_at if verdict else candidate.created_at,
         "verdict": verdict and verdict.outcome,
         "against": verdict and verdict.against,
-        "gain": interval(evidence.get(TARGET)),
+        "gain": gain_with_interval(evidence.get(TARGET)),
         "approved_by": release and release.approved_by,
         "override": find_override(ledger, verdict) if verdict else None,
     }
@@ -76,16 +76,16 @@ def _state(ledger: Ledger, verdict: VerdictRow | None, waits: bool) -> str:
     return "waits for approval" if waits else "out of date"
 
 
-def shown(plant: Plant, name: str) -> Facts:
+def release_details(plant: Plant, name: str) -> Facts:
     """Facts about one release or candidate: gains with their intervals, training data, approval, and the places of its report and its model.
 
     Raises: InputError.
     """
-    candidate, release = find(plant.ledger, name)
+    candidate, release = find_release_or_candidate(plant.ledger, name)
     verdict = _verdict(plant.ledger, candidate, release)
     evidence = verdict.evidence(plant.ledger) if verdict else {}
-    best = champion(plant.ledger)
-    waiting = {row.number for row in undecided(plant.ledger)}
+    best = find_champion(plant.ledger)
+    waiting = {row.subject_number for row in list_undecided_verdicts(plant.ledger)}
     decision = find_decision(plant.ledger, verdict) if verdict else None
     report = plant.workspace.reports / f"candidate-{candidate.id}.html"
     is_champion = best is not None and best.candidate == candidate.id
@@ -94,8 +94,8 @@ def shown(plant: Plant, name: str) -> Facts:
         | {
             "champion": is_champion,
             "reasons": verdict.reasons if verdict else [],
-            "measured": {TARGET: interval(evidence.get(TARGET))}
-            | {guard: interval(found) for guard, found in sorted((evidence.get("guards") or {}).items())},
+            "measured": {TARGET: gain_with_interval(evidence.get(TARGET))}
+            | {guard: gain_with_interval(found) for guard, found in sorted((evidence.get("guards") or {}).items())},
             "bits_per_byte": evidence.get("bits_per_byte") or {},
             "champion_bits_per_byte": evidence.get("champion_bits_per_byte") or {},
             "decision": decision and vars(decision),
@@ -109,13 +109,13 @@ def shown(plant: Plant, name: str) -> Facts:
             if release
             else None,
         }
-        | made_of(plant.ledger, candidate.segment)
+        | training_data_of(plant.ledger, candidate.segment)
     )
 
 
-def interval(stored: Any) -> Facts | None:
+def gain_with_interval(stored: Any) -> Facts | None:
     """A gain of the evidence, with its 95 % interval and what the interval shows. A positive gain is better. None: not measured."""
-    found = interval_of(stored)
+    found = confidence_interval(stored)
     if found is None:
         return None
     gain, low, high = found
@@ -130,12 +130,12 @@ def _verdict(ledger: Ledger, candidate: CandidateRow, release: ReleaseRow | None
 
 
 # -- the difference of two ----------------------------------------------------------------------------------------------
-def difference(plant: Plant, one: str, other: str) -> Facts:
+def compare_releases(plant: Plant, one: str, other: str) -> Facts:
     """The difference from ``one`` to ``other``: gains by domain with intervals, recipe keys, data, commits. Raises: InputError."""
-    (a, _), (b, _) = find(plant.ledger, one), find(plant.ledger, other)
+    (a, _), (b, _) = find_release_or_candidate(plant.ledger, one), find_release_or_candidate(plant.ledger, other)
     first, second = SegmentRow.get(plant.ledger, a.segment), SegmentRow.get(plant.ledger, b.segment)
-    before, after = made_of(plant.ledger, first.id), made_of(plant.ledger, second.id)
-    keys = [flatten(segment.recipe_json) for segment in (first, second)]
+    before, after = training_data_of(plant.ledger, first.id), training_data_of(plant.ledger, second.id)
+    keys = [flatten_keys(segment.recipe_json) for segment in (first, second)]
     recipes = {key: [one.get(key) for one in keys] for key in sorted({*keys[0], *keys[1]})}
     named = lambda facts: {shard["id"]: shard["name"] for shard in facts["shards"]}
     return {
@@ -150,7 +150,9 @@ def difference(plant: Plant, one: str, other: str) -> Facts:
         },
         "code": {
             "commits": [first.code_commit, second.code_commit],
-            "between": repository.subjects(plant.workspace.repository, first.code_commit, second.code_commit),
+            "between": repository.list_commit_subjects(
+                plant.workspace.repository, first.code_commit, second.code_commit
+            ),
         },
         "steps": [first.last_step, second.last_step],
     }
@@ -158,16 +160,25 @@ def difference(plant: Plant, one: str, other: str) -> Facts:
 
 def _compared(ledger: Ledger, one: int, other: int) -> Facts:
     """Compare item by item on the newest suite on which both were measured. Without such a suite: only the numbers, without intervals."""
-    from factory.evals.evaluator import items_of  # which loads torch
+    from factory.evals.evaluator import read_items_of_evaluation  # which loads torch
 
     ours, theirs = (EvaluationRow.select(ledger, "WHERE candidate = :c ORDER BY id DESC", c=c) for c in (other, one))
     pairs = [(mine, its) for mine in ours for its in theirs if mine.suite_sha256 == its.suite_sha256]
     mine, its = pairs[0] if pairs else (ours[0] if ours else None, theirs[0] if theirs else None)
-    found = compare(items_of(ledger, pairs[0][0].id), items_of(ledger, pairs[0][1].id), {}) if pairs else None
+    found = (
+        compare_items(
+            read_items_of_evaluation(ledger, pairs[0][0].id), read_items_of_evaluation(ledger, pairs[0][1].id), {}
+        )
+        if pairs
+        else None
+    )
     gains = (
         {}
         if found is None
-        else {TARGET: interval(vars(found[0])), **{k: interval(vars(g)) for k, g in found[1].items()}}
+        else {
+            TARGET: gain_with_interval(vars(found[0])),
+            **{k: gain_with_interval(vars(g)) for k, g in found[1].items()},
+        }
     )
     levels = [(row.summary.get("bpb") or {}) if row else {} for row in (its, mine)]
     return {
@@ -177,12 +188,12 @@ def _compared(ledger: Ledger, one: int, other: int) -> Facts:
     }
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one level of dotted keys; lists become JSON. ``{"a": {"b": [1]}}`` → ``{"a.b": "[1]"}``."""
     flat: dict[str, Any] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{prefix}{key}."))
+            flat.update(flatten_keys(value, f"{prefix}{key}."))
         else:
             flat[f"{prefix}{key}"] = json.dumps(value) if isinstance(value, list) else value
     return flat

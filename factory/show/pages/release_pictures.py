@@ -10,12 +10,12 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.pages import picture
-from factory.evals.statistics import compare, interval_of
+from agents.core.pages import svg_file
+from factory.evals.statistics import compare_items, confidence_interval
 from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
-from factory.show.pages.pictures import bars, curves, draw_intervals
+from factory.show.pages.pictures import draw_bars, draw_curves, draw_intervals
 from kernels.contract.message import Message
 
 CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"
@@ -47,7 +47,7 @@ class ChampionComparison:
         verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
         evidence = verdict.evidence(ledger) if verdict else {}
         against = Subject.parse(verdict.against).number if verdict and verdict.against else None
-        known = mapping(evidence.get("evaluations")).get("champion")
+        known = dict_or_empty(evidence.get("evaluations")).get("champion")
         champion = EvaluationRow.get(ledger, known) if known else None
         if against and not champion:
             champion = EvaluationRow.newest(ledger, against)
@@ -63,48 +63,52 @@ class ChampionComparison:
         return self.champion.summary if self.champion else {}
 
 
-def files(ledger: Ledger, candidate_id: int) -> dict[str, str]:
+def draw_pictures(ledger: Ledger, candidate_id: int) -> dict[str, str]:
     """The pictures for which something was measured, as SVG by file name."""
     found = ChampionComparison.of(ledger, candidate_id)
-    drawn = {GAIN: gains(found), LEVELS: bits_per_byte(ledger, found), LOSS: draw_loss_comparison(ledger, found)}
-    return {name: picture(svg) for name, svg in drawn.items() if svg}
+    drawn = {
+        GAIN: draw_gains(found),
+        LEVELS: draw_bits_per_byte(ledger, found),
+        LOSS: draw_loss_comparison(ledger, found),
+    }
+    return {name: svg_file(svg) for name, svg in drawn.items() if svg}
 
 
-def bits_per_byte(ledger: Ledger, found: ChampionComparison) -> str:
+def draw_bits_per_byte(ledger: Ledger, found: ChampionComparison) -> str:
     """Bits per byte by domain. Each bar has its own interval; the interval of the paired difference is narrower."""
     groups: dict[str, dict[str, float | None]] = {}
-    theirs = mapping(found.champion_summary.get("bpb"))
-    for domain, value in sorted(mapping(found.summary.get("bpb")).items()):
-        base = mapping(mapping(found.summary.get("baselines")).get(domain))
+    theirs = dict_or_empty(found.champion_summary.get("bpb"))
+    for domain, value in sorted(dict_or_empty(found.summary.get("bpb")).items()):
+        base = dict_or_empty(dict_or_empty(found.summary.get("baselines")).get(domain))
         measured = {CANDIDATE: value, CHAMPION: theirs.get(domain)}
         groups[domain] = measured | {TRIGRAM: base.get("trigram"), BIGRAM: base.get("bigram")}
     between = {}
     for name, row in ((CANDIDATE, found.evaluation), (CHAMPION, found.champion)):
         for domain, ends in _levels(ledger, row).items() if row else ():
             between[domain, name] = ends
-    return bars(groups, [CANDIDATE, CHAMPION, TRIGRAM, BIGRAM], between)
+    return draw_bars(groups, [CANDIDATE, CHAMPION, TRIGRAM, BIGRAM], between)
 
 
 def _levels(ledger: Ledger, row: EvaluationRow) -> dict[str, tuple[float, float]]:
     """The 95 % interval of each domain's bits per byte, computed as the gain of a model that needs zero bits."""
     columns = [eval_items.c[name] for name in ("task", "item", "domain", "cluster", "value", "weight")]
     chosen = sa.select(*columns).where(eval_items.c.evaluation == row.id, eval_items.c.task == "bpb")
-    items = [EvalItem(**item) for item in ledger.rows(chosen)]
-    measured = compare(items, [replace(item, value=0.0) for item in items], {}) if items else None
-    ends = {name: interval_of(vars(gain)) for name, gain in measured[1].items()} if measured else {}
+    items = [EvalItem(**item) for item in ledger.select_rows(chosen)]
+    measured = compare_items(items, [replace(item, value=0.0) for item in items], {}) if items else None
+    ends = {name: confidence_interval(vars(gain)) for name, gain in measured[1].items()} if measured else {}
     return {name: (-found[2], -found[1]) for name, found in ends.items() if found}
 
 
-def gains(found: ChampionComparison) -> str:
-    stored = {"target": found.evidence.get("target"), **mapping(found.evidence.get("guards"))}
-    return draw_intervals({name: gain for name, one in stored.items() if (gain := interval_of(one))})
+def draw_gains(found: ChampionComparison) -> str:
+    stored = {"target": found.evidence.get("target"), **dict_or_empty(found.evidence.get("guards"))}
+    return draw_intervals({name: gain for name, one in stored.items() if (gain := confidence_interval(one))})
 
 
 def draw_loss_by_domain(lineage: list[SegmentRow]) -> str:
     lines = _losses(lineage)
     if len(lines) == 2:  # a single domain is the whole
         lines.pop("all")
-    return curves(lines, marks=[(row.first_step, row.kind) for row in lineage[1:]])
+    return draw_curves(lines, marks=[(row.first_step, row.kind) for row in lineage[1:]])
 
 
 def draw_loss_comparison(ledger: Ledger, found: ChampionComparison) -> str:
@@ -115,7 +119,7 @@ def draw_loss_comparison(ledger: Ledger, found: ChampionComparison) -> str:
         theirs = SegmentRow.lineage(ledger, CandidateRow.get(ledger, found.against).segment)
         lines[f"champion, candidate {found.against}"] = _losses(theirs)["all"]
     lines[f"candidate {found.candidate.id}"] = _losses(mine)["all"]
-    return curves(lines, marks=[(row.first_step, row.kind) for row in mine[1:]])
+    return draw_curves(lines, marks=[(row.first_step, row.kind) for row in mine[1:]])
 
 
 def _losses(lineage: list[SegmentRow]) -> dict[str, list[tuple[float, float]]]:
@@ -147,5 +151,5 @@ def _metrics(path: Path) -> list[tuple[float, dict[str, float]]]:
     return sorted(found.items())
 
 
-def mapping(value: Any) -> Mapping[str, Any]:
+def dict_or_empty(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}

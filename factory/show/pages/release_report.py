@@ -8,14 +8,20 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from agents.core.pages import number, render
+from agents.core.pages import number_text, render_page
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger, releases, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import describe_mark, marks
+from factory.ledger.removals import describe_mark, list_marked_releases
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.show.pages.at_a_glance import at_a_glance
-from factory.show.pages.release_pictures import ChampionComparison, bits_per_byte, draw_loss_by_domain, gains, mapping
+from factory.show.pages.at_a_glance import summarise_candidate
+from factory.show.pages.release_pictures import (
+    ChampionComparison,
+    dict_or_empty,
+    draw_bits_per_byte,
+    draw_gains,
+    draw_loss_by_domain,
+)
 from kernels.contract.files import write_atomically
 
 Row = dict[str, Any]
@@ -25,20 +31,20 @@ TEMPLATE = Path(__file__).with_name("release.html.jinja")
 
 def write_report(plant: Plant, candidate_id: int) -> Path:
     """Write ``reports/candidate-N.html``, and record it at the candidate's release. Returns the path."""
-    path = page_of(plant, candidate_id)
+    path = report_path(plant, candidate_id)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, release_report(plant.ledger, candidate_id))
+    write_atomically(path, render_report(plant.ledger, candidate_id))
     missing = (releases.c.candidate == candidate_id) & releases.c.report.is_(None)
     with plant.ledger.begin() as tx:
-        tx.execute(releases.update().where(missing).values(report=plant.ledger.inside(path)))
+        tx.execute(releases.update().where(missing).values(report=plant.ledger.to_stored_path(path)))
     return path
 
 
-def page_of(plant: Plant, candidate_id: int) -> Path:
+def report_path(plant: Plant, candidate_id: int) -> Path:
     return plant.workspace.reports / f"candidate-{candidate_id}.html"
 
 
-def release_report(ledger: Ledger, candidate_id: int) -> str:
+def render_report(ledger: Ledger, candidate_id: int) -> str:
     """The page, with verdict, measurements, samples, data and lineage. A missing measurement is left out or shown as ``–``."""
     candidate = CandidateRow.get(ledger, candidate_id)
     verdict = VerdictRow.newest(ledger, "release", Subject("candidate", candidate_id))
@@ -48,9 +54,9 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
     lineage = SegmentRow.lineage(ledger, candidate.segment)
     trained, quarantined = _data(ledger, lineage[-1])
     against = verdict.against if verdict else None
-    found, cloze = summary.get("samples"), mapping(summary.get("cloze"))
+    found, cloze = summary.get("samples"), dict_or_empty(summary.get("cloze"))
     over = find_override(ledger, verdict) if verdict else None
-    return render(
+    return render_page(
         TEMPLATE,
         name=f"Release {release.number}" if release else f"Candidate {candidate_id}",
         verdict=verdict,
@@ -62,21 +68,25 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
             **({"Overridden by": f"{over['by']}: {over['why']}"} if over else {}),
             "Export": candidate.export_sha256[:16],
         },
-        bits_per_byte=bits_per_byte(ledger, compared),
-        gains=gains(compared),
+        bits_per_byte=draw_bits_per_byte(ledger, compared),
+        gains=draw_gains(compared),
         cloze=_cloze(summary, champion),
-        cloze_size=f"{number(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}",
+        cloze_size=f"{number_text(cloze.get('items'))} items, chance {_share(cloze.get('chance'))}",
         checks={
             name: check if isinstance(check, dict) else {"ok": check}
-            for name, check in mapping(summary.get("parity")).items()
+            for name, check in dict_or_empty(summary.get("parity")).items()
         },
         samples=found[:SAMPLES_SHOWN] if isinstance(found, list) else [],
         loss=draw_loss_by_domain(lineage),
-        glance=at_a_glance(ledger, compared, verdict, release),
+        glance=summarise_candidate(ledger, compared, verdict, release),
         trained=trained,
         quarantined=quarantined,
-        removed=[describe_mark(mark) for mark in marks(ledger) if release and mark["release"] == release.number],
-        lineage=[vars(row) | {"tokens": mapping(row.result).get("tokens")} for row in lineage],
+        removed=[
+            describe_mark(mark)
+            for mark in list_marked_releases(ledger)
+            if release and mark["release"] == release.number
+        ],
+        lineage=[vars(row) | {"tokens": dict_or_empty(row.result).get("tokens")} for row in lineage],
         measured=_how(verdict, evaluation) if evaluation else {},
         held_out=_held_out(summary),
     )
@@ -84,13 +94,13 @@ def release_report(ledger: Ledger, candidate_id: int) -> str:
 
 # -- verdict and measurements -------------------------------------------------------------------------------------------
 def _share(value: object) -> str:
-    return number(value * 100, 1) + " %" if isinstance(value, int | float) else "–"
+    return number_text(value * 100, 1) + " %" if isinstance(value, int | float) else "–"
 
 
 def _cloze(summary: Row, champion: Row) -> list[list[str]]:
-    mine, theirs = mapping(summary.get("cloze")), mapping(champion.get("cloze"))
-    before = mapping(theirs.get("by_domain"))
-    rows = [[d, _share(v), _share(before.get(d))] for d, v in sorted(mapping(mine.get("by_domain")).items())]
+    mine, theirs = dict_or_empty(summary.get("cloze")), dict_or_empty(champion.get("cloze"))
+    before = dict_or_empty(theirs.get("by_domain"))
+    rows = [[d, _share(v), _share(before.get(d))] for d, v in sorted(dict_or_empty(mine.get("by_domain")).items())]
     if "share_right" in mine:
         rows.append(["all", _share(mine["share_right"]), _share(theirs.get("share_right"))])
     return rows
@@ -105,9 +115,9 @@ def _how(verdict: VerdictRow | None, evaluation: EvaluationRow) -> dict[str, str
 
 
 def _held_out(summary: Row) -> list[list[str]]:
-    sizes, noise = mapping(summary.get("bytes")), mapping(summary.get("noise_floor"))
-    counts = sorted(mapping(summary.get("documents")).items())
-    return [[d, number(n), number(sizes.get(d), 0), number(noise.get(d), 4)] for d, n in counts]
+    sizes, noise = dict_or_empty(summary.get("bytes")), dict_or_empty(summary.get("noise_floor"))
+    counts = sorted(dict_or_empty(summary.get("documents")).items())
+    return [[d, number_text(n), number_text(sizes.get(d), 0), number_text(noise.get(d), 4)] for d, n in counts]
 
 
 # -- training and data --------------------------------------------------------------------------------------------------
@@ -115,18 +125,28 @@ def _data(ledger: Ledger, segment: SegmentRow) -> tuple[list[list[object]], list
     """A row of each shard in the segment's data plan, and the quarantined shards."""
     plan = ledger.read("SELECT plan FROM data_plans WHERE id = :id", id=segment.data_plan)
     entries = plan[0]["plan"].get("token_shards") or [] if plan else []
-    used = {row["id"]: row["shard"] for row in ledger.rows(sa.select(token_shards.c.id, token_shards.c.shard))}
+    used = {row["id"]: row["shard"] for row in ledger.select_rows(sa.select(token_shards.c.id, token_shards.c.shard))}
     trained = {used[entry["id"]] for entry in entries if entry.get("id") in used}
     rows: list[list[object]] = []
     quarantined = []
-    for shard in ledger.rows(sa.select(shards).order_by(shards.c.ingested_at, shards.c.name)):
-        counts = mapping(shard["counts"])
-        dropped = ", ".join(f"{rule} {number(n)}" for rule, n in sorted(mapping(counts.get("dropped")).items()) if n)
+    for shard in ledger.select_rows(sa.select(shards).order_by(shards.c.ingested_at, shards.c.name)):
+        counts = dict_or_empty(shard["counts"])
+        dropped = ", ".join(
+            f"{rule} {number_text(n)}" for rule, n in sorted(dict_or_empty(counts.get("dropped")).items()) if n
+        )
         if shard["state"] == "quarantined":
             quarantined.append(shard)
         elif shard["sha256"] in trained:
-            used_of = [number(counts.get("train")), number(counts.get("held_out"))]
-            rows.append([shard["name"], number(shard["rows"]), *used_of, number(shard["tokens"]), dropped or "nothing"])
+            used_of = [number_text(counts.get("train")), number_text(counts.get("held_out"))]
+            rows.append(
+                [
+                    shard["name"],
+                    number_text(shard["rows"]),
+                    *used_of,
+                    number_text(shard["tokens"]),
+                    dropped or "nothing",
+                ]
+            )
     return rows, quarantined
 
 

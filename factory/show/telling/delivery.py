@@ -10,12 +10,12 @@ import json
 from typing import Any
 
 from factory.core.errors import ConfigError
-from factory.core.moments import span
+from factory.core.moments import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import FailureWaits
 from factory.show.telling.messages import notification_of_event
-from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
+from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
 from factory.status.notified import FILE, read_positions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -24,20 +24,20 @@ EVENTS_AT_ONCE = 200
 
 
 class Notifier:
-    """Delivers new events; call ``look`` every few seconds. The waits after failures are kept in memory only."""
+    """Delivers new events; call ``deliver_new_events`` every few seconds. The waits after failures are kept in memory only."""
 
     def __init__(self, plant: Plant) -> None:
         self.workspace, self.ledger, self.progress = plant.workspace, plant.ledger, plant.progress
         self._backoff: FailureWaits | None = None
         self._looked_at: dict[str, int] = {}  # by receiver, the newest event that it need not be told
 
-    def look(self) -> None:
+    def deliver_new_events(self) -> None:
         """Deliver all new events. A new receiver gets only events from now on.
 
         Raises: ConfigError; the errors of a fault of the machine.
         """
-        policy = NotificationPolicy.load(self.workspace.policy("notifications.yaml"))
-        wanted = receivers(policy, self.workspace.root)
+        policy = NotificationPolicy.load(self.workspace.policy_path("notifications.yaml"))
+        wanted = make_receivers(policy, self.workspace.root)
         positions = _positions(self.workspace)
         if not wanted and not positions:
             return
@@ -76,7 +76,7 @@ class Notifier:
                             receiver=name,
                             reason=error,
                             event=event["id"],
-                            wait=span(rest.seconds),
+                            wait=format_duration(rest.seconds),
                         )
                         self.progress.line(failed)
                     return

@@ -10,17 +10,17 @@ from factory.core.moments import format_iso_time
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
 from factory.ledger.anomalies import ASKED, DIAGNOSED, GAIN_ON_DEV_ONLY, SEGMENT_REWOUND, AnomalyRow
-from factory.ledger.decisions import OVERRIDDEN, REFUSED, REJECTED, undecided
+from factory.ledger.decisions import OVERRIDDEN, REFUSED, REJECTED, list_undecided_verdicts
 from factory.ledger.files import DISK_LOW, DISK_NORMAL
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
-from factory.release.approvals import describe_waiting_candidate, waits
+from factory.release.approvals import describe_waiting_candidate, needs_decision
 from factory.retrying.tries import FAILED, SEGMENT_STUMBLED, parked_commands, parked_message
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN
 from kernels.contract.message import Message
 
-Said = tuple[tuple[str, ...], str, str]  # (kinds, title, text)
+NotificationParts = tuple[tuple[str, ...], str, str]  # (kinds, title, text)
 LONGEST = 4000  # characters of a notification's text
 
 
@@ -44,7 +44,7 @@ class Notification:
 def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification | None:
     """The notification of an event, a row of the ledger's table; None: the event is not told. Raises: ConfigError."""
     detail = event["detail"] if isinstance(event["detail"], dict) else {}
-    said: Said | None
+    said: NotificationParts | None
     try:
         said = _said(plant, event["kind"], event["subject"], detail)
     except (InputError, ValueError, TypeError, LookupError) as error:  # its subject is missing or has another form
@@ -68,7 +68,7 @@ def notification_of_event(plant: Plant, event: dict[str, Any]) -> Notification |
     )
 
 
-def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> Said | None:
+def _said(plant: Plant, kind: str, subject: str, detail: dict[str, Any]) -> NotificationParts | None:
     """Kinds, title and text of the notification of an event."""
     name = subject.replace(":", " ")
     if kind == "judged":
@@ -84,7 +84,7 @@ def _reason(detail: dict[str, Any]) -> str:
     return str(detail.get("why") or detail.get("error") or "")
 
 
-def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, Any], segment: int) -> Said:
+def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, Any], segment: int) -> NotificationParts:
     row = SegmentRow.get(ledger, segment)
     if kind == FAILED and row.state == "failed":
         title = Message("telling.parked", "{segment} is parked", segment=name)
@@ -103,7 +103,7 @@ def _stopped_training(ledger: Ledger, name: str, kind: str, detail: dict[str, An
     return ("failure",), title, text
 
 
-def _of_release(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
+def _of_release(name: str, kind: str, detail: dict[str, Any]) -> NotificationParts | None:
     by, reason = detail.get("by"), _reason(detail)
     if kind == "promoted":
         candidate = detail.get("candidate")
@@ -136,7 +136,7 @@ def _of_release(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
     return None
 
 
-def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
+def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> NotificationParts | None:
     reason = _reason(detail)
     if kind == DIAGNOSED:
         causes = " or ".join(map(str, detail.get("causes") or []))
@@ -153,7 +153,7 @@ def _of_anomaly(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
     return None
 
 
-def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
+def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> NotificationParts | None:
     what, reason = str(detail.get("what", "the daemon")), _reason(detail)
     if kind == ACTION_FAILED:
         return ("failure",), Message("telling.action_failed", "{action} failed", action=what), reason
@@ -175,25 +175,25 @@ def _of_failure(name: str, kind: str, detail: dict[str, Any]) -> Said | None:
     return None
 
 
-def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> Said | None:
+def _verdict(plant: Plant, name: str, detail: dict[str, Any]) -> NotificationParts | None:
     verdict = VerdictRow.first(plant.ledger, "WHERE id = :id", id=detail.get("verdict"))
     if verdict is None:
         return None
     facts = {"subject": name, "outcome": verdict.outcome}
     waiting = Message("telling.waits", "{subject}: {outcome}, waits for your approval", **facts)
-    open_now = [row.id for row in undecided(plant.ledger)]
-    if verdict.gate == "release" and verdict.id in open_now and waits(plant, verdict):
-        text = "\n".join([describe_waiting_candidate(verdict.number), *verdict.reasons])
+    open_now = [row.id for row in list_undecided_verdicts(plant.ledger)]
+    if verdict.gate == "release" and verdict.id in open_now and needs_decision(plant, verdict):
+        text = "\n".join([describe_waiting_candidate(verdict.subject_number), *verdict.reasons])
         return ("verdict", "approval"), waiting, text
     if verdict.gate != "release" and verdict.outcome == "promote" and name.startswith("proposal "):
-        approval = PatchPolicy.load(plant.workspace.policy("gates/patch.yaml")).approval
+        approval = PatchPolicy.load(plant.workspace.policy_path("gates/patch.yaml")).approval
         if approval == "manual":
-            text = "\n".join([f"factory proposals approve {verdict.number}", *verdict.reasons])
+            text = "\n".join([f"factory proposals approve {verdict.subject_number}", *verdict.reasons])
             return ("verdict", "approval"), waiting, text
     return ("verdict",), Message("telling.verdict", "{subject}: {outcome}", **facts), "\n".join(verdict.reasons)
 
 
-def _anomalies(ledger: Ledger, name: str, subject: str) -> Said | None:
+def _anomalies(ledger: Ledger, name: str, subject: str) -> NotificationParts | None:
     """The anomalies of a segment that ended."""
     found = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=Subject.parse(subject).number)
     if not found:

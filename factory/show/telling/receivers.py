@@ -20,9 +20,9 @@ from factory.core.errors import FactoryError
 from factory.core.listening import is_loopback
 from factory.core.policy_file import StrictPolicy, load_policy
 from kernels.contract.files import finite_json
-from trainer.contract.errors import nearest
+from trainer.contract.errors import did_you_mean
 
-Kind = Literal["verdict", "approval", "release", "anomaly", "failure"]
+NotificationKind = Literal["verdict", "approval", "release", "anomaly", "failure"]
 Seconds = Annotated[float, Field(gt=0)]
 SENDING = Path(__file__).with_name("sending.py")
 OWN = ("webhook", "command")  # receivers with their own keys in the policy
@@ -49,7 +49,7 @@ class NotificationPolicy(StrictPolicy):
     command: list[str] = []
     """Words of a command that runs for each notification, without a shell, in the workspace. It reads the notification as JSON on standard input;
     exit code 0 means delivered. []: none."""
-    kinds: list[Kind] = ["verdict", "approval", "release", "anomaly", "failure"]
+    kinds: list[NotificationKind] = ["verdict", "approval", "release", "anomaly", "failure"]
     """Kinds to send: verdicts of the gates, approvals that wait, releases and rollbacks, anomalies and diagnoses, failures (also a daemon
     that waits)."""
     timeout_seconds: Annotated[float, Field(gt=0, le=300)] = 10.0
@@ -112,26 +112,26 @@ def _check_scheme(name: str, scheme: str) -> None:
 
     known = NotificationManager().schemas()
     if scheme.lower() not in known:
-        raise ValueError(f"{name}: apprise knows no {scheme}://{nearest(scheme, list(known))}")
+        raise ValueError(f"{name}: apprise knows no {scheme}://{did_you_mean(scheme, list(known))}")
 
 
 @dataclass(frozen=True)
 class Receiver:
-    """A receiver. ``what``: its description. ``address``: from the policy; '' for a command, which gets the notification unchanged."""
+    """A receiver. ``description``: its description. ``address``: from the policy; '' for a command, which gets the notification unchanged."""
 
-    what: str
-    words: tuple[str, ...]
+    description: str
+    command_words: tuple[str, ...]
     seconds: float
     folder: Path
     address: str = ""
-    more: dict[str, Any] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
     def deliver(self, message: dict[str, Any]) -> None:
         """Raises: NotDeliveredError, which shows no secret."""
         given, secrets = message, tuple[str, ...]()
         if self.address:
-            found = self.address if self.more else _filled_in(self.address)
-            given, secrets = {"url": found, "message": message} | self.more, _secrets(found, self.address)
+            found = self.address if self.extra_fields else _filled_in(self.address)
+            given, secrets = {"url": found, "message": message} | self.extra_fields, _secrets(found, self.address)
         self._run(given, secrets)
 
     def _run(self, given: dict[str, Any], secrets: tuple[str, ...]) -> None:
@@ -140,11 +140,14 @@ class Receiver:
             sent.seek(0)
             try:
                 process = subprocess.Popen(
-                    self.words, stdin=sent, stdout=subprocess.DEVNULL, stderr=said, cwd=self.folder, start_new_session=True
+                    self.command_words, stdin=sent, stdout=subprocess.DEVNULL, stderr=said, cwd=self.folder, start_new_session=True
                 )  # fmt: skip
             except OSError as error:
                 raise NotDeliveredError(
-                    "telling.not_run", "{receiver} cannot be run: {reason}", receiver=self.what, reason=error.strerror
+                    "telling.not_run",
+                    "{receiver} cannot be run: {reason}",
+                    receiver=self.description,
+                    reason=error.strerror,
                 ) from error
             try:
                 code = process.wait(self.seconds)
@@ -157,7 +160,7 @@ class Receiver:
                 raise NotDeliveredError(
                     "telling.slow",
                     "{receiver} did not end within {seconds:g} s",
-                    receiver=self.what,
+                    receiver=self.description,
                     seconds=self.seconds,
                 ) from None
             if code:
@@ -168,12 +171,12 @@ class Receiver:
                 raise NotDeliveredError(
                     "telling.receiver_failed",
                     "{receiver} failed: {reason}",
-                    receiver=self.what,
+                    receiver=self.description,
                     reason=words[-SAID_BYTES:] or f"exit {code}",
                 )
 
 
-def receivers(policy: NotificationPolicy, folder: Path) -> dict[str, Receiver]:
+def make_receivers(policy: NotificationPolicy, folder: Path) -> dict[str, Receiver]:
     """The policy's receivers, by name."""
     send = (sys.executable, "-I", str(SENDING))
     seconds = policy.timeout_seconds

@@ -24,7 +24,7 @@ LOOK = {
 }  # apprise's types of notifications; else 'info'
 
 
-def post(url: str, message: dict[str, Any]) -> str:
+def post_json(url: str, message: dict[str, Any]) -> str:
     """POST JSON. A status of 2xx means delivered; redirects are not followed. Returns why the message was not delivered, or ''."""
     body = json.dumps(message).encode()
     headers = {"Content-Type": "application/json", "User-Agent": "factory", "X-Factory-Event": str(message["id"])}
@@ -41,7 +41,7 @@ def post(url: str, message: dict[str, Any]) -> str:
     return "" if 200 <= status < 300 else f"the server answered {status}"
 
 
-def tell(url: str, message: dict[str, Any]) -> str:
+def send_by_apprise(url: str, message: dict[str, Any]) -> str:
     """Send by apprise. Returns why the message was not delivered, or ''."""
     from apprise import Apprise, AppriseAsset, LogCapture
 
@@ -84,4 +84,4 @@ def _last(text: str) -> str:
 
 if __name__ == "__main__":
     given = json.load(sys.stdin)
-    sys.exit((post if given.get("webhook") else tell)(given["url"], given["message"]) or 0)
+    sys.exit((post_json if given.get("webhook") else send_by_apprise)(given["url"], given["message"]) or 0)

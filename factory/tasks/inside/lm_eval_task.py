@@ -36,7 +36,9 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
 
         def _ask(self, kind: str, requests: list[Any]) -> list[Any]:
             self.asked += 1
-            write(folder, f"ask-{self.asked}.json", {"kind": kind, "requests": [list(one.args) for one in requests]})
+            write_json(
+                folder, f"ask-{self.asked}.json", {"kind": kind, "requests": [list(one.args) for one in requests]}
+            )
             path = os.path.join(folder, f"answer-{self.asked}.json")
             while not os.path.exists(path):
                 time.sleep(WAIT_SECONDS)
@@ -71,21 +73,23 @@ def main(folder: str, task_file: str, cluster_by: str) -> None:
             {
                 "item": sample["doc_id"],
                 "id": document.get("id"),
-                "cluster": str(document[cluster_by]) if cluster_by else asked(document),
+                "cluster": str(document[cluster_by]) if cluster_by else hash_document(document),
                 "filter": sample.get("filter", "none"),
-                "values": {metric: value for metric in sample["metrics"] if (value := number(metric, sample[metric]))},
+                "values": {
+                    metric: value for metric in sample["metrics"] if (value := metric_value(metric, sample[metric]))
+                },
             }
         )
     better = found["higher_is_better"].get(name, {})
     totals = {key: value for key, value in found["results"][name].items() if isinstance(value, int | float)}
-    write(
+    write_json(
         folder,
         "result.json",
         {"items": items, "higher_is_better": better, "totals": {k: v for k, v in totals.items() if math.isfinite(v)}},
     )
 
 
-def asked(document: dict[str, Any]) -> str:
+def hash_document(document: dict[str, Any]) -> str:
     """A hash of a document without its id, so that copies count as one cluster. Empty if the document is not an object."""
     rest = {key: value for key, value in document.items() if key != "id"}
     return hashlib.sha256(json.dumps(rest, sort_keys=True, default=repr).encode()).hexdigest() if rest else ""
@@ -104,7 +108,7 @@ def refuse_unanswered(task: Any, sample: Any) -> None:
         raise SystemExit(f"document {sample['doc_id']} has no answer among its choices: {str(target)[:80]!r}")
 
 
-def number(metric: str, value: Any) -> list[float] | None:
+def metric_value(metric: str, value: Any) -> list[float] | None:
     """[value, weight] of an item, such that the metric is the sum of values over the sum of weights. None for any other metric."""
     if metric == "bits_per_byte":
         return [-value[0] / math.log(2), float(value[1])]
@@ -113,7 +117,7 @@ def number(metric: str, value: Any) -> list[float] | None:
     return [float(value), 1.0] if isinstance(value, int | float) else None
 
 
-def write(folder: str, name: str, value: Any) -> None:
+def write_json(folder: str, name: str, value: Any) -> None:
     """Write a JSON file, and then an empty file FILE.whole that marks it as complete."""
     path = os.path.join(folder, name)
     with open(path, "w", encoding="utf-8") as file:

@@ -22,11 +22,11 @@ class Gsm8k(RecordForm):
     question: str
     answer: str
 
-    def fits(self) -> bool:
+    def is_of_benchmark(self) -> bool:
         return "####" in self.answer
 
     def item(self, number: int, about: str) -> dict[str, Any]:
-        if not self.fits():
+        if not self.is_of_benchmark():
             raise ValueError("the answer has no ####")
         return {"id": number, "question": self.question, "answer": self.answer}
 
@@ -39,11 +39,11 @@ class HendrycksMath(RecordForm):
     solution: str
     unique_id: str = ""
 
-    def fits(self) -> bool:
+    def is_of_benchmark(self) -> bool:
         return "\\boxed" in self.solution or "\\fbox" in self.solution
 
     def item(self, number: int, about: str) -> dict[str, Any]:
-        if not self.fits():
+        if not self.is_of_benchmark():
             raise ValueError("the solution has no \\boxed answer")
         return {"id": self.unique_id or number, "question": self.problem, "answer": self.solution}
 
@@ -88,7 +88,7 @@ def recognise_benchmark(records: Sequence[Mapping[str, Any]]) -> Benchmark | Non
     return None
 
 
-def items_of(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> PublishedItems:
+def convert_records(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], stem: str) -> PublishedItems:
     """The records as items of the factory. Raises: PublishedError naming the first record that does not have the benchmark's form."""
     found = PublishedItems([], [])
     about, _ = subject_and_split(stem)

@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 
 from factory.audit import drawing
-from factory.audit.drawing import AuditWindow, agreed, choose_patches, draw, find_merged_patches, list_windows, note
+from factory.audit.drawing import (
+    AuditWindow,
+    choose_patches,
+    count_agreements,
+    draw_window,
+    find_merged_patches,
+    list_windows,
+    record_window,
+)
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import approvals
 from factory.code_loop.reverting import AUDITED
-from factory.ledger.ledger import record, segments
+from factory.ledger.ledger import record_event, segments
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from tests.support.factory.approvals import PatchPlant
@@ -41,24 +49,24 @@ def test_every_window_is_drawn(plant: PatchPlant) -> None:
     assert commit
     counts: Counter[tuple[int, int]] = Counter()
     for number in range(2, 62):
-        window = draw(plant, replace(ROW, id=number, code_commit=commit))
+        window = draw_window(plant, replace(ROW, id=number, code_commit=commit))
         assert window is not None and window.patches == (1,)
         counts[window.first, window.last] += 1
     assert counts.keys() == set(list_windows(ROW)) and min(counts.values()) > 4  # of 20 expected: 4 standard deviations
 
 
 def test_a_draw_is_made_once_and_only_for_code_that_agents_patched(plant: PatchPlant) -> None:
-    assert draw(plant, replace(ROW, code_commit=plant.base)) is None
+    assert draw_window(plant, replace(ROW, code_commit=plant.base)) is None
     plant.judged()
     commit = plant.approve()
     assert commit
     row = replace(ROW, code_commit=commit)
-    assert draw(plant, replace(row, code_commit=plant.base)) is None  # before it was merged
-    first = draw(plant, row)
-    assert first and all(draw(plant, row) == first for _ in range(20))
-    assert draw(plant, replace(row, id=3, kind="average")) is None
+    assert draw_window(plant, replace(row, code_commit=plant.base)) is None  # before it was merged
+    first = draw_window(plant, row)
+    assert first and all(draw_window(plant, row) == first for _ in range(20))
+    assert draw_window(plant, replace(row, id=3, kind="average")) is None
     approvals.revert(plant, 1, "ada")
-    assert draw(plant, replace(row, id=4, code_commit=plant.head())) is None
+    assert draw_window(plant, replace(row, id=4, code_commit=plant.head())) is None
 
 
 def test_patches_are_in_the_order_of_their_merging(plant: PatchPlant) -> None:
@@ -77,8 +85,8 @@ def test_an_audited_patch_is_audited_less_often(plant: PatchPlant) -> None:
     assert choose_patches([1, 2], Counter({1: 2, 2: 5}), policy) == ([1, 2], 0.2)
     with plant.ledger.begin() as tx:
         for outcome in ("promote", "hold", "promote", "reject"):
-            record(tx, AUDITED, Subject("segment", 2), {"outcome": outcome, "patches": [1, 4], "suspects": []})
-    assert agreed(plant.ledger) == {1: 2, 4: 2}
+            record_event(tx, AUDITED, Subject("segment", 2), {"outcome": outcome, "patches": [1, 4], "suspects": []})
+    assert count_agreements(plant.ledger) == {1: 2, 4: 2}
 
 
 def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(plant: PatchPlant) -> None:
@@ -88,13 +96,13 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
         tx.exec_driver_sql("INSERT INTO data_plans (id, plan) VALUES ('plan', '{}')")
         for number in (2, 3, 4):
             tx.execute(segments.insert().values(values | {"id": number, "state": "done" if number < 4 else "planned"}))
-    assert drawing.waiting(plant.ledger, policy) == [] == drawing.list_audits(plant.ledger)
-    note(plant.ledger, 3, AuditWindow(20, 25, (1,)))
-    note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
-    note(plant.ledger, 4, AuditWindow(25, 30, (1,)))
-    assert drawing.waiting(plant.ledger, policy) == [2, 3]
-    note(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
-    assert drawing.waiting(plant.ledger, policy) == [2]
+    assert drawing.find_due_audits(plant.ledger, policy) == [] == drawing.list_audits(plant.ledger)
+    record_window(plant.ledger, 3, AuditWindow(20, 25, (1,)))
+    record_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
+    record_window(plant.ledger, 4, AuditWindow(25, 30, (1,)))
+    assert drawing.find_due_audits(plant.ledger, policy) == [2, 3]
+    record_window(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
+    assert drawing.find_due_audits(plant.ledger, policy) == [2]
 
     def judged(outcome: str) -> None:
         hashes = {"policy_sha256": "", "subject_sha256": ""}
@@ -104,12 +112,12 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
             )
 
     judged("hold")
-    assert drawing.waiting(plant.ledger, policy) == [2]
-    assert drawing.waiting(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
+    assert drawing.find_due_audits(plant.ledger, policy) == [2]
+    assert drawing.find_due_audits(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
     judged("hold")
-    assert drawing.waiting(plant.ledger, policy) == []
+    assert drawing.find_due_audits(plant.ledger, policy) == []
     judged("promote")
-    assert drawing.waiting(plant.ledger, policy.model_copy(update={"tries": 9})) == []
+    assert drawing.find_due_audits(plant.ledger, policy.model_copy(update={"tries": 9})) == []
     assert [
         (row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in drawing.list_audits(plant.ledger)
     ] == [(2, "promote"), (4, None)]

@@ -13,7 +13,7 @@ import torch
 from factory.audit.auditing import find_anomaly_difference, find_metrics_difference, read_whole_trace
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
-from factory.runs.distance import find_unlike_tensor, same_bits
+from factory.runs.distance import find_unlike_tensor, have_same_bits
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
@@ -125,8 +125,8 @@ def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any
 
 def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
     base = trace(tmp_path / "base").left
-    assert same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).left, base)
-    assert not same_bits(trace(tmp_path / "weights", weights=1.0000001).left, base)
+    assert have_same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).left, base)
+    assert not have_same_bits(trace(tmp_path / "weights", weights=1.0000001).left, base)
     assert not find_unlike_tensor(base, base)
 
 

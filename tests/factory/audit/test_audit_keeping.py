@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from factory.audit import keeping
-from factory.audit.drawing import AuditWindow, note
-from factory.audit.keeping import copy_checkpoint, keep, kept, rungs, update_ladder
-from factory.core.removal import remove
+from factory.audit.drawing import AuditWindow, record_window
+from factory.audit.keeping import choose_rungs, copy_checkpoint, keep_window, update_ladder, window_checkpoint
+from factory.core.removal import remove_path
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
 from tests.support.factory.approvals import PatchPlant
 from tests.support.failing.limits import few_handles
-from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, steps_in
+from trainer.contract.checkpoint.format import Checkpoint, find_fault, save, saved_steps
 
 ROW = SegmentRow(
     2, "trunk", 1, 1, "tiny", {"checkpoint_every": 5}, "", "plan", "", 20, 33, "done", 0, "", None, None, 0.0, None
@@ -117,24 +117,24 @@ def test_a_missing_window_is_replaced_by_the_whole_segment(tmp_path: Path) -> No
                 )
             )
         tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
-    row, drawn = SegmentRow.get(plant.ledger, 2), note(plant.ledger, 2, AuditWindow(25, 30, (1,)))
-    keep_now = lambda: keep(plant, row, drawn)
+    row, drawn = SegmentRow.get(plant.ledger, 2), record_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
+    keep_now = lambda: keep_window(plant, row, drawn)
     made(kept_at, 25)
     with few_handles(), pytest.raises(OSError):
         keep_now()
-    assert AuditWindow.of(plant.ledger, 2) == drawn, "a window is not given up because no file handle was left"
+    assert AuditWindow.of_segment(plant.ledger, 2) == drawn, "a window is not given up because no file handle was left"
     shutil.rmtree(kept_at)
     made(kept_at, 33)
     changed_bytes(made(kept_at, 25))
     made(kept_at, 30)
     whole = AuditWindow(20, 33, (1,))
-    assert keep_now() == whole == AuditWindow.of(plant.ledger, 2)
+    assert keep_now() == whole == AuditWindow.of_segment(plant.ledger, 2)
     shutil.rmtree(plant.workspace.root / "audits")
     shutil.rmtree(kept_at)
     assert keep_now().steps == 0  # a person is told, and the audit is not tried for ever
     for step in (25, 30, 33):
         made(kept_at, step)
-    assert keep_now() == drawn and not find_fault(kept(plant, row, 25))
+    assert keep_now() == drawn and not find_fault(window_checkpoint(plant, row, 25))
 
 
 class Killed(BaseException):
@@ -147,12 +147,12 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
     for step in steps:
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
     update_ladder(source, target, every=5)
-    held = steps_in(target)
-    for _, checkpoint in steps_in(source):
-        remove(checkpoint)
+    held = saved_steps(target)
+    for _, checkpoint in saved_steps(source):
+        remove_path(checkpoint)
     for step in (45, 50):
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
-    wanted = rungs([step for step, _ in held] + [45, 50], every=5)
+    wanted = choose_rungs([step for step, _ in held] + [45, 50], every=5)
     assert len(wanted) < len(held) + 2
 
     def killed(path: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
     with pytest.raises(Killed):
         update_ladder(source, target, every=5)
     monkeypatch.undo()
-    assert not [fault for _, path in steps_in(target) if (fault := find_fault(path))]
+    assert not [fault for _, path in saved_steps(target) if (fault := find_fault(path))]
     update_ladder(source, target, every=5)
-    assert [step for step, _ in steps_in(target)] == wanted
+    assert [step for step, _ in saved_steps(target)] == wanted
     assert not list(target.glob(".*"))

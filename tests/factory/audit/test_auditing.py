@@ -14,21 +14,21 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from factory.audit.auditing import audit
-from factory.audit.drawing import AuditWindow, agreed, note, waiting
-from factory.audit.keeping import folder_of
+from factory.audit.auditing import audit_segment
+from factory.audit.drawing import AuditWindow, count_agreements, find_due_audits, record_window
+from factory.audit.keeping import audit_folder
 from factory.audit.policy import AuditPolicy
 from factory.cli.app import app
 from factory.code_loop.approvals import approve
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import open_reverts
 from factory.core.workspace import Workspace
-from factory.duties.training import train
+from factory.duties.training import train_segment
 from factory.git import repository
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
-from factory.ledger.status import screen, snapshot
+from factory.ledger.status import format_status, read_status
 from tests.support.factory.errands import do, next_due
 from tests.support.factory.merged_patch import edited, merge_patch, plan_certified
 from tests.support.messages import codes
@@ -82,8 +82,8 @@ class Site:
         row = SegmentRow.get(self.ledger, number)
         if last:
             known = AuditWindow(row.first_step + first, row.first_step + last, self.patches)
-            note(self.ledger, number, known)
-        train(Plant(self.workspace, self.ledger), number)
+            record_window(self.ledger, number, known)
+        train_segment(Plant(self.workspace, self.ledger), number)
         return number
 
     @property
@@ -91,7 +91,7 @@ class Site:
         return tuple(row.number for row in ProposalRow.select(self.ledger) if row.state == "approved")
 
     def audited(self, segment: int) -> VerdictRow:
-        verdict = audit(Plant(self.workspace, self.ledger), segment)
+        verdict = audit_segment(Plant(self.workspace, self.ledger), segment)
         assert verdict is not None
         return verdict
 
@@ -139,7 +139,7 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     assert verdict.outcome == "reject", verdict
     evidence = verdict.evidence(ledger)
     assert evidence["suspects"] == [2] and evidence["patches"] == [1, 2] and evidence["again"]["same_bits"]
-    assert any("DIFFERS" in line for line in screen(snapshot(workspace)))
+    assert any("DIFFERS" in line for line in format_status(read_status(workspace)))
     row = ProposalRow.select(ledger)[-1]
     opened = row.number
     assert (row.gate, row.outcome, row.state, row.target) == (AUDIT, "promote", "judged", "undo:2")
@@ -154,8 +154,8 @@ def test_a_delayed_hostile_patch_is_found_and_undone(site: Site) -> None:
     verdict = site.audited(segment)
     assert verdict.outcome == "promote" and codes(verdict.reasons) == ["audit.same_bits"]
     assert verdict.reasons[0].data == {"steps": 5}
-    assert agreed(ledger) == {1: 1} and not list(folder_of(workspace, segment).iterdir())
-    assert waiting(ledger, AuditPolicy()) == []
+    assert count_agreements(ledger) == {1: 1} and not list(audit_folder(workspace, segment).iterdir())
+    assert find_due_audits(ledger, AuditPolicy()) == []
     assert repository.get_live_commit(site.target) == SegmentRow.get(ledger, segment).code_commit
     assert open_reverts(Plant(workspace, ledger)) == []
 
@@ -200,12 +200,12 @@ def test_a_killed_audit_continues_and_a_timed_out_audit_is_tried_again(site: Sit
     verdict = site.audited(segment)
     assert verdict.outcome == "hold" and "wall limit" in verdict.reasons[0], verdict
     assert open_reverts(Plant(workspace, ledger)) == [] and ProposalRow.get(ledger, 1).state == "approved"
-    assert waiting(ledger, AuditPolicy(again_after_seconds=1e-9)) == [segment]
+    assert find_due_audits(ledger, AuditPolicy(again_after_seconds=1e-9)) == [segment]
     site.policy()
     words = [sys.executable, "-c", DIES, str(workspace.root), str(segment)]
     died = subprocess.run(words, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)
     assert died.returncode == -signal.SIGKILL
-    (done,) = folder_of(workspace, segment).glob("*.json")
+    (done,) = audit_folder(workspace, segment).glob("*.json")
     before = done.stat().st_mtime_ns
     assert site.audited(segment).outcome == "reject"
     assert done.stat().st_mtime_ns == before  # it was not replayed again

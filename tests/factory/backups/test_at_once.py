@@ -20,7 +20,7 @@ def test_a_backup_in_progress_is_left_unchanged(
     monkeypatch.setattr("factory.backups.backups.OTHERS_SECONDS", 0.0)
     half = workspace.root / "backups" / ".backup-of-another"
     half.mkdir(parents=True)
-    with workspace.lock("backup"), refused("workspace.in_use", WorkspaceError, lock="backup"):
+    with workspace.hold_lock("backup"), refused("workspace.in_use", WorkspaceError, lock="backup"):
         make_backup(Plant(workspace, ledger))
     assert half.is_dir()
     made, _ = make_backup(Plant(workspace, ledger))  # no process holds the lock: the other backup was killed

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from factory.backups.backups import make_backup
 from factory.backups.keys import KEY, KEYS
-from factory.bundles.signing import own_key
+from factory.bundles.signing import ensure_own_key
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.repairs.lost_ledger import restore
+from factory.repairs.lost_ledger import restore_ledger
 from tests.support.factory.command import command_here
 from tests.support.messages import the
 
@@ -31,7 +31,7 @@ def test_a_key_is_copied_with_keys_and_restored(workspace: Workspace, ledger: Le
     elsewhere = tmp_path / "other-disk"
     assert "has no key yet" in run("backup", "--keys", elsewhere) and not elsewhere.exists()
     assert LEFT_OUT not in run("backup")
-    key = own_key(workspace.root)
+    key = ensure_own_key(workspace.root)
     held = key.read_bytes()
     assert LEFT_OUT in run("backup") and not list((workspace.root / "backups").rglob(KEY))
     assert "--keys needs a folder" in run("backup", "--keys")
@@ -42,18 +42,18 @@ def test_a_key_is_copied_with_keys_and_restored(workspace: Workspace, ledger: Le
 
     for path in key.parent.iterdir():
         path.unlink()
-    restore(workspace.root, "", SILENT)  # none of the workspace's own backups has the key
+    restore_ledger(workspace.root, "", SILENT)  # none of the workspace's own backups has the key
     assert not key.exists()
-    assert the(restore(workspace.root, str(elsewhere), SILENT), "keys.restored").data["backup"] == elsewhere
+    assert the(restore_ledger(workspace.root, str(elsewhere), SILENT), "keys.restored").data["backup"] == elsewhere
     assert key.read_bytes() == held and mode(key) == 0o600 and mode(key.parent) == 0o700
 
     key.unlink()
-    other = own_key(workspace.root).read_bytes()
-    restore(workspace.root, str(elsewhere), SILENT)
+    other = ensure_own_key(workspace.root).read_bytes()
+    restore_ledger(workspace.root, str(elsewhere), SILENT)
     assert key.read_bytes() == other != held  # an existing key is left unchanged
 
 
 def test_the_daily_backup_does_not_mention_the_key(workspace: Workspace, ledger: Ledger) -> None:
-    own_key(workspace.root)
+    ensure_own_key(workspace.root)
     _, said = make_backup(Plant(workspace, ledger))
     assert said == []

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from factory.bundles.writing import BundleOptions, Written, write_bundle
+from factory.bundles.writing import BundleOptions, WrittenBundle, write_bundle
 from tests.support.factory.exports import FilledPlant
 from tests.support.plants.released_plant import released_plant
 
@@ -23,12 +23,12 @@ def released(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FilledPlant]:
 
 
 @pytest.fixture(scope="session")
-def made(released: FilledPlant) -> Written:
+def made(released: FilledPlant) -> WrittenBundle:
     return write_bundle(released, 2, BundleOptions(data=True))
 
 
 @pytest.fixture
-def bundle(made: Written, tmp_path: Path) -> Path:
+def bundle(made: WrittenBundle, tmp_path: Path) -> Path:
     """A copy that a test may spoil."""
     return Path(shutil.copytree(made.folder, tmp_path / "bundle"))
 

@@ -12,9 +12,9 @@ import pytest
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
-from factory.bundles.verifying import ask, verify
+from factory.bundles.verifying import run_check, verify_bundle
 from factory.bundles.writing import BundleOptions, write_bundle
-from factory.gates.release.gate import decide
+from factory.gates.release.gate import judge_candidate
 from factory.gates.release.recorded import evidence_sha256
 from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     export = save_export(tiny_model(3), plant.workspace.exports / "candidate-3", plant.tokenizer)
     candidate = plant.add_candidate(export)
     evaluated(plant, candidate, 2.8)  # as the champion
-    verdict = VerdictRow.get(plant.ledger, decide(Plant(plant.workspace, plant.ledger), candidate))
+    verdict = VerdictRow.get(plant.ledger, judge_candidate(Plant(plant.workspace, plant.ledger), candidate))
     assert verdict.outcome == "hold"
     number = override(Plant(plant.workspace, plant.ledger), candidate, "ada", WHY)
     return write_bundle(Plant(plant.workspace, plant.ledger), number, BundleOptions()).folder
@@ -50,7 +50,7 @@ def bundle(made: Path, tmp_path: Path) -> Path:
 
 
 def test_it_says_who_released_it_and_why(made: Path) -> None:
-    found = verify(made)
+    found = verify_bundle(made)
     assert found.ok, [check for check in found.checks if not check.ok]
     said = {check.name: check.detail for check in found.checks}["verdict"]
     assert codes(tree(said)) == ["two_verdicts.same", "two_verdicts.overridden"]
@@ -86,7 +86,7 @@ def test_an_invalid_override_fails_the_check_of_the_verdict(bundle: Path, what: 
     if path == layout.EVIDENCE:
         value["sha256"] = evidence_sha256(value)
     (bundle / path).write_text(json.dumps(value))
-    found = ask("verdict", BundleFolder.open(bundle))
+    found = run_check("verdict", BundleFolder.open(bundle))
     assert found.ok is False and says(found.detail, (f"two_verdicts.{code}", data)), found.detail
 
 
@@ -110,6 +110,6 @@ def test_a_forged_override_of_a_reason_that_nobody_can_override_is_found(
     told["override"]["evidence_sha256"] = stored["sha256"]
     del told["judge"]
     (bundle / layout.VERDICT).write_text(json.dumps(told))
-    found = ask("verdict", BundleFolder.open(bundle))
+    found = run_check("verdict", BundleFolder.open(bundle))
     assert found.ok is False and "two_verdicts.not_overridable" in codes(tree(found.detail)), found.detail
     assert mark in found.detail

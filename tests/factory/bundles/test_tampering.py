@@ -16,8 +16,8 @@ from factory.bundles import signing
 from factory.bundles.checking import check_fixture
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleError, BundleFolder
-from factory.bundles.files.manifest import manifest
-from factory.bundles.verifying import CHECKS, ask, verify
+from factory.bundles.files.manifest import build_manifest
+from factory.bundles.verifying import CHECKS, run_check, verify_bundle
 from tests.support.messages import codes, refused, says, tree
 
 Change = Callable[[Path], None]
@@ -26,13 +26,13 @@ Change = Callable[[Path], None]
 def failing(bundle: Path) -> set[str]:
     """The checks of the files that fail; the fixture, which takes a process of its own, has tests of its own."""
     folder = BundleFolder.open(bundle)
-    return {name for name in CHECKS if name != "fixture" and not ask(name, folder).ok}
+    return {name for name in CHECKS if name != "fixture" and not run_check(name, folder).ok}
 
 
 def reseal(bundle: Path, key: Path) -> None:
     """What someone with a key can do: a manifest and a signature of what is there now."""
     (bundle / layout.SIGNATURE).unlink(missing_ok=True)
-    made = manifest("release 2", BundleFolder.open(bundle).hashes)
+    made = build_manifest("release 2", BundleFolder.open(bundle).hashes)
     (bundle / layout.MANIFEST).write_text(json.dumps(made))
     signing.sign(bundle, key)
 
@@ -159,7 +159,7 @@ def test_as_it_was_made_it_verifies(bundle: Path, own_key: Path, published_key: 
 def test_tampering_is_named_by_its_own_check(what: str, bundle: Path, own_key: Path, published_key: Path) -> None:
     change, path, expected = TAMPERED[what]
     change(bundle)
-    files = ask("files", BundleFolder.open(bundle))
+    files = run_check("files", BundleFolder.open(bundle))
     assert not files.ok and path in files.detail
     with refused("signing.other_signature", BundleError):
         signing.check_signature(bundle, published_key)
@@ -170,10 +170,10 @@ def test_tampering_is_named_by_its_own_check(what: str, bundle: Path, own_key: P
 def test_a_foreign_signature_over_a_new_manifest(
     bundle: Path, own_key: Path, published_key: Path, tmp_path: Path
 ) -> None:
-    foreign = signing.own_key(tmp_path)
+    foreign = signing.ensure_own_key(tmp_path)
     TAMPERED["an added file"][0](bundle)
     reseal(bundle, foreign)
-    assert ask("files", BundleFolder.open(bundle)).ok
+    assert run_check("files", BundleFolder.open(bundle)).ok
     for key in (published_key, bundle / layout.PUBLIC_KEY):
         with refused("signing.other_signature", BundleError):
             signing.check_signature(bundle, key)
@@ -195,8 +195,8 @@ def test_a_damaged_signature(bundle: Path, damage: bytes, published_key: Path) -
 def test_a_damaged_public_key(bundle: Path, pem: bytes) -> None:
     (bundle / layout.PUBLIC_KEY).write_bytes(pem)
     with refused("signing.no_public_key", BundleError, path=layout.PUBLIC_KEY):
-        signing.fingerprint(pem, layout.PUBLIC_KEY)
-    assert "signing_key.pem" in ask("files", BundleFolder.open(bundle)).detail
+        signing.fingerprint_of_key(pem, layout.PUBLIC_KEY)
+    assert "signing_key.pem" in run_check("files", BundleFolder.open(bundle)).detail
 
 
 def test_another_weight_is_not_what_the_fixture_says(bundle: Path) -> None:
@@ -236,7 +236,7 @@ HOSTILE: dict[str, Change] = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_folder_that_is_not_safe_to_read_is_not_read(bundle: Path, what: str) -> None:
     HOSTILE[what](bundle)
-    found = verify(bundle)
+    found = verify_bundle(bundle)
     assert not found.ok and [c.name for c in found.checks if c.ok is False] == ["files"]
     assert {c.ok for c in found.checks[1:]} == {None}
 
@@ -246,7 +246,7 @@ def test_a_folder_that_is_not_safe_to_read_is_not_read(bundle: Path, what: str) 
 )
 def test_a_manifest_that_leads_outside(bundle: Path, name: str) -> None:
     edited(layout.MANIFEST, lambda m: m["files"].update({name: {"sha256": "0" * 64, "bytes": 1}}))(bundle)
-    found = ask("files", BundleFolder.open(bundle))
+    found = run_check("files", BundleFolder.open(bundle))
     assert not found.ok and {"manifest.outside", "manifest.missing"} & set(codes(tree(found.detail)))
 
 
@@ -266,7 +266,7 @@ def test_a_manifest_that_leads_outside(bundle: Path, name: str) -> None:
 @pytest.mark.parametrize("path", [layout.EVIDENCE, layout.MANIFEST])
 def test_hostile_json_is_named(bundle: Path, path: str, text: str, words: str) -> None:
     (bundle / path).write_text(text)
-    found = ask("evidence" if path == layout.EVIDENCE else "files", BundleFolder.open(bundle))
+    found = run_check("evidence" if path == layout.EVIDENCE else "files", BundleFolder.open(bundle))
     assert not found.ok and path in found.detail and words in found.detail
 
 
@@ -276,12 +276,13 @@ def test_a_huge_file_is_not_read(bundle: Path) -> None:
             file.truncate(limit + 1)
     folder = BundleFolder.open(bundle)
     assert says(
-        ask("evidence", folder).detail, ("bundles.too_large", {"file": layout.EVIDENCE, "limit": layout.JSON_BYTES})
+        run_check("evidence", folder).detail,
+        ("bundles.too_large", {"file": layout.EVIDENCE, "limit": layout.JSON_BYTES}),
     )
     with refused("bundles.too_large", BundleError, file=f"{layout.ITEMS}, line 1", limit=layout.LINE_BYTES):
-        list(folder.rows(layout.ITEMS))
+        list(folder.read_rows(layout.ITEMS))
     with refused("bundles.too_large", BundleError, file=layout.SHARDS, limit=10):
-        list(folder.rows(layout.SHARDS, 10))
+        list(folder.read_rows(layout.SHARDS, 10))
 
 
 ODD = st.sampled_from([None, True, -1, 0, 1e308, 10**17, "", "x" * 300, "\x1b[31m", [], {}, [[]], {"a": {}}, [None]])
@@ -291,7 +292,7 @@ ODD = st.sampled_from([None, True, -1, 0, 1e308, 10**17, "", "x" * 300, "\x1b[31
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_content_of_a_file_is_a_crash(bundle: Path, data: st.DataObject) -> None:
     """A value anywhere in any JSON file is another one: every check answers."""
-    names = [name for name in BundleFolder.open(bundle).names if name.endswith((".json", ".jsonl"))]
+    names = [name for name in BundleFolder.open(bundle).paths if name.endswith((".json", ".jsonl"))]
     path = bundle / data.draw(st.sampled_from(sorted(names)))
     before = path.read_text()
     head, tail = before.split("\n", 1) if path.suffix == ".jsonl" else (before, "")
@@ -312,6 +313,6 @@ def test_no_content_of_a_file_is_a_crash(bundle: Path, data: st.DataObject) -> N
         folder = BundleFolder.open(bundle)
         for name in CHECKS:
             if name != "fixture":
-                assert ask(name, folder).detail.isprintable()
+                assert run_check(name, folder).detail.isprintable()
     finally:
         path.write_text(before)

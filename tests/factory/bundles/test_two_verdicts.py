@@ -12,8 +12,8 @@ import pytest
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
-from factory.bundles.judging_again import two_verdicts
-from factory.bundles.verifying import ask
+from factory.bundles.judging_again import compare_verdicts
+from factory.bundles.verifying import run_check
 from factory.evals.parity import Check
 from factory.gates.release import judged_by
 from factory.gates.release.recorded import evidence_sha256
@@ -47,7 +47,7 @@ def reworded(verdict: dict[str, Any]) -> None:
 
 
 def judged(bundle: Path) -> Check:
-    return ask("verdict", BundleFolder.open(bundle))
+    return run_check("verdict", BundleFolder.open(bundle))
 
 
 def test_the_judges_files_are_those_that_it_imports() -> None:
@@ -67,7 +67,7 @@ def test_the_judges_files_are_those_that_it_imports() -> None:
 
 def test_a_verdict_tells_whose_judge_gave_it(bundle: Path) -> None:
     told = json.loads((bundle / layout.VERDICT).read_text())["judge"]
-    assert told == judged_by.judged_by().to_json()
+    assert told == judged_by.judge_version().to_json()
     assert codes(tree(judged(bundle).detail)) == ["two_verdicts.same", "two_verdicts.promoted"]
 
 
@@ -91,12 +91,12 @@ def test_another_judge_may_give_reasons_in_other_words(
     assert found.ok and codes([found.detail]) == ["two_verdicts.same_by_other_judge"] and says(found.detail, judges)
     reasons = json.loads((bundle / layout.VERDICT).read_text())["reasons"]
     found = judged(changed(bundle, layout.VERDICT, reworded))
-    assert found.ok and says(found.detail, judges) and judged_by.judged_by().sha256[:12] in found.detail
+    assert found.ok and says(found.detail, judges) and judged_by.judge_version().sha256[:12] in found.detail
     assert says(found.detail, ("two_verdicts.other_words", {"differing": 1, "reasons": len(reasons)}))
     assert "It beats candidate 1" in found.detail
-    facts = two_verdicts(BundleFolder.open(bundle)).to_json()
+    facts = compare_verdicts(BundleFolder.open(bundle)).to_json()
     assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
-    assert facts["here"] == judged_by.judged_by().to_json()
+    assert facts["here"] == judged_by.judge_version().to_json()
 
 
 # What is done to a bundle → what is said of it, whichever judge the record names.
@@ -124,7 +124,7 @@ def test_what_decides_is_compared_whoever_judged(bundle: Path, what: str, record
 def test_a_number_of_the_evidence_follows_from_the_items_whoever_judged(bundle: Path, record: Change) -> None:
     changed(bundle, layout.VERDICT, record)
     changed(bundle, layout.EVIDENCE, lambda evidence: evidence["target"].update(gain=0.25))
-    found = ask("evidence", BundleFolder.open(bundle))
+    found = run_check("evidence", BundleFolder.open(bundle))
     assert found.ok is False and "target/gain is 0.25" in found.detail
 
 

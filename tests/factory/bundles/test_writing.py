@@ -16,12 +16,12 @@ from factory.bundles.checking import check_licences
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.shards import releasable_documents, shard_rows
-from factory.bundles.signing import fingerprint
+from factory.bundles.signing import fingerprint_of_key
 from factory.bundles.verifying import CHECKS
-from factory.bundles.writing import BundleOptions, Written, copy_traces, write_bundle
+from factory.bundles.writing import BundleOptions, WrittenBundle, copy_traces, write_bundle
 from factory.core.errors import InputError
 from factory.gates.release.licences import count_tokens_by_licence
-from factory.ingest.document import written_by
+from factory.ingest.document import format_release_maker
 from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
 from factory.ledger.plant import Plant
@@ -99,13 +99,13 @@ def test_documents_of_a_damaged_shard_are_not_handed_on(released: FilledPlant, t
 
 @pytest.mark.slow("verifies a bundle for each change")
 def test_evidence_that_was_changed_in_the_ledger_is_not_bundled(released: FilledPlant, tmp_path: Path) -> None:
-    row = released.ledger.one(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
+    row = released.ledger.select_first(sa.select(verdicts.c.evidence).where(verdicts.c.subject == "candidate:2"))
     assert row
     with changed(released, verdicts, verdicts.c.subject == "candidate:2", evidence=row["evidence"] | {"look": 3}):
         refuses(released, tmp_path / "out", ("writing.not_verified", {"release": 2, "checks": ["evidence", "verdict"]}))
 
 
-def test_keys_that_cannot_sign(released: FilledPlant, made: Written, tmp_path: Path) -> None:
+def test_keys_that_cannot_sign(released: FilledPlant, made: WrittenBundle, tmp_path: Path) -> None:
     keys = released.workspace.root / "keys"
     assert stat.S_IMODE((keys / "bundle-signing.pem").stat().st_mode) == 0o600
     assert sorted(path.name for path in keys.iterdir()) == ["bundle-signing.pem", "bundle-signing.pub.pem"]
@@ -119,7 +119,7 @@ def test_keys_that_cannot_sign(released: FilledPlant, made: Written, tmp_path: P
     (keys / "bundle-signing.pem").chmod(0o600)
 
 
-def test_no_held_out_text_is_in_a_bundle(released: FilledPlant, made: Written) -> None:
+def test_no_held_out_text_is_in_a_bundle(released: FilledPlant, made: WrittenBundle) -> None:
     held = [d for d in released.documents if d.held]
     texts = [d.content.get("text") or d.content["messages"][1]["content"] for d in held]
     whole = b"".join(path.read_bytes() for path in made.folder.rglob("*") if path.is_file())
@@ -128,7 +128,7 @@ def test_no_held_out_text_is_in_a_bundle(released: FilledPlant, made: Written) -
     assert [text for text in spelled if text in whole] == []
 
 
-def test_the_data_are_the_documents_that_it_was_trained_on(released: FilledPlant, made: Written) -> None:
+def test_the_data_are_the_documents_that_it_was_trained_on(released: FilledPlant, made: WrittenBundle) -> None:
     trained = {d.key: d for d in released.documents if not d.held}
     rows = [json.loads(line) for line in (made.folder / layout.DOCUMENTS).read_text().splitlines()]
     assert len(rows) == len(trained)
@@ -196,7 +196,7 @@ def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Fi
 def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path: Path) -> None:
     first, second = [d.key for d in released.documents if not d.held][:2]
     release = ReleaseRow.get(released.ledger, 1)
-    ours = written_by(1, release.export_sha256)
+    ours = format_release_maker(1, release.export_sha256)
     with (
         changed(released, documents, documents.c.key == first, detail=f"synthetic, by {ours}; replaced: 1 email"),
         changed(released, documents, documents.c.key == second, detail="synthetic, by judge-1 at https://x/v1"),
@@ -259,7 +259,7 @@ def test_traces_hold_what_is_kept_and_follow_no_link(released: FilledPlant, tmp_
 
 
 @pytest.mark.slow("a release by command, and its bundle")
-def test_a_first_release_by_command(released: FilledPlant, made: Written, tmp_path: Path) -> None:
+def test_a_first_release_by_command(released: FilledPlant, made: WrittenBundle, tmp_path: Path) -> None:
     out = tmp_path / "out"
     words = ["--bundle", "1", "--out", str(out), "--licence", "Apache-2.0", "--traces"]
     done = factory("release", *words, "--workspace", str(released.workspace.root))
@@ -277,11 +277,11 @@ def test_verify_by_command_needs_the_folder_alone(bundle: Path, published_key: P
     found = json.loads(done.stdout)
     assert done.returncode == 0 and found["ok"] and found["pinned"] and found["judge"]["same"], done.stdout
     assert {check["name"]: check["ok"] for check in found["checks"]} == dict.fromkeys(["signature", *CHECKS], True)
-    assert found["signer"] == fingerprint(published_key.read_bytes(), "")
+    assert found["signer"] == fingerprint_of_key(published_key.read_bytes(), "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bundle"]
 
 
-def test_verify_by_command_of_another_folder(made: Written, bundle: Path, tmp_path: Path) -> None:
+def test_verify_by_command_of_another_folder(made: WrittenBundle, bundle: Path, tmp_path: Path) -> None:
     (bundle / layout.CARD).write_text("Best model ever.\n")
     done = factory("verify", str(bundle))
     assert done.returncode == 1 and done.stdout.endswith("files, signature, card\n"), done.stderr

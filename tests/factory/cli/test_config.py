@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from factory.cli.app import app
 from factory.cli.config import NAMES, _schemas
-from factory.cli.policy_sources import field_docs, values
+from factory.cli.policy_sources import field_docs, list_settings
 from factory.core.errors import FactoryError
-from factory.core.policy_file import policy_sha256
-from factory.core.workspace import Config, Workspace, checkout_root
+from factory.core.policy_file import hash_policy
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.ingest.rules.policy import DataPolicy
 from tests.support.factory.command import command_here, factory
 from tests.support.messages import refused
@@ -42,8 +42,8 @@ def test_a_shipped_policy_has_the_hash_of_one_that_spells_out_every_key(name: st
     spelled_out = tmp_path / "policy.yaml"
     spelled_out.write_text(yaml.safe_dump(policy.model_dump(mode="json"), sort_keys=False))
     again = LOADERS[name](spelled_out)
-    assert policy_sha256(again) == policy_sha256(policy)
-    sources = {value.source for value in values(again, yaml.safe_load(spelled_out.read_text()), "shipped")}
+    assert hash_policy(again) == hash_policy(policy)
+    sources = {value.source for value in list_settings(again, yaml.safe_load(spelled_out.read_text()), "shipped")}
     assert sources == {"shipped"}
 
 
@@ -62,7 +62,7 @@ def test_every_key_says_what_it_means(name: str) -> None:
 
 
 def test_each_value_names_its_source(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(recipe="tiny"))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny"))
     (workspace.root / "policies" / "gates").mkdir()
     (workspace.root / "policies" / "gates" / "patch.yaml").write_text("training: {pairs: 8, patience: {again: 2}}\n")
     found = shown("-w", str(workspace.root))
@@ -83,7 +83,7 @@ def test_each_value_names_its_source(tmp_path: Path) -> None:
 
 
 def test_the_recipe_of_another_repository_is_named_so(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(recipe="tiny", repository="code"))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny", repository="code"))
     policies = workspace.root / "code" / "policies"
     shutil.copytree(checkout_root() / "policies", policies)
     assert shown("recipe", "-w", str(workspace.root))["recipe"]["name"]["source"] == "repository"
@@ -117,13 +117,13 @@ def test_no_password_is_shown(tmp_path: Path, more: list[str]) -> None:
 
 
 def test_one_key_is_set_in_the_workspaces_own_copy(workspace: Workspace) -> None:
-    shipped = workspace.policy("data.yaml").read_text()
+    shipped = workspace.policy_path("data.yaml").read_text()
     done = command_here(
         "config", "set", "data", "licences.known", "{OFL-1.1: {train: true, release: true}}", home=workspace
     )
     own = workspace.root / "policies" / "data.yaml"
     assert done.exit_code == 0 and str(own) in done.stdout
-    licence = DataPolicy.load(own).licences.of("OFL-1.1")
+    licence = DataPolicy.load(own).licences.find_licence("OFL-1.1")
     assert licence.train and licence.release
     kept = [line for line in own.read_text().splitlines() if "OFL-1.1" not in line]
     assert kept == shipped.splitlines(), "comments and all other keys stay"
@@ -151,7 +151,7 @@ def test_an_invalid_value_is_not_written(words: tuple[str, ...], code: str, said
         raise done.exception
     assert said in str(done.exception)
     assert not (workspace.root / "policies" / "data.yaml").exists()
-    assert not workspace.own_recipe().exists()
+    assert not workspace.own_recipe_path().exists()
 
 
 @pytest.mark.parametrize("name", ["a: b, {c}", "NO", "#1 \u201cours\u201d"])
@@ -159,4 +159,4 @@ def test_a_name_is_set_as_it_is_written(name: str, workspace: Workspace) -> None
     value = f"{{{json.dumps(name)}: {{train: true, release: true}}}}"
     done = command_here("config", "set", "data", "licences.known", value, home=workspace)
     assert done.exit_code == 0, done.exception
-    assert DataPolicy.load(workspace.policy("data.yaml")).licences.of(name).release
+    assert DataPolicy.load(workspace.policy_path("data.yaml")).licences.find_licence(name).release

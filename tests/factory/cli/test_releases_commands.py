@@ -17,10 +17,10 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, eval_items, evaluations, segments, token_shards, verdicts
 from factory.ledger.plant import Plant
-from factory.ledger.rows import champion
+from factory.ledger.rows import find_champion
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.store import open_client
-from factory.show.pages.release_facts import difference, listed, shown
+from factory.show.pages.release_facts import compare_releases, list_releases, release_details
 from tests.support.factory.command import factory
 from tests.support.factory.shown import release
 from tests.support.messages import refused
@@ -96,12 +96,12 @@ def test_a_forgotten_bundle_releases_nothing(workspace: Workspace, scene: Ledger
         assert isinstance(done.exception, InputError)
         with refused(f"model_loop.{code}", **data):
             raise done.exception
-    best = champion(scene)
-    assert best is not None and best.number == 1 and len(listed(scene)) == 3
+    best = find_champion(scene)
+    assert best is not None and best.number == 1 and len(list_releases(scene)) == 3
 
 
 def test_the_list_has_releases_and_waiting_candidates(workspace: Workspace, scene: Ledger) -> None:
-    rows = listed(scene)
+    rows = list_releases(scene)
     assert [(row["release"], row["candidate"], row["state"], row["champion"]) for row in rows] == [
         (1, 1, "published", True), (None, 2, "waits for approval", False), (None, 3, "held", False),
     ]  # fmt: skip
@@ -115,12 +115,12 @@ def test_the_list_has_releases_and_waiting_candidates(workspace: Workspace, scen
 
 
 def test_show_has_gains_losses_and_the_training_data(workspace: Workspace, scene: Ledger) -> None:
-    found = shown(Plant(workspace, scene), "c2")
+    found = release_details(Plant(workspace, scene), "c2")
     assert {name: gain["shows"] for name, gain in found["measured"].items()} == {
         "target": "better", "code": "better", "docs": "worse", "chat": "no difference shown",
     }  # fmt: skip
     assert [shard["name"] for shard in found["shards"]] == ["code-00.jsonl"] and found["serve"] is None
-    assert shown(Plant(workspace, scene), "1")["serve"] == "factory serve"
+    assert release_details(Plant(workspace, scene), "1")["serve"] == "factory serve"
     said = run(workspace, "show", "1")
     for words in (
         "release 1: candidate 1, published, champion",
@@ -142,7 +142,7 @@ def test_diff_compares_on_the_same_items_or_warns(workspace: Workspace, scene: L
         tx.exec_driver_sql("INSERT INTO data_plans (id, plan, created_at) VALUES ('q', ?, 1.0)", (json.dumps(plan),))
         tx.execute(segments.update().where(segments.c.id == 2).values(data_plan="q"))
     add_shard_of(scene, "v" * 64, "u" * 64, "new.jsonl")
-    found = difference(Plant(workspace, scene), "1", "c2")
+    found = compare_releases(Plant(workspace, scene), "1", "c2")
     gains = found["measured"]["gains"]
     assert (
         found["measured"]["same_items"]
@@ -152,11 +152,11 @@ def test_diff_compares_on_the_same_items_or_warns(workspace: Workspace, scene: L
     assert gains["docs"]["gain"] == pytest.approx(0.0)
     assert found["recipe"] == {"model.d_model": [64, 96]} and found["steps"] == [100, 180]
     assert found["data"]["added"] == ["new.jsonl"] and found["data"]["left_out"] == []
-    back = difference(Plant(workspace, scene), "c2", "1")
+    back = compare_releases(Plant(workspace, scene), "c2", "1")
     assert back["data"]["left_out"] == ["new.jsonl"] and back["measured"]["gains"]["code"]["shows"] == "worse"
     with scene.begin() as tx:
         tx.execute(evaluations.update().where(evaluations.c.id == 2).values(suite_sha256="f" * 64))
-    assert not difference(Plant(workspace, scene), "1", "c2")["measured"]["gains"]
+    assert not compare_releases(Plant(workspace, scene), "1", "c2")["measured"]["gains"]
     assert "different held-out items" in run(workspace, "diff", "1", "c2")
 
 
@@ -180,7 +180,7 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
         "rejected",
         "rejected by bob: it swears",
     )
-    assert [row["state"] for row in listed(scene)] == ["published", "waits for approval", "rejected"]
+    assert [row["state"] for row in list_releases(scene)] == ["published", "waits for approval", "rejected"]
     with pytest.raises(InputError, match="was rejected by bob: it swears"):
         run(workspace, "approve", "3")
     done = read(workspace, "approve", "2")
@@ -189,7 +189,7 @@ def test_reject_approve_and_roll_back(workspace: Workspace, scene: Ledger, monke
     with pytest.raises(InputError, match="release 1 replaced no other"):
         run(workspace, "rollback")
     assert read(workspace, "rollback", "2") == {"champion": 2} and read(workspace, "rollback", "1") == {"champion": 1}
-    best = champion(scene)
+    best = find_champion(scene)
     assert best and best.number == 1
     assert [row["champion"] for row in read(workspace, "list")] == [True, False, False]
 

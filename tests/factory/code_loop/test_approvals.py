@@ -16,7 +16,7 @@ from factory.ledger.ledger import tracked_runs, verdicts
 from factory.release.approvals import APPROVAL_TAG
 from factory.show.catching_up import show_missing
 from factory.show.mlflow.answering import settle_proposals
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import MlflowTracking
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
 from tests.support.messages import refused
@@ -113,7 +113,7 @@ def test_killed_while_it_is_merged_the_same_call_finishes(
     plant: PatchPlant, stop_after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant.judged()
-    real, calls = repository.git, 0
+    real, calls = repository.run_git, 0
 
     def killed(folder: Path, *arguments: str, **named: Any) -> Any:
         nonlocal calls
@@ -169,7 +169,7 @@ def test_files_that_changed_again_are_not_overwritten(plant: PatchPlant) -> None
 
 def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: PatchPlant) -> None:
     plant.judged()
-    tracking = Tracking.open(plant)
+    tracking = MlflowTracking.open(plant)
     run = tracking.proposal_run(1)
 
     def settle() -> int:
@@ -195,14 +195,14 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: PatchPla
 def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_path: Path) -> None:
     """Both show their proposal 1 at one MLflow."""
     plant.judged()
-    tracking = Tracking.open(plant)
+    tracking = MlflowTracking.open(plant)
     theirs = tracking.proposal_run(1)
     tracking.client.set_tag(theirs, APPROVAL_TAG, "approved")
     (tmp_path / "other").mkdir()
     other = PatchPlant(tmp_path / "other", plant.workspace.mlflow_uri)
     other.judged(edits={"kernels/ops.py": "x = 666\n"})
     assert settle_proposals(other) == 0 and other.files() == FILES
-    ours = Tracking.open(other).proposal_run(1)
+    ours = MlflowTracking.open(other).proposal_run(1)
     assert ours != theirs and tracking.proposal_run(1) == theirs
     tracking.client.set_tag(ours, APPROVAL_TAG, "approved")
     assert settle_proposals(other) == 1 and other.words() == [("approved", "mlflow")]
@@ -210,7 +210,7 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
 
 def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlant) -> None:
     plant.judged()
-    tracking = Tracking.open(plant)
+    tracking = MlflowTracking.open(plant)
     lost = tracking.proposal_run(1)
     with plant.ledger.begin() as tx:  # as after 'mlflow gc'
         tx.execute(tracked_runs.update().values(run_id="0" * 32))

@@ -26,12 +26,12 @@ from factory.code_loop.workbench import LiveWorkbench
 from factory.core.console import Terminal
 from factory.core.devices import run_in_parallel
 from factory.core.errors import FactoryError, InputError
-from factory.core.workspace import Config, Workspace, checkout_root
-from factory.gates.training_start import find_start
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.gates.training_start import find_training_start
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import agent_runs, exchanges, profiles, proposals
 from factory.ledger.plant import Plant
-from factory.sandbox.sandbox import Result
+from factory.sandbox.sandbox import SandboxResult
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, fewer_steps, make
 from tests.support.factory.command import Running
@@ -48,17 +48,17 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
         monkeypatch.delenv(name, raising=False)
     case = make()
     policy = case.workspace.root / "policies" / "agents.yaml"
-    before = git(case.target, "branch", "--list", "factory/*"), len(case.ledger.rows(sa.select(proposals)))
+    before = git(case.target, "branch", "--list", "factory/*"), len(case.ledger.select_rows(sa.select(proposals)))
     yield case
     policy.unlink(missing_ok=True)
     with case.ledger.begin() as tx:
         tx.execute(agent_runs.update().where(agent_runs.c.state == "running").values(state="abandoned"))
         tx.execute(exchanges.delete())
     assert case.left_behind() == []
-    if "proposed" not in {row["state"] for row in case.ledger.rows(sa.select(agent_runs))}:
+    if "proposed" not in {row["state"] for row in case.ledger.select_rows(sa.select(agent_runs))}:
         assert before == (
             git(case.target, "branch", "--list", "factory/*"),
-            len(case.ledger.rows(sa.select(proposals))),
+            len(case.ledger.select_rows(sa.select(proposals))),
         )
 
 
@@ -90,7 +90,7 @@ def proposed(made: Made, options: AgentOptions, count: int = 1) -> list[int]:
 
 
 def state_of(made: Made, run: int) -> str:
-    row = made.ledger.one(sa.select(agent_runs).where(agent_runs.c.id == run))
+    row = made.ledger.select_first(sa.select(agent_runs).where(agent_runs.c.id == run))
     assert row is not None
     return str(row["state"])
 
@@ -107,10 +107,10 @@ def test_an_invalid_endpoint_is_refused_before_anything_is_measured(
     made: Made, options: AgentOptions, code: str
 ) -> None:
     policy(made, model="")
-    before = len(made.ledger.rows(sa.select(profiles)))
+    before = len(made.ledger.select_rows(sa.select(profiles)))
     with pytest.raises(InputError) as caught:
         proposed(made, options)
-    assert caught.value.code == code and len(made.ledger.rows(sa.select(profiles))) == before
+    assert caught.value.code == code and len(made.ledger.select_rows(sa.select(profiles))) == before
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,15 @@ def test_another_target_abandons_the_run_that_was_begun(made: Made) -> None:
 def test_a_person_and_the_daemon_let_each_others_runs_be(made: Made, tmp_path: Path) -> None:
     options = AgentOptions(f"files:{tmp_path}")
     mine, daemons = (AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, by=by) for by in ("", IMPROVE))
-    run = mine.begin(made.base, "")
-    assert daemons.unfinished(made.base, 1) == []
-    own = daemons.begin(made.base, "")
-    assert [[one.number for one in runs.unfinished(made.base, 2)] for runs in (mine, daemons)] == [
+    run = mine.begin_run(made.base, "")
+    assert daemons.find_unfinished(made.base, 1) == []
+    own = daemons.begin_run(made.base, "")
+    assert [[one.number for one in runs.find_unfinished(made.base, 2)] for runs in (mine, daemons)] == [
         [run.number],
         [own.number],
     ]
     for runs, number in ((mine, run.number), (daemons, own.number)):
-        runs.end(number, "abandoned")
+        runs.record_end(number, "abandoned")
 
 
 def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> None:
@@ -233,13 +233,13 @@ def test_several_wait_for_the_model_side_by_side(made: Made, tmp_path: Path) -> 
 
 def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     policy(made)
-    options, start = AgentOptions(f"files:{tmp_path}", "m"), find_start(made.ledger)
+    options, start = AgentOptions(f"files:{tmp_path}", "m"), find_training_start(made.ledger)
     assert start is not None
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, start)
     runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, 3)
     work_on = lambda: proposing.runs_to_work_on(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target
-    number = made.ledger.rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
+    number = made.ledger.select_rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
     monkeypatch.setattr(proposing, "profile", lambda *_: number)
     for _ in range(2):
         assert [run.target for run in work_on()] == ["", "kernel:attention"]  # nothing else is worth it
@@ -249,9 +249,9 @@ def test_several_are_judged_without_getting_in_each_others_way(made: Made) -> No
     edits = [Edit("trainer/optim/schedule.py", f"import socket  # {number}\n") for number in range(4)]
     drafts = [Proposal(AGENT, f"file:{n}", f"Try {n}", "Because.", 1.1, (edit,)) for n, edit in enumerate(edits)]
     numbers = run_in_parallel(
-        [partial(submitting.submit, Plant(made.workspace, made.ledger), d, made.base) for d in drafts]
+        [partial(submitting.submit_proposal, Plant(made.workspace, made.ledger), d, made.base) for d in drafts]
     )
-    rows = {n: made.ledger.one(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
+    rows = {n: made.ledger.select_first(sa.select(proposals).where(proposals.c.number == n)) for n in numbers}
     for number, drafted in zip(numbers, drafts, strict=True):
         row = rows.pop(number)
         assert row and (row["title"], row["state"]) == (drafted.title, "judged")
@@ -274,7 +274,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
     runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, AgentOptions(f"files:{tmp_path}"))
     run = AgentRun(begun(made, ""), None, "", 0, time.time())  # type: ignore[arg-type]
     assert runs.judged_before(run, drafted) is None
-    number = submitting.submit(Plant(made.workspace, made.ledger), drafted, made.base)
+    number = submitting.submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base)
     assert runs.judged_before(run, drafted) == number
     assert runs.judged_before(replace(run, began=time.time()), drafted) is None  # another run's
     with made.ledger.begin() as tx:
@@ -282,7 +282,7 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
 
 
 def test_the_last_line_of_untrusted_code_cannot_control_a_terminal() -> None:
-    why = Result(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
+    why = SandboxResult(1, "", "Traceback\nOops: \x1b]0;owned\x07\x1b[2Jfine", 1.0, None, 0, 0).why()
     assert why.endswith("Oops: �]0;owned��[2Jfine")
     screen = io.StringIO()
     Terminal(Console(file=screen)).line("a\x1b[31mb")
@@ -309,7 +309,7 @@ def test_a_torn_file_of_checkpoints_is_one_clear_error(made: Made) -> None:
 def test_checkpoints_follow_the_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     here = Workspace.create(tmp_path / "here")
     assert checkpoint_place(here) == here.root / "agents.db"
-    there = Workspace.create(tmp_path / "there", Config(ledger_url="postgresql+psycopg://me:secret@host/db"))
+    there = Workspace.create(tmp_path / "there", WorkspaceConfig(ledger_url="postgresql+psycopg://me:secret@host/db"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     assert checkpoint_place(there) == "postgresql://me:secret@host/db"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -352,7 +352,7 @@ def test_a_killed_run_continues_with_the_same_request_and_a_person_as_model(made
     assert code == 0, said
     assert f"run {run} continues" in said and "  nothing proposed: " in said
     assert state_of(made, run) == "nothing"
-    rows = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
+    rows = made.ledger.select_rows(sa.select(exchanges).where(exchanges.c.run == run).order_by(exchanges.c.id))
     assert [row["state"] for row in rows] == ["done", "reserved", "done"]  # what the killed one had set aside stays so
     assert len(list(tmp_path.glob("*.request.json"))) == 2  # nothing was asked twice
 
@@ -365,7 +365,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
         process = command(made, "--endpoint", server.url, "--target", "qk_norm_rope")
         code, said = process.wait(PATIENCE_S), process.log.read_text()
     assert code == 0, said
-    row = made.ledger.one(sa.select(proposals).where(proposals.c.agent == AGENT))
+    row = made.ledger.select_first(sa.select(proposals).where(proposals.c.agent == AGENT))
     assert row is not None and row["state"] == "judged" and state_of(made, run) == "proposed"
     verdict = made.verdict_on(row["number"])
     stages = verdict["evidence"]["stages"]
@@ -382,7 +382,7 @@ def test_a_recorded_session_goes_through_branch_gate_and_report(made: Made) -> N
     ]  # fmt: skip
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert len(told) == 2 and all("by-hand is " in text and "as fast as reference alone" in text for text in told)
-    traced = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run))
+    traced = made.ledger.select_rows(sa.select(exchanges).where(exchanges.c.run == run))
     assert [bool(row["trace"]) for row in traced] == [True] * 3 and sum(row["tokens"] for row in traced) == 19_200
     assert " 19,200 tokens" in said
     assert f"proposal {row['number']} by {AGENT}" in said and Path(row["report"]).is_file()

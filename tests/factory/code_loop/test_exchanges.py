@@ -23,7 +23,7 @@ from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.machine_check import _ledger
 from factory.show.catching_up import show_missing
-from factory.show.mlflow.runs import EXCHANGES, Tracking
+from factory.show.mlflow.runs import EXCHANGES, MlflowTracking
 from tests.support.messages import refused
 from tests.support.replay_server import RecordedSession, ReplayServer
 
@@ -45,7 +45,7 @@ def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace
     books(workspace, again).reserve("b", 400, 0.0)
     with refused("code_loop.budget_exhausted", BudgetError, unit="USD"):
         books(workspace, again, run=2).reserve("c", 1, 1.01)
-    assert len(ledger.rows(sa.select(exchanges))) == 2  # what was refused left nothing
+    assert len(ledger.select_rows(sa.select(exchanges))) == 2  # what was refused left nothing
 
 
 def test_a_ledger_older_than_the_books_gets_them(workspace: Workspace, ledger: Ledger) -> None:
@@ -94,12 +94,12 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         assert (caught.value.data["problem"].code, caught.value.data["problem"].data["status"]) == ("llm.refused", 400)
         show_missing(Plant(workspace, ledger))
         store.unlink()
-        assert [row["trace"] for row in ledger.rows(sa.select(exchanges))] == [None]
+        assert [row["trace"] for row in ledger.select_rows(sa.select(exchanges))] == [None]
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
     show_missing(Plant(workspace, ledger))
-    rows = ledger.rows(sa.select(exchanges).order_by(exchanges.c.id))
+    rows = ledger.select_rows(sa.select(exchanges).order_by(exchanges.c.id))
     assert [(row["state"], row["tokens"]) for row in rows] == [("failed", 0), ("done", 9)] and rows[1]["usd"] == 0.007
-    tracking = Tracking.open(Plant(workspace, ledger))
+    tracking = MlflowTracking.open(Plant(workspace, ledger))
     failed, done = (tracking.client.get_trace(row["trace"]) for row in rows)
     assert done.info.token_usage == {"input_tokens": 7, "output_tokens": 2, "total_tokens": 9}
     assert done.info.cost["total_cost"] == pytest.approx(0.007) and str(done.info.state) != str(failed.info.state)

@@ -26,11 +26,11 @@ from factory.code_loop.improvements import (
     BEGAN,
     ENDED,
     BudgetUse,
-    facts,
+    budget_use,
     improve_policy_as_written,
-    lines,
-    stages,
-    used,
+    improvement_facts,
+    improvement_lines,
+    newest_stages,
 )
 from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage, next_stages
 from factory.code_loop.proposing import AGENTS
@@ -39,7 +39,7 @@ from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
-from factory.ledger.writing import insert
+from factory.ledger.writing import insert_row
 from factory.show.telling.messages import notification_of_event
 from kernels.contract.message import Message
 from tests.support.factory.approvals import PatchPlant, given_verdict
@@ -113,7 +113,7 @@ def test_a_wrong_key_is_one_line_that_names_it(
 ) -> None:
     allow(workspace, **improve)
     with pytest.raises(ConfigError) as caught:
-        improving.due(Plant(workspace, ledger), ledger)
+        improving.due_stages(Plant(workspace, ledger), ledger)
     assert (caught.value.code, caught.value.data["key"]) == (code, key) and "\n" not in str(caught.value)
     assert problem is None or caught.value.data["problem"].code == problem
 
@@ -143,7 +143,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
 
 def profiled(plant: Plant, *_: object) -> int:
     with plant.ledger.begin() as tx:
-        return insert(tx, profiles, code_commit="c", path="p", summary={}, created_at=time.time())
+        return insert_row(tx, profiles, code_commit="c", path="p", summary={}, created_at=time.time())
 
 
 def drafts(
@@ -186,8 +186,8 @@ def the(plant: PatchPlant, said: Said | None = None) -> Plant:
 def rounds(plant: PatchPlant, said: Said | None = None, most: int = 12) -> list[str]:
     """Let the daemon do what is due until nothing is: the stages, as text."""
     done = []
-    while (stages := improving.due(the(plant), plant.ledger)) and len(done) < most:
-        improving.do(the(plant, said), stages[0])
+    while (stages := improving.due_stages(the(plant), plant.ledger)) and len(done) < most:
+        improving.do_stage(the(plant, said), stages[0])
         done.append(str(stages[0]))
     return done
 
@@ -214,23 +214,25 @@ def test_a_round_goes_from_the_profile_to_the_verdict_and_each_target_is_tried_o
 
 
 def judged(plant: PatchPlant) -> list[dict[str, Any]]:
-    rows = plant.ledger.rows(sa.select(proposals).where(proposals.c.state == "judged").order_by(proposals.c.number))
+    rows = plant.ledger.select_rows(
+        sa.select(proposals).where(proposals.c.state == "judged").order_by(proposals.c.number)
+    )
     return [row | {"outcome_of": row["target"]} for row in rows]
 
 
 def test_it_does_nothing_by_default_without_a_trunk_and_while_another_process_proposes(
     plant: PatchPlant, tmp_path: Path
 ) -> None:
-    look = lambda: improving.due(the(plant), plant.ledger)
+    look = lambda: improving.due_stages(the(plant), plant.ledger)
     assert look() == [LoopStage(PROFILE)]
-    with plant.workspace.lock("code-loop"):
+    with plant.workspace.hold_lock("code-loop"):
         assert look() == []
     allow(plant.workspace)
     assert look() == []
     (tmp_path / "new").mkdir()
     new = PatchPlant(tmp_path / "new")
     allow(new.workspace, when="when-idle")
-    assert improving.due(the(new), new.ledger) == []
+    assert improving.due_stages(the(new), new.ledger) == []
 
 
 def test_the_policy_of_the_gate_merges_and_what_waits_for_a_person_closes_its_target(
@@ -264,7 +266,9 @@ def test_the_budget_is_of_the_last_24_hours_and_ends_no_judgement(plant: PatchPl
 
 def ended(plant: PatchPlant, **cost: Any) -> None:
     """The newest stage took as much."""
-    row = plant.ledger.one(sa.select(events).where(events.c.kind == ENDED).order_by(events.c.id.desc()).limit(1))
+    row = plant.ledger.select_first(
+        sa.select(events).where(events.c.kind == ENDED).order_by(events.c.id.desc()).limit(1)
+    )
     assert row is not None
     with plant.ledger.begin() as tx:
         tx.execute(events.update().where(events.c.id == row["id"]).values(detail=row["detail"] | cost))
@@ -282,9 +286,9 @@ def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: Patch
     }
     began = {"stage": PROPOSE, "agent": "kernel-engineer", "situation": "s", "model": True}
     with plant.ledger.begin() as tx:
-        number = insert(tx, agent_runs, **run)
-        other = insert(tx, agent_runs, **(run | {"agent": "loss-doctor"}))
-        insert(tx, events, at=now - 100, kind=BEGAN, subject="code_loop", detail=began)
+        number = insert_row(tx, agent_runs, **run)
+        other = insert_row(tx, agent_runs, **(run | {"agent": "loss-doctor"}))
+        insert_row(tx, events, at=now - 100, kind=BEGAN, subject="code_loop", detail=began)
         spent = {"label": "l", "state": "done", "usd": 0.25}
         for at, who, tokens in (
             (now - 200, number, 1),
@@ -292,8 +296,8 @@ def test_tokens_count_from_when_a_stage_began_even_if_it_was_killed(plant: Patch
             (now - 40, other, 2),
             (now - 1, number, 60),
         ):
-            insert(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
-    found = used(plant.ledger, stages(plant.ledger, now), now)
+            insert_row(tx, exchanges, at=at, run=who, tokens=tokens, **spent)
+    found = budget_use(plant.ledger, newest_stages(plant.ledger, now), now)
     assert found == BudgetUse(0.0, 100, 0.5)
 
 
@@ -304,9 +308,9 @@ def test_a_judgement_that_fails_closes_its_target_and_one_that_a_full_disk_ends_
     assert rounds(plant, most=2) == ["profile", "propose by search"]
     for error, state in ((OSError(errno.ENOSPC, "No space left on device"), "written"), (ConfigError("no"), "failed")):
         monkeypatch.setattr(submitting, "_decide", partial(_raises, error))
-        (stage, *_) = improving.due(the(plant), plant.ledger)
+        (stage, *_) = improving.due_stages(the(plant), plant.ledger)
         with pytest.raises(type(error)):
-            improving.do(the(plant), stage)
+            improving.do_stage(the(plant), stage)
         assert plant.row()["state"] == state
     assert rounds(plant, most=1) == ["propose by search"]
     assert plant.row(2)["target"] == "kernel:b"
@@ -333,7 +337,7 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
 ) -> None:
     stages_before = {"profile": 0, "draft": 1, "written": 1, "gate": 2, "verdict": 2}[point]
     assert len(rounds(plant, most=stages_before)) == stages_before
-    stage = improving.due(the(plant), plant.ledger)[0]
+    stage = improving.due_stages(the(plant), plant.ledger)[0]
     child = os.fork()
     if child == 0:
         try:
@@ -353,7 +357,7 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
 
             setattr(place, name, killed)
             own = Ledger.open(plant.workspace.ledger_url, plant.workspace.root)
-            improving.do(Plant(plant.workspace, own), stage)
+            improving.do_stage(Plant(plant.workspace, own), stage)
         finally:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
@@ -361,7 +365,7 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
     expected = stage if point != "written" else LoopStage(JUDGE, "search", 1)
     assert again[0] == str(expected), again
     assert [row["target"] for row in judged(plant)] == ["kernel:a"]
-    assert {row["state"] for row in plant.ledger.rows(sa.select(proposals))} <= {"judged", "failed"}
+    assert {row["state"] for row in plant.ledger.select_rows(sa.select(proposals))} <= {"judged", "failed"}
     assert sorted(path.name for path in plant.workspace.worktrees.iterdir()) == []
     branches = git(plant.target, "branch", "--list", "factory/*").split()
     assert branches == [judged(plant)[0]["branch"]]
@@ -376,16 +380,16 @@ def test_a_patch_that_kills_the_daemon_at_each_judging_is_given_up(plant: PatchP
 
 
 def killed_in(plant: PatchPlant, stage: LoopStage, times: int) -> None:
-    situation = stages(plant.ledger, time.time())[-1].began["situation"]
+    situation = newest_stages(plant.ledger, time.time())[-1].began["situation"]
     with plant.ledger.begin() as tx:
         for _ in range(times):
-            insert(
+            insert_row(
                 tx,
                 events,
                 at=time.time(),
                 kind=BEGAN,
                 subject="code_loop",
-                detail=stage.detail() | {"situation": situation},
+                detail=stage.event_detail() | {"situation": situation},
             )
 
 
@@ -398,21 +402,21 @@ def test_a_failure_is_raised_recorded_and_retried(plant: PatchPlant, monkeypatch
     drafts(monkeypatch, before=fails)
     with pytest.raises(ConfigError, match="no such thing"):
         rounds(plant)
-    assert stages(plant.ledger, time.time())[-1].left["failed"] == "ConfigError: no such thing"  # type: ignore[index]
+    assert newest_stages(plant.ledger, time.time())[-1].left["failed"] == "ConfigError: no such thing"  # type: ignore[index]
     drafts(monkeypatch)
     assert rounds(plant)[0] == "propose by search"
 
 
 def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPlant) -> None:
-    stage = improving.due(the(plant), plant.ledger)[0]
+    stage = improving.due_stages(the(plant), plant.ledger)[0]
     allow(plant.workspace)
-    improving.do(the(plant), stage)
-    assert stages(plant.ledger, time.time()) == []
+    improving.do_stage(the(plant), stage)
+    assert newest_stages(plant.ledger, time.time()) == []
 
 
 def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:
-    told = lambda running=True: lines(
-        facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()), running
+    told = lambda running=True: improvement_lines(
+        improvement_facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()), running
     )
     assert told() == ["improve   when-idle"]
     rounds(plant, most=1)
@@ -425,7 +429,7 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
     assert "now judge proposal 1, since" in told()[0] and told(running=False)[0] == "improve   when-idle"
     rounds(plant)
     assert "propose by search: nothing found; " in told()[1]
-    json.dumps(facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()))
+    json.dumps(improvement_facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()))
     allow(plant.workspace)
     assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
 

@@ -11,16 +11,16 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.approvals import due, judge_due_patches_again
-from factory.code_loop.submitting import submit
+from factory.code_loop.approvals import due_proposals, judge_due_patches_again
+from factory.code_loop.submitting import submit_proposal
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy
 from factory.core.workspace import checkout_root
-from factory.gates.case import missing
+from factory.gates.case import missing_evidence
 from factory.gates.patch.matrix.changed import UnexecutedPart
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import matrix
-from factory.gates.patience import out_of_time, ran_out
+from factory.gates.patience import out_of_time_evidence, was_out_of_time
 from factory.gates.recipe.policy import RecipePolicy
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
@@ -74,21 +74,21 @@ def test_a_machine_that_is_too_busy_holds_a_patch_in_every_stage(stage: str, mad
     edit = edits[path]
     assert edit != text
     drafted = Proposal("search", f"busy:{stage}", "Try it", "h", 1.1, (Edit(path, edit),))
-    row = ProposalRow.get(made.ledger, submit(Plant(made.workspace, made.ledger), drafted, made.base))
+    row = ProposalRow.get(made.ledger, submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base))
     assert row.outcome == "hold", row.reasons
     evidence = row.evidence(made.ledger)
-    assert ran_out(evidence) and evidence["stages"][stage]["out_of_time"], evidence["stages"]
+    assert was_out_of_time(evidence) and evidence["stages"][stage]["out_of_time"], evidence["stages"]
     assert "wall_seconds" in (row.reasons or [""])[0]
     with made.ledger.begin() as tx:  # no other test judges it again
         tx.execute(proposals.update().where(proposals.c.number == row.number).values(state="rejected"))
 
 
 def test_only_a_limit_alone_lets_a_patch_be_judged_again() -> None:
-    passed, late = {"state": "passed"}, out_of_time("too late")
-    assert ran_out({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
-    assert not ran_out({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
-    assert not ran_out({"stages": {"scope": passed, "training": {"state": "missing"}}})
-    assert not ran_out({"stages": {"scope": passed}}) and not ran_out({})
+    passed, late = {"state": "passed"}, out_of_time_evidence("too late")
+    assert was_out_of_time({"stages": {"scope": passed, "oracle": {"state": "not needed"}, "training": late}})
+    assert not was_out_of_time({"stages": {"scope": passed, "oracle": {"state": "failed"}, "training": late}})
+    assert not was_out_of_time({"stages": {"scope": passed, "training": {"state": "missing"}}})
+    assert not was_out_of_time({"stages": {"scope": passed}}) and not was_out_of_time({})
     every: list[type[StrictPolicy]] = [PatchPolicy, RecipePolicy]
     limited = {
         f"{policy.__name__}.{name}"
@@ -106,7 +106,7 @@ def held(plant: PatchPlant, evidence: dict[str, Any]) -> None:
         tx.execute(verdicts.update().where(verdicts.c.id == row["verdict"]).values(evidence=evidence))
 
 
-LATE = {"stages": {"training": out_of_time("too late")}, "patch_id": "p"}
+LATE = {"stages": {"training": out_of_time_evidence("too late")}, "patch_id": "p"}
 
 
 def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
@@ -128,23 +128,23 @@ def test_it_is_judged_again_a_few_times_and_then_waits_for_a_person(
             key = plant.row(number)["verdict"]
             tx.execute(verdicts.update().where(verdicts.c.id == key).values(evidence=LATE))
     assert again() == [] and len({sha256 for _, _, sha256 in judged}) == 1  # the same patch each time
-    assert due(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
+    assert due_proposals(plant.ledger, PatchPolicy(judge_again=3, judge_again_after_seconds=1e-6))
 
 
 def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.kind()]
+    elsewhere = {"cpu": "cuda", "cuda": "cpu"}[devices.device_kind()]
     parts = [UnexecutedPart("kernels/swiglu/triton.py", 3, "x"), UnexecutedPart("kernels/rows_in_triton.py", 9, "y")]
     found = matrix._unexecuted(parts)
     assert found.get("waits_for") == ("cuda" if elsewhere == "cuda" else None)
     mixed = [*parts, UnexecutedPart("kernels/swiglu/cpp.py", 3, "x")]
     assert "waits_for" not in matrix._unexecuted(mixed) and "waits" not in matrix._reasons(mixed)[0]
     plant, policy = PatchPlant(tmp_path), PatchPolicy()
-    held(plant, {"stages": {"matrix": missing(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
-    assert due(plant.ledger, policy) == []
+    held(plant, {"stages": {"matrix": missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
+    assert due_proposals(plant.ledger, policy) == []
     monkeypatch.setattr(devices, "kind", lambda: elsewhere)  # the workspace is opened on another machine
-    assert [row.number for row in due(plant.ledger, policy)] == [1]
+    assert [row.number for row in due_proposals(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
     assert judge_due_patches_again(plant) == [2]
 
@@ -153,11 +153,11 @@ def test_patches_decided_by_a_person_or_another_reason_are_not_judged_again(tmp_
     plant = PatchPlant(tmp_path)
     held(plant, LATE)
     soon = PatchPolicy(judge_again_after_seconds=1e-6)
-    assert [row.number for row in due(plant.ledger, soon)] == [1]
+    assert [row.number for row in due_proposals(plant.ledger, soon)] == [1]
     with plant.ledger.begin() as tx:
         tx.execute(verdicts.update().values(evidence={"stages": {"training": {"state": "missing"}}, "patch_id": "p"}))
-    assert due(plant.ledger, soon) == []
+    assert due_proposals(plant.ledger, soon) == []
     with plant.ledger.begin() as tx:
         tx.execute(verdicts.update().values(evidence=LATE))
         tx.execute(proposals.update().values(state="rejected"))
-    assert due(plant.ledger, soon) == []
+    assert due_proposals(plant.ledger, soon) == []

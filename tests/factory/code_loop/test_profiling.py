@@ -20,7 +20,7 @@ from factory.code_loop.profiling import (
     ProfileError,
     ProfileOptions,
     find_recipe,
-    profile,
+    profile_live_code,
     read_profile,
     run_profiler,
 )
@@ -30,7 +30,7 @@ from factory.core.workspace import checkout_root
 from factory.ledger.ledger import profiles
 from factory.ledger.plant import Plant
 from factory.runs.live_code import LiveCode
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import MlflowTracking
 from tests.support.factory.code_loop import make
 from tests.support.messages import refused
 from tests.support.paths import ROOT
@@ -49,12 +49,12 @@ def test_a_profile_is_a_row_and_its_files_are_artifacts_of_a_run(monkeypatch: py
         monkeypatch.setattr(session, name, 0.0)
     monkeypatch.setattr(profiling, "run_profiler", here)
     made = make()
-    number = profile(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
-    row = made.ledger.one(sa.select(profiles).where(profiles.c.id == number))
+    number = profile_live_code(Plant(made.workspace, made.ledger), ProfileOptions(isolation_s=2))
+    row = made.ledger.select_first(sa.select(profiles).where(profiles.c.id == number))
     assert row is not None
     found = Profile.from_mapping(json.loads(Path(row["path"]).read_text()))
     assert found.isolation is not None and row["summary"]["coverage"] == found.coverage
-    tracking = Tracking.open(Plant(made.workspace, made.ledger))
+    tracking = MlflowTracking.open(Plant(made.workspace, made.ledger))
     run = tracking.profile_run(number)  # told again: the same run
     assert {artifact.path for artifact in tracking.client.list_artifacts(run)} == set(FILES)
     logged = tracking.client.get_run(run)

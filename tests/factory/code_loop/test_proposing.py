@@ -15,13 +15,13 @@ from factory.code_loop import proposing, submitting
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError, IsolationError
 from factory.core.progress import SILENT
-from factory.core.workspace import Config, Workspace, checkout_root
-from factory.gates.training_start import find_start
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
-from factory.runs.live_code import isolation
+from factory.runs.live_code import choose_isolation
 from factory.show.catching_up import show_missing
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
@@ -38,7 +38,7 @@ def drafted(path: str = "trainer/optim/schedule.py", text: str = "x = 1\n", titl
 
 
 def row_of(made: Made, number: int) -> dict[str, Any]:
-    row = made.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+    row = made.ledger.select_first(sa.select(proposals).where(proposals.c.number == number))
     assert row is not None
     return row
 
@@ -54,7 +54,7 @@ def test_an_unknown_agent_is_named_with_the_nearest(made: Made) -> None:
 
 
 def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(recipe="tiny", repository=str(made.target)))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny", repository=str(made.target)))
     ledger = Ledger.create(workspace.ledger_url)
     said: list[str] = []
 
@@ -65,20 +65,22 @@ def test_without_a_checkpoint_nothing_is_proposed_and_it_says_why(made: Made, tm
     assert proposing.propose(Plant(workspace, ledger, Heard())) == []
     assert (
         the(said[-1:], "code_loop.nothing_proposed").data["why"].code == "code_loop.no_checkpoint"
-        and ledger.rows(sa.select(proposals)) == []
+        and ledger.select_rows(sa.select(proposals)) == []
     )
 
 
 def test_an_archive_instead_of_a_repository_is_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "code").mkdir()
-    workspace = Workspace.create(tmp_path / "w", Config(repository=str(tmp_path / "code")))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(tmp_path / "code")))
     with pytest.raises(RepositoryError, match="clone the repository"):
         proposing.propose(Plant(workspace, Ledger.create(workspace.ledger_url)))
 
 
 def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     before = branches(made)
-    number = submitting.submit(Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base)
+    number = submitting.submit_proposal(
+        Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base
+    )
     show_missing(Plant(made.workspace, made.ledger))
     row = row_of(made, number)
     verdict = made.verdict_on(number)
@@ -91,7 +93,7 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
 
 def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
     git(made.target, "branch", "factory/somebody/400-theirs")  # numbers are free in the ledger and among branches
-    number = submitting.submit(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
+    number = submitting.submit_proposal(Plant(made.workspace, made.ledger), drafted(text="import socket\n"), made.base)
     git(made.target, "branch", "-D", "factory/somebody/400-theirs")
     row = row_of(made, number)
     assert number == 401
@@ -99,7 +101,9 @@ def test_a_patch_that_reads_badly_is_rejected_on_its_branch(made: Made) -> None:
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert "Verdict: reject" in message and "imports socket" in message
     assert row["branch"] == f"factory/search/{number}-try-b-it-b" and made.left_behind() == []
-    known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger)).history(row["target"])  # type: ignore[arg-type]
+    known = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger)).history(
+        row["target"]
+    )  # type: ignore[arg-type]
     assert known[-1].outcome == "reject" and known[-1].patch_id == drafted(text="import socket\n").patch_id
 
 
@@ -114,16 +118,18 @@ def test_no_sandbox_fails_the_proposal_and_leaves_nothing(
         .replace("attention: reference", "attention: recompute", 1)
     )
     with pytest.raises(IsolationError):
-        submitting.submit(Plant(made.workspace, made.ledger), drafted("policies/kernels.yaml", text), made.base)
+        submitting.submit_proposal(
+            Plant(made.workspace, made.ledger), drafted("policies/kernels.yaml", text), made.base
+        )
     monkeypatch.undo()
-    last = made.ledger.one(sa.select(proposals).order_by(proposals.c.number.desc()))
+    last = made.ledger.select_first(sa.select(proposals).order_by(proposals.c.number.desc()))
     assert last and last["state"] == "failed" and last["verdict"] is None
     assert branches(made) == before and made.left_behind() == []
 
 
 def test_remains_of_a_killed_process_are_removed(made: Made) -> None:
     before = branches(made)
-    number, branch = submitting.draft(Plant(made.workspace, made.ledger), drafted(), made.base)
+    number, branch = submitting.record_draft(Plant(made.workspace, made.ledger), drafted(), made.base)
     commit = git(made.target, "commit-tree", "HEAD^{tree}", "-p", "HEAD", "-m", "killed")
     worktree = repository.checkout_folder(made.workspace.worktrees, commit)
     git(made.target, "worktree", "add", "-q", "-b", branch, str(worktree), commit)
@@ -134,7 +140,7 @@ def test_remains_of_a_killed_process_are_removed(made: Made) -> None:
 
 
 def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) -> None:
-    start = find_start(made.ledger)
+    start = find_training_start(made.ledger)
     assert start is not None
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, start)
     assert "attention" in bench.read("policies/kernels.yaml")
@@ -158,8 +164,8 @@ def test_the_workbench_shows_files_in_scope_only_and_has_a_budget(made: Made) ->
 @pytest.mark.slow("a profile, timings of ops, and a whole gate run")
 def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Made) -> None:
     began = time.time()
-    assert isolation(Plant(made.workspace, made.ledger)) == (True, "")
-    policy = made.workspace.policy("gates/patch.yaml")
+    assert choose_isolation(Plant(made.workspace, made.ledger)) == (True, "")
+    policy = made.workspace.policy_path("gates/patch.yaml")
     text = policy.read_text()
     policy.write_text(text.replace("pairs: 2, max_noise", "pairs: 2, wall_seconds: 1, max_noise"))  # any verdict
     agents = made.workspace.root / "policies" / "agents.yaml"
@@ -170,7 +176,7 @@ def test_propose_profiles_and_leaves_a_verdict_or_says_there_is_nothing(made: Ma
     finally:
         policy.write_text(text)
         agents.unlink()
-    found = made.ledger.one(sa.select(profiles).order_by(profiles.c.id.desc()))
+    found = made.ledger.select_first(sa.select(profiles).order_by(profiles.c.id.desc()))
     assert found and found["created_at"] > began
     files = {path.name for path in Path(found["path"]).parent.iterdir()}
     assert files == {"profile.json", "profile.html", "trace.json"}

@@ -15,7 +15,7 @@ from rich.console import Console
 from factory.code_loop import approvals, revalidating
 from factory.core.console import Terminal
 from factory.core.workspace import checkout_root
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
 from factory.ledger.plant import Plant
@@ -42,7 +42,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
 ) -> None:
     recipe = {"model": {}, "batch": {}, "precision": "fp32", "compile": False}
     for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+        monkeypatch.setattr(module, "find_start", lambda ledger: TrainingStart(plant.target, 0, recipe, {}))
     judged = given_verdict(monkeypatch, "promote")
     plant.judged()
     plant.approve()
@@ -64,7 +64,7 @@ def test_a_benchmark_that_falls_has_the_daemon_judge_merged_patches_again(
     ]
     environment = os.environ | {"FACTORY_HOME": str(plant.workspace.root), "PYTHONPATH": str(checkout_root())}
     bench = lambda: subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True).stdout
-    daemon = lambda: revalidating.follow(plant)
+    daemon = lambda: revalidating.revalidate_in_daemon(plant)
     suite.write_text("def test_stays(): pass\n")
     assert "noted" not in bench() and daemon() == []
     suite.write_text("def test_stays(): pass\ndef test_falls(): assert 0\n")
@@ -81,16 +81,21 @@ def test_without_a_sandbox_the_daemon_says_so_once(
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
     for module in (approvals, revalidating):
-        monkeypatch.setattr(module, "find_start", lambda ledger: Start(plant.target, 0, recipe, {}))
+        monkeypatch.setattr(module, "find_start", lambda ledger: TrainingStart(plant.target, 0, recipe, {}))
     plant.judged()
     plant.approve()
     recipe["model"] = {"d_model": 16}
     monkeypatch.setenv("FACTORY_BWRAP", str(tmp_path / "bwrap"))
     said = io.StringIO()
     for _ in range(3):
-        assert revalidating.follow(Plant(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300)))) == []
+        assert (
+            revalidating.revalidate_in_daemon(
+                Plant(plant.workspace, plant.ledger, Terminal(Console(file=said, width=300)))
+            )
+            == []
+        )
     assert said.getvalue().count("cannot be judged again now") == 1
-    assert len(plant.ledger.rows(sa.select(proposals))) == 1
+    assert len(plant.ledger.select_rows(sa.select(proposals))) == 1
 
 
 @pytest.mark.parametrize("outcome", ["promote", "reject"])
@@ -98,7 +103,7 @@ def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
     plant: PatchPlant, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = {"model": {"d_model": 8}, "batch": {}, "precision": "fp32", "compile": False}
-    start = Start(plant.target, 0, recipe, {})
+    start = TrainingStart(plant.target, 0, recipe, {})
     for module in (approvals, revalidating):
         monkeypatch.setattr(module, "find_start", lambda ledger: start)
     judged = given_verdict(monkeypatch, outcome)
@@ -116,7 +121,7 @@ def test_a_merged_patch_is_judged_again_once_when_its_surroundings_change(
         release = {"gate": "release", "subject": "candidate:7", "outcome": "reject", "against": "", "policy_sha256": ""}
         tx.execute(verdicts.insert().values(**release, subject_sha256="", reasons=[], evidence={}, created_at=1.0))
     if outcome == "reject":  # the daemon by itself, and once
-        daemon = lambda: revalidating.follow(plant)
+        daemon = lambda: revalidating.revalidate_in_daemon(plant)
         stray = plant.target / "kernels" / "ops.py"
         text = stray.read_text()
         stray.write_text(text + "# mine")

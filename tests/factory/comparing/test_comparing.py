@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.comparing.comparing import Curve, compare
+from factory.comparing.comparing import Curve, compare_curves
 from factory.comparing.reading import read_file
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
@@ -29,7 +29,7 @@ def noisy(seed: int, count: int = 400, noise: float = 0.02) -> list[tuple[float,
 
 
 def first_at(ours: Curve, theirs: Curve, **keywords: float) -> float | None:
-    found = compare("loss", ours, theirs, **keywords).first
+    found = compare_curves("loss", ours, theirs, **keywords).first
     return found and found.x
 
 
@@ -61,16 +61,16 @@ def test_a_tiny_difference_of_an_exact_copy_is_found_unless_it_is_rounding() -> 
 def test_a_value_that_is_not_finite_on_one_side_is_a_divergence() -> None:
     ours = noisy(1)
     theirs = [(x, math.nan if x in (50, 60) else y) for x, y in ours]
-    found = compare("loss", ours, theirs)
+    found = compare_curves("loss", ours, theirs)
     assert found.first and found.first.x == 50 and found.not_finite == {"ours": [], "theirs": [50, 60]}
-    both = compare("loss", theirs, theirs)
+    both = compare_curves("loss", theirs, theirs)
     assert both.first is None and len(both.grid) == 400
 
 
 def test_the_coarser_curve_gives_the_grid() -> None:
     ours = [(float(x), 2.0 * x) for x in range(100)]
     theirs = [(x + 0.5, 2.0 * x + 1.0) for x in range(0, 120, 10)]
-    found = compare("loss", ours, theirs)
+    found = compare_curves("loss", ours, theirs)
     assert found.coarser == "theirs" and [x for x, *_ in found.grid] == [x + 0.5 for x in range(0, 90 + 1, 10)]
     assert found.first is None and found.largest == 0
 
@@ -79,7 +79,7 @@ def test_the_coarser_curve_gives_the_grid() -> None:
 @settings(max_examples=100, deadline=None)
 def test_a_curve_never_diverges_from_itself(points: list[tuple[int, float]], shift: int) -> None:
     curve = sorted({float(x + shift): y for x, y in points}.items())
-    found = compare("loss", curve, curve)
+    found = compare_curves("loss", curve, curve)
     assert found.first is None and len(found.grid) == len(curve)
 
 

@@ -22,7 +22,7 @@ def test_parallel_jobs_hold_the_device_one_at_a_time() -> None:
 
     def job() -> str:
         gate.wait(PATIENCE_S)  # all four have started before any takes the device
-        with devices.one(), devices.one():  # a holder keeps its device
+        with devices.hold_device(), devices.hold_device():  # a holder keeps its device
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             threading.Event().wait(0.02)

@@ -16,19 +16,19 @@ from pathlib import Path
 import pytest
 import sqlalchemy as sa
 
-from factory.backups.backups import database_damage
+from factory.backups.backups import find_database_damage
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, SegmentError, WorkspaceError
-from factory.core.faults import Fault, fault_of, is_machine_fault, is_machine_fault_of_no_file
-from factory.core.left_files import open_file
+from factory.core.faults import Fault, find_fault_in, is_machine_fault, is_machine_fault_of_no_file
+from factory.core.left_files import open_regular_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.duties import back_off
-from factory.duties.back_off import words_of
+from factory.duties.back_off import fault_message
 from factory.git.git_store import RepositoryError
-from factory.git.git_store import git as factory_git
-from factory.ledger.ledger import Ledger, record
-from factory.ledger.reader import Reader
-from factory.machine_check import examine
+from factory.git.git_store import run_git as factory_git
+from factory.ledger.ledger import Ledger, record_event
+from factory.ledger.reader import LedgerReader
+from factory.machine_check import run_checks
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
@@ -39,15 +39,15 @@ from tests.support.git import git
 def test_a_full_disk() -> None:
     with pytest.raises(OSError) as raised, open("/dev/full", "w") as file:
         file.write("x" * 100_000)
-    assert fault_of(raised.value) == fault_of(DiskFullError("segment 3: the disk is full")) == faults.FULL
+    assert find_fault_in(raised.value) == find_fault_in(DiskFullError("segment 3: the disk is full")) == faults.FULL
 
 
 def test_too_few_file_handles(tmp_path: Path) -> None:
     with few_handles(), pytest.raises(OSError) as raised, open(tmp_path / "file"):
         pass
-    found = fault_of(raised.value)
-    assert found == faults.NO_FILE_HANDLES and found.says.data == {
-        "what": faults.NO_FILE_HANDLES.what,
+    found = find_fault_in(raised.value)
+    assert found == faults.NO_FILE_HANDLES and found.description.data == {
+        "what": faults.NO_FILE_HANDLES.problem,
         "path": str(tmp_path / "file"),
     }
 
@@ -56,13 +56,13 @@ def test_a_locked_and_a_read_only_ledger(workspace: Workspace, ledger: Ledger) -
     other = sqlite3.connect(workspace.root / "ledger.db", isolation_level=None)
     other.execute("BEGIN EXCLUSIVE")
     with pytest.raises(sa.exc.OperationalError) as raised, impatient(Ledger(workspace.ledger_url)).begin() as tx:
-        record(tx, "never", "daemon")
-    assert fault_of(raised.value) == faults.LOCKED
+        record_event(tx, "never", "daemon")
+    assert find_fault_in(raised.value) == faults.LOCKED
     other.close()
     path = workspace.root / "ledger.db"
     with pytest.raises(sqlite3.OperationalError) as refused:
         sqlite3.connect(f"file:{path}?mode=ro", uri=True).execute("INSERT INTO meta VALUES ('a', 'b')")
-    assert fault_of(refused.value) == faults.NO_WRITE_PERMISSION
+    assert find_fault_in(refused.value) == faults.NO_WRITE_PERMISSION
 
 
 def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Workspace, ledger: Ledger) -> None:
@@ -70,23 +70,23 @@ def test_a_ledger_that_cannot_be_opened_now_is_not_called_damaged(workspace: Wor
     file = workspace.root / "ledger.db"
     opened = [
         lambda: Ledger.open(workspace.ledger_url, workspace.root),
-        lambda: Reader(workspace),
-        lambda: database_damage(file),
+        lambda: LedgerReader(workspace),
+        lambda: find_database_damage(file),
     ]
     for one in opened:
         with pytest.raises((sqlite3.OperationalError, sa.exc.OperationalError)) as raised, few_handles():
             one()
-        assert fault_of(raised.value) == faults.LEDGER_NOT_OPENED
+        assert find_fault_in(raised.value) == faults.LEDGER_NOT_OPENED
     importlib.import_module("factory.repairs.examining")  # the import needs a handle, too
     with few_handles():
-        rows = {row["check"]: row for row in examine(workspace)}
+        rows = {row["check"]: row for row in run_checks(workspace)}
     assert rows["ledger"] == {
         "check": "ledger",
         "ok": False,
-        "detail": f"{faults.LEDGER_NOT_OPENED.says}: {faults.LEDGER_NOT_OPENED.do}",
+        "detail": f"{faults.LEDGER_NOT_OPENED.description}: {faults.LEDGER_NOT_OPENED.remedy}",
     }
     assert not [row for row in rows.values() if "restore" in row["detail"] or "damaged" in row["detail"]]
-    assert not database_damage(file)
+    assert not find_database_damage(file)
 
 
 def test_an_interrupted_transaction_is_not_damage(workspace: Workspace, ledger: Ledger) -> None:
@@ -104,7 +104,7 @@ def test_an_interrupted_transaction_is_not_damage(workspace: Workspace, ledger: 
         other.execute("ROLLBACK")
     for path, content in kept.items():
         path.write_bytes(content)
-    assert journal.stat().st_size > 0 and not database_damage(file)
+    assert journal.stat().st_size > 0 and not find_database_damage(file)
     with contextlib.closing(sqlite3.connect(file)) as other:
         assert not other.execute("SELECT 1 FROM sqlite_master WHERE name = 'half'").fetchall()
 
@@ -125,8 +125,8 @@ def raised_through(how: str) -> BaseException:
 
 @pytest.mark.parametrize(("how", "known"), [("cause", True), ("context", True), ("cut off", False)])
 def test_the_cause_of_an_error_counts(how: str, known: bool) -> None:
-    found = fault_of(raised_through(how))
-    assert (found and found.where) == ("/data/x" if known else None)
+    found = find_fault_in(raised_through(how))
+    assert (found and found.path) == ("/data/x" if known else None)
     assert found == (faults.NO_WRITE_PERMISSION if known else None)
 
 
@@ -145,7 +145,7 @@ def test_the_cause_of_an_error_counts(how: str, known: bool) -> None:
 )
 def test_only_the_machines_own_errors_are_its_faults(error: Exception, fault: Fault | None) -> None:
     """An error may quote a trainer's result, a folder's name or a log. A quotation from untrusted code does not count."""
-    assert fault_of(error) == fault
+    assert find_fault_in(error) == fault
 
 
 @pytest.mark.parametrize(
@@ -176,16 +176,16 @@ def test_a_lease_on_a_file_is_not_a_lack_of_memory(tmp_path: Path) -> None:
         if holder.stdout.readline() != "held\n":
             pytest.skip("this file system has no leases")
         with pytest.raises(FileNotFoundError) as raised:
-            open_file(tmp_path / "left")
-        assert fault_of(raised.value) is None
+            open_regular_file(tmp_path / "left")
+        assert find_fault_in(raised.value) is None
         folder = os.open(tmp_path, os.O_RDONLY)
         with pytest.raises(UntrustedFileError) as refused:
             read_bytes(folder, ["left"], 100)
         os.close(folder)
-        assert fault_of(refused.value) is None
+        assert find_fault_in(refused.value) is None
         # The error of subprocess when no process can start.
         no_process = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable", "/usr/bin/env")
-        assert fault_of(no_process) == faults.MEMORY
+        assert find_fault_in(no_process) == faults.MEMORY
     finally:
         holder.kill()
         holder.communicate()
@@ -196,10 +196,10 @@ def test_a_full_disk_that_git_reports_is_a_fault(tmp_path: Path) -> None:
     git(tmp_path, "commit", "-q", "--allow-empty", "-m", "base")
     with pytest.raises(RepositoryError) as raised:
         factory_git(tmp_path, "archive", "--output=/dev/full", "HEAD", check=False)
-    assert fault_of(raised.value) == faults.FULL, raised.value
+    assert find_fault_in(raised.value) == faults.FULL, raised.value
     with pytest.raises(RepositoryError) as other:
         factory_git(tmp_path, "cat-file", "blob", "none")
-    assert fault_of(other.value) is None
+    assert find_fault_in(other.value) is None
 
 
 LIMITED = """
@@ -276,7 +276,7 @@ def test_a_start_waits_for_a_fault_and_not_for_a_mistake(monkeypatch: pytest.Mon
         return "began"
 
     assert back_off.retry_faults(start, said.append) == "began"
-    assert said == ["  the ledger at host a cannot be read", f"  {words_of(faults.BROKEN)}"]
+    assert said == ["  the ledger at host a cannot be read", f"  {fault_message(faults.BROKEN)}"]
 
     def unread() -> object:
         with few_handles() if not said[2:] else contextlib.nullcontext():

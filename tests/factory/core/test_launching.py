@@ -16,13 +16,13 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import ConfigError, InputError, SegmentError
-from factory.core.launching import launcher, ranks
+from factory.core.launching import count_ranks, launcher_command
 from factory.core.workspace import Workspace
 from factory.git.repository import checkout_live_code
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.tries import abandon
+from factory.retrying.tries import abandon_segment
 from factory.training.certifying import newest_code_verdict
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
@@ -147,7 +147,7 @@ def test_a_trainers_refusal_is_reported_through_torchrun(plant: Opened) -> None:
     folder = Path(row.folder)
     folder.mkdir(parents=True)
     (folder / "exit-75").touch()  # an earlier process wrote it
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == row.data_plan))
+    plan = ledger.select_first(sa.select(data_plans.c.plan).where(data_plans.c.id == row.data_plan))
     assert plan is not None
     wrong = plan["plan"] | {"weights": {"nothing-of-it-here": 1.0}}
     with ledger.begin() as tx:
@@ -160,7 +160,7 @@ def test_a_trainers_refusal_is_reported_through_torchrun(plant: Opened) -> None:
         plan_trunk(Plant(workspace, ledger), 6)
     assert "ended with exit 2" in parked.value.data["parked"]
     assert row.parent and row.first_step >= 20
-    abandoned = abandon(ledger, number, "ada")
+    abandoned = abandon_segment(ledger, number, "ada")
     assert (abandoned.data["lost"], abandoned.data["first"]) == (0, row.first_step)
 
 
@@ -203,12 +203,14 @@ def test_planning_refuses_ranks_that_cannot_train(plant: Opened) -> None:
         with refused(code, ConfigError, **data):
             plan_trunk(Plant(configured(workspace, line), ledger), 4)
     with refused("launching.no_ranks", ConfigError, file=file):
-        launcher(configured(workspace, "launcher: torchrun --nnodes=2"))
+        launcher_command(configured(workspace, "launcher: torchrun --nnodes=2"))
     with refused("launching.bad_launcher", ConfigError, why="No closing quotation"):
-        launcher(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
+        launcher_command(configured(workspace, "ranks: 2", 'launcher: "srun \'torchrun"'))
     with refused("launching.bad_launcher", ConfigError, why="it is empty"):
-        launcher(configured(workspace, "ranks: 2", "launcher: ' '"))
-    words = launcher(configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8"))
+        launcher_command(configured(workspace, "ranks: 2", "launcher: ' '"))
+    words = launcher_command(
+        configured(workspace, "ranks: 16", "launcher: srun torchrun --nnodes=2 --nproc-per-node=8")
+    )
     assert words == ["srun", "torchrun", "--nnodes=2", "--nproc-per-node=8"]
-    assert launcher(configured(workspace, "ranks: 1")) == [sys.executable]
-    assert ranks(configured(workspace)) >= 1
+    assert launcher_command(configured(workspace, "ranks: 1")) == [sys.executable]
+    assert count_ranks(configured(workspace)) >= 1

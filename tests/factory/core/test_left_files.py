@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import SegmentError
-from factory.core.faults import fault_of, is_machine_fault_of_no_file
+from factory.core.faults import find_fault_in, is_machine_fault_of_no_file
 from factory.core.left_files import parse_json, parse_json_object, read_text
 from tests.support.failing.limits import few_handles
 from tests.support.messages import refused
@@ -50,4 +50,4 @@ def test_too_few_file_handles_say_nothing_about_a_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{}")
     with few_handles(), pytest.raises(OSError) as raised:
         read_text(tmp_path / "metrics.jsonl")
-    assert fault_of(raised.value) and read_text(tmp_path / "metrics.jsonl") == "{}"
+    assert find_fault_in(raised.value) and read_text(tmp_path / "metrics.jsonl") == "{}"

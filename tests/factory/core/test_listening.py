@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 
 from factory.core.errors import InputError
-from factory.core.listening import listen
+from factory.core.listening import open_listening_socket
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from tests.support.factory.command import factory
@@ -13,14 +13,14 @@ from tests.support.messages import refused
 
 
 def test_a_released_address_can_be_used_again_at_once() -> None:
-    first = listen("127.0.0.1", 0)
+    first = open_listening_socket("127.0.0.1", 0)
     port = first.getsockname()[1]
     with refused("listening.no_address", InputError, host="127.0.0.1", port=port, why="Address already in use"):
-        listen("127.0.0.1", port)
+        open_listening_socket("127.0.0.1", port)
     first.close()
-    listen("127.0.0.1", port).close()
+    open_listening_socket("127.0.0.1", port).close()
     with refused("listening.no_address", InputError, host="203.0.113.7", why="Cannot assign requested address"):
-        listen("203.0.113.7", 0)  # an address for documentation: no machine has it
+        open_listening_socket("203.0.113.7", 0)  # an address for documentation: no machine has it
 
 
 def test_the_ui_on_a_taken_port_is_refused_before_anything_starts(workspace: Workspace, ledger: Ledger) -> None:

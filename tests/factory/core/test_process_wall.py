@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.evals.probes import server
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
@@ -31,7 +31,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workspace(target: Path) -> Workspace:
-    made = Workspace.create(target.parent / "workspace", Config(recipe="tiny", repository=str(target)))
+    made = Workspace.create(target.parent / "workspace", WorkspaceConfig(recipe="tiny", repository=str(target)))
     Ledger.create(made.ledger_url)
     return made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.removal import remove
+from factory.core.removal import remove_path
 from tests.chaos.folder import Folder
 
 REMOVAL = """
@@ -39,7 +39,7 @@ def nest(folder: Path, depth: int, name: str = "d") -> None:
 def test_a_folder_too_deep_for_recursion_and_for_paths_is_removed(tmp_path: Path, name: str) -> None:
     nest(tmp_path / "out", 1100, name)
     try:
-        remove(tmp_path / "out")
+        remove_path(tmp_path / "out")
         assert os.listdir(tmp_path) == []
     finally:  # pytest itself cannot remove such a folder, and would end with its error
         subprocess.run(["rm", "-rf", tmp_path / "out"], check=True)
@@ -55,8 +55,8 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
     (out / "inner" / "link").symlink_to(kept / "file")
     (out / "inner" / "up").symlink_to("../..")
     (tmp_path / "name").symlink_to(kept)
-    remove(out)
-    remove(tmp_path / "name")
+    remove_path(out)
+    remove_path(tmp_path / "name")
     assert os.listdir(tmp_path) == ["kept"] and (kept / "file").read_text() == "mine"
 
 
@@ -72,15 +72,15 @@ def test_pipes_sockets_odd_names_and_modes_are_removed(tmp_path: Path) -> None:
     inner.chmod(0o000)
     inner.parent.chmod(0o000)
     out.chmod(0o000)
-    remove(out)
+    remove_path(out)
     assert os.listdir(tmp_path) == []
 
 
 def test_a_file_is_removed_and_a_missing_path_is_not_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    remove(tmp_path / "file")
-    remove(tmp_path / "file")
-    remove(tmp_path / "no" / "where")
+    remove_path(tmp_path / "file")
+    remove_path(tmp_path / "file")
+    remove_path(tmp_path / "no" / "where")
     assert os.listdir(tmp_path) == []
 
 
@@ -118,6 +118,6 @@ def test_a_user_without_rights_removes_its_own_unreadable_folders() -> None:
             (out / "a" / "b" / "file").write_text("")
             for inner in (out / "a" / "b", out / "a", out):
                 inner.chmod(0o000)
-            remove(out)
+            remove_path(out)
             os._exit(0 if not os.path.lexists(out) else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

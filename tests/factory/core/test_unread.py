@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from factory.core.exports import export_folder_sha256
-from factory.core.faults import NO_FILE_HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, find_fault_in
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_json
 from factory.evals.export_parity import hash_export_tensors
@@ -23,7 +23,7 @@ from factory.repairs.checkpoints import find_checkpoint_damage, find_export_dama
 from factory.repairs.token_shards import find_token_shard_damage
 from factory.replicas import replicating
 from factory.runs.arm import Arm
-from factory.runs.live import prepare
+from factory.runs.live import prepare_folder
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
@@ -76,8 +76,8 @@ def of_a_run(root: Path) -> Callable[[], object]:
     arm = Arm(
         "a", {"recipe": {}, "data_plan": plan, "first_step": 0, "last_step": 4, "initial_checkpoint": None}, "c0ffee"
     )
-    prepare(root, root / "run", arm)
-    return lambda: prepare(root, root / "run", arm)
+    prepare_folder(root, root / "run", arm)
+    return lambda: prepare_folder(root, root / "run", arm)
 
 
 def of_a_shard(root: Path, name: str) -> Callable[[], object]:
@@ -132,7 +132,7 @@ def test_a_read_without_file_handles_is_a_fault_of_the_machine(tmp_path: Path, n
     kept = sorted(tmp_path.rglob("*"))
     with few_handles(), pytest.raises(Exception) as raised:
         read()
-    assert fault_of(raised.value) == NO_FILE_HANDLES, raised.value
+    assert find_fault_in(raised.value) == NO_FILE_HANDLES, raised.value
     assert not isinstance(raised.value, ExportError | ShardProblem), "such an error blames the candidate or the shard"
     assert said(read) == before and sorted(tmp_path.rglob("*")) == kept
 
@@ -142,5 +142,5 @@ def said(read: Callable[[], object]) -> str:
     try:
         return str(read())
     except Exception as error:
-        assert fault_of(error) is None
+        assert find_fault_in(error) is None
         return str(error)

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import ConfigError, WorkspaceError
-from factory.core.file_lock import LockedError, file_lock
-from factory.core.workspace import FOLDERS, Config, Workspace
+from factory.core.file_lock import LockedError, hold_file_lock
+from factory.core.workspace import FOLDERS, Workspace, WorkspaceConfig
 from tests.support.messages import refused
 
 
 def test_a_created_workspace_can_be_opened(tmp_path: Path) -> None:
-    made = Workspace.create(tmp_path / "w", Config(recipe="tiny"))
+    made = Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="tiny"))
     assert Workspace.open(tmp_path / "w") == made
     assert all((made.root / folder).is_dir() for folder in FOLDERS)
-    assert Workspace.create(tmp_path / "w", Config(recipe="other")).config.recipe == "tiny", (
+    assert Workspace.create(tmp_path / "w", WorkspaceConfig(recipe="other")).config.recipe == "tiny", (
         "an existing workspace is never overwritten"
     )
 
@@ -51,14 +51,14 @@ with Workspace.open(Path({str(workspace.root)!r})).lock("model-loop"):
     holder = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert holder.stdout and holder.stdout.readline() == "held\n"
     try:
-        with refused("workspace.in_use", WorkspaceError, process=str(holder.pid)), workspace.lock("model-loop"):
+        with refused("workspace.in_use", WorkspaceError, process=str(holder.pid)), workspace.hold_lock("model-loop"):
             pass
-        with workspace.lock("code-loop"):
+        with workspace.hold_lock("code-loop"):
             pass
     finally:
         holder.kill()
         holder.wait()
-    with workspace.lock("model-loop"):
+    with workspace.hold_lock("model-loop"):
         pass
 
 
@@ -67,14 +67,14 @@ def test_a_child_process_does_not_inherit_a_lock(tmp_path: Path) -> None:
     path = tmp_path / "x.lock"
     sleep = [sys.executable, "-c", "print(flush=True); input()"]
     start = lambda fds: subprocess.Popen(sleep, stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=fds)
-    with file_lock(path) as descriptor:
+    with hold_file_lock(path) as descriptor:
         children = [start(()), start((descriptor,))]
         assert all(child.stdout and child.stdout.readline() for child in children)
     try:
-        with pytest.raises(LockedError, match=str(os.getpid())), file_lock(path):
+        with pytest.raises(LockedError, match=str(os.getpid())), hold_file_lock(path):
             pass
         children[1].communicate(b"\n")
-        with file_lock(path):
+        with hold_file_lock(path):
             assert children[0].poll() is None
     finally:
         for child in children:

@@ -19,8 +19,8 @@ import pytest
 from factory.bundles.shards import releasable_documents
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.data.removing import look, remove, undo
-from factory.data.selecting import by_name, removable_fates
+from factory.data.removing import apply_removal, plan_removal, undo_removal
+from factory.data.selecting import removable_fates, select_by_name
 from factory.erasing import erasing
 from factory.erasing.erasing import finish_pending_removals, rewrite_without_rows
 from factory.ingest.inbox import ingest_and_file, update_inbox
@@ -29,11 +29,11 @@ from factory.ingest.rules.policy import Licence, Licences, ShardLimits
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import erased_shards, removals
+from factory.ledger.removals import erased_shards, list_removals
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import CHECKS
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
-from factory.show.pages.provenance import of_document
+from factory.show.pages.provenance import trace_document
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here
@@ -52,7 +52,13 @@ def chosen(ledger: Ledger) -> list[str]:
 
 
 def erase(ledger: Ledger, keys: list[str]) -> None:
-    remove(ledger, look(ledger, by_name(ledger, keys, removable_fates(True)), True), "ann", "law", erase=True)
+    apply_removal(
+        ledger,
+        plan_removal(ledger, select_by_name(ledger, keys, removable_fates(True)), True),
+        "ann",
+        "law",
+        erase=True,
+    )
 
 
 def text_of(row: dict[str, Any]) -> str:
@@ -86,7 +92,7 @@ def state(workspace: Workspace, ledger: Ledger) -> Any:
         [(row["id"], Path(row["path"]).name) for row in rows],
         held,
         raw_lines(workspace),
-        removals(ledger)[0].state,
+        list_removals(ledger)[0].state,
     )
 
 
@@ -97,10 +103,10 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     (name,) = (name for name in before if name.startswith(shard))
     gone = [json.loads(before[name][int(key.partition(":")[2])]) for key in keys]
     assert all(text_of(row) in readable(workspace, ledger).replace('\\"', '"') for row in gone)
-    exact = of_document(ledger, keys[0])[0]["seen"]
+    exact = trace_document(ledger, keys[0])[0]["seen"]
     erase(ledger, keys)
     (said,) = finish_pending_removals(Plant(workspace, ledger))
-    assert the([said], "erasing.done").data == {"removal": 1, "rows": 3} and removals(ledger)[0].state == "erased"
+    assert the([said], "erasing.done").data == {"removal": 1, "rows": 3} and list_removals(ledger)[0].state == "erased"
 
     left = readable(workspace, ledger)
     assert not any(text_of(row) in left for row in gone)
@@ -108,7 +114,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     assert [n for n, (a, b) in enumerate(zip(before[name], after[name], strict=True)) if a != b] == sorted(
         int(key.partition(":")[2]) for key in keys
     )
-    assert of_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
+    assert trace_document(ledger, keys[0])[0]["seen"] == exact, "its steps are known as before"
     for check in ("token shards", "raw shards", "orphans"):
         assert CHECKS[check](Plant(workspace, ledger), True).faults == []
     os.utime(workspace.shards / "raw" / name)  # copied from another disk, say
@@ -118,7 +124,7 @@ def test_nothing_of_the_text_is_left_and_everything_goes_on(copied: Copy) -> Non
     run_segment(Plant(workspace, ledger), number)  # its cursors count in the shard that was replaced
     assert SegmentRow.get(ledger, number).state == "done"
     with refused("data.erased", InputError, number=1):
-        undo(ledger, 1, "ann")
+        undo_removal(ledger, 1, "ann")
 
     copy = workspace.inbox / "copy.jsonl"
     copy.write_text("".join(json.dumps(row) + "\n" for row in gone))

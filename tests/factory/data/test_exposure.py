@@ -13,7 +13,7 @@ from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure, UnknownExposureError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import plan_of
+from factory.training.planning import read_data_plan
 from tests.support.messages import refused
 from trainer.contract.data.data_order import DataOrder, document_keys
 from trainer.contract.data.data_plan import DataPlan
@@ -29,7 +29,7 @@ def walked(ledger: Ledger) -> dict[int, dict[str, list[int]]]:
     state = None
     for row in SegmentRow.lineage(ledger, 3):
         recipe = Recipe.parse(row.recipe_json)
-        plan = DataPlan.from_json(plan_of(ledger, row))
+        plan = DataPlan.from_json(read_data_plan(ledger, row))
         model = recipe.model
         order = DataOrder(plan, batch=recipe.batch, context=model.context, vocab_size=model.vocab_size, state=state)
         while order.step < row.last_step:
@@ -47,7 +47,7 @@ def every_document(ledger: Ledger) -> dict[str, str]:
 
 def steps(ledger: Ledger, documents: dict[str, str]) -> dict[int, dict[str, list[int]]]:
     exposure = Exposure(ledger, documents)
-    found = {row.id: exposure.of(row) for row in SegmentRow.select(ledger)}
+    found = {row.id: exposure.steps_by_document(row) for row in SegmentRow.select(ledger)}
     return {
         number: {key: sorted({one.step for one in seen}) for key, seen in by_key.items()}
         for number, by_key in found.items()
@@ -91,7 +91,7 @@ def test_a_checkpoint_with_an_impossible_state_is_refused(copied: Copy) -> None:
             cursor[2] = 10**300
         path.write_text(json.dumps(state))
     with refused("data.order_unknown", UnknownExposureError, segment=1):
-        Exposure(ledger, every).of(row)
+        Exposure(ledger, every).steps_by_document(row)
 
 
 def test_a_missing_token_shard_is_an_error(copied: Copy) -> None:
@@ -99,5 +99,5 @@ def test_a_missing_token_shard_is_an_error(copied: Copy) -> None:
     every = every_document(ledger)
     shutil.rmtree(workspace.shards / next(iter(every.values())))
     with refused("data.order_unknown", UnknownExposureError, segment=2) as caught:
-        Exposure(ledger, every).of(SegmentRow.get(ledger, 2))
+        Exposure(ledger, every).steps_by_document(SegmentRow.get(ledger, 2))
     assert isinstance(caught.value.data["error"], TokenShardError)

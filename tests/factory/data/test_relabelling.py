@@ -17,21 +17,21 @@ from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
-from factory.data.relabelling import Filter, NewLabels, look, relabel
-from factory.data.settling import settle
+from factory.data.relabelling import DocumentFilter, NewLabels, apply_relabelling, plan_relabelling
+from factory.data.settling import settle_licence
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.gates.release.licences import count_tokens_by_licence, not_releasable
+from factory.gates.release.licences import count_tokens_by_licence, shares_not_releasable
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, record, relabels
+from factory.ledger.ledger import Ledger, agent_runs, documents, held_out, record_event, relabels
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.ledger.writing import insert
-from factory.repairs.lost_ledger import restore
+from factory.ledger.writing import insert_row
+from factory.repairs.lost_ledger import restore_ledger
 from factory.repairs.token_shards import rebuild_token_shard
-from factory.training.planning import last_checkpoint, plan_of, plan_trunk
+from factory.training.planning import last_checkpoint, plan_trunk, read_data_plan
 from tests.support.factory.command import command_here
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.messages import codes, refused, the
@@ -59,14 +59,14 @@ def reviews(first: int, count: int, **more: Any) -> list[dict[str, Any]]:
     ]
 
 
-def do(plant: tuple[Workspace, Ledger], chosen: Filter, change: NewLabels) -> list[str]:
-    found = look(Plant(*plant), chosen, change)
-    relabel(Plant(*plant), found, "ann", "as it should be")
-    return found.said
+def do(plant: tuple[Workspace, Ledger], chosen: DocumentFilter, change: NewLabels) -> list[str]:
+    found = plan_relabelling(Plant(*plant), chosen, change)
+    apply_relabelling(Plant(*plant), found, "ann", "as it should be")
+    return found.lines
 
 
 def halves(ledger: Ledger) -> dict[str, bool]:
-    return {row["key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    return {row["key"]: row["sealed"] for row in ledger.select_rows(sa.select(held_out))}
 
 
 def as_one_group(ledger: Ledger, sealed: bool) -> None:
@@ -82,7 +82,7 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     ingest(plant, reviews(0, 80), "a.jsonl")
     as_one_group(ledger, sealed=False)
     assert build_suite(ledger, EvalPolicy(), "t").documents == ()
-    said = do(plant, Filter(domain=["reviews"]), NewLabels(group="document"))
+    said = do(plant, DocumentFilter(domain=["reviews"]), NewLabels(group="document"))
     fates = ["16 held out", "64 to train on"]
     assert the(said, "data.relabels").data == {"changed": 80, "selected": 80, "fates": fates}
     assert the(said, "data.halves").data == {"groups": 16, "dealt": 16, "kept": 0}
@@ -91,12 +91,12 @@ def test_one_large_group_becomes_documents_in_both_halves(plant: tuple[Workspace
     assert len({one.cluster for one in suite.documents}) == 8 and {one.cluster for one in suite.dev} == {
         one.key for one in suite.dev
     }
-    assert {row["group_key"] for row in ledger.rows(sa.select(documents.c.group_key))} == {None}
-    (row,) = ledger.rows(sa.select(relabels))
+    assert {row["group_key"] for row in ledger.select_rows(sa.select(documents.c.group_key))} == {None}
+    (row,) = ledger.select_rows(sa.select(relabels))
     assert (row["who"], row["why"], row["change"]) == ("ann", "as it should be", {"group": "document"})
     assert row["filter"] == {"domain": ["reviews"]} and row["counts"]["documents"] == 80
     with refused("data.same_labels", InputError, documents=80):
-        look(Plant(*plant), Filter(domain=["reviews"]), NewLabels(group="none"))
+        plan_relabelling(Plant(*plant), DocumentFilter(domain=["reviews"]), NewLabels(group="none"))
 
 
 def read(ledger: Ledger, at: float | None = None) -> None:
@@ -110,8 +110,8 @@ def read(ledger: Ledger, at: float | None = None) -> None:
         "created_at": time.time() if at is None else at,
     }
     with ledger.begin() as tx:
-        number = insert(tx, agent_runs, **values)
-        record(tx, "agent_began", Subject("agent_run", number), {"agent": "a"})
+        number = insert_row(tx, agent_runs, **values)
+        record_event(tx, "agent_began", Subject("agent_run", number), {"agent": "a"})
 
 
 @pytest.mark.parametrize(("sealed", "at"), [(True, 1e11), (False, 1.0)])  # whatever the clock says
@@ -124,7 +124,7 @@ def test_a_document_that_was_read_keeps_its_half_and_the_others_fill_the_other_h
     read(ledger, at)
     ingest(plant, reviews(100, 20), "b.jsonl")
     as_one_group(ledger, sealed)
-    do(plant, Filter(source=["reviews"]), NewLabels(group="document"))
+    do(plant, DocumentFilter(source=["reviews"]), NewLabels(group="document"))
     after = halves(ledger)
     assert len(before) == 10 and len(after) == 16
     assert {after[key] for key in before} == {sealed} and {after[key] for key in after.keys() - before} == {not sealed}
@@ -137,9 +137,9 @@ def test_documents_that_become_one_group_are_of_one_half_and_never_sealed_where_
     ingest(plant, reviews(0, 40), "a.jsonl")
     assert Counter(halves(ledger).values()) == {True: 8, False: 8}
     read(ledger)
-    do(plant, Filter(document=sorted(halves(ledger))), NewLabels(source="shop", group="source"))
+    do(plant, DocumentFilter(document=sorted(halves(ledger))), NewLabels(source="shop", group="source"))
     assert set(halves(ledger).values()) == {False}
-    assert {row["group_key"] for row in ledger.rows(sa.select(held_out.c.group_key))} == {"shop"}
+    assert {row["group_key"] for row in ledger.select_rows(sa.select(held_out.c.group_key))} == {"shop"}
 
 
 def test_a_group_with_a_training_document_is_not_held_out_as_a_whole(plant: tuple[Workspace, Ledger]) -> None:
@@ -147,9 +147,9 @@ def test_a_group_with_a_training_document_is_not_held_out_as_a_whole(plant: tupl
     workspace, ledger = plant
     ingest(plant, reviews(0, 40), "a.jsonl")
     before = halves(ledger)
-    do(plant, Filter(domain=["reviews"]), NewLabels(group="source"))
+    do(plant, DocumentFilter(domain=["reviews"]), NewLabels(group="source"))
     assert halves(ledger) == before
-    assert all(row["group_key"] == row["key"] for row in ledger.rows(sa.select(held_out)))
+    assert all(row["group_key"] == row["key"] for row in ledger.select_rows(sa.select(held_out)))
     use_policy(workspace, POLICY + "domains: {default: {group: source}}\n")
     assert ingest(plant, reviews(100, 40), "b.jsonl").counts["train"] == 40
 
@@ -158,27 +158,33 @@ def test_a_group_is_made_of_recorded_facts_alone(plant: tuple[Workspace, Ledger]
     ledger = plant[1]
     ingest(plant, reviews(0, 40), "a.jsonl")
     with refused("data.no_grouping_key", InputError, documents=40, key="url"):
-        look(Plant(*plant), Filter(domain=["reviews"]), NewLabels(group="url-host"))
+        plan_relabelling(Plant(*plant), DocumentFilter(domain=["reviews"]), NewLabels(group="url-host"))
     ingest(plant, [row | {"url": f"https://h{n % 10}.org/{n}"} for n, row in enumerate(reviews(100, 40))], "b.jsonl")
-    do(plant, Filter(shard=["b.jsonl"]), NewLabels(group="url-host"))
+    do(plant, DocumentFilter(shard=["b.jsonl"]), NewLabels(group="url-host"))
     d = documents.c
-    named = Counter(row["group_key"] for row in ledger.rows(sa.select(d.group_key)))
+    named = Counter(row["group_key"] for row in ledger.select_rows(sa.select(d.group_key)))
     assert named == {None: 40, **{f"url-host:h{n}.org": 4 for n in range(10)}}
     for name in named.keys() - {None}:
-        assert len({row["sealed"] for row in ledger.rows(sa.select(held_out).where(held_out.c.group_key == name))}) <= 1
-    do(plant, Filter(shard=["a.jsonl"]), NewLabels(group="path"))
-    assert len({row["group_key"] for row in ledger.rows(sa.select(d.group_key).where(d.group_key.like("path:%")))}) == 1
+        assert (
+            len({row["sealed"] for row in ledger.select_rows(sa.select(held_out).where(held_out.c.group_key == name))})
+            <= 1
+        )
+    do(plant, DocumentFilter(shard=["a.jsonl"]), NewLabels(group="path"))
+    assert (
+        len({row["group_key"] for row in ledger.select_rows(sa.select(d.group_key).where(d.group_key.like("path:%")))})
+        == 1
+    )
 
 
 def test_a_source_that_is_a_group_takes_its_new_name(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     use_policy(workspace, POLICY + "domains: {default: {group: source}}\n")
     ingest(plant, [row | {"source": f"s{n % 20}"} for n, row in enumerate(reviews(0, 100))], "a.jsonl")
-    before = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    before = {row["group_key"]: row["sealed"] for row in ledger.select_rows(sa.select(held_out))}
     read(ledger)
     name = next(iter(before))
-    do(plant, Filter(source=[name]), NewLabels(source="the right name"))
-    after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    do(plant, DocumentFilter(source=[name]), NewLabels(source="the right name"))
+    after = {row["group_key"]: row["sealed"] for row in ledger.select_rows(sa.select(held_out))}
     assert after == {"the right name" if old == name else old: half for old, half in before.items()}
     assert ledger.read("SELECT COUNT(*) AS n FROM documents WHERE source = :name", name=name)[0]["n"] == 0
 
@@ -189,18 +195,18 @@ def test_a_filter_takes_the_name_of_the_file_or_of_its_shards(plant: tuple[Works
     (workspace.root / "a.json").write_text(json.dumps(reviews(0, 60)))
     assert len(ingest_path(Plant(workspace, ledger), workspace.root / "a.json")) == 2
     ingest(plant, reviews(100, 20, license=None), "b.jsonl")
-    (first, *_) = do(plant, Filter(shard=["a.json"]), NewLabels(license="MIT"))
+    (first, *_) = do(plant, DocumentFilter(shard=["a.json"]), NewLabels(license="MIT"))
     assert (first.data["changed"], first.data["selected"]) == (60, 60)
     near = "; did you mean 'a.json'?"
     with refused("data.no_document_has", InputError, noun="shard", name="c.json", near=near):
-        look(Plant(*plant), Filter(shard=["c.json"]), NewLabels(license="MIT"))
+        plan_relabelling(Plant(*plant), DocumentFilter(shard=["c.json"]), NewLabels(license="MIT"))
     with refused("data.same_labels", InputError, documents=30):
-        look(Plant(*plant), Filter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
+        plan_relabelling(Plant(*plant), DocumentFilter(shard=["a.json#2.jsonl.zst"]), NewLabels(license="MIT"))
     (workspace.root / "c.jsonl").write_text(
         "".join(json.dumps(row | {"license": "BSD"}) + "\n" for row in reviews(0, 5))
     )
     ingest_path(Plant(workspace, ledger), workspace.root / "c.jsonl")
-    assert settle(ledger, "MIT", [], ["a.json"], "ann", "")
+    assert settle_licence(ledger, "MIT", [], ["a.json"], "ann", "")
 
 
 def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant: tuple[Workspace, Ledger]) -> None:
@@ -208,11 +214,11 @@ def test_another_source_gives_its_name_to_groups_that_are_named_within_it(plant:
     workspace, ledger = plant
     use_policy(workspace, POLICY + "domains: {default: {group: conversation}}\n")
     ingest(plant, [row | {"conversation_id": f"c{n % 40}"} for n, row in enumerate(reviews(0, 80))], "a.jsonl")
-    before = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    before = {row["group_key"]: row["sealed"] for row in ledger.select_rows(sa.select(held_out))}
     assert len(before) == 16 and all(one.startswith("conversation:reviews/c") for one in before)
     read(ledger)
-    do(plant, Filter(source=["reviews"]), NewLabels(source="shop"))
-    after = {row["group_key"]: row["sealed"] for row in ledger.rows(sa.select(held_out))}
+    do(plant, DocumentFilter(source=["reviews"]), NewLabels(source="shop"))
+    after = {row["group_key"]: row["sealed"] for row in ledger.select_rows(sa.select(held_out))}
     assert after == {one.replace(":reviews/", ":shop/"): half for one, half in before.items()}
     more = [row | {"conversation_id": f"c{n}", "source": "shop"} for n, row in enumerate(reviews(200, 40))]
     assert ingest(plant, more, "b.jsonl").counts["held_out"] == 16
@@ -237,33 +243,36 @@ def test_an_impossible_or_removed_name_is_refused(plant: tuple[Workspace, Ledger
     )
     for change, code, data in cases:
         with refused(code, InputError, **data):
-            look(Plant(*plant), Filter(license=["MIT"]), change)
-    assert look(Plant(*plant), Filter(license=["MIT"]), NewLabels(source="", license="none")).selected == 6
+            plan_relabelling(Plant(*plant), DocumentFilter(license=["MIT"]), change)
+    assert (
+        plan_relabelling(Plant(*plant), DocumentFilter(license=["MIT"]), NewLabels(source="", license="none")).selected
+        == 6
+    )
 
 
 def test_no_licence_is_one_however_it_is_written(plant: tuple[Workspace, Ledger]) -> None:
     ledger = plant[1]
     ingest(plant, reviews(0, 8, license="MIT"), "a.jsonl")
-    do(plant, Filter(license=["MIT"]), NewLabels(license=" "))
-    assert {row["license"] for row in ledger.rows(sa.select(documents.c.license))} == {None}
-    do(plant, Filter(license=["none"]), NewLabels(license="MIT"))
+    do(plant, DocumentFilter(license=["MIT"]), NewLabels(license=" "))
+    assert {row["license"] for row in ledger.select_rows(sa.select(documents.c.license))} == {None}
+    do(plant, DocumentFilter(license=["none"]), NewLabels(license="MIT"))
     with ledger.begin() as tx:  # as an older factory may have left it
         tx.execute(documents.update().values(license=""))
-    assert look(Plant(*plant), Filter(license=["none"]), NewLabels(license="MIT")).selected == 8
+    assert plan_relabelling(Plant(*plant), DocumentFilter(license=["none"]), NewLabels(license="MIT")).selected == 8
 
 
 def test_a_licence_counts_at_the_release_gate_at_once(copied: Copy) -> None:
     workspace, ledger = copied()
-    rules = DataPolicy.load(workspace.policy("data.yaml")).licences
-    held_back = lambda: not_releasable(rules, count_tokens_by_licence(ledger, 3, rules))
+    rules = DataPolicy.load(workspace.policy_path("data.yaml")).licences
+    held_back = lambda: shares_not_releasable(rules, count_tokens_by_licence(ledger, 3, rules))
     assert set(held_back()) == {"no licence"}
-    do((workspace, ledger), Filter(license=["none"], domain=["code"]), NewLabels(license="MIT"))
+    do((workspace, ledger), DocumentFilter(license=["none"], domain=["code"]), NewLabels(license="MIT"))
     assert held_back() == {}
     assert {row["releasable"] for row in ledger.read("SELECT releasable FROM documents WHERE fate <> 'dropped'")} == {
         True
     }
     with refused("data.licence_forbids", InputError, licence="proprietary"):
-        look(Plant(workspace, ledger), Filter(license=["MIT"]), NewLabels(license="proprietary"))
+        plan_relabelling(Plant(workspace, ledger), DocumentFilter(license=["MIT"]), NewLabels(license="proprietary"))
 
 
 def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_replayed_as_they_were(
@@ -275,13 +284,13 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
         "SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL AND domain = 'docs' ORDER BY key"
     )
     part = trained[::2]
-    exposure = lambda: Exposure(ledger, {row["key"]: row["token_shard"] for row in trained}).of(
+    exposure = lambda: Exposure(ledger, {row["key"]: row["token_shard"] for row in trained}).steps_by_document(
         SegmentRow.get(ledger, 2)
     )
-    before, plan = exposure(), plan_of(ledger, SegmentRow.get(ledger, 2))
-    said = do((workspace, ledger), Filter(document=[row["key"] for row in part]), NewLabels(domain="law"))
+    before, plan = exposure(), read_data_plan(ledger, SegmentRow.get(ledger, 2))
+    said = do((workspace, ledger), DocumentFilter(document=[row["key"] for row in part]), NewLabels(domain="law"))
     assert codes(said)[-1] == "data.order_begins_anew"
-    assert exposure() == before and plan_of(ledger, SegmentRow.get(ledger, 2)) == plan
+    assert exposure() == before and read_data_plan(ledger, SegmentRow.get(ledger, 2)) == plan
     count = lambda domain: sum(
         row["domains"].get(domain, {"documents": 0})["documents"]
         for row in ledger.read("SELECT domains FROM token_shards")
@@ -291,21 +300,21 @@ def test_segments_that_are_planned_later_have_the_new_domain_and_older_ones_are_
     number = train_trunk(workspace, ledger, 10)
     row = SegmentRow.get(ledger, number)
     assert row.state == "done" and (row.first_step, row.last_step) == (20, 30)
-    moved = [one["moved"] for one in plan_of(ledger, row)["token_shards"]]
+    moved = [one["moved"] for one in read_data_plan(ledger, row)["token_shards"]]
     assert len(moved) == 2 and all(list(one) == ["law"] for one in moved)
     state = json.loads((Path(last_checkpoint(ledger, number)["path"]) / "state.json").read_text())
     assert {"law/1", "docs/1"} <= state["sampler"]["streams"].keys()
-    seen = Exposure(ledger, {one["key"]: one["token_shard"] for one in part}).of(row)
+    seen = Exposure(ledger, {one["key"]: one["token_shard"] for one in part}).steps_by_document(row)
     assert seen and seen.keys() <= {one["key"] for one in part}
     # back again
-    do((workspace, ledger), Filter(domain=["law"]), NewLabels(domain="docs"))
-    again = plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))
+    do((workspace, ledger), DocumentFilter(domain=["law"]), NewLabels(domain="docs"))
+    again = read_data_plan(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))
     assert count("law") == 0 and all(list(one["moved"]) == ["docs"] for one in again["token_shards"])
 
 
 def test_a_token_shard_is_made_again_after_a_relabel(copied: Copy) -> None:
     workspace, ledger = copied()
-    do((workspace, ledger), Filter(domain=["docs"]), NewLabels(domain="law", source="x", license="CC0-1.0"))
+    do((workspace, ledger), DocumentFilter(domain=["docs"]), NewLabels(domain="law", source="x", license="CC0-1.0"))
     row = ledger.read("SELECT id, path FROM token_shards LIMIT 1")[0]
     with open(f"{row['path']}/tokens.bin", "r+b") as file:
         file.write(b"damage")
@@ -320,18 +329,18 @@ def test_held_out_documents_move_with_their_domain_and_a_lost_ledger_has_it_all(
     ingest(plant, reviews(0, 60) + reviews(100, 60, domain="notes"), "a.jsonl")
     (workspace.shards / "raw").mkdir(exist_ok=True)
     before = halves(ledger)
-    do(plant, Filter(domain=["reviews"], source=["reviews"]), NewLabels(domain="law"))
+    do(plant, DocumentFilter(domain=["reviews"], source=["reviews"]), NewLabels(domain="law"))
     domains = lambda at: Counter(row["domain"] for row in at.rows(sa.select(held_out)))
     assert domains(ledger) == {"law": 16, "notes": 16} and halves(ledger) == before
     fates = ledger.read("SELECT key, domain, fate FROM documents ORDER BY key")
     assert {row["domain"] for row in fates} == {"law", "notes"}
     ledger.engine.dispose()
     (workspace.root / "ledger.db").unlink()
-    restore(workspace.root, "", SILENT)
+    restore_ledger(workspace.root, "", SILENT)
     again = Ledger.open(workspace.ledger_url, workspace.root)
     assert again.read("SELECT key, domain, fate FROM documents ORDER BY key") == fates
     assert domains(again) == {"law": 16, "notes": 16} and halves(again) == before
-    assert len(again.rows(sa.select(relabels))) == 1
+    assert len(again.select_rows(sa.select(relabels))) == 1
 
 
 def test_a_domain_that_no_recipe_can_train_is_refused(copied: Copy) -> None:
@@ -343,8 +352,8 @@ def test_a_domain_that_no_recipe_can_train_is_refused(copied: Copy) -> None:
         else weights(path.read_text())
     )
     with refused("data.no_plan_left", InputError, recipe="tiny", domain="law"):
-        look(Plant(workspace, ledger), Filter(domain=["docs"]), NewLabels(domain="law"))
-    said = look(Plant(workspace, ledger), Filter(domain=["chat"]), NewLabels(domain="law")).said
+        plan_relabelling(Plant(workspace, ledger), DocumentFilter(domain=["docs"]), NewLabels(domain="law"))
+    said = plan_relabelling(Plant(workspace, ledger), DocumentFilter(domain=["chat"]), NewLabels(domain="law")).lines
     assert the(said, "data.domain_without_weight").data == {"recipe": "tiny", "domain": "law"}
 
 
@@ -370,7 +379,7 @@ def test_an_impossible_relabel_is_an_error_of_one_line(plant: tuple[Workspace, L
         assert (done.exception.code, done.exception.data.get("name")) == (code, name)
     done = command_here("data", "relabel", "--domain", "reviews", "--group", "host", "--yes", home=plant[0])
     assert isinstance(done.exception, InputError) and "--group 'host'" in str(done.exception)
-    assert plant[1].rows(sa.select(relabels)) == []
+    assert plant[1].select_rows(sa.select(relabels)) == []
 
 
 def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Workspace, Ledger]) -> None:
@@ -383,10 +392,10 @@ def test_the_command_needs_a_confirmation_and_a_stopped_daemon(plant: tuple[Work
     assert "30 of 30 documents change" in shown.output and "(15 held out, 15 to train on)" in shown.output
     unsaid = command_here(*words, home=workspace)
     assert isinstance(unsaid.exception, InputError) and "say --yes to relabel them" in str(unsaid.exception)
-    with workspace.lock("model-loop"):
+    with workspace.hold_lock("model-loop"):
         held = command_here(*words, "--yes", home=workspace)
     assert isinstance(held.exception, WorkspaceError) and "stop it" in str(held.exception)
-    assert ledger.rows(sa.select(relabels)) == [] and set(halves(ledger).values()) == {True}
+    assert ledger.select_rows(sa.select(relabels)) == [] and set(halves(ledger).values()) == {True}
     done = command_here(*words, "--yes", "--why", "one source", "--json", home=workspace)
     assert json.loads(done.output)["relabel"] == 1 and set(halves(ledger).values()) == {True, False}
     (event,) = ledger.read("SELECT detail FROM events WHERE kind = 'relabelled'")

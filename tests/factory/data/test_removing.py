@@ -13,25 +13,25 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.cost import estimate_retraining_cost
 from factory.data.exposure import Exposure
-from factory.data.removing import PlannedRemoval, look, mark_new_releases, remove, undo
-from factory.data.selecting import by_name, removable_fates, select_by_value
-from factory.diagnosis.acting import quarantine, rewind
+from factory.data.removing import PlannedRemoval, apply_removal, mark_new_releases, plan_removal, undo_removal
+from factory.data.selecting import removable_fates, select_by_name, select_by_value
+from factory.diagnosis.acting import quarantine_documents, rewind_segment
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.gates.release.licences import count_tokens_by_licence
 from factory.ingest.chain import ingest_shard
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import RELEASE_MARKED
-from factory.ledger.ledger import Ledger, documents, record, releases
+from factory.ledger.ledger import Ledger, documents, record_event, releases
 from factory.ledger.plant import Plant
-from factory.ledger.removals import REMOVED, describe_mark, marks, removals
+from factory.ledger.removals import REMOVED, describe_mark, list_marked_releases, list_removals
 from factory.ledger.rows import SegmentRow, Subject
-from factory.releasable.gathering import look as releasable
+from factory.releasable.gathering import make_report as releasable
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.show.pages.provenance import of_document, trace_release
-from factory.show.pages.release_report import release_report
-from factory.training.planning import plan_anneal, plan_of, plan_trunk
+from factory.show.pages.provenance import trace_document, trace_release
+from factory.show.pages.release_report import render_report
+from factory.training.planning import plan_anneal, plan_trunk, read_data_plan
 from factory.training.training import run_segment
 from tests.support.factory.command import command_here, factory
 from tests.support.factory.shown import reconcile
@@ -43,7 +43,7 @@ Copy = Callable[[], tuple[Workspace, Ledger]]
 
 
 def outlook(ledger: Ledger, name: str) -> PlannedRemoval:
-    return look(ledger, by_name(ledger, [name], removable_fates(False)))
+    return plan_removal(ledger, select_by_name(ledger, [name], removable_fates(False)))
 
 
 def one(ledger: Ledger, where: str) -> dict[str, Any]:
@@ -58,36 +58,36 @@ def trained_once(ledger: Ledger) -> str:
     """A document that the second trunk segment saw in one step, and no other segment."""
     rows = ledger.read("SELECT key, token_shard FROM documents WHERE token_shard IS NOT NULL")
     exposure = Exposure(ledger, {row["key"]: row["token_shard"] for row in rows})
-    seen = {number: set(exposure.of(SegmentRow.get(ledger, number))) for number in (1, 2, 3)}
-    return next(key for key in sorted(seen[2] - seen[1] - seen[3]) if len(of_document(ledger, key)[0]["seen"]) == 1)
+    seen = {number: set(exposure.steps_by_document(SegmentRow.get(ledger, number))) for number in (1, 2, 3)}
+    return next(key for key in sorted(seen[2] - seen[1] - seen[3]) if len(trace_document(ledger, key)[0]["seen"]) == 1)
 
 
 def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     workspace, ledger = copied()
     key = trained_once(ledger)
     found = outlook(ledger, key)
-    (step,) = {seen["step"] for seen in of_document(ledger, key)[0]["seen"]}
+    (step,) = {seen["step"] for seen in trace_document(ledger, key)[0]["seen"]}
     assert 10 <= step < 20 and found.releases == {1: ([key], True)} and found.fates == {"train": 1}
     start = 15 if step >= 15 else 10
     cost = found.cost
     assert (cost.first_step, cost.segment, cost.from_step, cost.until, cost.steps) == (step, 2, start, 20, 20 - start)
     assert Path(cost.checkpoint).name == f"step-{start:08d}"
-    removal = remove(ledger, found, "ann", "asked for")
-    assert marks(ledger) == [{"release": 1, "documents": 1, "removal": 1, "exact": True}]
-    assert trace_release(ledger, 1)["marks"] == [describe_mark(marks(ledger)[0])]
-    (shown,) = of_document(ledger, key)
+    removal = apply_removal(ledger, found, "ann", "asked for")
+    assert list_marked_releases(ledger) == [{"release": 1, "documents": 1, "removal": 1, "exact": True}]
+    assert trace_release(ledger, 1)["marks"] == [describe_mark(list_marked_releases(ledger)[0])]
+    (shown,) = trace_document(ledger, key)
     assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
     number = plan_trunk(Plant(workspace, ledger), 5)
-    assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
+    assert read_data_plan(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
     run_segment(Plant(workspace, ledger), number)  # the trainer goes on, from the checkpoint that saw it
-    assert removal.number == 1 and codes([undo(ledger, 1, "ann")]) == ["data.put_back"]
-    assert marks(ledger) == [] and "masked" not in plan_of(
+    assert removal.number == 1 and codes([undo_removal(ledger, 1, "ann")]) == ["data.put_back"]
+    assert list_marked_releases(ledger) == [] and "masked" not in read_data_plan(
         ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5))
     )
     with refused("data.put_back_already", InputError, number=1):
-        undo(ledger, 1, "ann")
+        undo_removal(ledger, 1, "ann")
     with refused("data.no_removal", InputError, number=7, known=[1]):
-        undo(ledger, 7, "ann")
+        undo_removal(ledger, 7, "ann")
 
 
 def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
@@ -95,12 +95,12 @@ def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
     _, ledger = copied()
     drawn = trained_once(ledger)
     rows = ledger.read("SELECT key FROM documents WHERE fate = 'train' AND supervised_tokens > 0 ORDER BY key")
-    waiting = next(row["key"] for row in rows if not of_document(ledger, row["key"])[0]["seen"])
-    assert of_document(ledger, waiting)[0]["segments"]
-    assert quarantine(ledger, [drawn], "ann").data["releases"].data == {"releases": [1]}
-    assert quarantine(ledger, [waiting], "ann").data["releases"] == ""
-    assert [of_document(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
-    assert marks(ledger) == [{"release": 1, "documents": 1, "removal": None, "exact": True}]
+    waiting = next(row["key"] for row in rows if not trace_document(ledger, row["key"])[0]["seen"])
+    assert trace_document(ledger, waiting)[0]["segments"]
+    assert quarantine_documents(ledger, [drawn], "ann").data["releases"].data == {"releases": [1]}
+    assert quarantine_documents(ledger, [waiting], "ann").data["releases"] == ""
+    assert [trace_document(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
+    assert list_marked_releases(ledger) == [{"release": 1, "documents": 1, "removal": None, "exact": True}]
 
 
 def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
@@ -116,14 +116,14 @@ def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
     before = fates(ledger)
     for erase in (True, False):
         with refused("data.ambiguous_id", InputError, documents=2, id="3") as said:
-            by_name(ledger, ["3"], removable_fates(erase))
+            select_by_name(ledger, ["3"], removable_fates(erase))
         assert all(f"{key} (source " in str(said.value) for key in (first, second))
     home = ["-w", str(workspace.root)]
     done = factory("data", "remove", "--document", "3", "--erase", "--yes", *home)
     assert done.returncode == 2 and "2 documents have the id '3'" in done.stderr and first in done.stderr
     assert fates(ledger) == before
-    assert by_name(ledger, [first, "4"], removable_fates(True)).names == (first, copy, other)
-    assert by_name(ledger, ["4"], removable_fates(False)).names == (other,)
+    assert select_by_name(ledger, [first, "4"], removable_fates(True)).names == (first, copy, other)
+    assert select_by_name(ledger, ["4"], removable_fates(False)).names == (other,)
 
 
 def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
@@ -137,12 +137,12 @@ def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
         ):
             tx.exec_driver_sql(quarantined.format(rule, detail, key))
     before = fates(ledger)
-    found = look(ledger, select_by_value(ledger, "license", ["MIT", "none"]))
+    found = plan_removal(ledger, select_by_value(ledger, "license", ["MIT", "none"]))
     assert set(found.fates) == {"train", "held_out", "quarantined"} and found.releases[1][1] is True
-    removal = remove(ledger, found, "ann")
+    removal = apply_removal(ledger, found, "ann")
     assert removal.documents == sum(found.fates.values()) == sum(row[1] == "removed" for row in fates(ledger))
     assert count_tokens_by_licence(ledger, 3) == licences, "what a release was trained on does not change"
-    undo(ledger, removal.number, "ann")
+    undo_removal(ledger, removal.number, "ann")
     assert fates(ledger) == before
 
 
@@ -153,7 +153,7 @@ def test_removed_held_out_documents_are_no_longer_measured(copied: Copy) -> None
     found = outlook(ledger, gone.key)
     assert found.fates == {"held_out": 1} and not found.releases and found.cost.first_step is None
     assert "data.measured_without" in codes(found.lines())
-    remove(ledger, found, "ann")
+    apply_removal(ledger, found, "ann")
     after = build_suite(ledger, EvalPolicy(), "t")
     assert after.sha256 != suite.sha256 and {d.key for d in suite.documents} - {d.key for d in after.documents} == {
         gone.key
@@ -176,8 +176,8 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     rows = raw_rows(workspace)
     named = one(ledger, "fate = 'train' AND domain = 'docs'")
     source = one(ledger, "fate = 'train' AND domain = 'chat'")["source"]
-    remove(ledger, outlook(ledger, named["key"]), "ann", "private")
-    remove(ledger, look(ledger, select_by_value(ledger, "source", [source])), "ann", "no contract")
+    apply_removal(ledger, outlook(ledger, named["key"]), "ann", "private")
+    apply_removal(ledger, plan_removal(ledger, select_by_value(ledger, "source", [source])), "ann", "no contract")
     copy = {"text": rows[named["id"]]["text"], "domain": "docs", "source": "elsewhere", "license": "MIT"}
     near = copy | {"text": copy["text"].replace(".", "!", 1).lower().capitalize() + " Thanks."}
     fresh = {
@@ -193,7 +193,7 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     assert [(row["fate"], row["rule"]) for row in found] == [("dropped", "removed")] * 3 + [("train", None)]
     assert found[0]["detail"].endswith("(the same content)") and found[0]["matched"] == named["key"]
     assert found[2]["detail"].endswith(f"source {source!r} (removal 2: no contract)")
-    undo(ledger, 2, "ann")
+    undo_removal(ledger, 2, "ann")
     again = {"text": " ".join(f"another novel term{i}" for i in range(60)), "domain": "chat", "source": source}
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, [again], "again.jsonl"))
     assert report.counts["train"] == 1
@@ -204,20 +204,22 @@ def test_a_new_shard_whose_documents_are_all_removed_joins_no_plan(copied: Copy)
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
     (shard,) = ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=report.sha256)
-    remove(ledger, look(ledger, select_by_value(ledger, "source", ["new"])), "ann")
+    apply_removal(ledger, plan_removal(ledger, select_by_value(ledger, "source", ["new"])), "ann")
     plan = lambda: {
         one["id"]
-        for one in plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))["token_shards"]
+        for one in read_data_plan(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))[
+            "token_shards"
+        ]
     }
     assert shard["id"] not in plan()
-    undo(ledger, 1, "ann")
+    undo_removal(ledger, 1, "ann")
     assert shard["id"] in plan()
 
 
 def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied: Copy) -> None:
     workspace, ledger = copied()
     key = trained_once(ledger)
-    remove(ledger, outlook(ledger, key), "ann")
+    apply_removal(ledger, outlook(ledger, key), "ann")
     number = plan_anneal(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.exec_driver_sql("UPDATE segments SET state = 'done' WHERE id = ?", (number,))
@@ -228,7 +230,7 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
     release_of(ledger, number)
     said = the(mark_new_releases(ledger), "data.release_saw_removed").data
     assert (said["release"], said["documents"]) == (2, 1) and said["removal"].startswith("removal 1 ")
-    assert mark_new_releases(ledger) == [] and [mark["release"] for mark in marks(ledger)] == [1, 2]
+    assert mark_new_releases(ledger) == [] and [mark["release"] for mark in list_marked_releases(ledger)] == [1, 2]
 
 
 def test_mistakes_change_nothing(copied: Copy) -> None:
@@ -244,7 +246,7 @@ def test_mistakes_change_nothing(copied: Copy) -> None:
     ):
         done = command_here("data", "remove", *words.split(), home=workspace)
         assert isinstance(done.exception, InputError) and says in str(done.exception)
-    assert fates(ledger) == before and removals(ledger) == []
+    assert fates(ledger) == before and list_removals(ledger) == []
 
 
 def test_the_commands(copied: Copy) -> None:
@@ -253,7 +255,8 @@ def test_the_commands(copied: Copy) -> None:
     key = trained_once(ledger)
     dry = run("data", "remove", "--document", key, "--dry-run", "--json")
     assert (
-        json.loads(dry.stdout)["releases"] == [{"release": 1, "documents": 1, "exact": True}] and removals(ledger) == []
+        json.loads(dry.stdout)["releases"] == [{"release": 1, "documents": 1, "exact": True}]
+        and list_removals(ledger) == []
     )
     done = run("data", "remove", "--document", key, "--yes", "--why", "asked")
     assert "the trunk first saw one of them" in done.stdout and "removal 1 (" in done.stdout, done.output
@@ -285,7 +288,7 @@ def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, le
         )
     tags = lambda: open_client(workspace).get_model_version("factory-lm", "1").tags
     register_candidate(Plant(workspace, ledger), candidate)
-    assert "removed_data" not in tags() and "taken out" not in release_report(ledger, candidate)
+    assert "removed_data" not in tags() and "taken out" not in render_report(ledger, candidate)
     with ledger.begin() as tx:
         detail = {
             "by": "ann",
@@ -297,8 +300,8 @@ def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, le
             "token_shards": [],
             "erase": False,
         }
-        record(tx, REMOVED, Subject("removal", 1), detail)
-        record(
+        record_event(tx, REMOVED, Subject("removal", 1), detail)
+        record_event(
             tx,
             RELEASE_MARKED,
             Subject("release", 1),
@@ -306,8 +309,8 @@ def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, le
         )
     reconcile(Plant(workspace, ledger))
     assert tags()["removed_data"] == "removal 1: 1 documents"
-    assert str(describe_mark(marks(ledger)[0])) in release_report(ledger, candidate)
-    undo(ledger, 1, "ann")
+    assert str(describe_mark(list_marked_releases(ledger)[0])) in render_report(ledger, candidate)
+    undo_removal(ledger, 1, "ann")
     reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()
 
@@ -326,12 +329,12 @@ def test_documents_removed_before_the_first_step_do_not_hold_a_release_back(copi
     (workspace.root / "policies" / "gates" / "release.yaml").write_text("not_releasable_max: 0.0\n")
     said = lambda: next(line for line in releasable(Plant(workspace, ledger)) if line.name == "licences")
     assert said().ok is False and "'factory rewind 1'" in said().todo
-    rewind(ledger, 1, "ann", "")
+    rewind_segment(ledger, 1, "ann", "")
     number = plan_trunk(Plant(workspace, ledger), 5)
     assert said().ok
-    assert plan_of(ledger, SegmentRow.get(ledger, number))["masked"] == [row["key"] for row in rows]
+    assert read_data_plan(ledger, SegmentRow.get(ledger, number))["masked"] == [row["key"] for row in rows]
     assert count_tokens_by_licence(ledger, number) == {"MIT": tokens["MIT"]}
-    policy = DataPolicy.load(workspace.policy("data.yaml")).licences
+    policy = DataPolicy.load(workspace.policy_path("data.yaml")).licences
     listed = shard_rows(ledger, number, policy, with_documents=False)
     assert {row["license"] for row in listed} == {"MIT"}
     assert sum(row["supervised_tokens"] for row in listed) == tokens["MIT"]

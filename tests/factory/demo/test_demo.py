@@ -16,7 +16,7 @@ from factory.core.workspace import Workspace
 from factory.demo.demo import _arrive, _corpus
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.status import snapshot
+from factory.ledger.status import read_status
 from tests.support.factory.command import factory
 from tests.support.patience import PATIENCE_S
 from tests.support.text.library import write_library
@@ -35,7 +35,7 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "precision fp32 (measured" in done.stdout and "Chosen for 2 minutes" in done.stdout
-    facts = snapshot(Workspace.open(tmp_path / "demo"))
+    facts = read_status(Workspace.open(tmp_path / "demo"))
     assert len(facts["candidates"]) == 2 and len(facts["releases"]) >= 1
     released = facts["candidates"][facts["releases"][0]["candidate"] - 1]["summary"]
     for domain, bits in released["bpb"].items():
@@ -46,7 +46,7 @@ def test_the_demo_runs_without_fast_bf16(tmp_path: Path) -> None:
         assert len(outcomes) == 1 and outcomes[0] in ("promote", "hold", "reject")
     again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
     assert again.returncode == 0
-    assert snapshot(Workspace.open(tmp_path / "demo")) == facts or not outcomes  # which it then tries again
+    assert read_status(Workspace.open(tmp_path / "demo")) == facts or not outcomes  # which it then tries again
 
 
 def test_the_corpus_is_written_once_and_arrives_whole(

@@ -8,20 +8,20 @@ import pytest
 import yaml
 
 from factory.core.errors import FactoryError
-from factory.core.workspace import Config, Workspace, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.demo.demo import use_plain_kernels
-from factory.git.repository import changed_files, fork, get_live_commit
+from factory.git.repository import fork_repository, get_live_commit, list_changed_files
 
 PATH = "policies/kernels.yaml"
 
 
 def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(repository="code"))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository="code"))
     before = get_live_commit(checkout_root())
-    fork(checkout_root(), workspace.repository, {PATH: use_plain_kernels}, "plain")
+    fork_repository(checkout_root(), workspace.repository, {PATH: use_plain_kernels}, "plain")
     assert workspace.repository == workspace.root / "code"
     assert get_live_commit(workspace.repository) != before == get_live_commit(checkout_root())
-    assert changed_files(workspace.repository) == []
+    assert list_changed_files(workspace.repository) == []
     held = yaml.safe_load((workspace.repository / PATH).read_text())
     chosen = {op: implementation for choice in held.values() for op, implementation in choice.items()}
     assert {implementation for op, implementation in chosen.items() if op != "adamw"} == {"reference"}
@@ -33,7 +33,7 @@ def test_a_fork_is_a_repository_of_its_own_with_one_file_edited(tmp_path: Path) 
 def test_a_folder_without_a_repository_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(FactoryError, match="not a git checkout"):
-        fork(tmp_path / "source", tmp_path / "target", {PATH: use_plain_kernels}, "plain")
+        fork_repository(tmp_path / "source", tmp_path / "target", {PATH: use_plain_kernels}, "plain")
     assert not (tmp_path / "target").exists()
 
 

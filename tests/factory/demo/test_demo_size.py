@@ -16,24 +16,24 @@ from factory.demo.demo_size import (
     OVERHEAD,
     STEP_SECONDS,
     DemoShape,
-    Seen,
-    checked,
+    MeasuredSeconds,
+    check_minutes,
     guess_first_shape,
     guess_next_shape,
-    plan,
+    plan_demo,
 )
 from tests.support.messages import refused
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
 RAW = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml").model_dump(mode="json")
-SEEN = Seen(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
+SEEN = MeasuredSeconds(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
 
 
 @pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
 def test_minutes_out_of_range_are_one_error(minutes: float) -> None:
     with refused("demo.minutes", InputError, least=2.0, most=120.0, default=6.0) as raised:
-        checked(minutes)
+        check_minutes(minutes)
     assert "\n" not in str(raised.value)
 
 
@@ -79,13 +79,13 @@ def test_a_measured_step_corrects_the_guess(place: int, step: float, then: int) 
 
 
 def test_two_cores_of_avx2_fit_into_six_minutes() -> None:
-    size = plan(6, SEEN)
+    size = plan_demo(6, SEEN)
     assert size.over == 0 and sum(size.seconds.values()) <= 360
     assert size.first + size.anneal >= 120 and size.patch["pairs"] == 2
 
 
 def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None:
-    fast, slow, hopeless = (plan(6, replace(SEEN, step=step)) for step in (0.05, 0.1, 4.0))
+    fast, slow, hopeless = (plan_demo(6, replace(SEEN, step=step)) for step in (0.05, 0.1, 4.0))
     assert fast.first > slow.first > LEAST["first"] == hopeless.first
     assert hopeless.over > 60 and slow.over == 0
 
@@ -100,7 +100,7 @@ def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None
 def test_the_plan_fits_or_says_by_how_much_it_does_not(
     minutes: float, spent: float, ingest: float, start: float, step: float
 ) -> None:
-    size = plan(minutes, Seen(spent, ingest, start, step))
+    size = plan_demo(minutes, MeasuredSeconds(spent, ingest, start, step))
     assert all(getattr(size, name) >= least for name, least in LEAST.items())
     expected = sum(size.seconds.values())
     assert size.over == max(0.0, expected - 60 * minutes)

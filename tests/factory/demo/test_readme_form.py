@@ -6,8 +6,8 @@ import re
 
 from factory.evals.statistics import Gain
 from factory.gates.release.judge import TARGET
-from factory.gates.release.messages import sentence
-from factory.releasable.gathering import ReportLine, describe, verdict
+from factory.gates.release.messages import change_message
+from factory.releasable.gathering import ReportLine, report_lines, summary_line
 from tests.support.paths import ROOT
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
@@ -30,7 +30,7 @@ def block(first: str) -> list[str]:
 def test_the_demos_excerpt_has_the_demos_form() -> None:
     lines = [form(line) for line in block("held-out bits per byte")]
     gain = Gain(0.098, 0.009, 60, 50.0)
-    said = sentence(TARGET, gain, None, None)
+    said = change_message(TARGET, gain, None, None)
     for expected in (
         "held-out bits per byte chat code docs",
         "candidate 9 9.999 9.999 9.999",
@@ -43,4 +43,4 @@ def test_the_demos_excerpt_has_the_demos_form() -> None:
 def test_the_report_has_the_reports_form() -> None:
     lines = block("releases would be held")
     line = ReportLine("licences", False, lines[1].partition(": ")[2], lines[2].partition(": ")[2])
-    assert [verdict([line]), *(one.strip() for one in describe([line]))] == lines
+    assert [summary_line([line]), *(one.strip() for one in report_lines([line]))] == lines

@@ -11,8 +11,8 @@ import sqlalchemy as sa
 
 from factory.demo.summary import Judged, judged_shards, summary
 from factory.ledger.ledger import data_plans, segments, shards, token_shards, verdicts
-from factory.ledger.reader import Reader
-from factory.ledger.status import snapshot
+from factory.ledger.reader import LedgerReader
+from factory.ledger.status import read_status
 from tests.support.factory.exports import FilledPlant
 from tests.support.paths import ROOT
 from tests.support.plants.released_plant import released_plant
@@ -63,13 +63,13 @@ def _segment(plant: FilledPlant, candidate: int) -> int:
 
 
 def numbers(plant: FilledPlant) -> list[str]:
-    lines = summary(plant.workspace, snapshot(plant.workspace), 90.0)
+    lines = summary(plant.workspace, read_status(plant.workspace), 90.0)
     start = lines.index("  IN NUMBERS")
     return lines[start + 1 : lines.index("", start)]
 
 
 def test_a_shard_waits_for_the_first_verdict_on_a_candidate_that_was_trained_on_it(plant: FilledPlant) -> None:
-    assert judged_shards(Reader(plant.workspace)) == [
+    assert judged_shards(LedgerReader(plant.workspace)) == [
         Judged("a.jsonl", 1, "promote", 150.5),
         Judged("b.jsonl", 2, "promote", 64.0),
     ]
@@ -79,7 +79,7 @@ def test_the_last_screen_says_speed_quality_delay_and_cost(plant: FilledPlant) -
     speed, quality, delay, cost = numbers(plant)
     share = 2000.0 * Recipe.load(ROOT / "policies" / "recipes" / "tiny.yaml").model.flops_per_token() / (2 * PRODUCTS)
     assert "2,000 tokens/s of training in fp32" in speed and f"{share:.0%} of the FLOP/s" in speed
-    own = snapshot(plant.workspace)["candidates"][1]["summary"]["bpb"]
+    own = read_status(plant.workspace)["candidates"][1]["summary"]["bpb"]
     for domain, bits in own.items():
         assert f"{domain} {bits:.3f} (3.500)" in quality
     assert "64 s from the ingest of a shard (b.jsonl) to the verdict on candidate 2" in delay
@@ -92,7 +92,7 @@ def test_a_workspace_without_any_says_what_it_has(tmp_path: Path) -> None:
 
     workspace = Workspace.create(tmp_path / "empty")
     Ledger.create(workspace.ledger_url)
-    assert judged_shards(Reader(workspace)) == []
-    lines = summary(workspace, snapshot(workspace), 60.0)
+    assert judged_shards(LedgerReader(workspace)) == []
+    lines = summary(workspace, read_status(workspace), 60.0)
     start = lines.index("  IN NUMBERS")
     assert [line.split()[0] for line in lines[start + 1 : lines.index("", start)]] == ["cost"]

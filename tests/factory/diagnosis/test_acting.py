@@ -11,14 +11,14 @@ from factory.code_loop.reverting import open_reverts
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.diagnosis.acting import (
-    accept,
-    act,
+    accept_diagnosis,
+    apply_policy,
     find_blamed_patches,
-    free,
-    quarantine,
+    free_documents,
     quarantine_and_rewind,
-    reject,
-    rewind,
+    quarantine_documents,
+    reject_diagnosis,
+    rewind_segment,
 )
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import get_live_commit
@@ -37,7 +37,7 @@ from factory.ledger.ledger import (
     data_plans,
     documents,
     events,
-    record,
+    record_event,
     releases,
     segments,
     shards,
@@ -46,16 +46,16 @@ from factory.ledger.ledger import (
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
-from factory.release.releases import release
+from factory.release.releases import release_candidate
 from factory.training.planning import (
     RecipeOverride,
     _left_out,
+    find_override,
     forecast_trunk,
     load_recipe,
-    override_of,
     plan_anneal,
-    plan_of,
     plan_trunk,
+    read_data_plan,
 )
 from tests.support.factory.command import factory
 from tests.support.factory.errands import due_of, next_due, stuck
@@ -76,17 +76,17 @@ def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     ask = AnomalyPolicy(quarantine="ask")
-    assert act(ledger, ask, number).code == "diagnosis.person_decides" and open_anomalies(ledger, KINDS)
-    done = act(ledger, AnomalyPolicy(), number)
+    assert apply_policy(ledger, ask, number).code == "diagnosis.person_decides" and open_anomalies(ledger, KINDS)
+    done = apply_policy(ledger, AnomalyPolicy(), number)
     assert (done.code, done.data) == ("diagnosis.quarantined", {"documents": 1, "segment": 1, "releases": ""})
     fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
     assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
     assert forecast_trunk(Plant(workspace, ledger)).steps == 20
     again = SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger)))
-    assert again.parent is None and plan_of(ledger, again)["masked"] == [key]
-    assert shard in {one["id"] for one in plan_of(ledger, again)["token_shards"]}
-    rejected = reject(ledger, number, "ada")
+    assert again.parent is None and read_data_plan(ledger, again)["masked"] == [key]
+    assert shard in {one["id"] for one in read_data_plan(ledger, again)["token_shards"]}
+    rejected = reject_diagnosis(ledger, number, "ada")
     assert (rejected.code, rejected.data) == ("diagnosis.rejected_freed", {"documents": 1})
     (row,) = ledger.read("SELECT fate FROM documents WHERE key = :key", key=key)
     assert row["fate"] == "train"
@@ -102,11 +102,11 @@ def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_
     override = {"keys": {"optimizer.lr": usual / 10}, "until": 17}
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
-    asked = act(ledger, AnomalyPolicy(), number)
+    asked = apply_policy(ledger, AnomalyPolicy(), number)
     assert asked.code == "diagnosis.person_decides" and asked.data["repeats"].data["until"] == 17
     assert open_anomalies(ledger, KINDS)
     automatic = AnomalyPolicy(rate="automatic")
-    done = act(ledger, automatic, number)
+    done = apply_policy(ledger, automatic, number)
     assert done.code == "diagnosis.rate_lowered" and (done.data["segment"], done.data["until"]) == (1, 17)
     assert done.data["values"][0].startswith("optimizer.lr ")
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
@@ -119,13 +119,15 @@ def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_
         tx.execute(segments.update().where(segments.c.id == again.id).values(state="done"))
     other = note(ledger, again.id, 12)
     diagnosed(ledger, other, again.id, ["rate"], [], override=override | {"keys": {"optimizer.lr": usual / 100}})
-    assert act(ledger, automatic, other).code == "diagnosis.person_decides"  # the rate was already lowered here once
-    assert accept(ledger, other, "ada").code == "diagnosis.rate_lowered"
-    assert override_of(ledger, "trunk", None) == RecipeOverride(
+    assert (
+        apply_policy(ledger, automatic, other).code == "diagnosis.person_decides"
+    )  # the rate was already lowered here once
+    assert accept_diagnosis(ledger, other, "ada").code == "diagnosis.rate_lowered"
+    assert find_override(ledger, "trunk", None) == RecipeOverride(
         {"optimizer.lr": usual / 100}, 17, f"anomaly {other}: rate"
     )
-    reject(ledger, other, "ada")
-    assert override_of(ledger, "trunk", None) is None
+    reject_diagnosis(ledger, other, "ada")
+    assert find_override(ledger, "trunk", None) is None
 
 
 def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_not_blame_them_again(
@@ -137,16 +139,18 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     asked, done = note(ledger, 1, 2), note(ledger, 1, 12)
     diagnosed(ledger, asked, 1, ["bad data"], [key])
     diagnosed(ledger, done, 1, ["bad data"], [key])
-    act(ledger, AnomalyPolicy(), done)
-    assert reject(ledger, asked, "ada").code == "diagnosis.rejected" and fate() == "quarantined"  # for the other one
-    assert "trained on again" in reject(ledger, done, "ada") and fate() == "train"
+    apply_policy(ledger, AnomalyPolicy(), done)
+    assert (
+        reject_diagnosis(ledger, asked, "ada").code == "diagnosis.rejected" and fate() == "quarantined"
+    )  # for the other one
+    assert "trained on again" in reject_diagnosis(ledger, done, "ada") and fate() == "train"
     again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     next_one = note(ledger, again, 12)
     diagnosed(ledger, next_one, again, ["bad data"], [key])
-    assert act(ledger, AnomalyPolicy(), next_one).code == "diagnosis.person_decides" and fate() == "train"
-    accept(ledger, next_one, "ada")
+    assert apply_policy(ledger, AnomalyPolicy(), next_one).code == "diagnosis.person_decides" and fate() == "train"
+    accept_diagnosis(ledger, next_one, "ada")
     assert fate() == "quarantined"
 
 
@@ -156,15 +160,16 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restor
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
     automatic = AnomalyPolicy(rate="automatic")
-    act(ledger, automatic, number)
-    reject(ledger, number, "ada")
+    apply_policy(ledger, automatic, number)
+    reject_diagnosis(ledger, number, "ada")
     again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     other = note(ledger, again, 12)
     diagnosed(ledger, other, again, ["rate"], [], override=override)
     assert (
-        act(ledger, automatic, other).code == "diagnosis.person_decides" and override_of(ledger, "trunk", None) is None
+        apply_policy(ledger, automatic, other).code == "diagnosis.person_decides"
+        and find_override(ledger, "trunk", None) is None
     )
 
 
@@ -176,10 +181,13 @@ def test_accepting_a_diagnosis_of_a_replaced_segment_overrides_nothing(
     spoiled, late = note(ledger, 1, 2), note(ledger, 1, 12)
     diagnosed(ledger, spoiled, 1, ["bad data"], [key])
     diagnosed(ledger, late, 1, ["rate"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
-    act(ledger, AnomalyPolicy(), late)
-    act(ledger, AnomalyPolicy(), spoiled)
+    apply_policy(ledger, AnomalyPolicy(), late)
+    apply_policy(ledger, AnomalyPolicy(), spoiled)
     plan_trunk(Plant(workspace, ledger))
-    assert accept(ledger, late, "ada").code == "diagnosis.accepted" and override_of(ledger, "trunk", None) is None
+    assert (
+        accept_diagnosis(ledger, late, "ada").code == "diagnosis.accepted"
+        and find_override(ledger, "trunk", None) is None
+    )
 
 
 def test_a_promoted_candidate_that_is_rewound_is_not_released(
@@ -199,10 +207,10 @@ def test_a_promoted_candidate_that_is_rewound_is_not_released(
     number = note(ledger, 1, 12, "grad_norm_jump")  # of a kind that holds nothing: 'factory diagnose' was asked for
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     diagnosed(ledger, number, 1, ["bad data"], [key])
-    act(ledger, AnomalyPolicy(), number)
+    apply_policy(ledger, AnomalyPolicy(), number)
     assert due_of(Plant(workspace, ledger), "release") == []
     with pytest.raises(InputError, match="segment 1 was rewound"):
-        release(Plant(workspace, ledger), verdict, approved_by="ada")
+        release_candidate(Plant(workspace, ledger), verdict, approved_by="ada")
 
 
 def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tuple[Workspace, Ledger]) -> None:
@@ -214,7 +222,7 @@ def test_a_failed_segment_off_a_rewound_one_does_not_pause_training(restored: tu
     assert stuck(Plant(workspace, ledger)) == failed
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
-    accept(ledger, number, "ada")
+    accept_diagnosis(ledger, number, "ada")
     assert stuck(Plant(workspace, ledger)) is None
     assert next_due(Plant(workspace, ledger)) == "plan_trunk"
 
@@ -223,8 +231,11 @@ def test_the_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: tuple[Work
     _, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
-    assert act(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
-    assert accept(ledger, number, "ada").code == "diagnosis.accepted" and override_of(ledger, "trunk", None) is None
+    assert apply_policy(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
+    assert (
+        accept_diagnosis(ledger, number, "ada").code == "diagnosis.accepted"
+        and find_override(ledger, "trunk", None) is None
+    )
 
 
 def test_an_anomaly_that_was_not_replayed_is_not_closed_as_healthy(restored: tuple[Workspace, Ledger]) -> None:
@@ -232,8 +243,8 @@ def test_an_anomaly_that_was_not_replayed_is_not_closed_as_healthy(restored: tup
     near, far = note(ledger, 1, 12), note(ledger, 1, 13)
     diagnosed(ledger, near, 1, ["new generation"], [], noted=(12, 14))
     diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
-    assert act(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
-    assert act(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
+    assert apply_policy(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
+    assert apply_policy(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
     assert [row.id for row in open_anomalies(ledger, KINDS)] == [far]
 
 
@@ -258,15 +269,15 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
         )  # fmt: skip
         claim = {"says": "It stays with older weights.", "rests_on": "older weights", "shows": "there"}
         event = newest_details_by_anomaly(ledger, DIAGNOSED)[number]["event"]
-        record(
+        record_event(
             tx,
             EXPLAINED,
             Subject("anomaly", number),
             {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []},
         )
-    assert "undoes proposal 1" in act(ledger, AnomalyPolicy(), number)
+    assert "undoes proposal 1" in apply_policy(ledger, AnomalyPolicy(), number)
     if rejected:
-        reject(ledger, number, "ada")
+        reject_diagnosis(ledger, number, "ada")
         assert open_reverts(Plant(workspace, ledger)) == []
         return
     (opened,) = open_reverts(Plant(workspace, ledger))
@@ -326,35 +337,35 @@ def states(ledger: Ledger) -> dict[int, str]:
 
 
 def test_a_rewind_includes_all_descendants(past: Ledger) -> None:
-    said = rewind(past, 2, "ann", "wrong data")
+    said = rewind_segment(past, 2, "ann", "wrong data")
     assert said.code == "diagnosis.rewound" and (said.data["segments"], said.data["parent"]) == ([2, 3, 4], 1)
     assert "the end of segment 1" in said and said.data["releases"].data["releases"] == [1]
     assert states(past) == {1: "done", 2: "rewound", 3: "rewound", 4: "rewound"}
-    (found,) = past.rows(sa.select(events).where(events.c.subject == "segment:4"))
+    (found,) = past.select_rows(sa.select(events).where(events.c.subject == "segment:4"))
     assert (found["kind"], found["detail"]) == ("segment_rewound", {"by": "ann", "why": "wrong data"})
     with refused("diagnosis.already_rewound", InputError, segment=3, state="rewound"):
-        rewind(past, 3, "ann")
-    again = rewind(past, 1, "ann")
+        rewind_segment(past, 3, "ann")
+    again = rewind_segment(past, 1, "ann")
     assert again.data["parent"] is None and "from step 0" in again
 
 
 def test_a_segment_whose_parent_has_no_checkpoint_is_not_rewound(past: Ledger) -> None:
     (Path(SegmentRow.get(past, 2).folder) / "checkpoints" / "step-00000005" / "manifest.json").unlink()
     with refused("diagnosis.no_checkpoint_to_rewind_to", InputError, segment=4) as raised:
-        rewind(past, 4, "ann")
+        rewind_segment(past, 4, "ann")
     assert "00002-trunk" in str(raised.value) and "trunk_segments" in str(raised.value)
     assert set(states(past).values()) == {"done"}
 
 
 def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
-    said = quarantine(past, ["d0", "s:1"], "ann", "private")
+    said = quarantine_documents(past, ["d0", "s:1"], "ann", "private")
     assert said.code == "diagnosis.quarantined_by_person" and said.data["documents"] == 2
     assert said.data["releases"].code == "diagnosis.releases_may_have_seen"
     assert said.data["releases"].data == {"releases": [1]}
     assert sorted(_left_out(past, {"t"})) == ["s:0", "s:1"]
-    (mark,) = past.rows(sa.select(events).where(events.c.kind == RELEASE_MARKED))
+    (mark,) = past.select_rows(sa.select(events).where(events.c.kind == RELEASE_MARKED))
     assert mark["subject"] == "release:1" and mark["detail"]["documents"] == ["s:0", "s:1"]
-    freed = free(past, ["d0"], "ann")
+    freed = free_documents(past, ["d0"], "ann")
     assert (freed.code, freed.data) == ("diagnosis.freed", {"documents": 1})
     assert _left_out(past, {"t"}) == ["s:1"]
 
@@ -366,9 +377,9 @@ def test_the_maker_of_a_document_stays_recorded(past: Ledger) -> None:
     detail = lambda: [
         row["detail"] for row in past.read("SELECT detail FROM documents WHERE fate <> 'held_out' ORDER BY key")
     ]
-    quarantine(past, ["s:0", "s:1"], "ann", "private")
+    quarantine_documents(past, ["s:0", "s:1"], "ann", "private")
     assert detail() == [f"{maker}; by ann: private", "by ann: private"]
-    free(past, ["s:0", "s:1"], "ann")
+    free_documents(past, ["s:0", "s:1"], "ann")
     assert detail() == [maker, None]
 
 
@@ -378,12 +389,12 @@ def test_the_maker_of_a_document_stays_recorded(past: Ledger) -> None:
 )
 def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], code: str) -> None:
     with refused(code, InputError) as raised:
-        quarantine(past, names, "ann")
+        quarantine_documents(past, names, "ann")
     assert repr(names[1]) in str(raised.value) and "othing was changed" in str(raised.value)
     assert raised.value.data.get("fate") == ("held_out" if names[1] == "d2" else None)
     assert _left_out(past, {"t"}) == []
     with refused("diagnosis.not_quarantined", InputError, document="d0", fate="train"):
-        free(past, ["d0"], "ann")
+        free_documents(past, ["d0"], "ann")
 
 
 def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger) -> None:
@@ -392,14 +403,14 @@ def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger
         tx.execute(documents.insert().values(key="s:3", id="3", shard="s", row=3, domain="x", fate="train", source="b"))
     for names in (["3"], ["s:1", "3"]):
         with pytest.raises(InputError) as found:
-            quarantine(past, names, "ann")
+            quarantine_documents(past, names, "ann")
         data = {"documents": 2, "id": "3", "keys": "s:0 (s, train); s:3 (source b, s, train)"}
         assert (found.value.code, found.value.data) == ("data.ambiguous_id", data)
     assert _left_out(past, {"t"}) == []
-    quarantine(past, ["s:0"], "ann")
-    quarantine(past, ["3"], "ann")  # the only one of them that is trained on
+    quarantine_documents(past, ["s:0"], "ann")
+    quarantine_documents(past, ["3"], "ann")  # the only one of them that is trained on
     with pytest.raises(InputError, match="2 documents .*'3'"):
-        free(past, ["3"], "ann")
+        free_documents(past, ["3"], "ann")
 
 
 def test_the_commands(past: Ledger, workspace: Workspace) -> None:

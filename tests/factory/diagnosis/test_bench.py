@@ -13,13 +13,13 @@ import pytest
 import torch
 
 from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
-from agents.loss_doctor.curves import points
+from agents.loss_doctor.curves import points_of_metrics
 from agents.loss_doctor.doctor import diagnose
-from agents.loss_doctor.suspects import shards_kind, suspects
-from factory.audit.keeping import NEWEST, rungs, update_ladder
+from agents.loss_doctor.suspects import find_suspects, find_typical_of_shards
+from factory.audit.keeping import NEWEST, choose_rungs, update_ladder
 from factory.diagnosis.bench import Episode, WindowBench, graft_checkpoint, has_lost_moments
 from factory.runs.arm import Arm
-from factory.runs.live import prepare
+from factory.runs.live import prepare_folder
 from factory.runs.sandboxed import ArmEnd
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
@@ -59,12 +59,14 @@ class Live:
 
     def episode(self) -> Episode:
         spec = SegmentSpec.load(self.segment).model_dump() | {"data_plan": _json(self.plan)}
-        lines = points([line for folder in (self.trunk, self.segment) for line in read_lines(folder / "metrics.jsonl")])
+        lines = points_of_metrics(
+            [line for folder in (self.trunk, self.segment) for line in read_lines(folder / "metrics.jsonl")]
+        )
         step = next(a["step"] for a in self.anomalies if any(key.startswith("bad-") for key in a["documents"]))
         kind = next(a["kind"] for a in self.anomalies if a["step"] == step)
         folders = (self.trunk, self.segment)
         every = dict(
-            rung for folder in folders for rung in checkpoints.steps_in(folder / "checkpoints") if rung[0] <= step
+            rung for folder in folders for rung in checkpoints.saved_steps(folder / "checkpoints") if rung[0] <= step
         )
         return Episode(kind, step, step, spec, {}, "cpu", lines, list(every.items()), Path())
 
@@ -76,7 +78,7 @@ class Live:
         home = self.root / "runs"
         home.mkdir(exist_ok=True)
         folder = home / f"{self.runs:05d}"
-        prepare(home, folder, arm)
+        prepare_folder(home, folder, arm)
         code, said = train_here(folder)
         return ArmEnd(folder, failed=said if code else "")
 
@@ -127,7 +129,7 @@ def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
         "budget": 2 * steps - 1,
         "replayed": steps,
         "arm": AGAIN[1].name,
-        "needed": again.episode.until - again.episode.newest[0],
+        "needed": again.episode.end_step - again.episode.newest_checkpoint[0],
     }
 
 
@@ -138,9 +140,9 @@ def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:
     assert [score.key for score in scores if score.in_window] == in_batch
     samples = [[s for s in scores if not s.in_window and s.joined == new] for new in (True, False)]
     assert all(len(sample) > 100 for sample in samples)  # of the shards that joined, and of those before
-    assert {s.joined for s in scores if s.key.startswith("bad-")} == {True} and not shards_kind(scores)
+    assert {s.joined for s in scores if s.key.startswith("bad-")} == {True} and not find_typical_of_shards(scores)
     bad = {key for key in in_batch if key.startswith("bad-")}
-    assert bad and set(suspects(scores)[: len(bad)]) == bad
+    assert bad and set(find_suspects(scores)[: len(bad)]) == bad
 
 
 def test_a_poisoned_document_is_named_exactly(live: Live) -> None:
@@ -152,14 +154,14 @@ def test_a_poisoned_document_is_named_exactly(live: Live) -> None:
 
 def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> None:
     episode = live.episode()
-    older = episode.older()
-    assert older is not None and older[0] < episode.newest[0]
-    grafted = graft_checkpoint(older[1], episode.newest[1], tmp_path)
-    a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest[1]))
+    older = episode.find_older_checkpoint()
+    assert older is not None and older[0] < episode.newest_checkpoint[0]
+    grafted = graft_checkpoint(older[1], episode.newest_checkpoint[1], tmp_path)
+    a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest_checkpoint[1]))
     assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
     outcome = live.bench("older").run(ReplayArm(OLDER, start="older weights"))
     assert [point.step for point in outcome.curve] == list(
-        range(episode.newest[0], episode.until)
+        range(episode.newest_checkpoint[0], episode.end_step)
     ) and not outcome.failed
 
 
@@ -170,7 +172,7 @@ def test_a_replay_that_fails_says_why(live: Live) -> None:
 
 
 def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
-    path = live.episode().newest[1]
+    path = live.episode().newest_checkpoint[1]
     assert not has_lost_moments(path)
     held = checkpoints.load(path)
     zeroed = {key: tensor * 0 if key.startswith("exp_avg") else tensor for key, tensor in held.optimizer.items()}
@@ -178,21 +180,21 @@ def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
 
 
 def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -> None:
-    every = checkpoints.steps_in(live.trunk / "checkpoints")
+    every = checkpoints.saved_steps(live.trunk / "checkpoints")
     source, target = tmp_path / "source", tmp_path / "ladder"
     source.mkdir()
     for step, path in every:
-        for _, old in checkpoints.steps_in(source)[:-1]:
+        for _, old in checkpoints.saved_steps(source)[:-1]:
             old.unlink()
-        (source / checkpoints.name_of(step)).symlink_to(path)  # refused: a rung is no link
+        (source / checkpoints.checkpoint_name(step)).symlink_to(path)  # refused: a rung is no link
         update_ladder(source, target, every=5)
-    assert not checkpoints.steps_in(target)
+    assert not checkpoints.saved_steps(target)
     for number, (_, path) in enumerate(every):
-        for _, old in checkpoints.steps_in(source):
+        for _, old in checkpoints.saved_steps(source):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
         held = checkpoints.load(path)
         checkpoints.save(source, held)
         update_ladder(source, target, every=5)
         steps = [step for step, _ in every[: number + 1]]
-        assert [step for step, _ in checkpoints.steps_in(target)] == rungs(steps, 5)
-    assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.steps_in(target))
+        assert [step for step, _ in checkpoints.saved_steps(target)] == choose_rungs(steps, 5)
+    assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.saved_steps(target))

@@ -20,7 +20,7 @@ from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.workspace import Workspace
 from factory.diagnosis import diagnosing
-from factory.diagnosis.acting import accept
+from factory.diagnosis.acting import accept_diagnosis
 from factory.diagnosis.bench import Episode
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.git.repository import CheckoutError
@@ -28,7 +28,7 @@ from factory.ledger.anomalies import (
     ASKED,
     DIAGNOSED,
     REPLICAS_DIFFER,
-    every_anomaly,
+    list_anomalies,
     next_undiagnosed_anomaly,
     open_anomalies,
     open_anomalies_of_lineage,
@@ -36,10 +36,10 @@ from factory.ledger.anomalies import (
 from factory.ledger.ledger import Ledger, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.ledger.status import screen, snapshot
+from factory.ledger.status import format_status, read_status
 from factory.runs.arm import Arm
 from factory.runs.running import Runs
-from factory.training.planning import plan_of, plan_trunk
+from factory.training.planning import plan_trunk, read_data_plan
 from factory.training.segment_folder import record_segment_done
 from tests.support.factory.errands import next_due
 from tests.support.failing.limits import few_handles
@@ -101,7 +101,7 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
     assert next_undiagnosed_anomaly(ledger, KINDS) is None and [
         row.id for row in open_anomalies_of_lineage(ledger, 1, KINDS)
     ] == [early]
-    assert any("factory anomalies show" in line for line in screen(snapshot(workspace)))
+    assert any("factory anomalies show" in line for line in format_status(read_status(workspace)))
     late = note(ledger, 1, 18)
     with ledger.begin() as tx:
         other = dict(SegmentRow.get(ledger, 1).computing or {}) | {"machine": {"device": "cuda", "name": "cuda-sm90"}}
@@ -109,12 +109,12 @@ def test_an_impossible_diagnosis_has_a_reason_and_is_not_repeated(restored: tupl
     assert "trained on cuda-sm90" in diagnose_and_act(Plant(workspace, ledger), late)["why"]
     with ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == 1).values(computing=None))
-    shutil.rmtree(plan_of(ledger, SegmentRow.get(ledger, 1))["token_shards"][0]["path"])
+    shutil.rmtree(read_data_plan(ledger, SegmentRow.get(ledger, 1))["token_shards"][0]["path"])
     assert "its documents cannot be replayed" in diagnose_and_act(Plant(workspace, ledger), late)["why"]
-    assert accept(ledger, early, "ada").code == "diagnosis.accepted"
+    assert accept_diagnosis(ledger, early, "ada").code == "diagnosis.accepted"
     assert [row.id for row in open_anomalies(ledger, KINDS)] == [late]
     with refused("diagnosis.closed", InputError, anomaly=early, how="accepted", person="ada"):
-        accept(ledger, early, "bob")
+        accept_diagnosis(ledger, early, "bob")
 
 
 def test_a_fault_of_the_machine_is_no_diagnosis(
@@ -195,14 +195,14 @@ def test_an_anomaly_that_no_trainer_notes_is_refused(restored: tuple[Workspace, 
             record_segment_done(ledger, row, Path(row.folder), dict(row.result or {}))
     path.write_text(json.dumps({"step": 19, "kind": "loss_spike"}) + "\n")
     record_segment_done(ledger, row, Path(row.folder), dict(row.result or {}))
-    assert [(a["step"], a["kind"]) for a in every_anomaly(ledger)] == [(19, "loss_spike")]
+    assert [(a["step"], a["kind"]) for a in list_anomalies(ledger)] == [(19, "loss_spike")]
 
 
 def test_a_closed_anomaly_is_not_diagnosed_again(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["unknown"], [])
-    accept(ledger, number, "ada")
+    accept_diagnosis(ledger, number, "ada")
     with refused("diagnosis.closed", InputError, anomaly=number, how="accepted", person="ada"):
         diagnose_and_act(Plant(workspace, ledger), number)
     assert len(events(ledger, DIAGNOSED)) == 1
@@ -276,4 +276,4 @@ def test_the_commands_show_anomalies_and_diagnoses(restored: tuple[Workspace, Le
     assert "data × state" in run("anomalies", "list").output
     assert json.loads(run("anomalies", "show", str(number), "--json").output)["diagnosis"]["why"] == "so it was"
     assert "closed" in run("anomalies", "accept", str(number)).output
-    assert every_anomaly(ledger)[-1]["how"] == "accepted"
+    assert list_anomalies(ledger)[-1]["how"] == "accepted"

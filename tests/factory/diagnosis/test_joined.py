@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from factory.diagnosis.diagnosing import Noted, previous_weights, spans, was_otherwise
+from factory.diagnosis.diagnosing import NotedAnomaly, changed_recipe_keys, find_episodes, find_previous_weights
 from factory.diagnosis.joined import compare_new_documents
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
@@ -75,15 +75,17 @@ def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: 
 
 
 def test_an_impossible_onset_of_the_trainer_is_ignored() -> None:
-    line = lambda step, onset, kind="loss_spike": Noted.of(1, step, kind, {"onset": onset, "where": "domain/code"})
+    line = lambda step, onset, kind="loss_spike": NotedAnomaly.of(
+        1, step, kind, {"onset": onset, "where": "domain/code"}
+    )
     assert line(50, 48).began == 48 and line(50, 51).began is None and line(500, 5).began is None
-    assert [(s.onset, s.where) for s in spans([line(50, 48, "domain_drop")], [])] == [(48, "domain/code")]
-    assert spans([line(50, 30)], [])[0].onset == 50  # something sudden did not begin so long before
-    assert spans([line(100, 30, "divergence")], [], begins=40)[0].onset == 40
+    assert [(s.onset, s.where) for s in find_episodes([line(50, 48, "domain_drop")], [])] == [(48, "domain/code")]
+    assert find_episodes([line(50, 30)], [])[0].onset == 50  # something sudden did not begin so long before
+    assert find_episodes([line(100, 30, "divergence")], [], begins=40)[0].onset == 40
 
 
 def test_changes_before_an_anomaly_are_found() -> None:
-    assert was_otherwise({"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 2.0}},
+    assert changed_recipe_keys({"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 2.0}},
                          {"optimizer": {"lr": 1.0}, "schedule": {}, "stability": {"grad_clip": 1.0}}) == {"stability.grad_clip": 1.0}  # fmt: skip
     plan = {"token_shards": [{"id": "a", "path": "a", "generation": 0}], "weights": {"x": 1.0}}
-    assert previous_weights(plan, plan, 10, 12) is None
+    assert find_previous_weights(plan, plan, 10, 12) is None

@@ -12,10 +12,10 @@ import yaml
 from factory.code_loop.approvals import approve
 from factory.code_loop.reverting import open_reverts
 from factory.diagnosis.diagnosing import diagnose_and_act
-from factory.duties.runner import work
+from factory.duties.runner import run_pass
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git.repository import get_live_commit
-from factory.ledger.anomalies import every_anomaly, next_undiagnosed_anomaly, open_anomalies
+from factory.ledger.anomalies import list_anomalies, next_undiagnosed_anomaly, open_anomalies
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ProposalRow, SegmentRow
 from factory.training.training import run_segment
@@ -55,14 +55,14 @@ def test_a_rate_that_is_too_high_is_lowered_for_the_steps_that_it_spoiled(tmp_pa
     policy = (ROOT / "policies" / "anomalies.yaml").read_text()
     policy = policy.replace("rate: ask ", "rate: automatic ").replace("rate_steps: 100", "rate_steps: 6")
     (workspace.root / "policies" / "anomalies.yaml").write_text(policy)
-    work(Plant(workspace, ledger), settle=0.0)
+    run_pass(Plant(workspace, ledger), settle=0.0)
 
     path = workspace.root / "policies" / "recipes" / "tiny.yaml"  # a person raises the rate, and takes clipping away
     recipe = yaml.safe_load(path.read_text())
     recipe["optimizer"]["lr"], recipe["stability"]["grad_clip"] = 100 * usual, 1e6
     path.write_text(yaml.safe_dump(recipe))
     write_more(workspace.inbox / "more.jsonl")
-    work(Plant(workspace, ledger), settle=0.0)
+    run_pass(Plant(workspace, ledger), settle=0.0)
 
     rows = SegmentRow.select(ledger, "WHERE id > 2 ORDER BY id")
     spoiled, again = rows[:2]
@@ -71,7 +71,7 @@ def test_a_rate_that_is_too_high_is_lowered_for_the_steps_that_it_spoiled(tmp_pa
     assert (again.state, again.parent, again.first_step) == ("done", spoiled.parent, spoiled.first_step)
     assert again.recipe_json["optimizer"]["lr"] == usual  # what it was before is what cleared it
     assert again.last_step < spoiled.last_step
-    named = [row for row in every_anomaly(ledger) if row["segment"] == spoiled.id and row["state"] == "closed"]
+    named = [row for row in list_anomalies(ledger) if row["segment"] == spoiled.id and row["state"] == "closed"]
     assert named and all((row["causes"], row["how"]) == (["rate"], "trained again") for row in named)
     assert not [row for row in open_anomalies(ledger, KINDS) if row.segment == again.id]
 

@@ -14,12 +14,12 @@ from factory.ledger.anomalies import (
     DOCUMENTS_QUARANTINED,
     RELEASE_MARKED,
     SEGMENT_REWOUND,
-    every_anomaly,
+    list_anomalies,
     open_anomalies_of_lineage,
 )
-from factory.ledger.reader import Reader
+from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import ReleaseRow, SegmentRow
-from factory.training.planning import plan_of
+from factory.training.planning import read_data_plan
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import Running
 from tests.support.patience import PATIENCE_S
@@ -55,13 +55,13 @@ def write_poison(path: Path) -> None:
 def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_path: Path) -> None:
     workspace, ledger = make_plant(tmp_path, make_target(tmp_path / "target"), **SETTINGS)
     # Of seven held-out documents of a domain, no bound is so far out as four guards at 5 % ask for.
-    gate = workspace.policy("gates/release.yaml")
+    gate = workspace.policy_path("gates/release.yaml")
     gate.write_text(gate.read_text() + "guards: {alpha: 0.2}\n")
-    rules = workspace.policy("data.yaml")
+    rules = workspace.policy_path("data.yaml")
     rules.write_text(
         rules.read_text().replace("    max_chars: 1000000", "    min_chars: 20\n    max_chars: 1000000", 1)
     )
-    read, log = Reader(workspace).read, workspace.logs / "daemon.log"
+    read, log = LedgerReader(workspace).read, workspace.logs / "daemon.log"
     daemon = Running("run", "--workspace", str(workspace.root), log=log)
     deadline = time.monotonic() + PATIENCE_S
 
@@ -100,10 +100,10 @@ def test_a_poisoned_shard_is_trained_on_named_quarantined_and_trained_past(tmp_p
     bad = {f"bad/{i}" for i in BAD}
     quarantined = read("SELECT key, id, rule FROM documents WHERE fate = 'quarantined'")
     assert {row["id"] for row in quarantined} == bad and {row["rule"] for row in quarantined} == {"loss_doctor"}
-    named = [row for row in every_anomaly(ledger) if row["segment"] == spoiled.id and row["how"] == "quarantined"]
-    assert named and all(row["causes"] == ["bad data"] for row in named), every_anomaly(ledger)
-    assert not plan_of(ledger, spoiled).get("masked")
-    assert plan_of(ledger, again)["masked"] == sorted(row["key"] for row in quarantined)
+    named = [row for row in list_anomalies(ledger) if row["segment"] == spoiled.id and row["how"] == "quarantined"]
+    assert named and all(row["causes"] == ["bad data"] for row in named), list_anomalies(ledger)
+    assert not read_data_plan(ledger, spoiled).get("masked")
+    assert read_data_plan(ledger, again)["masked"] == sorted(row["key"] for row in quarantined)
     assert not open_anomalies_of_lineage(ledger, again.id, AnomalyPolicy().kinds)
     page = next(workspace.reports.glob("anomaly-*.html")).read_text()
     assert "bad data" in page and "bad/" in page and "<svg" in page

@@ -19,9 +19,9 @@ from typer.testing import CliRunner
 from agents.llm.policy import LlmPolicy
 from factory.cli.app import app
 from factory.core.workspace import Workspace
-from factory.diagnosis.acting import act
+from factory.diagnosis.acting import apply_policy
 from factory.diagnosis.diagnosing import diagnose_and_act
-from factory.diagnosis.wording import describe_waiting_diagnoses, facts_of
+from factory.diagnosis.wording import describe_waiting_diagnoses, make_diagnosis_facts
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import (
     DIAGNOSED,
@@ -30,7 +30,7 @@ from factory.ledger.anomalies import (
     newest_details_by_anomaly,
     next_unexplained_episode,
 )
-from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record
+from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.show.catching_up import show_missing
@@ -83,8 +83,8 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
     }  # fmt: skip
     detail |= {"report": f"reports/anomaly-{number}.html", "drawn": {"loss": {}, "grad_norm": {}}}
     with ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", number), detail)
-    act(ledger, AnomalyPolicy(), number)
+        record_event(tx, DIAGNOSED, Subject("anomaly", number), detail)
+    apply_policy(ledger, AnomalyPolicy(), number)
     return number
 
 
@@ -125,7 +125,7 @@ def test_without_an_endpoint_no_model_is_asked_and_the_page_says_so(made: tuple[
     assert next_unexplained_episode(ledger) is None and find_explanation(ledger, number) is None
     assert "No language model was asked." in page_of(workspace, ledger, number)
     assert "No language model was asked." in show(workspace, number)
-    assert not ledger.rows(sa.select(exchanges))
+    assert not ledger.select_rows(sa.select(exchanges))
 
 
 def test_a_good_answer_is_shown_with_its_evidence_and_a_false_claim_is_dropped(
@@ -174,7 +174,7 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
         assert asked.count("the beginning of a document") == count and len(asked) < 8000
         assert sum(name in asked for name in names) == count
     detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
-    facts = facts_of(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
+    facts = make_diagnosis_facts(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
     assert (
         facts.documents and facts.about(facts.documents[0][0]) is None
     )  # no sentence can rest on what a document says
@@ -245,9 +245,9 @@ def test_after_a_kill_the_model_is_asked_once_more(made: tuple[Workspace, Ledger
         assert next_unexplained_episode(ledger) is None and len(server.requests) == 2
     said = find_explanation(ledger, number)
     assert said is not None and len(said["claims"]) == 2 and not said["failed"]
-    (run,) = ledger.rows(sa.select(agent_runs).where(agent_runs.c.asked == f"diagnosis:{said['diagnosis']}"))
+    (run,) = ledger.select_rows(sa.select(agent_runs).where(agent_runs.c.asked == f"diagnosis:{said['diagnosis']}"))
     assert run["state"] == "worded"
-    spent = ledger.rows(sa.select(exchanges).where(exchanges.c.run == run["id"]).order_by(exchanges.c.id))
+    spent = ledger.select_rows(sa.select(exchanges).where(exchanges.c.run == run["id"]).order_by(exchanges.c.id))
     assert [row["state"] for row in spent] == [
         "reserved",
         "done",
@@ -281,7 +281,7 @@ def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[W
         describe_waiting_diagnoses(Plant(workspace, ledger))
         detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
         with ledger.begin() as tx:
-            record(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
+            record_event(tx, DIAGNOSED, Subject("anomaly", number), {k: v for k, v in detail.items() if k != "event"})
         assert find_explanation(ledger, number) is None and next_unexplained_episode(ledger) == number
         describe_waiting_diagnoses(Plant(workspace, ledger))
         assert len(server.requests) == 2 and find_explanation(ledger, number) is not None

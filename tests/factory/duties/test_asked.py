@@ -14,7 +14,7 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.duties.asked import ASKED
 from factory.duties.duty import Duty, Errand
-from factory.duties.runner import work
+from factory.duties.runner import run_pass
 from factory.duties.table import DUTIES
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
@@ -22,8 +22,8 @@ from factory.ledger.ledger import Ledger, candidates, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
-from factory.release.releases import release
-from factory.retrying.asking import RewoundError, answer, ask, asked
+from factory.release.releases import release_candidate
+from factory.retrying.asking import RewoundError, open_requests, record_request_done, request_actions
 from factory.retrying.tries import REFUSED, TrainerEnding, record_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
@@ -118,7 +118,7 @@ def test_a_candidate_that_is_rewound_at_the_last_moment_is_not_released(
         releases, "check_judged_export", lambda *_: rewind_here(workspace, 1)
     )  # the last before it is decided
     with pytest.raises(InputError, match="segment 1 was rewound"):
-        release(Plant(workspace, ledger), 1, approved_by="ann")
+        release_candidate(Plant(workspace, ledger), 1, approved_by="ann")
     assert ledger.read("SELECT * FROM releases") == []
 
 
@@ -142,7 +142,7 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
         assert "diagnose 1: 'factory run' does it" in factory("diagnose", "1", "--steps", "7", *home).stdout
         assert "audit 1: 'factory run' does it" in command_here("audit", "--segment", "1", home=workspace).stdout
         assert factory("diagnose", "9", *home).returncode == 2
-    wanted = asked(ledger)
+    wanted = open_requests(ledger)
     assert list(wanted) == [f"judge {candidate}", f"diagnose {anomaly}", "audit 1"]
     assert wanted[f"diagnose {anomaly}"]["replayed_steps"] == 7
     shown = [line for line in command_here("status", home=workspace).stdout.splitlines() if line.startswith("asked")]
@@ -155,9 +155,9 @@ def test_the_daemon_does_each_request_to_judge_diagnose_or_audit_once(restored: 
     def doing(duty: Duty) -> Duty:
         return replace(duty, do=lambda _, subject, **how: done.append((duty.name, subject, how)))
 
-    work(Plant(workspace, ledger), duties=only_asked(doing))
+    run_pass(Plant(workspace, ledger), duties=only_asked(doing))
     assert done == [("judge", 1, {}), ("diagnose", anomaly, {"replayed_steps": 7}), ("audit", 1, {})]
-    assert not asked(ledger) and next_due(Plant(workspace, ledger)) == before
+    assert not open_requests(ledger) and next_due(Plant(workspace, ledger)) == before
     assert "asked" not in command_here("status", home=workspace).stdout
 
 
@@ -167,45 +167,45 @@ def test_a_command_that_is_not_the_daemon_gets_no_requests(restored: tuple[Works
     candidate_of(ledger, 1)
     with at_work(workspace, "factory"):
         said = command_here("evaluate", "1", home=workspace)
-    assert HOW in str(said.exception) and not asked(ledger)
+    assert HOW in str(said.exception) and not open_requests(ledger)
 
 
 def test_a_request_that_is_repeated_during_its_work_is_done_again(ledger: Ledger) -> None:
     judge = "judge 3"
-    ask(ledger, [judge], "ann")
-    begun = asked(ledger)[judge]["event"]
-    ask(ledger, [judge], "bo")
-    answer(ledger, judge, begun)
-    assert asked(ledger)[judge]["by"] == "bo"
-    answer(ledger, judge, asked(ledger)[judge]["event"])
-    assert not asked(ledger)
+    request_actions(ledger, [judge], "ann")
+    begun = open_requests(ledger)[judge]["event"]
+    request_actions(ledger, [judge], "bo")
+    record_request_done(ledger, judge, begun)
+    assert open_requests(ledger)[judge]["by"] == "bo"
+    record_request_done(ledger, judge, open_requests(ledger)[judge]["event"])
+    assert not open_requests(ledger)
 
 
 def test_an_impossible_request_is_reported_once(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
-    ask(ledger, ["audit 1", "jugde 1", "judge one"], "ann")
+    request_actions(ledger, ["audit 1", "jugde 1", "judge one"], "ann")
     said = Said()
-    work(Plant(workspace, ledger, said), duties=only_asked(lambda duty: duty))
+    run_pass(Plant(workspace, ledger, said), duties=only_asked(lambda duty: duty))
     assert ["'jugde 1'" in said.lines[0], "'judge one'" in said.lines[1]] == [True, True] and len(said.lines) == 3
     assert codes(said.lines)[2] == "duties.request_refused" and said.lines[2].data["errand"] == "audit 1"  # type: ignore[attr-defined]
     with refused("duties.unknown", InputError, request="jugde 1", duty="jugde"):
         Errand.parse("jugde 1", DUTIES)
     with refused("duties.no_number", InputError, request="judge one", number="one"):
         Errand.parse("judge one", DUTIES)
-    assert not asked(ledger)
+    assert not open_requests(ledger)
 
 
 def test_a_request_is_not_lost_to_a_fault_of_the_machine(restored: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = restored
-    ask(ledger, ["judge 1"], "ann")
+    request_actions(ledger, ["judge 1"], "ann")
 
     def fails(*_: object) -> None:
         with few_handles():
             Tokenizer.load(workspace.tokenizer)
 
     with pytest.raises(InputError, match="Too many open files"):
-        work(Plant(workspace, ledger), duties=only_asked(lambda duty: replace(duty, do=fails)))
-    assert list(asked(ledger)) == ["judge 1"]
+        run_pass(Plant(workspace, ledger), duties=only_asked(lambda duty: replace(duty, do=fails)))
+    assert list(open_requests(ledger)) == ["judge 1"]
 
 
 # -- what is refused says what to do ------------------------------------------------------------------------------------------

@@ -18,14 +18,14 @@ from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
 from factory.duties.back_off import RetryingAttempts
 from factory.duties.duty import Duty, always_due
-from factory.duties.runner import run, work
-from factory.ingest.inbox import arrived, take
-from factory.ledger.files import SMALL_VOCABULARY, held
-from factory.ledger.ledger import Ledger, record, segments
+from factory.duties.runner import run_daemon, run_pass
+from factory.ingest.inbox import ingest_inbox_file, list_complete_files
+from factory.ledger.files import SMALL_VOCABULARY, held_files
+from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.retrying.backoff import FailureWaits
-from factory.retrying.tries import retry
-from factory.status.waiting import failing
+from factory.retrying.tries import request_retry
+from factory.status.waiting import failing_actions
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk
 
@@ -40,7 +40,7 @@ def _little_text_is_enough(ledger: Ledger) -> None:
 def allow_little_text(ledger: Ledger) -> None:
     """Record that a person allows a tokenizer from a sentence or two."""
     with ledger.begin() as tx:
-        record(tx, SMALL_VOCABULARY, "tokenizer", {"by": "ada"})
+        record_event(tx, SMALL_VOCABULARY, "tokenizer", {"by": "ada"})
 
 
 def drop(workspace: Workspace, name: str, text: str = TEXT) -> None:
@@ -85,9 +85,9 @@ def test_a_fault_of_the_machine_is_not_blamed_on_the_file(
     path = workspace.inbox / "shard.txt"
     with monkeypatch.context() as patch, pytest.raises(type(error)):
         patch.setattr("factory.ingest.inbox.file_shard", fails)
-        take(Plant(workspace, ledger), path)
-    assert not held(ledger) and list(arrived(Plant(workspace, ledger), 0)) == [path]
-    take(Plant(workspace, ledger), path)
+        ingest_inbox_file(Plant(workspace, ledger), path)
+    assert not held_files(ledger) and list(list_complete_files(Plant(workspace, ledger), 0)) == [path]
+    ingest_inbox_file(Plant(workspace, ledger), path)
     assert not list(workspace.inbox.iterdir())
 
 
@@ -119,9 +119,9 @@ def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Wor
     first = Listener()
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
-    assert [one["what"] for one in failing(ledger)] == [f"export {number}"]
+    assert [one["what"] for one in failing_actions(ledger)] == [f"export {number}"]
     back_off = RetryingAttempts(Plant(workspace, ledger, second := Listener()))
-    assert back_off.attempt(f"export {number}", lambda: None) and not failing(ledger)
+    assert back_off.attempt(f"export {number}", lambda: None) and not failing_actions(ledger)
     assert second.lines[-1].strip().startswith(f"export {number} works again")
 
 
@@ -133,7 +133,7 @@ def test_a_retry_of_a_person_ends_all_waits(workspace: Workspace, ledger: Ledger
     def mend() -> None:
         with ledger.begin() as tx:
             tx.execute(segments.update().values(state="rewound"))
-        assert retry(ledger, None, "ada").code == "retrying.retry_all"
+        assert request_retry(ledger, None, "ada").code == "retrying.retry_all"
 
     listener.on["no longer due"] = enough
     run_until(workspace, ledger, listener, 86400.0)
@@ -149,7 +149,7 @@ def test_an_unreadable_policy_stops_only_the_duties_that_read_it(workspace: Work
     listener.on["shard.txt: 1 documents"] = lambda: threading.Timer(0.5, policy.unlink).start()
     listener.on["check if diagnose is due works again"] = enough
     with pytest.raises(ConfigError):
-        run(Plant(workspace, ledger, Listener()), once=True)
+        run_daemon(Plant(workspace, ledger, Listener()), once=True)
     run_until(workspace, ledger, listener)
     assert listener.count(" failed: ") == 1 and "did you mean 'steps'?" in listener.lines[0], listener.lines
 
@@ -179,7 +179,7 @@ def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspac
     for _ in range(12):
         now[0] += 5.0
         passes[0] += 1
-        assert work(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
+        assert run_pass(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
         back_off.passed()
     assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
     names = ["tidy", "check if sort is due", "wash 1", "wash 2"]
@@ -190,7 +190,7 @@ def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspac
         "at 5, 15 and 35 s of sixty: it rests longer each time"
     )
     with pytest.raises(RuntimeError):
-        work(Plant(workspace, ledger), duties=table)
+        run_pass(Plant(workspace, ledger), duties=table)
 
 
 def test_the_daemon_waits_for_a_locked_ledger(workspace: Workspace, ledger: Ledger) -> None:
@@ -286,5 +286,5 @@ def test_a_recurring_subject_does_not_count_as_no_effect(
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
-    work(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingAttempts(Plant(workspace, ledger)))
+    run_pass(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingAttempts(Plant(workspace, ledger)))
     assert len(taken) == times

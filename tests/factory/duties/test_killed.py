@@ -21,11 +21,11 @@ import pytest
 import sympy  # noqa: F401
 
 from factory.core.workspace import Workspace
-from factory.data.removing import look, remove
-from factory.data.selecting import by_name, removable_fates
-from factory.duties.runner import work
+from factory.data.removing import apply_removal, plan_removal
+from factory.data.selecting import removable_fates, select_by_name
+from factory.duties.runner import run_pass
 from factory.duties.table import DUTIES
-from factory.ingest.inbox import take
+from factory.ingest.inbox import ingest_inbox_file
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.sandbox import live
@@ -48,7 +48,7 @@ def arrives(plant: Plant) -> None:
 
 def ingested(plant: Plant) -> None:
     arrives(plant)
-    take(plant, plant.workspace.inbox / "new.jsonl")
+    ingest_inbox_file(plant, plant.workspace.inbox / "new.jsonl")
 
 
 def changed(plant: Plant) -> None:
@@ -60,8 +60,10 @@ def changed(plant: Plant) -> None:
 
 def taken_out(plant: Plant) -> None:
     keys = plant.ledger.read("SELECT key FROM documents WHERE fate = 'train' AND domain = 'docs' ORDER BY key LIMIT 2")
-    chosen = look(plant.ledger, by_name(plant.ledger, [row["key"] for row in keys], removable_fates(True)), True)
-    remove(plant.ledger, chosen, "ann", "law", erase=True)
+    chosen = plan_removal(
+        plant.ledger, select_by_name(plant.ledger, [row["key"] for row in keys], removable_fates(True)), True
+    )
+    apply_removal(plant.ledger, chosen, "ann", "law", erase=True)
 
 
 def annealed(plant: Plant) -> None:
@@ -127,7 +129,9 @@ def one_fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of this process (``tests.support.forks.quick``), for trainers of all that are forked from it: else each would start one."""
     folder, nothing = tmp_path_factory.mktemp("warm"), [sys.executable, "-c", ""]
     away = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    live.start(nothing, writable=[], readonly=[], cwd=folder, cache=folder, environment={}, nodes=[], **away).wait()
+    live.start_in_sandbox(
+        nothing, writable=[], readonly=[], cwd=folder, cache=folder, environment={}, nodes=[], **away
+    ).wait()
 
 
 def in_a_process(root: Path, act: Callable[[Plant], object], end_at: int | None = None) -> int:
@@ -183,7 +187,7 @@ def test_killed_at_many_more_moments(name: str, saved_once: SavedPlant) -> None:
 
 def killed_and_finished(name: str, saved_once: SavedPlant, kills: int) -> None:
     table = tuple(duty for duty in DUTIES if duty.name == name.partition(":")[0])
-    a_pass = lambda plant: work(plant, settle=0.0, duties=table)
+    a_pass = lambda plant: run_pass(plant, settle=0.0, duties=table)
     site, root = saved_once.folder, saved_once.workspace.root
     prepare, _ = SCENES[name]
 

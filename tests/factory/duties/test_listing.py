@@ -7,11 +7,11 @@ import time
 
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, Errand, always_due
-from factory.duties.listing import NAME, facts, note, read
+from factory.duties.listing import NAME, duty_facts, read_note, write_note
 from factory.duties.table import DUTIES
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.retrying.asking import TRAINING, pause
+from factory.retrying.asking import TRAINING, pause_daemon
 from factory.retrying.backoff import FailureWaits
 from tests.support.factory.command import command_here
 from tests.support.failing.deaths import plan_row
@@ -20,10 +20,10 @@ from tests.support.failing.deaths import plan_row
 def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspace, ledger: Ledger) -> None:
     first, second = (plan_row(ledger, kind="anneal", state="done").id for _ in range(2))
     number = plan_row(ledger).id
-    pause(ledger, TRAINING, "ada", "lunch")
+    pause_daemon(ledger, TRAINING, "ada", "lunch")
     backoff = FailureWaits(60.0, 600.0)
     backoff.failed(f"export {first}", "its checkpoint is gone")
-    note(workspace, backoff.known(), Errand(next(duty for duty in DUTIES if duty.name == "judge"), 3))
+    write_note(workspace, backoff.known(), Errand(next(duty for duty in DUTIES if duty.name == "judge"), 3))
     policies = workspace.root / "policies"
     policies.mkdir(exist_ok=True)
     (policies / "anomalies.yaml").write_text("stepps: 4\n")
@@ -47,17 +47,17 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
 def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
     backoff = FailureWaits(60.0, 600.0)
     backoff.failed("judge 3", "no")
-    note(workspace, backoff.known())
+    write_note(workspace, backoff.known())
     written = (workspace.logs / NAME).stat()
     time.sleep(0.01)
-    note(workspace, backoff.known())
+    write_note(workspace, backoff.known())
     assert (workspace.logs / NAME).stat().st_ino == written.st_ino, "an idle pass writes nothing"
     backoff.failed("judge 3", "no")
-    note(workspace, backoff.known())
-    assert read(workspace)["rests"]["judge 3"]["failures"] == 2
+    write_note(workspace, backoff.known())
+    assert read_note(workspace)["rests"]["judge 3"]["failures"] == 2
     backoff.succeeded("judge 3")
-    note(workspace, backoff.known(), Errand(Duty("judge", "", always_due, always_due), 3))
-    assert read(workspace)["rests"] == {} and read(workspace)["done"]["judge"]["errand"] == "judge 3"
+    write_note(workspace, backoff.known(), Errand(Duty("judge", "", always_due, always_due), 3))
+    assert read_note(workspace)["rests"] == {} and read_note(workspace)["done"]["judge"]["errand"] == "judge 3"
     (workspace.logs / NAME).write_text("[")
-    assert read(workspace) == {"done": {}, "rests": {}}
-    assert facts(Plant(workspace, Ledger.create(workspace.ledger_url)))
+    assert read_note(workspace) == {"done": {}, "rests": {}}
+    assert duty_facts(Plant(workspace, Ledger.create(workspace.ledger_url)))

@@ -17,7 +17,7 @@ from factory.core.workspace import Workspace
 from factory.duties.asked import ASKED
 from factory.duties.duty import Duty, DutyState, Errand
 from factory.duties.patches import OVERDUE_AUDIT
-from factory.duties.runner import next_errands
+from factory.duties.runner import find_next_errands
 from factory.duties.table import DUTIES
 from factory.duties.training import TRAIN
 from factory.ledger.ledger import (
@@ -50,7 +50,7 @@ def chosen(due: dict[str, object], **state: object) -> str:
     look = DutyState(None, None, table, low_on_disk=bool(seen["low"]), resting=frozenset(seen["resting"]))  # type: ignore[arg-type, call-overload]
     pause = Pause(str(seen["pause"]), "ada", 0.0, "") if seen["pause"] else None
     vars(look).update(pause=pause, open_segment=seen["open"], stuck_segment=seen["stuck"])
-    return str(next(iter(next_errands(look)), ""))
+    return str(next(iter(find_next_errands(look)), ""))
 
 
 def made_due(duty: Duty, due: dict[str, object]) -> Callable[[DutyState], Iterable[object]]:
@@ -146,7 +146,7 @@ def test_due_work_is_done_unless_it_is_held(names: set[str], segment: int | None
 
 def test_the_list_can_be_read() -> None:
     """Each duty has a description, duties of each pass come first, and a name belongs to one ``do``."""
-    assert all(duty.does and duty.name.isidentifier() for duty in DUTIES)
+    assert all(duty.description and duty.name.isidentifier() for duty in DUTIES)
     kinds = ["in_background" if duty.in_background else duty.each for duty in DUTIES]
     assert (
         kinds[: kinds.index("look") - 1] == sorted(kinds[: kinds.index("look") - 1])
@@ -214,7 +214,7 @@ def test_the_due_duty_follows_the_ledger(workspace: Workspace, ledger: Ledger, t
     second = shard(1 + 1, enough) | {"generation": 1}
     assert seen() == "plan_trunk"
     listed = [(str(s["id"]), str(s["path"]), 1) for s in (first, second)]
-    plan, left_out = DataPlan.make(recipe.mixture, "trunk", listed, recipe.seed).of_arrived({"code"}, 0, 5)
+    plan, left_out = DataPlan.make(recipe.mixture, "trunk", listed, recipe.seed).without_missing_domains({"code"}, 0, 5)
     assert left_out == ["chat", "docs"]
     put(data_plans, id="p", plan=json.loads(plan.to_json()), created_at=next(now))
     segment(1, "trunk", None)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from factory.evals.export_parity import made_from
-from factory.ledger.ledger import checkpoints, record, segments
+from factory.evals.export_parity import expected_export
+from factory.ledger.ledger import checkpoints, record_event, segments
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import RECIPE, checkpoint_of
 from tests.support.factory.exports import FilledPlant, plant_of_one_thread
@@ -36,6 +36,6 @@ def sound(plant: FilledPlant, checkpoint: Path) -> CandidateRow:
     with plant.ledger.begin() as tx:
         tx.execute(segments.update().where(segments.c.id == number).values(recipe_json=RECIPE.model_dump()))
         tx.execute(checkpoints.update().where(checkpoints.c.segment == number).values(path=str(checkpoint)))
-        made = made_from(checkpoint, RECIPE.model_dump())
-        record(tx, "candidate", f"candidate:{number}", {"segment": number, "made": made.to_json()})
+        made = expected_export(checkpoint, RECIPE.model_dump())
+        record_event(tx, "candidate", f"candidate:{number}", {"segment": number, "made": made.to_json()})
     return CandidateRow.get(plant.ledger, number)

@@ -12,7 +12,7 @@ from factory.evals import contamination
 from factory.evals.contamination import check_contamination, check_shared_ngrams, hash_ngrams
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import Check
-from factory.ingest.tokenizer import train
+from factory.ingest.tokenizer import train_tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 from tests.support.messages import says, the, tree
 from tests.support.text.library import library
@@ -79,7 +79,7 @@ def test_a_long_part_of_one_is_found_across_blocks_and_a_short_one_is_not(
 
 def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[str]) -> list[Check]:
     """Of a ledger that knows nothing amiss: the hashes it has of the documents all differ."""
-    tokenizer = train((module.text for module in library().values()), 512, workspace.tokenizer)
+    tokenizer = train_tokenizer((module.text for module in library().values()), 512, workspace.tokenizer)
     of = [(f"{'ab' * 8}:{n}", what, n >= len(held)) for n, what in enumerate([*held, *trained])]
     rows = [
         {

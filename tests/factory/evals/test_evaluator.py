@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import sqlalchemy as sa
 
-from factory.core.faults import NO_FILE_HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, find_fault_in
 from factory.evals import evaluator
-from factory.evals.evaluator import evaluate
+from factory.evals.evaluator import evaluate_candidate
 from factory.ledger.ledger import evaluations
 from tests.support.factory.exports import FilledPlant, save_export, tiny_model
 from tests.support.failing.limits import few_handles
@@ -27,6 +27,6 @@ def test_a_token_shard_that_cannot_be_opened_now_holds_no_release(
 
     monkeypatch.setattr(evaluator, part, with_no_handle)
     with pytest.raises(TokenShardError, match="Too many open files") as raised:
-        evaluate(plant, candidate)
-    assert fault_of(raised.value) == NO_FILE_HANDLES
-    assert not plant.ledger.rows(sa.select(evaluations).where(evaluations.c.candidate == candidate))
+        evaluate_candidate(plant, candidate)
+    assert find_fault_in(raised.value) == NO_FILE_HANDLES
+    assert not plant.ledger.select_rows(sa.select(evaluations).where(evaluations.c.candidate == candidate))

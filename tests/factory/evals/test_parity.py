@@ -14,16 +14,16 @@ import pytest
 
 from factory.evals.evaluator import load_current_suite
 from factory.evals.export_parity import OF_CHECKPOINT, OF_FILES, check_against_checkpoint, check_export_files
-from factory.evals.parity import CHECKS, ParityCase, parity
+from factory.evals.parity import CHECKS, ParityCase, check_parity
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import OF_ENGINE
 from factory.evals.probes.engine_process import VLLM_PROGRAM
-from factory.evals.probes.server import Served
+from factory.evals.probes.server import ProbeAnswer
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.ingest.chat_template import OLDER_TEMPLATES, TEMPLATE_WITHOUT_CALLS_AND_BOS
-from factory.ledger.ledger import record
+from factory.ledger.ledger import record_event
 from factory.ledger.rows import CandidateRow
 from tests.support.factory.export_breaks import (
     BREAKS,
@@ -33,7 +33,7 @@ from tests.support.factory.export_breaks import (
 )
 from tests.support.factory.exports import VOCAB, FilledPlant
 from tests.support.messages import codes, tree
-from trainer.contract.data.document_stream import Stream
+from trainer.contract.data.document_stream import DocumentStream
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 
 
@@ -58,7 +58,7 @@ def failed(checks: list[Any]) -> dict[str, str]:
 
 @SLOW
 def test_an_export_without_a_break_passes_every_check(plant: FilledPlant, sound: CandidateRow) -> None:
-    checks = parity(case_of(plant, sound, Path(sound.export_path)))
+    checks = check_parity(case_of(plant, sound, Path(sound.export_path)))
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
 
 
@@ -67,7 +67,7 @@ def test_vllm_takes_part_where_it_is_installed(plant: FilledPlant, sound: Candid
     if not VLLM_PROGRAM.exists():
         pytest.skip("vLLM is not installed: make serve-env")
     case = case_of(plant, sound, Path(sound.export_path))
-    checks = parity(replace(case, policy=EvalPolicy(parity_documents=8, vllm="auto")))
+    checks = check_parity(replace(case, policy=EvalPolicy(parity_documents=8, vllm="auto")))
     assert not failed(checks) and all(check.ok for check in checks), [check for check in checks if not check.ok]
     of_engines = {check.name: check.detail for check in checks if check.name in OF_ENGINE}
     assert set(of_engines) == set(OF_ENGINE)
@@ -84,7 +84,7 @@ def test_each_break_is_named_by_its_own_check(
     own, others, make = BREAKS[name]
     broken = Path(shutil.copytree(sound.export_path, tmp_path / "export"))
     make(broken)
-    found = failed(parity(case_of(plant, sound, broken)))
+    found = failed(check_parity(case_of(plant, sound, broken)))
     assert set(found) == {own} | others, found
     assert "again" in found[own] or "must" in found[own], "it says what to do"
 
@@ -104,7 +104,7 @@ def test_a_break_in_files_is_named_before_a_program_comes_up(
     make(broken)
     case = replace(case_of(plant, sound, Path(sound.export_path)), candidate=replace(sound, export_path=str(broken)))
     stop = [case.tokenizer.end_token, case.tokenizer.stop_token]
-    files = module._files(case, stop, Served({}, None, "not asked"))
+    files = module._files(case, stop, ProbeAnswer({}, None, "not asked"))
     checks = [*check_against_checkpoint(plant.ledger, case.candidate, case.tokenizer.vocab_size), *files]
     assert {check.name for check in checks if check.ok is False} == {own} | others & set(IN_FILES), checks
 
@@ -122,7 +122,7 @@ def test_an_export_is_held_to_what_was_recorded_and_without_it_nothing_is_claime
     assert ok is False and codes(tree(detail))[1:] == ["export_parity.other_weights", "export_parity.again"]
     older = CandidateRow.get(plant.ledger, plant.add_candidate(Path(sound.export_path)))
     with plant.ledger.begin() as tx:
-        record(tx, "candidate", f"candidate:{older.id}", {"segment": older.segment})
+        record_event(tx, "candidate", f"candidate:{older.id}", {"segment": older.segment})
     assert {ok for ok, _ in checks(older).values()} == {None}
     for _, told in checks(older).values():
         assert codes(tree(told))[1:] == ["export_parity.not_recorded", "export_parity.again"]
@@ -210,13 +210,13 @@ def test_the_trainers_own_slips(
         for number, (change, sha256) in enumerate(changes):
             found = trainer_checks(plant, sound, shard_with(plant, tmp_path / f"{name}{number}", change, sha256))
             assert {name for name, ok in found.items() if not ok} == {name}, found
-    tokens, mask = Stream.tokens, Stream.target_mask
+    tokens, mask = DocumentStream.tokens, DocumentStream.target_mask
     for attribute, slipped in {
         "tokens": lambda self, piece: tokens(self, piece)[::-1],
         "target_mask": lambda self, piece: ~np.broadcast_to(mask(self, piece), (piece.positions,)),
     }.items():
         with monkeypatch.context() as patched:
-            patched.setattr(Stream, attribute, slipped)
+            patched.setattr(DocumentStream, attribute, slipped)
             found = trainer_checks(plant, sound, plant.shard)
         assert {name for name, ok in found.items() if not ok} == {"packing"}, (attribute, found)
 
@@ -235,11 +235,11 @@ def test_workspaces_of_older_factories_get_the_newer_template_and_no_bos(plant: 
         assert (tmp_path / name / "chat_template.jinja").read_text() == template
         assert json.loads((tmp_path / name / "tokenizer_config.json").read_text())["chat_template"] == template
     ids, _ = tokenizer.encode_text("one")
-    assert tokenizer.bos_token is None and ids.tolist() == [*tokenizer.ids("one"), 0]
-    assert tokenizer.prompt([{"role": "user", "content": "one"}])[0] == tokenizer.start_token
+    assert tokenizer.bos_token is None and ids.tolist() == [*tokenizer.encode("one"), 0]
+    assert tokenizer.encode_chat_prompt([{"role": "user", "content": "one"}])[0] == tokenizer.start_token
     from transformers import AutoTokenizer
 
     (tmp_path / "new" / "config.json").write_text('{"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}')
     theirs = AutoTokenizer.from_pretrained(tmp_path / "new")
-    assert theirs("one")["input_ids"] == tokenizer.text_prompt("one").tolist() == tokenizer.ids("one")
+    assert theirs("one")["input_ids"] == tokenizer.encode_text_prompt("one").tolist() == tokenizer.encode("one")
     assert theirs.bos_token_id is None

@@ -13,13 +13,13 @@ import httpx
 import pytest
 import torch
 
-from factory.evals.probes.engine import Asking, make_fixture
+from factory.evals.probes.engine import EngineClient, make_fixture
 from factory.evals.reference_model import ReferenceModel
 from factory.ledger.rows import CandidateRow
 from factory.serving.api.defaults import Sampling
 from factory.serving.fixture import ParityError
-from factory.serving.fixture import check as check_engine
-from factory.serving.native.server import NativeEngine, application
+from factory.serving.fixture import check_parity as check_engine
+from factory.serving.native.server import NativeEngine, make_application
 from tests.support.factory.export_breaks import (
     other_weights,
 )
@@ -40,7 +40,7 @@ class Blunt(NativeEngine):
                 data["prompt"] = data["prompt"].strip()
             if self.slip == "matches special tokens in texts" and "<|im_end|>" in data["prompt"]:
                 head, tail = data["prompt"].split("<|im_end|>", 1)
-                return [*tokenizer.text_prompt(head).tolist(), 2, *tokenizer.ids(tail)]
+                return [*tokenizer.encode_text_prompt(head).tolist(), 2, *tokenizer.encode(tail)]
         elif self.slip == "drops system messages":
             data["messages"] = [m for m in data["messages"] if m["role"] != "system"]
         elif self.slip in ("matches special tokens in messages", "takes any role"):
@@ -62,7 +62,7 @@ class Blunt(NativeEngine):
             inner.encode_special_tokens = True
 
     def read(self, body: bytes, chat: bool) -> Any:
-        ask = super().read(body, chat)
+        ask = super().read_request(body, chat)
         if self.slip == "ignores stop strings":
             return replace(ask, stops=())
         if self.slip == "samples by default" and "temperature" not in json.loads(body):
@@ -95,9 +95,9 @@ def test_each_slip_of_an_engine_is_named(plant: FilledPlant, sound: CandidateRow
     engine.slip = slip
 
     async def asked() -> list[Any]:
-        transport = httpx.ASGITransport(application(engine))
+        transport = httpx.ASGITransport(make_application(engine))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
-            return await Asking(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+            return await EngineClient(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
 
     found = {check.name: check.detail for check in asyncio.run(asked()) if not check.ok}
     assert set(found) == SLIPS[slip], found
@@ -123,14 +123,14 @@ def test_a_question_that_could_not_be_asked_is_not_said_to_be_answered(
         fixture["greedy"] = [row | {"margins": [0.0] * len(row["margins"])} for row in fixture["greedy"]]
 
     async def asked() -> list[Any]:
-        transport = httpx.ASGITransport(application(NativeEngine(Path(sound.export_path), torch.device("cpu"))))
+        transport = httpx.ASGITransport(make_application(NativeEngine(Path(sound.export_path), torch.device("cpu"))))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
             if logprobs is None:
                 with pytest.raises(ParityError, match="engine_logprobs"):
                     await check_engine(client, fixture, 1e-3)
             else:
                 await check_engine(client, fixture, 1e-3)
-            return await Asking(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+            return await EngineClient(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
 
     found = {check.name: check for check in asyncio.run(asked())}
     assert found["engine_stop"].ok is True
@@ -143,7 +143,7 @@ class Garbling(httpx.ASGITransport):
     """The real engine's answers, one log-probability of each replaced."""
 
     def __init__(self, engine: NativeEngine, at: int, by: str) -> None:
-        super().__init__(application(engine))
+        super().__init__(make_application(engine))
         self.at, self.by = at, by
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -168,7 +168,7 @@ def test_a_log_probability_that_is_no_number_is_named(
 
     async def asked() -> list[Any]:
         async with httpx.AsyncClient(transport=Garbling(engine, at, by), base_url="http://engine", timeout=None) as it:
-            return await Asking(it, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+            return await EngineClient(it, fixture, 1e-3, "factory-lm").check(typed_texts=True)
 
     failed = {check.name: check.detail for check in asyncio.run(asked()) if not check.ok}
     assert set(failed) == {"engine_logprobs"}
@@ -182,6 +182,6 @@ def test_what_is_no_engine_at_all_is_said(sound: CandidateRow, plant: FilledPlan
     async def asked() -> list[Any]:
         transport = httpx.MockTransport(lambda request: httpx.Response(200, json={"tokens": None}))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
-            return await Asking(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
+            return await EngineClient(client, fixture, 1e-3, "factory-lm").check(typed_texts=True)
 
     assert not any(check.ok for check in asyncio.run(asked()))

@@ -17,8 +17,8 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
-    smallest_gain,
-    times_needed,
+    groups_factor_needed,
+    smallest_detectable_gain,
 )
 from factory.evals.statistics import Gain
 
@@ -28,9 +28,9 @@ MANY = Gain(0.0, 0.01, 100_000, 100_000.0)
 def test_of_many_documents_it_is_the_normal_one() -> None:
     normal = NormalDist()
     expected = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER)) * 0.01
-    assert smallest_gain([RequiredBound(MANY, 0.025)]) == pytest.approx(expected, rel=0.015)
+    assert smallest_detectable_gain([RequiredBound(MANY, 0.025)]) == pytest.approx(expected, rel=0.015)
     of_three = (normal.inv_cdf(0.975) + normal.inv_cdf(POWER ** (1 / 3))) * 0.01
-    assert smallest_gain([RequiredBound(MANY, 0.025)] * 3) == pytest.approx(of_three, rel=0.015)
+    assert smallest_detectable_gain([RequiredBound(MANY, 0.025)] * 3) == pytest.approx(of_three, rel=0.015)
 
 
 def test_a_known_error_gives_the_noncentral_t() -> None:
@@ -49,21 +49,27 @@ def test_of_other_draws_with_heavy_tails_eight_of_ten_are_seen(sources: int) -> 
     draws = 0.03 * rng.standard_t(5, (rounds, 2, sources))
     errors = draws.std(axis=2, ddof=1) / math.sqrt(sources)
     for (_, other), (told, tested) in zip(draws.mean(axis=2), errors, strict=True):
-        gain = smallest_gain([RequiredBound(Gain(0.0, float(told), sources, float(sources)), 0.025, tails=TAILS)])
+        gain = smallest_detectable_gain(
+            [RequiredBound(Gain(0.0, float(told), sources, float(sources)), 0.025, tails=TAILS)]
+        )
         assert gain is not None
-        bound = Gain(gain + float(other), float(tested), sources, float(sources)).bound(0.025)
+        bound = Gain(gain + float(other), float(tested), sources, float(sources)).confidence_bound(0.025)
         seen += bound is not None and bound > 0
     assert 0.79 <= seen / rounds <= 0.93  # more where sources are few; a formula that takes the error as known: 0.75
 
 
 def test_a_guard_that_is_too_uncertain_leaves_nothing_to_be_seen() -> None:
     cloze = Gain(0.0, 0.1, 40, 40.0)
-    assert smallest_gain([RequiredBound(MANY, 0.025), RequiredBound(cloze, 0.0125, -0.15, moves=False)]) is None
-    assert smallest_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(), 0.05)]) is None, "what was not measured"
-    sure = smallest_gain(
+    assert (
+        smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(cloze, 0.0125, -0.15, moves=False)]) is None
+    )
+    assert smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(), 0.05)]) is None, (
+        "what was not measured"
+    )
+    sure = smallest_detectable_gain(
         [RequiredBound(MANY, 0.025), RequiredBound(Gain(0.0, 0.01, 40, 40.0), 0.0125, -0.15, moves=False)]
     )
-    assert sure == pytest.approx(smallest_gain([RequiredBound(MANY, 0.025)]), rel=0.02)
+    assert sure == pytest.approx(smallest_detectable_gain([RequiredBound(MANY, 0.025)]), rel=0.02)
 
 
 def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None:
@@ -79,7 +85,7 @@ def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None
         ("cloze", 0.06),
     ]
     target = RequiredBound(MANY, 0.025)
-    gain = smallest_gain([target], 0.0, guards)
+    gain = smallest_detectable_gain([target], 0.0, guards)
     assert gain is not None and gain > 0.02, "enough for code to be surer than cloze"
     passed = [one.chance(gain) for one in (target, *assign_holm_levels(guards, gain).values())]
     assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in assign_holm_levels(guards, 0.0).values())
@@ -96,28 +102,31 @@ def test_so_many_equally_good_models_pass_as_are_told(items: int, right: float) 
     assert np.mean(change**2) == pytest.approx(2 * right * (1 - right) * (1 - TOGETHER), rel=0.05)
     error = change.std(axis=1, ddof=1) / math.sqrt(items)
     passed = change.mean(axis=1) - stdtrit(items - 1, 0.95) * error > -0.15
-    assert np.mean(passed) == pytest.approx(guard.passed, abs=0.05)
+    assert np.mean(passed) == pytest.approx(guard.share_passing, abs=0.05)
 
 
 def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
     for variance, margin in ((0.25, 0.15), (0.05, 0.02), (0.25, 0.02)):
         small = ScoredGuard(30, 30.0, variance, margin, 0.05)
-        needed = small.needed()
-        assert not small.stands and needed is not None
-        assert [ScoredGuard(n, float(n), variance, margin, 0.05).stands for n in (needed - 1, needed)] == [False, True]
-    assert ScoredGuard(30, 30.0, 0.25, 0.0, 0.05).needed() is None
-    assert ScoredGuard(30, 1.0, 0.0, 0.15, 0.05).passed == 0.0, "one group has no spread"
+        needed = small.items_needed()
+        assert not small.is_reliable and needed is not None
+        assert [ScoredGuard(n, float(n), variance, margin, 0.05).is_reliable for n in (needed - 1, needed)] == [
+            False,
+            True,
+        ]
+    assert ScoredGuard(30, 30.0, 0.25, 0.0, 0.05).items_needed() is None
+    assert ScoredGuard(30, 1.0, 0.0, 0.15, 0.05).share_passing == 0.0, "one group has no spread"
 
 
 def test_as_many_groups_as_are_said_show_the_gain() -> None:
     few = Gain(0.005, 0.01, 20, 20.0)
-    times = times_needed(0.005, [RequiredBound(few, 0.025)])
+    times = groups_factor_needed(0.005, [RequiredBound(few, 0.025)])
     assert times is not None and times > 1
     more = Gain(0.0, 0.01 / math.sqrt(times), 20, 20.0 * times)
-    assert smallest_gain([RequiredBound(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
+    assert smallest_detectable_gain([RequiredBound(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
     assert (
-        times_needed(0.0, [RequiredBound(few, 0.025)]) is None
-        and (times_needed(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
+        groups_factor_needed(0.0, [RequiredBound(few, 0.025)]) is None
+        and (groups_factor_needed(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
     )
 
 
@@ -125,17 +134,17 @@ def test_a_guard_that_is_set_aside_keeps_its_step() -> None:
     code, cloze = Gain(0.0, 0.01, 40, 40.0), Gain(0.0, 0.1, 40, 40.0)
     guards = {"code": RequiredBound(code, 0.06, -0.005), "cloze": RequiredBound(cloze, 0.06, -0.15, moves=False)}
     target = [RequiredBound(MANY, 0.025)]
-    assert smallest_gain(target, 0.0, guards) is None
+    assert smallest_detectable_gain(target, 0.0, guards) is None
     aside, alone = (
-        smallest_gain(target, 0.0, guards, apart="cloze"),
-        smallest_gain(target, 0.0, {"code": guards["code"]}),
+        smallest_detectable_gain(target, 0.0, guards, apart="cloze"),
+        smallest_detectable_gain(target, 0.0, {"code": guards["code"]}),
     )
     assert aside is not None and alone is not None and aside > alone, "code is tested at half the level"
 
 
 def test_a_tighter_floor_asks_for_more() -> None:
     told = [
-        smallest_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(0.0, 0.02, 20, 20.0), 0.05, -d)])
+        smallest_detectable_gain([RequiredBound(MANY, 0.025), RequiredBound(Gain(0.0, 0.02, 20, 20.0), 0.05, -d)])
         for d in (0.1, 0.03, 0.0)
     ]
     assert None not in told and told == sorted(told) and told[0] < told[2]  # type: ignore[type-var, operator]

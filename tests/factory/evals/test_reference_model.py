@@ -225,10 +225,10 @@ def test_another_device_gives_the_same_numbers(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("no GPU here")
     export = save_export(tiny_model(), tmp_path)
-    here, there = ReferenceModel.load(export), ReferenceModel.load(export).to("cuda")
+    here, there = ReferenceModel.load(export), ReferenceModel.load(export).move_to("cuda")
     tokens_BT = torch.randint(VOCAB, (4, CONTEXT), generator=torch.Generator().manual_seed(0))
     scored_BT = torch.arange(CONTEXT).expand(4, -1) > 9
-    for ours, theirs in zip(here.scores(tokens_BT, scored_BT), there.scores(tokens_BT, scored_BT)):
+    for ours, theirs in zip(here.score_tokens(tokens_BT, scored_BT), there.score_tokens(tokens_BT, scored_BT)):
         torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
     prompts = [[5, 6, 7], [9] * 20]
     assert here.generate(prompts, 12, {0}) == there.generate(prompts, 12, {0})

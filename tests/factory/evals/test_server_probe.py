@@ -10,9 +10,9 @@ import pytest
 
 from factory.evals.parity import _logits, _server, _smoke
 from factory.evals.probes import server
-from factory.evals.probes.server import Served, probe
+from factory.evals.probes.server import ProbeAnswer, run_probe
 from factory.evals.reference_model import ReferenceModel
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from tests.support.factory.exports import FAMILIES, VOCAB, corpus, save_export, tiny_model
 from tests.support.messages import says
 
@@ -22,15 +22,15 @@ IDS = list(range(3, 60))
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     texts = (document.content["text"] for document in corpus() if "text" in document.content)
-    return train(texts, VOCAB, tmp_path_factory.mktemp("tokenizer"))
+    return train_tokenizer(texts, VOCAB, tmp_path_factory.mktemp("tokenizer"))
 
 
-def ask(export: Path) -> Served:
+def ask(export: Path) -> ProbeAnswer:
     request: dict[str, Any] = {
         "export": str(export), "texts": ["def f(): pass"], "chats": [], "waiting": [], "tools": [], "logits_of": IDS, "generate": IDS[:8],
         "stop_ids": [0, 2], "max_new_tokens": 12, "memory_mib": 8192,
     }  # fmt: skip
-    return probe(request, 120)
+    return run_probe(request, 120)
 
 
 @pytest.mark.slow("a server for each family; tests/factory/gates/test_release_gate.py asks one of the first")
@@ -72,7 +72,7 @@ def test_a_time_limit_is_not_held_against_the_export(monkeypatch: pytest.MonkeyP
     endless.write_text("import time\nwhile True: time.sleep(1)\n")
     monkeypatch.setattr(server, "PROBE", endless)
     monkeypatch.setattr(server, "AGAIN", 2)
-    served = probe({}, 1)
+    served = run_probe({}, 1)
     assert (
         served.out_of_time
         and says(served.problem, ("server.late", {"seconds": 2}))
@@ -81,5 +81,5 @@ def test_a_time_limit_is_not_held_against_the_export(monkeypatch: pytest.MonkeyP
     nothing: Any = None
     checks = [*_server(nothing, nothing, [], served), _smoke(served)]
     assert [check.ok for check in checks] == [None] * 9 and says(checks[-1].detail, ("server.late", {"seconds": 2}))
-    refused = Served({}, None, "exit 1: no known architecture")
+    refused = ProbeAnswer({}, None, "exit 1: no known architecture")
     assert [check.ok for check in _server(nothing, nothing, [], refused)] == [False] * 8

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.data.removing import look, remove
-from factory.data.selecting import by_name, removable_fates, select_by_value
+from factory.data.removing import apply_removal, plan_removal
+from factory.data.selecting import removable_fates, select_by_name, select_by_value
 from factory.evals.policy import EvalPolicy
-from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, held_out_documents, within
+from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, cap_sources, select_held_out_documents
 from factory.ingest.rules.split import breaks_tie_to_sealed
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 
@@ -23,7 +23,7 @@ CAP = SourceCap(0.25, 2048)
 def hold_out(ledger: Ledger, sizes: dict[str, Sequence[int]], domain: str = "docs") -> None:
     """Documents of a domain, by source: so many bytes each."""
     with ledger.begin() as tx:
-        if not ledger.rows(shards.select()):
+        if not ledger.select_rows(shards.select()):
             tx.execute(shards.insert().values(sha256="a", name="", path="", bytes=1, state="ingested", ingested_at=0.0))
         for source, ones in sizes.items():
             for number, size in enumerate(ones):
@@ -50,11 +50,11 @@ def test_no_source_gives_more_than_its_share_of_the_bytes(ledger: Ledger) -> Non
     """Of eight sources with four documents each, one has long documents: an eighth of the documents is most of the bytes."""
     sizes: dict[str, Sequence[int]] = {name: [300] * 4 for name in SEALED[:7]}
     hold_out(ledger, sizes | {SEALED[7]: [9000] * 4})
-    every = held_out_documents(ledger, 60, sealed=True)
+    every = select_held_out_documents(ledger, 60, sealed=True)
     assert len(every) == 32 and scored(every)[SEALED[7]] > 0.45 * scored(every).total()
-    capped = held_out_documents(ledger, 60, sealed=True, cap=CAP)
+    capped = select_held_out_documents(ledger, 60, sealed=True, cap=CAP)
     assert Counter(one.cluster for one in capped) == dict.fromkeys(SEALED[:7], 4) | {SEALED[7]: 1}
-    assert held_out_documents(ledger, 60, sealed=True, cap=CAP) == capped
+    assert select_held_out_documents(ledger, 60, sealed=True, cap=CAP) == capped
     assert build_suite(ledger, EvalPolicy(), "t").documents == capped
     assert [one for one in every if one in capped] == list(capped)
 
@@ -63,7 +63,9 @@ def test_where_no_source_is_above_its_share_nothing_is_left_out(ledger: Ledger) 
     """Long documents count as what is scored of them."""
     sizes: dict[str, Sequence[int]] = {name: [2048] * 4 for name in SEALED[:7]}
     hold_out(ledger, sizes | {SEALED[7]: [90_000] * 4})
-    assert held_out_documents(ledger, 60, sealed=True, cap=CAP) == held_out_documents(ledger, 60, sealed=True)
+    assert select_held_out_documents(ledger, 60, sealed=True, cap=CAP) == select_held_out_documents(
+        ledger, 60, sealed=True
+    )
 
 
 def test_of_a_chat_the_answers_count() -> None:
@@ -79,7 +81,7 @@ some_sizes = st.dictionaries(
 
 @given(st.sampled_from([0.1, 0.25, 0.5, 1.0]), some_sizes)
 def test_a_source_above_its_share_gives_one_document(share: float, sizes: dict[str, list[int]]) -> None:
-    found = within(share, sizes)
+    found = cap_sources(share, sizes)
     given_ = {source: sum(sizes[source][:count]) for source, count in found.items()}
     above = lambda source, of: of[source] > share * sum(of.values())
     assert set(found) == set(sizes) and all(1 <= found[source] <= len(ones) for source, ones in sizes.items())
@@ -96,13 +98,13 @@ def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_taken_ou
     hold_out(ledger, {name: [300] for name in SEALED[:9]})
     hold_out(ledger, {name: [300] for name in SEALED[20:23]}, "law")
     suite = build_suite(ledger, EvalPolicy(), "t")
-    assert suite.domains == ["docs", "law"] and len(suite.of("law")) == 3
-    names = [one.key for one in suite.of("law")]
+    assert suite.domains == ["docs", "law"] and len(suite.documents_of_domain("law")) == 3
+    names = [one.key for one in suite.documents_of_domain("law")]
     chosen = (
-        by_name(ledger, names, removable_fates(False))
+        select_by_name(ledger, names, removable_fates(False))
         if by == "document"
         else select_by_value(ledger, "source", SEALED[20:23])
     )
-    assert remove(ledger, look(ledger, chosen), "ann").documents == 3
+    assert apply_removal(ledger, plan_removal(ledger, chosen), "ann").documents == 3
     after = build_suite(ledger, EvalPolicy(), "t")
-    assert after.domains == ["docs"] and after.of("docs") == suite.of("docs")
+    assert after.domains == ["docs"] and after.documents_of_domain("docs") == suite.documents_of_domain("docs")

@@ -15,7 +15,7 @@ from factory.evals.baselines import ByteNgrams, _chunks
 from factory.evals.policy import EvalPolicy
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import HeldOutDocument
-from factory.evals.tasks import ScoredText, bits_per_byte, extract_code, has_valid_python, windows
+from factory.evals.tasks import ScoredText, extract_code, has_valid_python, overlapping_windows, score_bits_per_byte
 from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_model
 
 
@@ -23,7 +23,7 @@ from tests.support.factory.exports import CONTEXT, VOCAB, save_export, tiny_mode
 def test_windows_score_every_token_but_the_first_once(length: int, context: int, data: st.DataObject) -> None:
     overlap = data.draw(st.integers(1, context - 1))
     first = data.draw(st.one_of(st.none(), st.integers(1, context)))
-    found = windows(length, context, overlap, first)
+    found = overlapping_windows(length, context, overlap, first)
     scored = [position for start, stop, at in found for position in range(at, stop)]
     assert scored == list(range(1, length))
     assert all(0 <= start < at and stop - start <= context for start, stop, at in found[1:])
@@ -41,7 +41,7 @@ def test_bits_per_byte_of_windows_is_that_of_each_token_in_its_window(tmp_path: 
                 HeldOutDocument(f"d{index}", "code", "s", {}), rng.integers(0, VOCAB, length), scored, 7 * length
             )
         )
-    items = bits_per_byte(model, texts, EvalPolicy(window_overlap=0.5), lambda n: None)
+    items = score_bits_per_byte(model, texts, EvalPolicy(window_overlap=0.5), lambda n: None)
     for text, item in zip(texts, items, strict=True):
         expected, length = 0.0, len(text.tokens)
         for position in range(1, length):
@@ -84,8 +84,8 @@ def naive(text: bytes, history: bytes, byte: int) -> float:
 @given(st.binary(min_size=1, max_size=60), st.binary(min_size=3, max_size=3))
 def test_byte_ngrams_equal_counting_and_sum_to_one(text: bytes, probe: bytes) -> None:
     model = ByteNgrams()
-    model.add(np.frombuffer(text, np.uint8), np.ones(len(text), bool))
-    model.finish()
+    model.add_document(np.frombuffer(text, np.uint8), np.ones(len(text), bool))
+    model.finish_counting()
     assert np.allclose(model.bigram.sum(1), 1)
     history = probe[:2] if probe[2] % 2 else (b"\0\0" + text)[-2:]
     bits = [
@@ -100,7 +100,7 @@ def test_documents_joined_for_counting_do_not_run_into_each_other() -> None:
     texts = [np.frombuffer(part, np.uint8) for part in (b"abc", b"bcd", b"zz")]
     one_by_one, joined = ByteNgrams(), ByteNgrams()
     for text in texts:
-        one_by_one.add(text, np.ones(len(text), bool))
+        one_by_one.add_document(text, np.ones(len(text), bool))
     for text, counted in _chunks(iter([(text, np.ones(len(text), bool)) for text in texts]), size=4):
-        joined.add(text, counted)
+        joined.add_document(text, counted)
     assert np.array_equal(one_by_one.trigrams, joined.trigrams)

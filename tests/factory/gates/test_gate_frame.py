@@ -13,17 +13,17 @@ import sqlalchemy as sa
 
 from factory.core import devices
 from factory.core.errors import FactoryError
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.core.progress import SILENT
 from factory.gates.case import (
     NO_START,
     NOTHING_HELD_OUT,
     PatchCase,
     StageResult,
-    failed,
-    missing,
+    failed_evidence,
+    missing_evidence,
     not_needed_evidence,
-    passed,
+    passed_evidence,
     read_reasons,
 )  # fmt: skip
 from factory.gates.patch.policy import PatchPolicy
@@ -31,13 +31,19 @@ from factory.gates.patch.stages import scope
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.recipe import static as recipe_static
 from factory.gates.recipe.policy import RecipePolicy
-from factory.gates.recipe_changes import find_unused_recipes, flat, learnt, recipe_changes, used_recipe_path
+from factory.gates.recipe_changes import (
+    find_unused_recipes,
+    flatten_settings,
+    read_recipe_changes,
+    select_learning_keys,
+    used_recipe_path,
+)
 from factory.gates.release.judge import Verdict
-from factory.gates.staged_gate import StagedGate, gate_folder, stored
-from factory.gates.training_start import Start, find_start
+from factory.gates.staged_gate import StagedGate, gate_folder, to_stored_evidence
+from factory.gates.training_start import TrainingStart, find_training_start
 from factory.git import repository
 from factory.git.repository import AppliedPatch
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import Ledger, checkpoints, events, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
@@ -57,7 +63,7 @@ RECIPE = (ROOT / TINY).read_text()
 def applied() -> Iterator[tuple[Made, AppliedPatch]]:
     """A patch on a branch of its own, that no gate judged."""
     made = make()
-    agents = AgentsPolicy.load(made.workspace.policy("agents.yaml"))
+    agents = AgentsPolicy.load(made.workspace.policy_path("agents.yaml"))
     found = repository.apply_proposal(
         made.target, made.base, [(SCHEDULE, (made.target / SCHEDULE).read_text() + "# x\n")], branch="factory/test/811-x",
         policy=agents, message="x", worktrees=made.workspace.worktrees,
@@ -119,13 +125,13 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
     made, patch = applied
     lines, judged = Lines(), list[Any]()
     of = stages(
-        StageResult(passed(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(not_needed_evidence(say("c"))),
-        StageResult(missing(say("d"), y=float("nan")), 7), StageResult(passed(say("never"))),
+        StageResult(passed_evidence(say("a\n" + "b" * 2000), x=1.0), "handed"), StageResult(not_needed_evidence(say("c"))),
+        StageResult(missing_evidence(say("d"), y=float("nan")), 7), StageResult(passed_evidence(say("never"))),
     )  # fmt: skip
     (gate_folder(patch.worktree) / "left").mkdir(parents=True)  # by a process that was killed
     before = time.time()
     gate = gate_of(of, judged)
-    number, verdict, evidence = gate.decide(
+    number, verdict, evidence = gate.judge_proposal(
         Plant(made.workspace, made.ledger, lines), 811, patch, tries=3, patch_id="p"
     )
     assert not gate_folder(patch.worktree).exists() and gate_folder(Path("/a/b")) == Path("/a/b-gate")
@@ -133,7 +139,9 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
     case = of[2].seen[0]
     assert case.handed_on == {"stage1": "handed", "stage2": None} and of[0].seen[0].handed_on == {}
     assert (case.subject.number, str(case.subject), case.tries, case.policy) == (811, "proposal:811", 3, gate.policy)
-    assert case.candidate == patch.worktree and case.paths == [SCHEDULE] and case.start == find_start(made.ledger)
+    assert (
+        case.candidate == patch.worktree and case.paths == [SCHEDULE] and case.start == find_training_start(made.ledger)
+    )
     assert case.baseline.name == f"live-{patch.base[:12]}" and case.work == gate_folder(patch.worktree)
     assert (case.base_bytes(SCHEDULE) or b"") + b"# x\n" == case.changes[0].content
     assert case.base_bytes("trainer/none.py") is None and case.base_bytes("trainer") is None
@@ -153,26 +161,26 @@ def test_a_gates_evidence_is_recorded_whole(applied: tuple[Made, AppliedPatch]) 
         "gate": "patch", "patch_id": "p",
     }  # fmt: skip
     assert judged == [(gate.policy, evidence)] and verdict.outcome == "hold"
-    (row,) = made.ledger.rows(sa.select(verdicts).where(verdicts.c.id == number))
+    (row,) = made.ledger.select_rows(sa.select(verdicts).where(verdicts.c.id == number))
     assert (row["gate"], row["subject"], row["against"]) == ("patch", "proposal:811", patch.base)
-    assert (row["policy_sha256"], row["subject_sha256"]) == (policy_sha256(gate.policy), patch.patch_sha256)
+    assert (row["policy_sha256"], row["subject_sha256"]) == (hash_policy(gate.policy), patch.patch_sha256)
     assert (row["outcome"], row["reasons"], row["created_at"] >= before) == ("hold", [say("because").to_json()], True)
     assert row["evidence"]["stages"].keys() == found.keys()
-    (event,) = made.ledger.rows(sa.select(events).where(events.c.subject == "proposal:811"))
+    (event,) = made.ledger.select_rows(sa.select(events).where(events.c.subject == "proposal:811"))
     assert (event["kind"], event["detail"]) == ("judged", {"outcome": "hold", "verdict": number})
 
 
 @pytest.mark.parametrize("error", [FactoryError("the machine"), OverflowError("nobody thought of it")])
 def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, AppliedPatch], error: Exception) -> None:
     made, patch = applied
-    of = stages(StageResult(passed(say("a"))), error, StageResult(passed(say("never"))))
+    of = stages(StageResult(passed_evidence(say("a"))), error, StageResult(passed_evidence(say("never"))))
     gate, plant = gate_of(of, []), Plant(made.workspace, made.ledger)
     if isinstance(error, FactoryError):
         with pytest.raises(FactoryError):
-            gate.decide(plant, 812, patch, tries=1, patch_id="")
-        assert not made.ledger.rows(sa.select(verdicts).where(verdicts.c.subject == "proposal:812"))
+            gate.judge_proposal(plant, 812, patch, tries=1, patch_id="")
+        assert not made.ledger.select_rows(sa.select(verdicts).where(verdicts.c.subject == "proposal:812"))
     else:
-        found = gate.decide(plant, 812, patch, tries=1, patch_id="")[2]["stages"]["stage2"]
+        found = gate.judge_proposal(plant, 812, patch, tries=1, patch_id="")[2]["stages"]["stage2"]
         assert found["state"] == "missing" and "in run" in found["log"]
         expected = expect("gates.stage_error", stage="stage2", kind="OverflowError", error="nobody thought of it")
         assert tells(found["reasons"], expected)
@@ -184,30 +192,38 @@ def test_only_the_machines_faults_end_a_gate(applied: tuple[Made, AppliedPatch],
 def test_another_branch_than_was_proposed_fails_its_scope(applied: tuple[Made, AppliedPatch]) -> None:
     made, patch = applied
     other = AppliedPatch(patch.branch, patch.commit, patch.base, "0" * 64, patch.worktree)
-    gate = gate_of(stages(StageResult(passed(say("a")))), [])
+    gate = gate_of(stages(StageResult(passed_evidence(say("a")))), [])
     plant = Plant(made.workspace, made.ledger)
-    found = [gate.gather(plant, Subject("proposal", 813), of, 1)["stages"].get("scope") for of in (patch, other)]
+    found = [
+        gate.gather_evidence(plant, Subject("proposal", 813), of, 1)["stages"].get("scope") for of in (patch, other)
+    ]
     assert found[0] is None and found[1]["state"] == "failed"
     case: Any = SimpleNamespace(
-        workspace=made.workspace, applied=patch, agents=AgentsPolicy.load(made.workspace.policy("agents.yaml")),
-        changes=repository.changes(made.target, patch.base, patch.commit),
+        workspace=made.workspace, applied=patch, agents=AgentsPolicy.load(made.workspace.policy_path("agents.yaml")),
+        changes=repository.read_changes(made.target, patch.base, patch.commit),
     )  # fmt: skip
     assert scope.run(case).evidence["state"] == "passed"
-    case.changes = [Change("README.md", b"x\n")]
+    case.changes = [FileChange("README.md", b"x\n")]
     assert scope.run(case).evidence["state"] == "failed"
 
 
 def test_evidence_has_a_state_and_reasons() -> None:
-    for make_evidence, state in ((passed, "passed"), (failed, "failed"), (missing, "missing")):
+    for make_evidence, state in (
+        (passed_evidence, "passed"),
+        (failed_evidence, "failed"),
+        (missing_evidence, "missing"),
+    ):
         assert make_evidence(say("a"), say("b"), x=1) == {"state": state, "reasons": ["a", "b"], "x": 1}
     assert not_needed_evidence(say("a")) == {"state": "not needed", "reasons": ["a"]}
-    assert codes(read_reasons(stored(passed(say("a"))))) == ["gates.test"] and read_reasons({}) == []
+    assert (
+        codes(read_reasons(to_stored_evidence(passed_evidence(say("a"))))) == ["gates.test"] and read_reasons({}) == []
+    )
     assert NO_START["state"] == NOTHING_HELD_OUT["state"] == "missing"
 
 
 # -- where training starts -----------------------------------------------------------------------------------------------
 def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: Ledger, tmp_path: Path) -> None:
-    assert find_start(ledger) is None
+    assert find_training_start(ledger) is None
 
     def segment(number: int, *steps: int, kind: str = "trunk", state: str = "done", computing: Any = None) -> None:
         with ledger.begin() as tx:
@@ -230,10 +246,10 @@ def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: L
                 )
 
     segment(1, 6, state="running")
-    assert find_start(ledger) is None
+    assert find_training_start(ledger) is None
     segment(2, 3, 6, computing={"kernels": {"swiglu": "native"}})
     segment(3, 9, kind="anneal")
-    found = find_start(ledger)
+    found = find_training_start(ledger)
     assert found is not None and found.step == 6 and found.checkpoint.parts[-2:] == ("at", "2-6")
     assert (found.recipe, found.plan, found.kernels, found.commit) == (
         {"n": 2},
@@ -242,17 +258,20 @@ def test_training_starts_at_the_trunks_last_checkpoint(workspace: Any, ledger: L
         "2" * 40,
     )
     segment(4, 6)
-    newest = find_start(ledger)
+    newest = find_training_start(ledger)
     assert newest is not None and (newest.step, newest.recipe, newest.kernels) == (6, {"n": 4}, {})
     (tmp_path / "policies").mkdir()
     (tmp_path / "policies" / "kernels.yaml").write_text("cpu: {swiglu: auto, rms_norm: auto}\n")
-    assert devices.kind() != "cpu" or found.kernels_of(tmp_path) == "cpu:\n  swiglu: native\n  rms_norm: reference\n"
+    assert (
+        devices.device_kind() != "cpu"
+        or found.kernels_of(tmp_path) == "cpu:\n  swiglu: native\n  rms_norm: reference\n"
+    )
 
 
 # -- what a patch changes in recipes ---------------------------------------------------------------------------------------
-def changed(old: str, new: str, path: str = TINY) -> Change:
+def changed(old: str, new: str, path: str = TINY) -> FileChange:
     assert old in RECIPE
-    return Change(path, RECIPE.replace(old, new).encode())
+    return FileChange(path, RECIPE.replace(old, new).encode())
 
 
 LR, BATCH = "lr: 3e-3", "  sequences: 8\n"
@@ -268,22 +287,22 @@ LR, BATCH = "lr: 3e-3", "  sequences: 8\n"
         (changed(', "*": 0.1', ""), {"mixture.weights.*": (0.1, None)}, ["mixture.weights.*"]),
     ],
 )
-def test_what_a_recipe_says_otherwise(change: Change, found: dict[str, Any], learns: list[str]) -> None:
-    told = recipe_changes(change, RECIPE)
-    assert told == found and learnt(told) == learns
+def test_what_a_recipe_says_otherwise(change: FileChange, found: dict[str, Any], learns: list[str]) -> None:
+    told = read_recipe_changes(change, RECIPE)
+    assert told == found and select_learning_keys(told) == learns
 
 
 def test_a_new_recipe_changes_every_key_and_none_may_go() -> None:
-    told = recipe_changes(Change(TINY, RECIPE.encode()), "")
+    told = read_recipe_changes(FileChange(TINY, RECIPE.encode()), "")
     assert told["optimizer.lr"] == (None, 3e-3) and list(told) == sorted(told) and "batch.micro_sequences" not in told
     with refused("gates.recipe_deleted", RecipeError, path=TINY):
-        recipe_changes(Change(TINY, None), RECIPE)
+        read_recipe_changes(FileChange(TINY, None), RECIPE)
     for content in (b"name: [", b"lr: \xff"):
         with pytest.raises(RecipeError, match=TINY):
-            recipe_changes(Change(TINY, content), RECIPE)
+            read_recipe_changes(FileChange(TINY, content), RECIPE)
     with pytest.raises(RecipeError):
-        recipe_changes(Change(TINY, RECIPE.encode()), "name: 3")
-    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": []}) == {"a.b.c": 1, "a.d": {}, "e": []}
+        read_recipe_changes(FileChange(TINY, RECIPE.encode()), "name: 3")
+    assert flatten_settings({"a": {"b": {"c": 1}, "d": {}}, "e": []}) == {"a.b.c": 1, "a.d": {}, "e": []}
 
 
 @pytest.mark.parametrize(
@@ -311,7 +330,7 @@ def tried(made: Made, *edits: tuple[str, str], also: Any = None) -> Any:
     """What ``also`` says of a patch that is on a branch for so long."""
     applied = repository.apply_proposal(
         made.target, made.base, list(edits), branch="factory/test/820-x", message="x",
-        policy=AgentsPolicy.load(made.workspace.policy("agents.yaml")), worktrees=made.workspace.worktrees,
+        policy=AgentsPolicy.load(made.workspace.policy_path("agents.yaml")), worktrees=made.workspace.worktrees,
     )  # fmt: skip
     try:
         return also(applied)
@@ -372,7 +391,7 @@ def test_the_recipe_gate_reads_the_workspaces_policy_and_reports_its_own_gain(wo
     at = workspace.root / "policies" / "gates" / "recipe.yaml"
     at.parent.mkdir(parents=True, exist_ok=True)
     at.write_text("changes: [seed]\nruns: {seeds: 7}\n")
-    gate = recipe_gate.recipe_gate(workspace)
+    gate = recipe_gate.make_recipe_gate(workspace)
     assert (gate.name, gate.policy.changes, gate.policy.runs.seeds) == ("recipe", ["seed"], 7)
     runs: dict[str, Any] = {
         side: [{"code": 2.0 + n / 100 + more} for n in range(7)]
@@ -426,7 +445,7 @@ def test_what_reading_a_recipe_finds(
     used = SimpleNamespace(
         config=SimpleNamespace(recipe="tiny", ranks=2), own_recipe=lambda: tmp_path / "own", root=workspace.root
     )
-    start = None if step is None else Start(tmp_path, step, {}, {})
+    start = None if step is None else TrainingStart(tmp_path, step, {}, {})
     subject: Any = None
     plant: Any = SimpleNamespace(workspace=used)
     case = PatchCase(
@@ -445,5 +464,5 @@ def test_what_reading_a_recipe_finds(
     found = result.evidence
     assert found["state"] == state and tells(found["reasons"][:1], expected), found
     if state == "passed":
-        assert result.handed_on == recipe_changes(change, RECIPE)
+        assert result.handed_on == read_recipe_changes(change, RECIPE)
         assert found["changes"] == {key: list(values) for key, values in result.handed_on.items()}

@@ -15,7 +15,7 @@ from factory.core.errors import ConfigError
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import bounds, groups_needed, set_aside
+from factory.gates.release.guards import groups_needed, guards_set_aside, promotion_bounds
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy, Target
 from factory.gates.release.reasons import are_overridable, is_to_do_line
@@ -241,7 +241,7 @@ def test_a_hold_begins_with_what_to_do(given_: ReleaseEvidence) -> None:
 TASKS = [
     TaskEvidence({"t/acc": one}, {"t/acc": 0.1}, items={"t/acc": 400}, variances={"t/acc": 0.25})
     for one in (gain(0.05), gain(-0.1, 0.05), gain(-0.3), Gain(0.0, None, 40, 40.0))
-] + [TaskEvidence.problem("Task t: it was not measured.", "mend it.")]
+] + [TaskEvidence.of_problem("Task t: it was not measured.", "mend it.")]
 OTHER_POLICIES = [
     ReleasePolicy(target=Target(weights={"law": 1.0, "notes": 0.0})),
     ReleasePolicy(target=Target(alpha=0.001)),
@@ -283,8 +283,8 @@ def test_more_groups_are_asked_for_by_number() -> None:
 def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, width: float) -> None:
     for items, stands in ((24, False), (96, True)):
         given_ = replace(changed(evidence(), "guards", "cloze", gain(middle, width, 20)), cloze_items=items)
-        assert (CLOZE in set_aside(POLICY, given_)) is not stands
-        assert bounds(POLICY, given_).guards.keys() == {*DOMAINS, *([CLOZE] if stands else [])}
+        assert (CLOZE in guards_set_aside(POLICY, given_)) is not stands
+        assert promotion_bounds(POLICY, given_).guards.keys() == {*DOMAINS, *([CLOZE] if stands else [])}
     told = judge(POLICY, given_)
     assert (told.outcome == "promote") == (middle - 1.729 * width / 2.02 > -0.15), (
         told.reasons
@@ -295,14 +295,15 @@ def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, 
 def test_bits_per_byte_of_every_domain_always_guard(given_: ReleaseEvidence) -> None:
     for groups in (1, 2, 8, 40):
         few = replace(given_, guards=given_.guards | dict.fromkeys(DOMAINS, gain(0.0, 0.5, groups)))
-        assert not set(set_aside(POLICY, few)) & set(DOMAINS)
+        assert not set(guards_set_aside(POLICY, few)) & set(DOMAINS)
 
 
 def test_earlier_losses_set_no_guard_aside() -> None:
     """Else a line of releases that each lose a little would take the guard away that counts them."""
     lost = changed(replace(evidence(), cloze_items=96), "lost", "cloze", 0.149)
     assert (
-        not set_aside(POLICY, lost) and judge(POLICY, changed(lost, "guards", "cloze", gain(-0.003))).outcome == "hold"
+        not guards_set_aside(POLICY, lost)
+        and judge(POLICY, changed(lost, "guards", "cloze", gain(-0.003))).outcome == "hold"
     )
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from factory.evals.parity import CHECKS
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import set_aside
+from factory.gates.release.guards import guards_set_aside
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import Guards, ReleasePolicy
 from tests.support.gates.release_evidence import DOMAINS, FIRST, MEASURES, POLICY, evidence, gain
@@ -91,7 +91,7 @@ def test_taking_evidence_away_or_numbers_sets_no_guard_aside(
         del at(tree, path)[path[-1]]
     else:
         at(tree, path)[path[-1]] = math.nan
-    assert set_aside(policy, evidence_of(tree)).keys() <= set_aside(policy, given_).keys()
+    assert guards_set_aside(policy, evidence_of(tree)).keys() <= guards_set_aside(policy, given_).keys()
     assert judge(policy, given_).outcome == "promote" or judge(policy, evidence_of(tree)).outcome != "promote"
 
 
@@ -101,7 +101,7 @@ def test_no_measurement_of_a_candidate_sets_a_guard_aside(
 ) -> None:
     cloze = replace(given_.guards["cloze"], gain=middle, error=width)
     other = replace(given_, guards={**given_.guards, "cloze": cloze}, cloze=0.1, bits_per_byte={}, target=gain(middle))
-    assert set_aside(policy, other) == set_aside(policy, given_)
+    assert guards_set_aside(policy, other) == guards_set_aside(policy, given_)
 
 
 def test_every_single_piece_of_evidence_is_needed() -> None:

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from agents.core.proposal import Edit, Proposal
-from factory.code_loop.submitting import submit
+from factory.code_loop.submitting import submit_proposal
 from factory.gates.case import PatchCase, StageResult
 from factory.gates.patch import op_answers, source_rules
-from factory.gates.patch.changed_ops import changed_ops
+from factory.gates.patch.changed_ops import find_changed_ops
 from factory.gates.patch.stages import oracle, static
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from factory.ledger.plant import Plant
 from factory.show.catching_up import show_missing
 from kernels.contract.message import Message
@@ -31,17 +31,17 @@ from trainer.contract.errors import RecipeError
 
 @pytest.mark.parametrize("section", ["hello", "3", "[a, b]", "{1: a, b: c}", "{on: a, rms_norm: c}", "{~: x, a: b}"])
 def test_an_odd_kernel_choice_is_read_without_a_crash(section: str) -> None:
-    found = changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu", {})
+    found = find_changed_ops(b"cpu: {swiglu: native}", f"cpu: {section}".encode(), [], "cpu", {})
     assert any(op.op == "swiglu" and op.after == "reference" for op in found)
-    assert changed_ops(None, b"- cpu", [], "cpu", {}) == []
+    assert find_changed_ops(None, b"- cpu", [], "cpu", {}) == []
 
 
 @pytest.mark.parametrize(
     "text", ["x = a" + ".b" * 1200, "x = " + "-" * 1200 + "1", "x = " + "(" * 150 + "1" + ")" * 150]
 )
 def test_deep_sources_are_read_or_refused(text: str) -> None:
-    change = Change("kernels/a.py", None, "100644", text.encode())
-    for problem in source_rules.problems(change, None):
+    change = FileChange("kernels/a.py", None, "100644", text.encode())
+    for problem in source_rules.find_source_problems(change, None):
         assert problem.startswith("kernels/a.py")
 
 
@@ -75,7 +75,7 @@ def test_a_forged_answer_is_a_wrong_answer(tmp_path: Path, forged: dict[str, tor
     descriptor = os.open(answers, os.O_RDONLY)
     for found, expected in ((right, []), (right | forged, [code])):
         save_file(found, answers / "answer-0.safetensors")
-        wrong, _ = op_answers.compare(truth, descriptor, 0)
+        wrong, _ = op_answers.compare_answer(truth, descriptor, 0)
         assert codes(wrong) == expected, wrong
     os.close(descriptor)
 
@@ -97,7 +97,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     monkeypatch.setattr(static, "run", lambda case: StageResult(endless))
     monkeypatch.setattr(oracle, "run", breaks)
     edit = Edit("trainer/optim/schedule.py", (made.target / "trainer" / "optim" / "schedule.py").read_text() + "# x\n")
-    number = submit(
+    number = submit_proposal(
         Plant(made.workspace, made.ledger), Proposal("search", "x", "Odd", "Because.", 1.1, (edit,)), made.base
     )
     row = made.verdict_on(number)
@@ -115,7 +115,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
 def test_half_a_character_is_out_of_scope() -> None:
     made = make()
     for edit in (Edit("kernels/a.py", "x = '\ud800'\n"), Edit("kernels/\ud800.py", "x = 1\n")):
-        number = submit(
+        number = submit_proposal(
             Plant(made.workspace, made.ledger), Proposal("x", "x", "Odd", "Because.", 1.1, (edit,)), made.base
         )
         row = made.verdict_on(number)
@@ -131,7 +131,7 @@ def test_the_same_edits_under_another_target_are_another_try() -> None:
     tries = []
     for target in ("kernel:one", "kernel:another", "trainer/optim/schedule.py:3"):
         drafted = Proposal("x", target, "Again", "Because.", 1.1, (edit,))
-        number = submit(Plant(made.workspace, made.ledger), drafted, made.base)
+        number = submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base)
         row = made.verdict_on(number)
         assert tells(row["reasons"][:1], expect("patch.imports", name="os"))
         tries.append(row["evidence"]["tries"])

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from factory.gates.patch import driver as patch_driver
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.executed import RECORDER_FILE
-from factory.gates.patch.op_answers import compare
+from factory.gates.patch.op_answers import compare_answer
 from factory.gates.patch.policy import ExploitsPolicy
 from factory.gates.patch.stages import exploits
 from kernels.contract import op as ops
@@ -32,12 +32,12 @@ CALLS = ExploitsPolicy(calls=4, recipe_calls=1)
 
 
 def asked_and_answered(jobs: list[dict[str, Any]], folder: Path) -> tuple[Path, Path]:
-    """What ``make`` and ``answer`` leave, in this process."""
+    """What ``make_inputs`` and ``answer_jobs`` leave, in this process."""
     given, answers = folder / "given", folder / "answers"
     for made in (given, answers):
         made.mkdir(parents=True)
-    patch_driver.make(jobs, given)
-    patch_driver.answer(jobs, given / "inputs", answers)
+    patch_driver.make_inputs(jobs, given)
+    patch_driver.answer_jobs(jobs, given / "inputs", answers)
     return given, answers
 
 
@@ -50,7 +50,9 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path, monkeyp
         for case, values in (("small", "outlier"), ("strided", "normal"))
     ]
     for op, implementation in chosen:
-        jobs += exploits.calls(CALLS, [ChangedOp(op, "reference", implementation)], RECIPE, random.Random(7))
+        jobs += exploits.make_exploit_calls(
+            CALLS, [ChangedOp(op, "reference", implementation)], RECIPE, random.Random(7)
+        )
     given, answers = asked_and_answered(jobs, tmp_path)
     folder = os.open(answers, os.O_RDONLY)
     for number, job in enumerate(jobs):
@@ -68,7 +70,7 @@ def test_every_ops_reference_answers_what_the_truth_says(tmp_path: Path, monkeyp
             assert exact[name].dtype in (torch.float64, torch.int64), (job, name)
             torch.testing.assert_close(value, eager[name], rtol=1e-4, atol=1e-4 * float(eager[name].abs().max()))
             assert name not in again or torch.equal(again[name], value), (job, name)
-        assert compare(given / "truth", folder, number)[0] == []
+        assert compare_answer(given / "truth", folder, number)[0] == []
     os.close(folder)
 
 
@@ -177,11 +179,11 @@ WAYS = (twice, changes, keeps, raises, fewer, odd, sparse, launches)
 NAMED = tuple(Implementation(way.__name__, way, "", needs_triton=way is launches) for way in WAYS)
 COST = Cost(1.0, 2.0, 3.0, 4.0)
 FAKES = {
-    "twice": ops.op(
+    "twice": ops.make_op(
         "twice", twice, cost=lambda shape, size: Cost(shape.batch, size, 3.0, 4.0), make_inputs=made_of, gradients=(0,),
         implementations=NAMED, clobbers=(3,),
     ),
-    "written": ops.op(
+    "written": ops.make_op(
         "written", writes, cost=lambda shape, size: COST, make_inputs=made_of, gradients=(),
         implementations=(Implementation("writes", writes, ""),), writes=(0, 1),
     ),
@@ -224,7 +226,7 @@ def test_a_question_is_data(fakes: Path) -> None:
     ]
     for part in ("inputs", "truth"):
         (fakes / part).mkdir()  # as they may be
-    patch_driver.make(jobs, fakes)
+    patch_driver.make_inputs(jobs, fakes)
     assert sorted(path.name for path in (fakes / "inputs").iterdir()) == sorted(
         f"given-{n}.{end}" for n in (0, 2, 3, 4, 5) for end in ("json", "safetensors")
     )
@@ -356,8 +358,10 @@ def test_tensors_are_laid_out_as_the_case_says() -> None:
 
 def test_calls_are_drawn_and_some_differ_by_two_elements_alone() -> None:
     op = ChangedOp("swiglu", "reference", "fast")
-    jobs = exploits.calls(ExploitsPolicy(), [op], RECIPE, random.Random(1))
-    assert 36 <= len(jobs) <= 44 and jobs != exploits.calls(ExploitsPolicy(), [op], RECIPE, random.Random(2))
+    jobs = exploits.make_exploit_calls(ExploitsPolicy(), [op], RECIPE, random.Random(1))
+    assert 36 <= len(jobs) <= 44 and jobs != exploits.make_exploit_calls(
+        ExploitsPolicy(), [op], RECIPE, random.Random(2)
+    )
     recipe = [job for job in jobs if job["storage"] == 1]
     assert len(recipe) == 4 and all(job["shape"]["d_ff"] == RECIPE["model"]["d_ff"] for job in recipe)
     small = [job for job in jobs if job["storage"] == 0]

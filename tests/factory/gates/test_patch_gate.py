@@ -11,7 +11,7 @@ import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.submitting import submit
+from factory.code_loop.submitting import submit_proposal
 from factory.core.workspace import checkout_root
 from factory.gates.patch import source_rules
 from factory.gates.patch.changed_ops import ChangedOp
@@ -21,7 +21,7 @@ from factory.gates.patch.stages import gate as patch_gate
 from factory.gates.patch.stages import isolated, training
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.recipe import judge as recipe_judge
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
@@ -43,14 +43,14 @@ def test_every_file_of_this_checkout_reads_clean_against_itself() -> None:
     for folder in ("kernels", "trainer"):
         for path in sorted((checkout_root() / folder).rglob("*.py")):
             content = path.read_bytes()
-            assert source_rules.problems(Change(f"{folder}/{path.name}", content), content) == []
+            assert source_rules.find_source_problems(FileChange(f"{folder}/{path.name}", content), content) == []
 
 
 @pytest.mark.parametrize(
     "text", ["a: &x 1\nb: *x\n", "a: !!python/object:os.system {}\n", "a: 1\na: 2\n", "- 1\n", "a: [\n", "\0"]
 )
 def test_strange_yaml_is_refused(text: str) -> None:
-    assert source_rules.problems(Change("policies/kernels.yaml", text.encode()), b"cpu: {}\n")
+    assert source_rules.find_source_problems(FileChange("policies/kernels.yaml", text.encode()), b"cpu: {}\n")
 
 
 QUICK, LIKE_ITSELF, QUICKER_THAN_ITSELF = (2.0,) * 3, (1.0, 0.99, 1.01), (1.3,) * 3
@@ -74,9 +74,11 @@ def test_an_op_fails_alone_only_if_it_is_slower_beyond_the_noise(
     told: list[tuple[float, ...]], state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers = iter([json.dumps(dict(zip(("ratio", "ratio_low", "ratio_high"), one, strict=True))) for one in told])
-    monkeypatch.setattr(sandbox, "run", lambda command, **_: sandbox.Result(0, next(answers), "", 1.0, None, 0, 0))
+    monkeypatch.setattr(
+        sandbox, "run", lambda command, **_: sandbox.SandboxResult(0, next(answers), "", 1.0, None, 0, 0)
+    )
     op = ChangedOp("attention", "reference", "native")
-    found = isolated.compare(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")
+    found = isolated.time_switched_ops(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")
     assert found["state"] == state and found["ops"]["attention"]["ratio"] == told[0][0]
     assert next(answers, None) is None, "timed as often as is needed"
 
@@ -87,11 +89,11 @@ def proposal(title: str, *edits: tuple[str, str]) -> Proposal:
 
 
 def judged(made: Made, drafted: Proposal) -> dict[str, Any]:
-    number = submit(Plant(made.workspace, made.ledger), drafted, made.base)
+    number = submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base)
     joined = sa.select(
         proposals, verdicts.c.outcome, verdicts.c.reasons, verdicts.c.evidence, verdicts.c.subject_sha256
     )
-    row = made.ledger.one(
+    row = made.ledger.select_first(
         joined.join(verdicts, verdicts.c.id == proposals.c.verdict).where(proposals.c.number == number)
     )
     assert row is not None and row["state"] == "judged"
@@ -173,7 +175,7 @@ def test_a_setting_that_no_run_measures_is_not_promoted(
 
 def test_a_recipe_that_does_not_train_here_is_not_measured() -> None:
     made = make()
-    own, text = made.workspace.own_recipe(), (made.target / TINY).read_text()
+    own, text = made.workspace.own_recipe_path(), (made.target / TINY).read_text()
     own.parent.mkdir(parents=True)
     own.write_text(text)
     try:
@@ -188,7 +190,7 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
     """The trunk trained one row at a time. The live recipe, merged later, takes all rows. The patch only repeats that setting."""
     made, sides = make(), []
     text = (made.target / TINY).read_text()
-    stored = made.ledger.one(sa.select(segments.c.recipe_json).where(segments.c.id == 1))
+    stored = made.ledger.select_first(sa.select(segments.c.recipe_json).where(segments.c.id == 1))
     assert stored is not None and stored["recipe_json"]["batch"]["sequences"] == 8
     recipe = stored["recipe_json"]
 
@@ -211,18 +213,20 @@ def test_a_gain_that_was_merged_is_not_credited_again(monkeypatch: pytest.Monkey
 
 def test_no_checkpoint_is_a_hold(workspace: Any, ledger: Any, tmp_path: Any) -> None:
     made = make()
-    from factory.core.workspace import Config, Workspace
+    from factory.core.workspace import Workspace, WorkspaceConfig
     from factory.git import repository
     from factory.git.scope import AgentsPolicy
 
-    empty = Workspace.create(tmp_path / "empty", Config(repository=str(made.target)))
+    empty = Workspace.create(tmp_path / "empty", WorkspaceConfig(repository=str(made.target)))
     text = (made.target / "trainer" / "optim" / "schedule.py").read_text() + "\n# more\n"
     applied = repository.apply_proposal(
-        made.target, made.base, [("trainer/optim/schedule.py", text)], policy=AgentsPolicy.load(empty.policy("agents.yaml")),
+        made.target, made.base, [("trainer/optim/schedule.py", text)], policy=AgentsPolicy.load(empty.policy_path("agents.yaml")),
         branch="factory/test/900-x", message="x", worktrees=empty.worktrees,
     )  # fmt: skip
     try:
-        _, verdict, _ = patch_gate.patch_gate(empty).decide(Plant(empty, ledger), 900, applied, tries=1, patch_id="")
+        _, verdict, _ = patch_gate.make_patch_gate(empty).judge_proposal(
+            Plant(empty, ledger), 900, applied, tries=1, patch_id=""
+        )
     finally:
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_worktree(made.target, empty.worktrees / f"live-{made.base[:12]}")

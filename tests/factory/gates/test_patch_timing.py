@@ -11,16 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.workspace import checkout_root
-from factory.gates.patch.judge import gain, judge_measurement, judge_patch
+from factory.gates.patch.judge import judge_measurement, judge_patch, step_gain
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.timing import (
     RunSeconds,
     baseline_noise,
     cpu_overhead,
     find_timing_doubt,
-    hideable,
+    gain_of_quick_start,
     long_run_gain,
-    timing,
+    step_seconds_evidence,
 )
 from tests.support.gates.patch_evidence import evidence
 from tests.support.gates.reasons import expect, has, tells
@@ -62,8 +62,8 @@ def runs(
     ],
 )
 def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> None:
-    found = timing(POLICY, measured)
-    shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
+    found = step_seconds_evidence(POLICY, measured)
+    shown = step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     assert shown is not None and shown.ratio == pytest.approx(ratio, rel=0.02) and shown.noise == pytest.approx(1)
     assert (
         found["slow_control"] == pytest.approx(199 / 99)
@@ -76,11 +76,11 @@ def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> No
 def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps: int) -> None:
     """The candidate waits only in the runs that show its overhead. Short runs credit a gain, long runs never enough."""
     overhead = 0.5
-    found = timing(POLICY, runs(overhead, 0.05, brief=overhead))
-    shown = gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
+    found = step_seconds_evidence(POLICY, runs(overhead, 0.05, brief=overhead))
+    shown = step_gain(POLICY, found["baseline_seconds"], found["candidate_seconds"], 1)
     long = long_run_gain(run(overhead, steps), run(0.05, steps), steps, overhead)
     assert shown is not None and shown.ratio > 1.5 and long["ratio"] <= long["hideable"] * 1.0001
-    assert long["hideable"] == pytest.approx(hideable(overhead, (steps - 1) * STEP, steps - 1))
+    assert long["hideable"] == pytest.approx(gain_of_quick_start(overhead, (steps - 1) * STEP, steps - 1))
     told = evidence([1.0, 1.0], [1 / shown.ratio] * 2, new_code=True, long=long | {"drift": 0.0, "control_drift": 0.2})
     policy = PatchPolicy(training=POLICY)
     assert judge_patch(policy, told).outcome in ("hold", "reject")
@@ -96,7 +96,7 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
     ],
 )
 def test_doubts_about_the_baseline_are_found(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
-    found = timing(POLICY, measured)
+    found = step_seconds_evidence(POLICY, measured)
     said = find_timing_doubt(POLICY, found, 1)
     assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
     assert not found.get("doubt") or found["doubt"] == said  # what it holds the patch back for is tried again
@@ -116,18 +116,18 @@ SHORT = TrainingPolicy(steps=11, pairs=2, max_noise=1.5)
     ],
 )
 def test_doubtful_seconds_are_found(measured: RunSeconds, doubtful: bool) -> None:
-    found = timing(SHORT, measured)
+    found = step_seconds_evidence(SHORT, measured)
     assert ("doubt" in found) == doubtful == ("baseline_seconds" not in found)
     assert found["total_seconds"] == {"baseline": list(measured.baseline), "candidate": list(measured.candidate)}
 
 
 def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
-    found = timing(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
+    found = step_seconds_evidence(SHORT, RunSeconds([3.0, 2.0], [1.5, 2.5], [1.0, 1.25], twice=4.0, overhead=1.0))
     assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
     # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
     assert found["candidate_seconds"] == [pytest.approx(0.05), pytest.approx(max(0.15, 1.25 / 9))]
     assert baseline_noise(found) == 2.0 and find_timing_doubt(SHORT, found, 1)
-    found = timing(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
+    found = step_seconds_evidence(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
     assert found["candidate_seconds"] == [pytest.approx(0.75 / 9), pytest.approx(1.75 / 9)]
     assert not find_timing_doubt(SHORT, found, 1) and find_timing_doubt(
         SHORT, found, 2
@@ -139,7 +139,7 @@ def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
 
 def test_the_gain_of_a_quick_start() -> None:
     assert long_run_gain(11.0, 6.0, 11, 1.0) == {"steps": 11, "ratio": 2.0, "hideable": 1.0}  # the start is one step
-    assert hideable(3.0, 10.0, 10) == pytest.approx(10 / 8) and hideable(0.5, 10.0, 10) == 1.0
+    assert gain_of_quick_start(3.0, 10.0, 10) == pytest.approx(10 / 8) and gain_of_quick_start(0.5, 10.0, 10) == 1.0
     assert long_run_gain(11.0, 1.0, 11, 1.0)["ratio"] == pytest.approx(10_000)
     assert cpu_overhead(SHORT, [3.0, 4.0, 9.0], 5.1) == pytest.approx(4.0 - 1.1 * 10 / 11)
 
@@ -153,7 +153,9 @@ def test_the_candidates_runs_never_cause_a_repetition(
 ) -> None:
     """Otherwise a patch could be measured until its result is lucky."""
     said = {
-        find_timing_doubt(POLICY, timing(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1)
+        find_timing_doubt(
+            POLICY, step_seconds_evidence(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1
+        )
         for ours in (candidate, other, [0.1, 0.1])
     }
     assert len(said) == 1

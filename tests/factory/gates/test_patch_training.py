@@ -14,13 +14,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from factory.gates.patch.held_out import reference_model
-from factory.gates.patch.likeness import differs, squares
+from factory.gates.patch.held_out import make_reference_model
+from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances
 from factory.runs.arm import recipe_for_one_rank
 from factory.runs.folders import reveal_spec
-from factory.runs.trace import read_alive
+from factory.runs.trace import read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import refused
 from tests.support.trainer.families import FAMILIES, ODD
@@ -35,7 +35,7 @@ from trainer.model.transformer import Decoder
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_judges_model_of_a_checkpoint_is_the_trainers(family: str) -> None:
     recipe = recipe_with(**(ODD | FAMILIES[family][1]))
-    trained = Decoder(recipe.model, bind({}), torch.float32)
+    trained = Decoder(recipe.model, bind_ops({}), torch.float32)
     trained.initialise(seed=4)
     generator = torch.Generator().manual_seed(5)
     weights = trained.state_dict()
@@ -49,7 +49,7 @@ def test_the_judges_model_of_a_checkpoint_is_the_trainers(family: str) -> None:
     with torch.no_grad():
         expected = trained.logits(tokens, positions, documents)
     assert float(expected.abs().max()) > 1
-    found = reference_model(weights, recipe.model_dump()).logits(tokens)
+    found = make_reference_model(weights, recipe.model_dump()).logits(tokens)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -91,7 +91,7 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], **state: Any) -> Pat
 def left_in(folder: Path) -> Checkpoint:
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        return read_alive(descriptor, STEP, WEIGHTS)
+        return read_live_checkpoint(descriptor, STEP, WEIGHTS)
     finally:
         os.close(descriptor)
 
@@ -167,7 +167,7 @@ def test_a_checkpoint_is_compared_whole(
     written(tmp_path / "b", optimizer())
     written(tmp_path / "c", optimizer(0.1))
     ours, theirs, fewer = (left_in(tmp_path / name) for name in "abc")
-    found = differs(ours, theirs, squares(fewer, theirs), 0.5)
+    found = find_checkpoint_difference(ours, theirs, squared_moment_distances(fewer, theirs), 0.5)
     assert tells([found], expected) if found and expected else found == expected, found
 
 

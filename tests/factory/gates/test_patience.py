@@ -14,21 +14,28 @@ import torch
 
 from factory.core import devices
 from factory.core.progress import SILENT
-from factory.gates.case import failed, missing, not_needed_evidence
+from factory.gates.case import failed_evidence, missing_evidence, not_needed_evidence
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun
 from factory.gates.patch.stages import training as patch_training
 from factory.gates.patch.stages.training import TrainingSide, compare_training
-from factory.gates.patience import TimeLimits, find_only_missing_stage, out_of_time, ran_out, run_with_limits, stopped
-from factory.gates.training_start import Start
+from factory.gates.patience import (
+    TimeLimits,
+    find_only_missing_stage,
+    out_of_time_evidence,
+    run_with_limits,
+    stopped_message,
+    was_out_of_time,
+)
+from factory.gates.training_start import TrainingStart
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
 from factory.runs.running import Runs, list_runs
 from factory.sandbox.clock import CpuSeconds
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, has, tells
 from trainer.contract.checkpoint.format import Checkpoint
@@ -47,7 +54,7 @@ def test_a_candidates_limits_follow_the_baseline(baseline: float, limits: tuple[
     patience = TimeLimits(times=5, least_seconds=300, again=3, again_seconds=3600)
     assert patience.limits(baseline) == limits
     assert patience.model_copy(update={"again": 1.0}).limits(baseline) == limits[:1]
-    said = stopped("checks", limits, baseline, "oracle.patience")
+    said = stopped_message("checks", limits, baseline, "oracle.patience")
     assert said.data == {"what": "checks", "limits": list(limits), "baseline": baseline, "key": "oracle.patience"}
     assert all(f"{limit:.0f}" in said for limit in limits) and "raise oracle.patience" in said
 
@@ -70,7 +77,7 @@ def say(text: str) -> Message:
     return Message("gates.test", "{text}", text=text)
 
 
-GOOD, LATE, LOST = {"state": "passed"}, out_of_time(say("late"), x=1), missing(say("lost"))
+GOOD, LATE, LOST = {"state": "passed"}, out_of_time_evidence(say("late"), x=1), missing_evidence(say("lost"))
 
 
 @pytest.mark.parametrize(
@@ -80,22 +87,22 @@ GOOD, LATE, LOST = {"state": "passed"}, out_of_time(say("late"), x=1), missing(s
         ([not_needed_evidence(say("a")), LATE], LATE, True),
         ([GOOD, LOST], LOST, False),
         ([LOST, LATE], {}, False),  # another stage has a say
-        ([failed(say("a")), LATE], {}, False),
-        ([GOOD, failed(say("a")) | {"out_of_time": True}], {}, False),
+        ([failed_evidence(say("a")), LATE], {}, False),
+        ([GOOD, failed_evidence(say("a")) | {"out_of_time": True}], {}, False),
         ([GOOD, LOST | {"out_of_time": "True"}], LOST | {"out_of_time": "True"}, False),
         ([GOOD], {}, False),
     ],
 )
 def test_a_patch_is_judged_again_only_where_time_alone_held_it(stages: list[Any], alone: Any, late: bool) -> None:
     evidence = {"stages": {str(number): stage for number, stage in enumerate(stages)}}
-    assert find_only_missing_stage(evidence) == alone and ran_out(evidence) == late
-    assert find_only_missing_stage({}) == find_only_missing_stage({"stages": None}) == {} and not ran_out({})
+    assert find_only_missing_stage(evidence) == alone and was_out_of_time(evidence) == late
+    assert find_only_missing_stage({}) == find_only_missing_stage({"stages": None}) == {} and not was_out_of_time({})
     assert LATE == {"state": "missing", "reasons": ["late"], "out_of_time": True, "x": 1}
     assert TimeLimits().limits(1e6) == (5e6,) and TimeLimits().limits(0.0) == (300.0, 900.0)
 
 
 def test_cpu_seconds_never_run_out_before_wall_seconds() -> None:
-    assert Limits(wall_seconds=1000).cpu >= 1000 and Limits(wall_seconds=1000, cpu_seconds=7).cpu == 7
+    assert SandboxLimits(wall_seconds=1000).cpu >= 1000 and SandboxLimits(wall_seconds=1000, cpu_seconds=7).cpu == 7
 
 
 # -- the training stage, on a clock that the test tells -------------------------------------------------------------------
@@ -174,7 +181,7 @@ def plant(monkeypatch: pytest.MonkeyPatch, ledger: Ledger) -> Sessions:
 def compared(
     plant: Sessions, policy: TrainingPolicy, folder: Path, workspace: Any, new_code: bool = True, progress: Any = SILENT
 ) -> Any:
-    start = Start(folder / "checkpoint", 6, {}, {"token_shards": []}, {"attention": "native"})
+    start = TrainingStart(folder / "checkpoint", 6, {}, {"token_shards": []}, {"attention": "native"})
     sides = [TrainingSide(folder / name, name[0] * 40, {}, folder / f"of-{name}") for name in ("baseline", "candidate")]
     for side in sides:
         (side.code / "policies").mkdir(parents=True, exist_ok=True)
@@ -277,7 +284,9 @@ def test_a_gain_is_measured_again_the_candidate_first(
     assert verdict.outcome == outcome and tells(verdict.reasons[:1], expected), verdict
     assert ("long" in found) == new_code and "long" not in found["again"]
     again = found["again"]["state"]
-    assert found["state"] == again and found["again"]["device"] == devices.kind() and found["new_code"] == new_code
+    assert (
+        found["state"] == again and found["again"]["device"] == devices.device_kind() and found["new_code"] == new_code
+    )
     said = found["reasons"][0]
     assert said.code == ("patch.trained_twice" if again == "passed" else "patch.second_time")
     assert again != "passed" or has(said, "step", 6)
@@ -323,7 +332,7 @@ def test_a_session_that_never_ends_holds_the_patch(
 
 
 def test_a_compile_cache_moves_along_with_its_own_side(plant: Sessions, tmp_path: Path, workspace: Any) -> None:
-    compiled = devices.compiled(workspace.root, "") / "inductor"
+    compiled = devices.compiled_code_folder(workspace.root, "") / "inductor"
     compiled.mkdir(parents=True)
     plant.out_of_time = {("candidate", 1)}
     measured(plant, POLICY, tmp_path, workspace)
@@ -362,7 +371,7 @@ def test_the_evidence_of_a_quiet_measurement_is_complete(plant: Sessions, tmp_pa
     del found["cpu"]
     assert found == {
         "state": "passed", "reasons": found["reasons"], "steps": 50, "new_code": False,
-        "device": devices.kind(), "session_seconds": 50.0, "total_seconds": both(whole), "overhead_seconds": pytest.approx(OVERHEAD),
+        "device": devices.device_kind(), "session_seconds": 50.0, "total_seconds": both(whole), "overhead_seconds": pytest.approx(OVERHEAD),
         "slow_control": pytest.approx(9.9 / 4.9), "baseline_seconds": [step] * 5, "candidate_seconds": [step] * 5,
         "drift": pytest.approx(0.004, rel=1e-3), "control_drift": pytest.approx(1 / 50), "left_out": 1,
     }  # fmt: skip

@@ -20,8 +20,8 @@ from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.workspace import checkout_root
 from factory.gates.recipe.policy import RunsPolicy
-from factory.gates.recipe.runs import RecipeSide, lengthen_policy, lengths, make_run_recipe
-from factory.gates.training_start import find_start
+from factory.gates.recipe.runs import RecipeSide, choose_lengths, lengthen_policy, make_run_recipe
+from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals
 from factory.ledger.plant import Plant
@@ -72,7 +72,7 @@ def made() -> Iterator[Made]:
 
 
 def judged(made: Made, number: int) -> Judged:
-    row = made.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+    row = made.ledger.select_first(sa.select(proposals).where(proposals.c.number == number))
     assert row is not None
     return Judged(number, row, made.verdict_on(number))
 
@@ -85,7 +85,7 @@ def submitted(made: Made, *swaps: tuple[str, str], path: str = TINY, base: str =
         assert old in text
         text = text.replace(old, new)
     drafted = Proposal("recipe-scout", f"quality:{swaps}", "Try it", "h", 0.01, (Edit(path, text),))
-    return judged(made, submitting.submit(Plant(made.workspace, made.ledger), drafted, base))
+    return judged(made, submitting.submit_proposal(Plant(made.workspace, made.ledger), drafted, base))
 
 
 # -- without a run -------------------------------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ def test_code_with_a_learnt_key_is_refused_by_the_patch_gate(made: Made, old: st
     code = (made.target / "trainer" / "tools" / "average.py").read_text() + "\n"
     edits = (Edit(TINY, text), Edit("trainer/tools/average.py", code))
     drafted = Proposal("x", "quality:x", "Both", "h", 0.01, edits)
-    verdict = made.verdict_on(submitting.submit(Plant(made.workspace, made.ledger), drafted, made.base))
+    verdict = made.verdict_on(submitting.submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base))
     assert (verdict["gate"], verdict["outcome"]) == ("patch", "reject")
     assert tells(verdict["reasons"][:1], expect("patch.computes_other", path=TINY, key=key))
 
@@ -153,13 +153,13 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
     found = submitted(made, ("lr: 4e-3", "lr: 5e-3"), path="policies/recipes/demo.yaml")
     assert found.verdict["outcome"] == "hold"
     assert tells(found.verdict["reasons"][:1], expect("gates.unused_recipe", used=TINY))
-    own = made.workspace.own_recipe()
+    own = made.workspace.own_recipe_path()
     own.parent.mkdir(parents=True)
     own.write_text((made.target / TINY).read_text())
     try:
         found = submitted(made, (RATE, "lr: 5e-3"))
-        bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
-        assert proposing._scout(bench, AgentOptions(), 1, submitting.submit) == []
+        bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger))  # type: ignore[arg-type]
+        assert proposing._scout(bench, AgentOptions(), 1, submitting.submit_proposal) == []
     finally:
         own.unlink()
         own.parent.rmdir()
@@ -169,10 +169,10 @@ def test_a_recipe_that_does_not_train_here_holds(made: Made) -> None:
 
 def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     """Over a real server: two drafts that cannot be, and one that goes to a branch and to the gate."""
-    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(recorded("scout")) as server:
         options = AgentOptions(server.url, "replay")
-        (number,) = proposing._scout(bench, options, 1, submitting.submit)
+        (number,) = proposing._scout(bench, options, 1, submitting.submit_proposal)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
     assert "model.d_ff' is not a key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
@@ -182,24 +182,24 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
     assert tells(found.verdict["reasons"][:1], expect("recipe.no_effect", key="schedule.warmup_steps"))
     diff = git(made.target, "diff", made.base, found.row["commit"]).splitlines()
     assert sorted(line for line in diff if re.match(r"[+] ", line)) == ["+  lr: 0.0022", "+  warmup_steps: 2"]
-    run = made.ledger.one(sa.select(agent_runs).where(agent_runs.c.proposal == number))
+    run = made.ledger.select_first(sa.select(agent_runs).where(agent_runs.c.proposal == number))
     assert run is not None and (run["state"], run["agent"]) == ("proposed", "recipe-scout")
-    spent = made.ledger.rows(sa.select(exchanges).where(exchanges.c.run == run["id"]))
+    spent = made.ledger.select_rows(sa.select(exchanges).where(exchanges.c.run == run["id"]))
     assert len(spent) == 4 and spent[-1]["tokens"] == 1000 and made.left_behind() == []
 
 
 def test_an_unknown_key_is_one_clear_error(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_start(made.ledger))  # type: ignore[arg-type]
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, find_training_start(made.ledger))  # type: ignore[arg-type]
     with ReplayServer(RecordedSession(turns=[])) as server:
         options = AgentOptions(server.url, "m", target="optimizer.rate")
         with pytest.raises(InputError, match="not a key of the recipe"):
-            proposing._scout(bench, options, 1, submitting.submit)
+            proposing._scout(bench, options, 1, submitting.submit_proposal)
     with pytest.raises(InputError, match="no endpoint"):
-        proposing._scout(bench, AgentOptions(model="m"), 1, submitting.submit)
+        proposing._scout(bench, AgentOptions(model="m"), 1, submitting.submit_proposal)
     monkeypatch.setenv("OPENAI_BASE_URL", server.url)
     assert needs_model(made.workspace, AgentOptions()) and not needs_model(made.workspace, AgentOptions("none"))
     with pytest.raises(InputError, match="--endpoint none cannot be used"):
-        proposing._scout(bench, AgentOptions("none", model="m"), 1, submitting.submit)
+        proposing._scout(bench, AgentOptions("none", model="m"), 1, submitting.submit_proposal)
     assert server.requests == [] and made.left_behind() == []
 
 
@@ -213,11 +213,11 @@ def test_a_candidate_never_gets_more_tokens_than_the_baseline() -> None:
     policy, base = RunsPolicy(seeds=3, steps=12, tail_steps=5), recipe()
     for sequences in (2, 3, 4, 7, 8, 16, 60):
         other = recipe(batch={"sequences": sequences})
-        size = lengths(policy, 6, base, other)["candidate"]
+        size = choose_lengths(policy, 6, base, other)["candidate"]
         tokens = other.tokens_between(6, 6 + size.trunk + size.tail)
         most = base.tokens_between(6, 6 + 17)
         assert tokens <= most < tokens + other.tokens_per_step and size.trunk >= 1 and size.tail >= 1
-    longer = lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
+    longer = choose_lengths(policy, 6, base, recipe(schedule={"anneal_steps": 12}))
     assert (longer["baseline"].trunk, longer["baseline"].tail) == (12, 5)
     assert (longer["candidate"].trunk, longer["candidate"].tail) == (7, 10)
 
@@ -233,17 +233,17 @@ def test_changes_that_short_runs_favour_run_longer() -> None:
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = lengths(lengthen_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = choose_lengths(lengthen_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 
 def test_every_run_ends_in_an_anneal_to_zero_on_data_that_goes_on(made: Made) -> None:
-    start = find_start(made.ledger)
+    start = find_training_start(made.ledger)
     assert start is not None
     other = recipe(
         schedule={"final_lr_share": 0.5}, mixture={"weights": {"code": 1.0}, "anneal_weights": {"docs": 1.0}}
     )
-    size = lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
+    size = choose_lengths(RunsPolicy(seeds=3, steps=12, tail_steps=5), start.step, other, other)["candidate"]
     raw = make_run_recipe(other, own_floor=False, precision="fp32")
     held = {"code", "docs", "chat"}
     side = RecipeSide("candidate", other, raw, size, held, "c" * 40, "")
@@ -281,7 +281,7 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     found = submitted(made, (RATE, "lr: 0.9"))
     assert found.verdict["outcome"] == "reject"
     assert tells(found.verdict["reasons"][:1], expect("recipe.worse"))
-    proposal_report.write(Plant(made.workspace, made.ledger), found.number)
+    proposal_report.write_proposal_report(Plant(made.workspace, made.ledger), found.number)
     page = Path(judged(made, found.number).row["report"]).read_text()
     measured = re.search(r"Measured</dt><dd>(-[0-9.]+) bits per byte", page)
     assert measured and float(measured[1]) == pytest.approx(
@@ -302,7 +302,7 @@ def test_a_judge_that_breaks_ends_the_runs_and_leaves_nothing(made: Made, monkey
     def broken(*arguments: Any) -> dict[str, float]:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("factory.gates.recipe.runs.bits_per_byte_by_domain", broken)
+    monkeypatch.setattr("factory.gates.recipe.runs.measure_weights", broken)
     verdict = submitted(made, (RATE, "lr: 4e-3")).verdict
     assert verdict["outcome"] == "hold" and made.left_behind() == []
     expected = expect("gates.stage_error", stage="runs", kind="OSError", error="no space left on device")
@@ -314,8 +314,8 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     (made.target / TINY).write_text((made.target / TINY).read_text().replace(RATE, LOW))
     git(made.target, "commit", "-q", "-am", "a rate that is much too low")
     base = made.base
-    bench = LiveWorkbench(Plant(made.workspace, made.ledger), base, find_start(made.ledger))  # type: ignore[arg-type]
-    (number,) = proposing._scout(bench, AgentOptions(), 1, submitting.submit)
+    bench = LiveWorkbench(Plant(made.workspace, made.ledger), base, find_training_start(made.ledger))  # type: ignore[arg-type]
+    (number,) = proposing._scout(bench, AgentOptions(), 1, submitting.submit_proposal)
     assert number is not None
     found = judged(made, number)
     assert (

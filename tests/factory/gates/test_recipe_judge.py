@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import checkout_root
-from factory.gates.recipe.judge import STAGES, BoundedMean, RecipeComparison, _decide, compare, judge_recipe
+from factory.gates.recipe.judge import STAGES, BoundedMean, RecipeComparison, _decide, compare_recipes, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from tests.support.gates.reasons import Expected, expect, tells
 
@@ -126,7 +126,7 @@ def test_values_on_a_threshold(shown: dict[str, Any], outcome: str) -> None:
 def test_numbers_are_counted_and_summed_as_they_are() -> None:
     runs = evidence([0.03, 0.01, 0.02, 0.04], docs=[0.01, 0.01, 0.02, 0.02])["stages"]["runs"]
     runs |= {"baseline_memory": 2.0, "candidate_memory": 3.0, "candidate_tokens_per_s": [50.0, 50.5, 49.5, 50.0]}
-    found = compare(POLICY.runs, runs, 1)
+    found = compare_recipes(POLICY.runs, runs, 1)
     assert found is not None and found.memory == 1.5 and found.slower.mean == pytest.approx(2.0)
     assert found.slower.lower == pytest.approx(2.0) and (found.domains["code"].mean, found.domains["docs"].mean) == (
         pytest.approx(0.025), pytest.approx(0.015))  # fmt: skip
@@ -137,17 +137,17 @@ def test_numbers_are_counted_and_summed_as_they_are() -> None:
         "domains": {name: bounds(of) for name, of in found.domains.items()}, "slower": found.slower.mean, "memory": 1.5,
     }  # fmt: skip
     weighted = POLICY.runs.model_copy(update={"domain_weights": {"code": 3.0, "docs": 1.0}})
-    shown = compare(weighted, runs, 1)
+    shown = compare_recipes(weighted, runs, 1)
     assert shown is not None and shown.target.mean == pytest.approx(0.0225)
     for name, value in (("baseline_memory", 0.0), ("candidate_memory", -1.0)):
-        assert compare(POLICY.runs, runs | {name: value}, 1) is None
-    assert compare(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0, 1.0, 1.0, 0.0]}, 1) is None
-    assert compare(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0] * 5}, 1) is None
+        assert compare_recipes(POLICY.runs, runs | {name: value}, 1) is None
+    assert compare_recipes(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0, 1.0, 1.0, 0.0]}, 1) is None
+    assert compare_recipes(POLICY.runs, runs | {"candidate_tokens_per_s": [1.0] * 5}, 1) is None
 
 
 def test_the_bounds_are_those_of_a_paired_t_test_shared_among_the_tries() -> None:
     gains = [0.012, 0.004, 0.009, 0.007]
-    found = compare(POLICY.runs, evidence(gains)["stages"]["runs"], tries=2)
+    found = compare_recipes(POLICY.runs, evidence(gains)["stages"]["runs"], tries=2)
     assert found is not None
     t_975_of_3 = 3.18244630528  # published tables
     reach = t_975_of_3 * float(np.std(gains, ddof=1)) / 2
@@ -185,7 +185,7 @@ def test_the_target_follows_the_policys_weights() -> None:
     verdict = judge_recipe(weighted, found)
     assert verdict.outcome == "reject" and verdict.reasons[0].code == "recipe.worse"
     of_none = POLICY.runs.model_copy(update={"domain_weights": {"elsewhere": 1.0}})
-    assert compare(of_none, found["stages"]["runs"], 1) is None
+    assert compare_recipes(of_none, found["stages"]["runs"], 1) is None
 
 
 HOSTILE: list[Any] = [None, math.nan, math.inf, -math.inf, "0.1", "", True, [], {}, 1e18, 1e300]

@@ -22,12 +22,12 @@ from factory.gates.recipe.runs import (
     MeasuredRuns,
     RecipeSide,
     RunLengths,
-    domains_of,
+    choose_lengths,
     lengthen_policy,
-    lengths,
     train_pairs,
+    trained_domains,
 )
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.runs.sandboxed import ArmEnd
 from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import codes, refused
@@ -88,7 +88,7 @@ def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], ste
     ],
 )
 def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], trunk: int, tail: int) -> None:
-    assert lengths(POLICY, 6, recipe(), recipe(**keys)) == {
+    assert choose_lengths(POLICY, 6, recipe(), recipe(**keys)) == {
         "baseline": RunLengths(12, 6),
         "candidate": RunLengths(trunk, tail),
     }
@@ -103,7 +103,7 @@ def test_the_candidates_steps_have_the_baselines_tokens(keys: dict[str, Any], tr
 )
 def test_impossible_runs_are_refused(keys: dict[str, Any], code: str, data: dict[str, Any]) -> None:
     with refused(code, RecipeError, **data):
-        lengths(POLICY, 6, recipe(), recipe(**keys))
+        choose_lengths(POLICY, 6, recipe(), recipe(**keys))
 
 
 def test_a_run_leaves_its_last_step_only() -> None:
@@ -121,10 +121,10 @@ def test_a_run_leaves_its_last_step_only() -> None:
     assert stage.NEVER > 10**9
 
 
-def start_of(folder: Path, **shard: Any) -> Start:
+def start_of(folder: Path, **shard: Any) -> TrainingStart:
     documents = make_documents(1, {"code": 3, "docs": 2})
     made = write_token_shard(folder, documents, vocab_size=512, tokenizer_sha256="a" * 64)
-    return Start(
+    return TrainingStart(
         folder / "checkpoint",
         6,
         RAW,
@@ -135,7 +135,7 @@ def start_of(folder: Path, **shard: Any) -> Start:
 
 def test_a_run_is_two_arms_of_one_plan(tmp_path: Path) -> None:
     start = start_of(tmp_path, content="x", moved={"docs": "0"})
-    assert domains_of(start) == {"code", "docs"}
+    assert trained_domains(start) == {"code", "docs"}
     side = RecipeSide("candidate", recipe(), dict(RAW), RunLengths(4, 3), {"code", "docs"}, "d" * 40, "cpu: {}\n")
     arms = side.arms(start, 7, tmp_path / "00042")
     assert [path.relative_to(tmp_path) for path in arms] == [Path("00042/trunk"), Path("00042/tail")]
@@ -204,14 +204,14 @@ def pairs(trainer: Trainer, score: Any) -> tuple[MeasuredRuns, list[str], list[A
     drawn: list[Any] = []
 
     def side(name: str, size: RunLengths) -> Any:
-        def arms(start: Start, seed: int, folder: Path) -> dict[Path, str]:
+        def arms(start: TrainingStart, seed: int, folder: Path) -> dict[Path, str]:
             drawn.append((name, start.step, seed, folder))
             return {folder / part: f"{name} {part}" for part in ("trunk", "tail")}
 
         return SimpleNamespace(name=name, size=size, arms=arms)
 
     sides = {name: side(name, size) for name, size in (("baseline", RunLengths(4, 3)), ("candidate", RunLengths(2, 1)))}
-    start = Start(Path("/checkpoint"), 6, {}, {})
+    start = TrainingStart(Path("/checkpoint"), 6, {}, {})
     found = train_pairs(trainer, POLICY, start, sides, Path("/code"), {"w": torch.zeros(1)}, score, said.append)  # type: ignore[arg-type]
     return found, said, drawn
 
@@ -297,7 +297,7 @@ def test_weights_without_a_loss_fail_their_side(tmp_path: Path, left: list[Any],
 
 
 # -- the stage -------------------------------------------------------------------------------------------------------------
-def case_of(folder: Path, start: Start | None, new: Recipe, changes: Any) -> Any:
+def case_of(folder: Path, start: TrainingStart | None, new: Recipe, changes: Any) -> Any:
     for side, of in (("base", recipe()), ("patch", new)):
         (folder / side / TINY).parent.mkdir(parents=True)
         (folder / side / TINY).write_text(json.dumps(of.model_dump()))
@@ -340,7 +340,7 @@ def staged(
 
     monkeypatch.setattr(stage, "held_out_texts", texts_of)
     monkeypatch.setattr(stage, "train_pairs", paired)
-    monkeypatch.setattr(stage, "bits_per_byte_by_domain", lambda *given: given)
+    monkeypatch.setattr(stage, "measure_weights", lambda *given: given)
     monkeypatch.setattr(stage, "copy_cache", lambda *given: asked.append(given))
     monkeypatch.setattr(stage.checkpoint_files, "read_tensors", lambda *given: given)
     case = case_of(
@@ -440,7 +440,7 @@ def test_a_change_must_show_in_the_runs(
 def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = start_of(tmp_path / "shards")
     other = [
-        Start(start.checkpoint, 6, with_changed_keys(RAW, keys), start.plan)
+        TrainingStart(start.checkpoint, 6, with_changed_keys(RAW, keys), start.plan)
         for keys in ({"model.d_ff": 128}, {"optimizer.name": "muon"})
     ]
     for number, (begun, texts, expected) in enumerate(
@@ -454,4 +454,4 @@ def test_missing_prerequisites_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     told, _, _ = staged(monkeypatch, tmp_path / "damaged", DONE, start=damaged)
     assert told["state"] == "missing"
     with pytest.raises(TrainerError):
-        domains_of(damaged)
+        trained_domains(damaged)

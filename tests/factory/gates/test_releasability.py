@@ -9,19 +9,26 @@ import pytest
 
 from benchmarks.judge import calibration
 from factory.evals.statistics import CLOZE
-from factory.gates.release.guards import detectable_gain, set_aside
+from factory.gates.release.guards import detectable_gain, guards_set_aside
 from factory.gates.release.policy import ReleasePolicy, Target
-from factory.gates.release.releasability import DomainSize, GuardSize, Sizes, TaskSize, releasability, spreads
+from factory.gates.release.releasability import (
+    DomainSize,
+    GuardSize,
+    SuiteSizes,
+    TaskSize,
+    compute_releasability,
+    measured_spreads,
+)
 from factory.ledger.ledger import Ledger
 from tests.support.gates.release_evidence import POLICY, changed, evidence
 from tests.support.plants.release_scene import add_judged
 
 EACH = DomainSize(60, 40, 20)
-ENOUGH = Sizes(dict.fromkeys(("chat", "code", "docs"), EACH), cloze_items=120)
+ENOUGH = SuiteSizes(dict.fromkeys(("chat", "code", "docs"), EACH), cloze_items=120)
 
 
-def guard(sizes: Sizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
-    return next(one for one in releasability(policy, sizes).guards if one.name == name)
+def guard(sizes: SuiteSizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
+    return next(one for one in compute_releasability(policy, sizes).guards if one.name == name)
 
 
 @pytest.mark.parametrize(
@@ -39,7 +46,7 @@ def guard(sizes: Sizes, name: str, policy: ReleasePolicy = POLICY) -> GuardSize:
     ],
 )
 def test_a_domain_without_enough_documents_holds(domain: DomainSize, state: str, code: str) -> None:
-    found = releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
+    found = compute_releasability(POLICY, replace(ENOUGH, domains={**ENOUGH.domains, "law": domain}))
     law = next(one for one in found.guards if one.name == "law")
     assert (law.state, law.have, law.needed) == (state, domain.groups, 17)
     assert (found.gain is None) == bool(found.holds) == (state == "missing")
@@ -56,7 +63,7 @@ def test_cloze_and_tasks_say_the_size_that_they_need() -> None:
         cloze_items=36,
         tasks={"own": TaskSize(40, 40, 0.02), "few": TaskSize(300, 3, 0.1), "large": TaskSize(400, 400, 0.1)},
     )
-    states = {one.name: one.state for one in releasability(POLICY, small).guards}
+    states = {one.name: one.state for one in compute_releasability(POLICY, small).guards}
     assert states == {
         "chat": "stands",
         "code": "stands",
@@ -85,42 +92,43 @@ def test_it_is_the_judges_own_answer() -> None:
     """Verdicts on drawn pairs with these sizes and this spread name the same gain, and set the same guards aside."""
     kind, rng = calibration.KINDS[0], np.random.default_rng(0)
     none = dict.fromkeys(calibration.DOMAINS, 0.0)
-    sizes = Sizes(dict.fromkeys(calibration.DOMAINS, DomainSize(100, 100, 33, kind.spread)), cloze_items=96)
-    told, drawn = releasability(POLICY, sizes), []
+    sizes = SuiteSizes(dict.fromkeys(calibration.DOMAINS, DomainSize(100, 100, 33, kind.spread)), cloze_items=96)
+    told, drawn = compute_releasability(POLICY, sizes), []
     for _ in range(12):
         pair = calibration.with_cloze(calibration.draw(kind, rng, none), rng, 96, 0.2)
         found = calibration.evidence_of(pair, 1, none | {CLOZE: 0.0})
         drawn.append(detectable_gain(POLICY, found) or 9.0)
-        assert (CLOZE in set_aside(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
+        assert (CLOZE in guards_set_aside(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
     assert told.gain == pytest.approx(float(np.median(drawn)), rel=0.15)
 
 
 def test_more_groups_show_a_smaller_gain_and_more_spread_a_larger() -> None:
     gains = [
-        releasability(POLICY, Sizes(dict.fromkeys("ab", DomainSize(n, n, n)))).gain or 9.0 for n in (8, 20, 60, 200)
+        compute_releasability(POLICY, SuiteSizes(dict.fromkeys("ab", DomainSize(n, n, n)))).gain or 9.0
+        for n in (8, 20, 60, 200)
     ]
     assert gains == sorted(gains, reverse=True) and gains[-1] < gains[0] / 3
-    wide = releasability(POLICY, Sizes(dict.fromkeys("ab", DomainSize(60, 60, 60, 0.3)))).gain
+    wide = compute_releasability(POLICY, SuiteSizes(dict.fromkeys("ab", DomainSize(60, 60, 60, 0.3)))).gain
     assert wide is not None and wide > 3 * gains[2]
-    one = releasability(
-        ReleasePolicy(target=Target(weights={"a": 1.0})), Sizes(dict.fromkeys("ab", DomainSize(60, 60, 60)))
+    one = compute_releasability(
+        ReleasePolicy(target=Target(weights={"a": 1.0})), SuiteSizes(dict.fromkeys("ab", DomainSize(60, 60, 60)))
     ).gain
     assert one is not None and one > gains[2], "half the groups count"
-    assert releasability(POLICY, Sizes({})).gain is None
+    assert compute_releasability(POLICY, SuiteSizes({})).gain is None
 
 
 def test_the_spread_is_that_of_the_newest_verdict(workspace: object, ledger: Ledger) -> None:
     from tests.support.plants.release_scene import add_candidate
 
-    assert spreads(ledger) == {}
+    assert measured_spreads(ledger) == {}
     for _ in range(2):
         add_candidate(workspace, ledger)  # type: ignore[arg-type]
     add_judged(ledger, 2, evidence(), against=1)
-    assert spreads(ledger) == {name: pytest.approx(0.01 / 2.02 * 40**0.5) for name in ("chat", "code", "docs")}
+    assert measured_spreads(ledger) == {name: pytest.approx(0.01 / 2.02 * 40**0.5) for name in ("chat", "code", "docs")}
     add_judged(
         ledger,
         2,
         changed(replace(evidence(), look=2), "guards", "code", replace(evidence().guards["code"], error=None)),
         against=1,
     )
-    assert set(spreads(ledger)) == {"chat", "docs"}, "what was not measured is not told"
+    assert set(measured_spreads(ledger)) == {"chat", "docs"}, "what was not measured is not told"

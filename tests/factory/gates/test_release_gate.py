@@ -14,15 +14,15 @@ import sqlalchemy as sa
 import torch
 
 from factory.core.errors import DamagedExportError, InputError
-from factory.evals.evaluator import evaluate, load_current_suite
+from factory.evals.evaluator import evaluate_candidate, load_current_suite
 from factory.evals.parity import CHECKS
 from factory.evals.policy import EvalPolicy
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
-from factory.gates.release.gate import decide
+from factory.gates.release.gate import judge_candidate
 from factory.ingest.rules.split import breaks_tie_to_sealed
-from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record, releases, verdicts
-from factory.ledger.rows import CandidateRow, Subject, VerdictRow, champion
+from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record_event, releases, verdicts
+from factory.ledger.rows import CandidateRow, Subject, VerdictRow, find_champion
 from kernels.contract.message import Message
 from tests.support.factory.exports import (
     SHARD,
@@ -60,40 +60,40 @@ def better(plant: FilledPlant, weak: int) -> int:
 
 
 def verdict_of(plant: FilledPlant, number: int) -> dict:
-    row = plant.ledger.one(sa.select(verdicts).where(verdicts.c.id == number))
+    row = plant.ledger.select_first(sa.select(verdicts).where(verdicts.c.id == number))
     assert row is not None
     return row
 
 
 def with_champion(plant: FilledPlant, candidate: int) -> None:
     """Make a judged candidate champion, whatever its verdict."""
-    if champion(plant.ledger) is None:
-        verdict = decide(plant, candidate)
+    if find_champion(plant.ledger) is None:
+        verdict = judge_candidate(plant, candidate)
         with plant.ledger.begin() as tx:
             tx.execute(
                 releases.insert().values(
                     number=1, candidate=candidate, verdict=verdict, state="published", created_at=0.0
                 )
             )
-            record(tx, "promoted", "release:1")
+            record_event(tx, "promoted", "release:1")
 
 
 def summary_of(plant: FilledPlant, candidate: int) -> dict:
-    row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate))
+    row = plant.ledger.select_first(sa.select(evaluations.c.summary).where(evaluations.c.candidate == candidate))
     assert row is not None
     return row["summary"]
 
 
 @pytest.mark.slow("a whole evaluation, twice")
 def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -> None:
-    number = evaluate(plant, weak)
-    assert evaluate(plant, weak) == number
+    number = evaluate_candidate(plant, weak)
+    assert evaluate_candidate(plant, weak) == number
     summary = summary_of(plant, weak)
     assert set(summary["bpb"]) == set(summary["baselines"]) == set(summary["noise_floor"]) == {"code", "docs", "chat"}
     assert {name for name, check in summary["parity"].items() if not check["ok"]} == set(), summary["parity"]
     assert set(summary["parity"]) == set(CHECKS)
     assert all(1 < row["trigram"] < row["bigram"] < 5 for row in summary["baselines"].values())
-    items = plant.ledger.rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
+    items = plant.ledger.select_rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
     assert {item["task"] for item in items} == {"bpb", "dev", "cloze", "chat"} and len(summary["samples"]) == 12
     bits = sum(i["value"] for i in items if i["task"] == "bpb" and i["domain"] == "code") / 0.6931471805599453
     assert summary["bpb"]["code"] == pytest.approx(bits / summary["bytes"]["code"])
@@ -103,28 +103,28 @@ def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -
 
 
 def test_first_release_below_the_floor_is_rejected_in_words(plant: FilledPlant, weak: int) -> None:
-    number = decide(plant, weak)
+    number = judge_candidate(plant, weak)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "reject" and verdict["against"] is None
     assert tells(verdict["reasons"], expect("release.above_trigram", least=0.0)), verdict["reasons"]
-    assert decide(plant, weak) == number
+    assert judge_candidate(plant, weak) == number
 
 
 def test_better_model_is_promoted_over_the_champion_on_the_same_items(
     plant: FilledPlant, weak: int, better: int
 ) -> None:
-    first = decide(plant, weak)
+    first = judge_candidate(plant, weak)
     with_champion(plant, weak)
-    best = champion(plant.ledger)
+    best = find_champion(plant.ledger)
     assert best and best.candidate == weak
-    number = decide(plant, better)
+    number = judge_candidate(plant, better)
     verdict = verdict_of(plant, number)
     assert verdict["outcome"] == "promote", verdict["reasons"]
     assert tells(verdict["reasons"][:1], expect("release.better", champion=f"candidate {weak}"))
     assert verdict["evidence"]["guards"]["code"]["gain"] > 0
     assert verdict["subject_sha256"] == verdict_of(plant, number)["subject_sha256"] != ""
-    assert decide(plant, better) == number
-    assert decide(plant, weak) == first  # released: keeps its verdict
+    assert judge_candidate(plant, better) == number
+    assert judge_candidate(plant, weak) == first  # released: keeps its verdict
     ours, theirs = summary_of(plant, better), summary_of(plant, weak)
     assert ours["baselines"] == theirs["baselines"] and ours["baselines_key"] == theirs["baselines_key"]
 
@@ -150,30 +150,30 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(
     model = trained(Qwen3ForCausalLM.from_pretrained(plant.workspace.exports / "better").eval(), seen, 120)
     cheat = plant.add_candidate(save_export(model, plant.workspace.exports / "cheat", plant.tokenizer))
     with_champion(plant, weak)
-    verdict = verdict_of(plant, decide(plant, measured_alone(plant, cheat)))
+    verdict = verdict_of(plant, judge_candidate(plant, measured_alone(plant, cheat)))
     assert verdict["outcome"] == "hold"
     assert tells(verdict["reasons"][:1], expect("release.to_do", remedy="release.remedy_memorised"))
     assert tells(verdict["reasons"][1:2], expect("release.sealed_seen")), verdict["reasons"]
-    honest = verdict_of(plant, decide(plant, better))["evidence"]
+    honest = verdict_of(plant, judge_candidate(plant, better))["evidence"]
     assert abs(honest["halves_gap"]["gain"]) < verdict["evidence"]["halves_gap"]["gain"] / 3
 
 
 def test_a_sealed_half_that_was_read_too_often_is_not_read_again(plant: FilledPlant, weak: int, better: int) -> None:
     with_champion(plant, weak)
-    decide(plant, better)
+    judge_candidate(plant, better)
     fresh = plant.add_candidate(plant.workspace.exports / "better")
     policy = plant.workspace.root / "policies" / "gates" / "release.yaml"
     policy.parent.mkdir(parents=True, exist_ok=True)
     policy.write_text("sealed_looks_max: 2\n")
     try:
-        verdict = verdict_of(plant, decide(plant, fresh))
-        known = verdict_of(plant, decide(plant, better))
+        verdict = verdict_of(plant, judge_candidate(plant, fresh))
+        known = verdict_of(plant, judge_candidate(plant, better))
     finally:
         policy.unlink()
     assert verdict["outcome"] == "hold" and len(verdict["reasons"]) == 2
     assert tells(verdict["reasons"][:1], expect("release.to_do", remedy="release.remedy_bring_shards"))
     assert tells(verdict["reasons"][1:], expect("release.sealed_spent", most=2.0))
-    assert not plant.ledger.rows(sa.select(evaluations.c.id).where(evaluations.c.candidate == fresh))
+    assert not plant.ledger.select_rows(sa.select(evaluations.c.id).where(evaluations.c.candidate == fresh))
     assert known["evidence"]["target"] is None or known["outcome"] == "hold", (
         "a recorded one is judged by the same rule"
     )
@@ -197,7 +197,7 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Filled
         (overflow, "cloze items is not finite. First: "),
         (asks, "are too few for the "),
     ):
-        verdict = verdict_of(plant, decide(plant, candidate))
+        verdict = verdict_of(plant, judge_candidate(plant, candidate))
         assert verdict["outcome"] == "reject"
         assert words in str(Message.from_json(verdict["reasons"][0])), verdict["reasons"]
 
@@ -205,7 +205,7 @@ def test_hostile_or_changed_export_is_rejected_and_nothing_crashes(plant: Filled
 def spoil_one(plant: FilledPlant, folder: Path) -> tuple[Path, str]:
     """An export of finite weights that has no finite loss on one held-out document, and that document's key."""
     suite = load_current_suite(plant)
-    policy = EvalPolicy.load(plant.workspace.policy("evals.yaml"))
+    policy = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
     every = [*suite.documents, *suite.dev]
     texts = encode_documents(every, plant.tokenizer, TokenBytes.load(plant.workspace.tokenizer), policy.document_bytes)
     held_by = Counter(token for text in texts for token in set(text.tokens[:-1].tolist()))
@@ -224,13 +224,13 @@ def test_one_document_without_a_finite_loss_is_named(plant: FilledPlant, better:
     """The candidate is rejected. If the champion has no finite loss, nothing can be compared: the candidate is held."""
     export, key = spoil_one(plant, tmp_path / "one")
     spoiled = plant.add_candidate(export)
-    verdict = verdict_of(plant, decide(plant, spoiled))
+    verdict = verdict_of(plant, judge_candidate(plant, spoiled))
     assert verdict["outcome"] == "reject"
     assert tells(verdict["reasons"][:1], expect("release.check_failed", check="finite_loss"))
     assert key in Message.from_json(verdict["reasons"][0])
     before = plant.ledger.read("SELECT * FROM releases")
     with as_champion(plant, spoiled):
-        held = verdict_of(plant, decide(plant, better))
+        held = verdict_of(plant, judge_candidate(plant, better))
         assert plant.ledger.read("SELECT COUNT(*) AS n FROM releases")[0]["n"] == 1
     assert held["outcome"] == "hold" and not tells(held["reasons"], expect("release.no_common_items"))
     expected = expect("release.champion_failed", champion=f"candidate {spoiled}", check="finite_loss")
@@ -242,7 +242,7 @@ def test_one_document_without_a_finite_loss_is_named(plant: FilledPlant, better:
 @contextmanager
 def as_champion(plant: FilledPlant, candidate: int) -> Iterator[None]:
     """While it lasts a candidate is the only release, whatever its verdict."""
-    before = plant.ledger.rows(sa.select(releases))
+    before = plant.ledger.select_rows(sa.select(releases))
     verdict = plant.ledger.read("SELECT MAX(id) AS id FROM verdicts WHERE subject = :s", s=f"candidate:{candidate}")[0][
         "id"
     ]
@@ -251,13 +251,13 @@ def as_champion(plant: FilledPlant, candidate: int) -> Iterator[None]:
         tx.execute(
             releases.insert().values(number=1, candidate=candidate, verdict=verdict, state="published", created_at=0.0)
         )
-        record(tx, "promoted", "release:1")
+        record_event(tx, "promoted", "release:1")
     yield
     with plant.ledger.begin() as tx:
         tx.execute(releases.delete())
         if before:
             tx.execute(releases.insert(), before)
-            record(tx, "promoted", f"release:{before[-1]['number']}")
+            record_event(tx, "promoted", f"release:{before[-1]['number']}")
 
 
 def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPlant, weak: int, better: int) -> None:
@@ -278,29 +278,29 @@ def test_an_export_that_changed_is_named_and_nothing_is_recorded(plant: FilledPl
             tx.execute(
                 releases.insert().values(number=1, candidate=weak, verdict=verdict, state="published", created_at=0.0)
             )
-            record(tx, "promoted", "release:1")
+            record_event(tx, "promoted", "release:1")
         if candidate != judged:
             measured_alone(plant, judged)
         with pytest.raises(DamagedExportError, match="does not have the recorded hash") as caught:
-            decide(plant, judged)
+            judge_candidate(plant, judged)
         assert caught.value.candidate == candidate and "factory check --repair" in str(caught.value)
         assert not plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
         stray.unlink()
-        decide(plant, measured_alone(plant, judged))
+        judge_candidate(plant, measured_alone(plant, judged))
         assert plant.ledger.read("SELECT id FROM evaluations WHERE candidate = :c", c=candidate)
 
 
 def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: int) -> None:
     """The current policy decides: after a person with the right allows the licence, the next verdict follows."""
     with_champion(plant, weak)
-    allowed = verdict_of(plant, decide(plant, better))
+    allowed = verdict_of(plant, judge_candidate(plant, better))
     assert allowed["evidence"]["releasable"] == 1 and not tells(allowed["reasons"], expect("release.licences"))
     trained = next(d.key for d in plant.documents if not d.held)
     copy = {"key": "copy", "id": "copy", "shard": SHARD, "row": 9000, "domain": "docs", "fate": "dropped"}
     with plant.ledger.begin() as tx:  # a text that came under a stricter licence too
         row = copy | {"rule": "exact_duplicate", "matched": trained, "license": "CC-BY-NC-4.0"}
         tx.execute(documents.insert().values(row))
-    flagged = verdict_of(plant, decide(plant, better))
+    flagged = verdict_of(plant, judge_candidate(plant, better))
     assert flagged["outcome"] != "promote" and tells(
         flagged["reasons"], expect("release.licences", named=["CC-BY-NC-4.0 0.2%"])
     )
@@ -310,7 +310,7 @@ def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: 
     with plant.ledger.begin() as tx:
         tx.execute(documents.delete().where(documents.c.key == "copy"))
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
-    verdict = verdict_of(plant, decide(plant, better))
+    verdict = verdict_of(plant, judge_candidate(plant, better))
     assert verdict["outcome"] == "hold" and tells(verdict["reasons"], expect("release.licences"))
     assert verdict["evidence"]["disputed"] == 0 and "release.licences_disputed" not in codes(verdict["reasons"])
     share = verdict["evidence"]["not_releasable"]["CC-BY-NC-4.0"]
@@ -320,7 +320,7 @@ def test_licences_must_allow_the_release(plant: FilledPlant, weak: int, better: 
     own.write_text(
         text.replace("CC-BY-NC-4.0: {train: true, release: false}", "CC-BY-NC-4.0: {train: true, release: true}")
     )
-    allowed = verdict_of(plant, decide(plant, better))
+    allowed = verdict_of(plant, judge_candidate(plant, better))
     own.unlink()
     assert allowed["evidence"]["releasable"] == 1 and not tells(allowed["reasons"], expect("release.licences"))
 
@@ -344,7 +344,7 @@ def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlan
     unguarded = lambda verdict: [
         one for one in map(Message.from_json, verdict["reasons"]) if one.code == "release.unguarded"
     ]
-    verdict = verdict_of(plant, decide(plant, better))
+    verdict = verdict_of(plant, judge_candidate(plant, better))
     share = 9 / (9 + sum(not d.held for d in plant.documents))
     assert verdict["evidence"]["trained_on"]["law"] == pytest.approx(share) and share > 0.001
     assert sum(verdict["evidence"]["trained_on"].values()) == pytest.approx(1)
@@ -352,7 +352,7 @@ def test_a_domain_that_is_trained_on_and_not_held_out_is_named(plant: FilledPlan
     assert said.data["named"] == [f"law {share:.1%}"] and said.data["shares"] == {"law": pytest.approx(share)}
     with plant.ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.key == "law").values(fate="removed"))
-    after = verdict_of(plant, decide(plant, better))
+    after = verdict_of(plant, judge_candidate(plant, better))
     assert unguarded(after) == [] and after["outcome"] == verdict["outcome"]
     with plant.ledger.begin() as tx:
         tx.execute(documents.delete().where(documents.c.key.in_(["law", "x"])))
@@ -394,8 +394,8 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
                 content=leaked.content,
             )
         )
-    number = evaluate(plant, candidate)
-    row = plant.ledger.one(sa.select(evaluations.c.summary).where(evaluations.c.id == number))
+    number = evaluate_candidate(plant, candidate)
+    row = plant.ledger.select_first(sa.select(evaluations.c.summary).where(evaluations.c.id == number))
     checks = row["summary"]["parity"]
     failed = {name for name, check in checks.items() if check["ok"] is False}
     of_chats = {"server_chat", "whitespace", "system_message", "tools_printed", "engine_start"}
@@ -405,7 +405,7 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
 
 def test_unknown_candidate(plant: FilledPlant) -> None:
     with pytest.raises(InputError, match="no candidate 99; there are: 1"):
-        evaluate(plant, 99)
+        evaluate_candidate(plant, 99)
 
 
 def test_an_undone_change_gets_a_new_verdict(tmp_path: Path) -> None:
@@ -419,7 +419,7 @@ def test_an_undone_change_gets_a_new_verdict(tmp_path: Path) -> None:
     for licence in ("MIT", "CC-BY-NC-4.0", "MIT", "MIT"):
         with plant.ledger.begin() as tx:
             tx.execute(documents.update().values(license=licence))
-        found.append(decide(plant, candidate))
+        found.append(judge_candidate(plant, candidate))
         newest = VerdictRow.newest(plant.ledger, "release", Subject("candidate", candidate))
         assert newest is not None and newest.id == found[-1]
     licences = expect("release.licences")

@@ -10,16 +10,16 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.diagnosis.acting import accept
+from factory.diagnosis.acting import accept_diagnosis
 from factory.evals.evaluator import load_current_suite
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.gate import decide
-from factory.gates.release.line import look_at, losses_since_best
+from factory.gates.release.gate import judge_candidate
+from factory.gates.release.line import comparison_number, losses_since_best
 from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.reward_hacking import JudgedCandidate, rise_since, watched
-from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, every_anomaly
+from factory.gates.release.reward_hacking import JudgedCandidate, add_line_evidence, rise_since
+from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
@@ -52,14 +52,14 @@ def released(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
 
 def test_each_candidate_and_each_suite_is_a_look(workspace: Workspace, ledger: Ledger) -> None:
     first, second, third = (add_candidate(workspace, ledger) for _ in range(3))
-    assert look_at(ledger, first, second, "a") == 1
+    assert comparison_number(ledger, first, second, "a") == 1
     judged(ledger, second, "a", first)
-    assert look_at(ledger, first, second, "a") == 1  # the same look, judged again
-    assert look_at(ledger, first, second, "b") == look_at(ledger, first, third, "a") == 2
+    assert comparison_number(ledger, first, second, "a") == 1  # the same look, judged again
+    assert comparison_number(ledger, first, second, "b") == comparison_number(ledger, first, third, "a") == 2
     judged(ledger, third, "b", first)
     judged(ledger, third, "b", first)  # by another policy
-    assert look_at(ledger, first, third, "b") == 2 and look_at(ledger, first, second, "b") == 3
-    assert look_at(ledger, second, third, "b") == 1  # another champion
+    assert comparison_number(ledger, first, third, "b") == 2 and comparison_number(ledger, first, second, "b") == 3
+    assert comparison_number(ledger, second, third, "b") == 1  # another champion
 
 
 def test_small_losses_add_up_from_the_best_release(workspace: Workspace, ledger: Ledger) -> None:
@@ -97,7 +97,7 @@ def test_small_steps_of_the_dev_half_alone_are_seen_together(workspace: Workspac
         dev, sealed = Gain(0.01 * number, 0.002, 40, 40.0), Gain(0.0, 0.002, 40, 40.0)
         gap = Gain(-0.01 * number, 0.003, 80, 80.0)
         before = ReleaseEvidence(on_dev=dev, on_sealed=sealed, halves_gap=gap)
-        seen = watched(ledger, candidate, line[0], before)
+        seen = add_line_evidence(ledger, candidate, line[0], before)
         found.append((seen.watched, seen.rise_since, bool(dev_alone_message(policy, replace(seen, halves_gap=None)))))
         verdict = judged(ledger, candidate, "a", line[0])
         evidence = {"on_dev": vars(dev), "on_sealed": vars(sealed), "halves_gap": vars(gap)}
@@ -139,17 +139,17 @@ def test_fitting_to_the_dev_half_is_held_and_an_anomaly(tmp_path: Path) -> None:
         tx.execute(
             eval_items.update().where(own).values(value=eval_items.c.value + 0.15 * math.log(2) * eval_items.c.weight)
         )
-    number = decide(Plant(plant.workspace, plant.ledger), candidate)
+    number = judge_candidate(Plant(plant.workspace, plant.ledger), candidate)
     verdict = VerdictRow.get(plant.ledger, number)
     assert verdict.outcome == "hold" and "release.dev_alone" in codes(verdict.reasons), verdict.reasons
-    rows = [row for row in every_anomaly(plant.ledger) if row["kind"] == GAIN_ON_DEV_ONLY]
+    rows = [row for row in list_anomalies(plant.ledger) if row["kind"] == GAIN_ON_DEV_ONLY]
     assert [row["state"] for row in rows] == ["open"]
-    assert decide(Plant(plant.workspace, plant.ledger), candidate) == number
-    assert len(every_anomaly(plant.ledger)) == 1
-    lines = _anomaly_lines({"anomalies": every_anomaly(plant.ledger), "marked_releases": []})
+    assert judge_candidate(Plant(plant.workspace, plant.ledger), candidate) == number
+    assert len(list_anomalies(plant.ledger)) == 1
+    lines = _anomaly_lines({"anomalies": list_anomalies(plant.ledger), "marked_releases": []})
     assert any(f"anomaly {rows[0]['id']} {GAIN_ON_DEV_ONLY}" in line for line in lines), lines
-    assert accept(plant.ledger, rows[0]["id"], "ada").code == "diagnosis.noted"
-    assert [(row["state"], row["how"]) for row in every_anomaly(plant.ledger)] == [("closed", "accepted")]
+    assert accept_diagnosis(plant.ledger, rows[0]["id"], "ada").code == "diagnosis.noted"
+    assert [(row["state"], row["how"]) for row in list_anomalies(plant.ledger)] == [("closed", "accepted")]
     with pytest.raises(InputError, match="is closed: accepted by ada"):
-        accept(plant.ledger, rows[0]["id"], "ada")
-    assert decide(Plant(plant.workspace, plant.ledger), candidate) == number
+        accept_diagnosis(plant.ledger, rows[0]["id"], "ada")
+    assert judge_candidate(Plant(plant.workspace, plant.ledger), candidate) == number

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.removal import remove
-from factory.git.git_store import MARK, RepositoryError, alone, list_lock_files
-from factory.git.git_store import git as factory_git
+from factory.core.removal import remove_path
+from factory.git.git_store import MARK, RepositoryError, list_lock_files, take_turn
+from factory.git.git_store import run_git as factory_git
 from tests.support.git import git
 
 LEFT = ("index.lock", "HEAD.lock", "refs/heads/main.lock", "worktrees/live-1/HEAD.lock", "worktrees/live-1/locked")
@@ -39,7 +39,7 @@ def move(target: Path) -> None:
 
 def killed(target: Path, *names: str) -> None:
     """Leave the state of a factory's command that was killed while it had these lock files."""
-    with pytest.raises(Killed), alone(target):
+    with pytest.raises(Killed), take_turn(target):
         for name in names:
             (target / ".git" / name).write_text("initializing" if name.endswith("locked") else "")
         raise Killed
@@ -101,7 +101,7 @@ def test_a_cut_off_registration_of_a_worktree_is_removed_and_a_whole_one_stays(t
         git(target, "worktree", "add", "-q", "--detach", str(tmp_path / "trees" / name))
     whole, registered = (target / ".git" / "worktrees" / name / "gitdir" for name in ("whole", "torn"))
     path = registered.read_text()
-    remove(tmp_path / "trees" / "torn")
+    remove_path(tmp_path / "trees" / "torn")
     registered.write_text(path[: path.index("/torn")])
     factory_git(target, "worktree", "prune", "--expire", "now")
     assert registered.exists(), "no command of the factory was killed: the registration may be a person's"

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.computing.tuned_kernels import live_kernels_file
-from factory.core.faults import BROKEN, fault_of
-from factory.core.workspace import Config, Workspace, checkout_root
+from factory.core.faults import BROKEN, find_fault_in
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.git import repository
 from factory.git.git_store import ENVIRONMENT
 from factory.git.repository import AppliedPatch, RepositoryError, ScopeError
-from factory.git.scope import AgentsPolicy, Change, problems
+from factory.git.scope import AgentsPolicy, FileChange, find_scope_problems
 from tests.support.git import git
 from tests.support.messages import refused
 
@@ -42,7 +42,7 @@ def target(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def live(tmp_path: Path, target: Path) -> Workspace:
-    return Workspace.create(tmp_path / "workspace", Config(repository=str(target)))
+    return Workspace.create(tmp_path / "workspace", WorkspaceConfig(repository=str(target)))
 
 
 def apply(
@@ -100,7 +100,7 @@ def test_a_detached_head_is_allowed_and_uncommitted_files_are_named(live: Worksp
     git(target, "checkout", "-q", "--detach")
     (target / "kernels/ops.py").write_text("not committed\n")
     (target / "README.md").write_text("not code\n")
-    assert repository.changed_files(target) == ["kernels/ops.py"]
+    assert repository.list_changed_files(target) == ["kernels/ops.py"]
     folder = repository.checkout_live_code(live)
     assert (folder / "kernels/ops.py").read_text() == FILES["kernels/ops.py"]
 
@@ -128,15 +128,15 @@ def test_a_patch_becomes_one_commit_on_a_branch(target: Path, tmp_path: Path) ->
         f"factory <factory@localhost> {base} Try"
     )
     assert (applied.worktree / "kernels/new.py").read_text() == "x = 1\n"
-    assert [c.path for c in repository.changes(target, base, applied.commit)] == [
+    assert [c.path for c in repository.read_changes(target, base, applied.commit)] == [
         "kernels/new.py",
         "policies/kernels.yaml",
     ]
-    assert "+  rms_norm: fast" in repository.patch(target, base, applied.commit)
+    assert "+  rms_norm: fast" in repository.read_patch(target, base, applied.commit)
 
     new = repository.reword_commit(target, applied, "Judged\n")
     assert git(target, "log", "-1", "--format=%s", "factory/search/1-try") == "Judged"
-    assert repository.patch_sha256(target, base, new) == applied.patch_sha256
+    assert repository.hash_patch(target, base, new) == applied.patch_sha256
     assert repository.list_branch_numbers(target) == {1}
 
     repository.remove_worktree(target, applied.worktree)
@@ -189,7 +189,7 @@ def test_executable_files_keep_their_mode(target: Path, tmp_path: Path) -> None:
     (target / "kernels/ops.py").chmod(0o755)
     git(target, "commit", "-q", "-am", "executable")
     applied = apply(target, [("kernels/ops.py", "a = 1\n")], tmp_path / "try")
-    assert repository.modes(target, applied.commit)["kernels/ops.py"] == "100755"
+    assert repository.read_modes(target, applied.commit)["kernels/ops.py"] == "100755"
 
 
 def test_branch_names() -> None:
@@ -219,7 +219,7 @@ paths = st.lists(st.sampled_from(PARTS) | st.text(max_size=4), min_size=1, max_s
 
 @given(paths)
 def test_only_plain_names_in_scope_pass(path: str) -> None:
-    if not problems(POLICY, [Change(path, b"x = 1\n")], {}):
+    if not find_scope_problems(POLICY, [FileChange(path, b"x = 1\n")], {}):
         assert path.isascii() and ".." not in path.split("/") and not path.startswith("/")
         assert path.startswith(("kernels/", "trainer/", "policies/recipes/")) or path == "policies/kernels.yaml"
         assert path.endswith((".py", ".yaml")) and path.isprintable() and "conftest" not in path
@@ -242,11 +242,11 @@ def test_a_fault_of_the_machine_during_a_git_command_is_raised(
     monkeypatch.setitem(ENVIRONMENT, "PATH", f"{tmp_path}:{ENVIRONMENT['PATH']}")
     asked = (
         lambda: repository.get_branch_commit(tmp_path, "factory/search/1-x"),
-        lambda: repository.contains(tmp_path, "a", "b"),
+        lambda: repository.is_ancestor(tmp_path, "a", "b"),
         lambda: repository.get_live_commit(tmp_path),
         lambda: live_kernels_file(workspace).__enter__(),
     )
     for ask in asked:
         with pytest.raises(RepositoryError, match="Input/output error") as raised:
             ask()
-        assert fault_of(raised.value) == BROKEN
+        assert find_fault_in(raised.value) == BROKEN

@@ -11,7 +11,7 @@ import pytest
 
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import use_small_vocabulary
@@ -49,7 +49,7 @@ def sample() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer(sample: list[str], tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return train(iter(sample), 1000, tmp_path_factory.mktemp("tokenizer"))
+    return train_tokenizer(iter(sample), 1000, tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="session")

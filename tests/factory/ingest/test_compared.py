@@ -14,21 +14,21 @@ import pytest
 import sqlalchemy as sa
 
 from factory.backups.backups import make_backup
-from factory.backups.upgrade import upgrade
+from factory.backups.upgrade import upgrade_workspace
 from factory.core.errors import WorkspaceError
 from factory.core.progress import SILENT
-from factory.core.workspace import Config, Workspace
-from factory.data.removing import look, remove
-from factory.data.selecting import by_name
+from factory.core.workspace import Workspace, WorkspaceConfig
+from factory.data.removing import apply_removal, plan_removal
+from factory.data.selecting import select_by_name
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.chain import ingest_shard
-from factory.ingest.compared import INDEX, hashes_file, read_hashes, sources
+from factory.ingest.compared import INDEX, hashes_file, list_hash_sources, read_hashes
 from factory.ingest.held_tasks import record_task_ngrams
 from factory.ingest.inbox import ingest_and_file
 from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
-from factory.repairs.lost_ledger import restore
+from factory.repairs.lost_ledger import restore_ledger
 from factory.repairs.mending import repair_all
 from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
@@ -74,7 +74,7 @@ def test_an_index_that_is_lost_or_damaged_is_made_again(
     harm(workspace.root / INDEX)
     if harm is not _removed:
         (fault,) = CHECKS["hashes"](Plant(workspace, ledger), False).faults
-        assert fault.what.startswith(f"{workspace.root / INDEX} is damaged: ")
+        assert fault.problem.startswith(f"{workspace.root / INDEX} is damaged: ")
     assert indexed(ledger) == two_shards
 
 
@@ -103,7 +103,7 @@ def test_the_index_is_made_again_if_the_ledger_knows_less(
 ) -> None:
     """For example after a restore without the newest journal."""
     with ledger.begin() as tx:
-        tx.execute(events.delete().where(events.c.id == sources(ledger)[-1][0]))
+        tx.execute(events.delete().where(events.c.id == list_hash_sources(ledger)[-1][0]))
     assert indexed(ledger)["signatures"] == two_shards["signatures"][:61]
 
 
@@ -111,7 +111,7 @@ def test_the_index_is_made_again_if_the_ledger_knows_less(
 def test_a_file_of_hashes_that_is_lost_is_made_again_from_the_raw_shard(
     workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]], harm: Callable[[Path], None]
 ) -> None:
-    subject = sources(ledger)[0][1]
+    subject = list_hash_sources(ledger)[0][1]
     harm(hashes_file(workspace.root, subject))
     (workspace.root / INDEX).unlink()
     with refused("ingest.no_hashes", WorkspaceError):
@@ -130,7 +130,7 @@ class TestUpgrade:
     @pytest.fixture(params=["sqlite", "postgresql"])
     def workspace(self, request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
         url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")()
-        return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
+        return Workspace.create(tmp_path / "workspace", WorkspaceConfig(ledger_url=url))
 
     @pytest.fixture
     def ledger(self, workspace: Workspace) -> Ledger:
@@ -140,7 +140,7 @@ class TestUpgrade:
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, two_shards: dict[str, list[Any]]
     ) -> None:
         as_schema_5(workspace.root, ledger)
-        upgrade(workspace, has_backup=True)
+        upgrade_workspace(workspace, has_backup=True)
         assert indexed(Ledger.open(workspace.ledger_url, workspace.root)) == two_shards
         report = ingest([{"text": prose(700), **MIT}, *texts(500, 5)], "later.jsonl")
         assert report.counts["dropped"] == {"licence": 1}
@@ -156,7 +156,7 @@ class TestUpgrade:
         as_schema_5(workspace.root, ledger)
         with ledger.begin() as tx:
             tx.execute(sa.text(f"DELETE FROM ngrams WHERE {lost}"))
-        upgrade(workspace, has_backup=True)
+        upgrade_workspace(workspace, has_backup=True)
         upgraded = Ledger.open(workspace.ledger_url, workspace.root)
         assert record_task_ngrams(Plant(workspace, upgraded), 13) == 1
         assert {row[::2] for row in indexed(upgraded)["held_out n-grams"]} == {row[::2] for row in before}
@@ -170,7 +170,7 @@ class TestMadeAgain:
     """A lost file of hashes is made again as the ingest wrote it, or reported as lost."""
 
     def lose(self, workspace: Workspace, ledger: Ledger, place: int = 0) -> tuple[str, list[dict[str, Any]]]:
-        subject = sources(ledger)[place][1]
+        subject = list_hash_sources(ledger)[place][1]
         before = read_hashes(workspace.root, subject).to_pylist()
         hashes_file(workspace.root, subject).unlink()
         return subject, before
@@ -219,8 +219,10 @@ class TestMadeAgain:
         key = ledger.read(
             "SELECT d.\"key\" FROM documents d JOIN shards s ON s.sha256 = d.shard WHERE s.name = 'doc.txt'"
         )
-        look_at = look(ledger, by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True)
-        remove(ledger, look_at, "me", "", True)
+        look_at = plan_removal(
+            ledger, select_by_name(ledger, [key[0]["key"]], ("train", "held_out", "quarantined")), True
+        )
+        apply_removal(ledger, look_at, "me", "", True)
         finish_pending_removals(plant)
         subject, _ = self.lose(workspace, ledger, 1)
         shutil.rmtree(workspace.root / "backups")
@@ -232,7 +234,7 @@ class TestMadeAgain:
         self, workspace: Workspace, ledger: Ledger, ingest: Ingest, exam: Path, is_there: bool
     ) -> None:
         ingest(texts(0, 30))
-        subject = next(name for _, name in sources(ledger) if name.startswith("task:"))
+        subject = next(name for _, name in list_hash_sources(ledger) if name.startswith("task:"))
         file = hashes_file(workspace.root, subject)
         whole = file.read_bytes()
         file.write_bytes(whole[:-9])
@@ -251,13 +253,15 @@ class TestMadeAgain:
         report = ingest([{**row, "text": f"{head}\n{row['text']}"} for row in texts(0, 80)])
         make_backup(Plant(workspace, ledger))
         exam.unlink()
-        for _, subject in sources(ledger):
+        for _, subject in list_hash_sources(ledger):
             file = hashes_file(workspace.root, subject)
             before = file.read_bytes()
             file.unlink()
             assert rebuild_hashes(Plant(workspace, ledger), subject) == "" and file.read_bytes() == before
         with ledger.begin() as tx:  # as after a restore and an ingest by another policy, which held out others
-            tx.execute(held_out.delete().where(held_out.c.key == ledger.rows(sa.select(held_out.c.key))[0]["key"]))
+            tx.execute(
+                held_out.delete().where(held_out.c.key == ledger.select_rows(sa.select(held_out.c.key))[0]["key"])
+            )
         assert report.counts["held_out"] and not _hashes_from_backup(Plant(workspace, ledger), subject)
 
     @pytest.mark.parametrize("links", [True, False])
@@ -276,10 +280,10 @@ class TestMadeAgain:
         before = indexed(ledger)
         backup, _ = make_backup(Plant(workspace, ledger), tmp_path / "elsewhere")
         ledger.engine.dispose()
-        kept = hashes_file(backup, sources(ledger)[0][1])
+        kept = hashes_file(backup, list_hash_sources(ledger)[0][1])
         assert kept.stat().st_nlink == (2 if links else 1)
         shutil.rmtree(workspace.root)
-        restore(workspace.root, str(backup), SILENT)
+        restore_ledger(workspace.root, str(backup), SILENT)
         plant = Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url, workspace.root))
         assert indexed(plant.ledger) == before
         file = tmp_path / "new.jsonl"

@@ -18,10 +18,10 @@ def load(tmp_path: Path, text: str) -> DataPolicy:
 def test_the_shipped_policy_loads_and_knows_its_domains() -> None:
     policy = DataPolicy.load(checkout_root() / "policies" / "data.yaml")
     assert policy.tokenizer.vocab_size == 4096
-    assert policy.rules("code").must_parse and not policy.rules("poems").must_parse
-    assert policy.rules("poems") == policy.domains["default"]
-    assert policy.licences.of("PSF-2.0").release and not policy.licences.of("unheard of").release
-    assert not policy.licences.of("proprietary").train
+    assert policy.rules_of_domain("code").must_parse and not policy.rules_of_domain("poems").must_parse
+    assert policy.rules_of_domain("poems") == policy.domains["default"]
+    assert policy.licences.find_licence("PSF-2.0").release and not policy.licences.find_licence("unheard of").release
+    assert not policy.licences.find_licence("proprietary").train
 
 
 @pytest.mark.parametrize(

@@ -84,16 +84,16 @@ def test_a_filed_shard_that_was_only_touched_stays(workspace: Workspace, ledger:
     (filed,) = (workspace.shards / "raw").iterdir()
     os.utime(filed)
     assert one_pass(workspace, ledger).lines == [] and filed.exists()
-    count = len(ledger.rows(sa.select(events.c.id)))
-    assert one_pass(workspace, ledger).lines == [] and len(ledger.rows(sa.select(events.c.id))) == count
+    count = len(ledger.select_rows(sa.select(events.c.id)))
+    assert one_pass(workspace, ledger).lines == [] and len(ledger.select_rows(sa.select(events.c.id))) == count
 
 
 def quarantined(ledger: Ledger) -> list[str]:
-    return [row["name"] for row in ledger.rows(sa.select(shards.c.name).where(shards.c.state == "quarantined"))]
+    return [row["name"] for row in ledger.select_rows(sa.select(shards.c.name).where(shards.c.state == "quarantined"))]
 
 
 def tries(ledger: Ledger) -> int:
-    return len(ledger.rows(sa.select(events.c.id).where(events.c.kind == "quarantined")))
+    return len(ledger.select_rows(sa.select(events.c.id).where(events.c.kind == "quarantined")))
 
 
 def test_a_quarantined_file_is_tried_again_under_another_name(workspace: Workspace, ledger: Ledger) -> None:

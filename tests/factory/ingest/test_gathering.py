@@ -13,10 +13,10 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace, checkout_root
-from factory.ingest.gathering import gather
+from factory.ingest.gathering import gather_files
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import TooLittleTextError
-from factory.ledger.files import held
+from factory.ledger.files import held_files
 from factory.ledger.ledger import Ledger, shards, tokenizers
 from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here
@@ -27,11 +27,11 @@ from tests.support.reading.formats import dataset, zipped
 
 
 def names(ledger: Ledger) -> list[str]:
-    return sorted(row["name"] for row in ledger.rows(sa.select(shards.c.name)))
+    return sorted(row["name"] for row in ledger.select_rows(sa.select(shards.c.name)))
 
 
 def gathered(workspace: Workspace, ledger: Ledger, *paths: Path | str) -> tuple[list[str], list[str]]:
-    found = gather(Plant(workspace, ledger), [str(path) for path in paths])
+    found = gather_files(Plant(workspace, ledger), [str(path) for path in paths])
     return [pack.name for pack in found.packs], [path.name for path in found.files]
 
 
@@ -45,8 +45,11 @@ def test_folders_patterns_and_data_sets(workspace: Workspace, ledger: Ledger, tm
     (data / "deep" / "up").symlink_to(data)
     (data / "gone.jsonl").symlink_to(tmp_path / "nowhere")
     assert gathered(workspace, ledger, data) == (["hf"], ["a.jsonl", "b.csv"])
-    found = gather(Plant(workspace, ledger), [str(data)])
-    assert the([found.words()], "ingest.kinds_left_out").data == {"files": 2, "kinds": [".png 1", "no suffix 1"]}
+    found = gather_files(Plant(workspace, ledger), [str(data)])
+    assert the([found.describe_left_out()], "ingest.kinds_left_out").data == {
+        "files": 2,
+        "kinds": [".png 1", "no suffix 1"],
+    }
     assert gathered(workspace, ledger, f"{data}/**/*.csv") == ([], ["b.csv"])
     assert gathered(workspace, ledger, data / "hf") == (["hf"], [])
     assert gathered(workspace, ledger, data / "a.jsonl", data / "a.jsonl", data / "deep" / "c.png") == (
@@ -68,7 +71,7 @@ def test_many_small_files_of_a_folder_are_one_pack(workspace: Workspace, ledger:
         (tmp_path / "src" / f"m{number % 3}").mkdir(parents=True, exist_ok=True)
         (tmp_path / "src" / f"m{number % 3}" / f"f{number}.py").write_text(f"x = {number}")
     (tmp_path / "src" / "large.jsonl").write_bytes(b"x" * 300_000)
-    found = gather(Plant(workspace, ledger), [str(tmp_path / "src")])
+    found = gather_files(Plant(workspace, ledger), [str(tmp_path / "src")])
     (pack,) = found.packs
     assert pack.name == "src" and len(pack.files) == 40 and pack.files[0][0] == "m0/f0.py"
     assert [path.name for path in found.files] == ["large.jsonl"]
@@ -80,7 +83,7 @@ def test_of_many_small_files_only_those_without_a_mapped_column_are_refused(
 ) -> None:
     """Files given by name, and files in the inbox. They are ingested as soon as the mapping fits them."""
     use_small_vocabulary(workspace)
-    policy = workspace.policy("data.yaml")
+    policy = workspace.policy_path("data.yaml")
     use_policy(workspace, f"{policy.read_text()}\nfields: [{{files: 'f*', text: words, license: =MIT}}]\n")
     for folder in (tmp_path / "data", workspace.inbox):
         folder.mkdir(exist_ok=True)
@@ -149,7 +152,7 @@ def test_no_vocabulary_is_made_if_all_text_is_held_out(workspace: Workspace, led
     (tmp_path / "a.jsonl").write_bytes(rows(0, 2))
     done = command_here("ingest", "--small-vocabulary", str(tmp_path / "a.jsonl"), home=workspace)
     assert isinstance(done.exception, InputError) and done.exception.code == "ingest.all_held_out"
-    assert not ledger.rows(sa.select(tokenizers))
+    assert not ledger.select_rows(sa.select(tokenizers))
 
 
 def test_a_broken_data_set_does_not_stop_the_ingest_of_its_folder(
@@ -215,8 +218,8 @@ def test_one_line_of_text_does_not_freeze_a_vocabulary(workspace: Workspace, led
     why = the([line.data["why"]], "ingest.little_text").data
     assert line.data["file"] == "a.txt" and (why["characters"], why["wanted"]) == (64, 2000)
     assert line.endswith("'factory ingest --small-vocabulary'")
-    assert not ledger.rows(sa.select(tokenizers)) and not (workspace.tokenizer / "tokenizer.json").exists()
-    assert not one_pass(workspace, ledger).about("stays in the inbox") and "a.txt" in held(
+    assert not ledger.select_rows(sa.select(tokenizers)) and not (workspace.tokenizer / "tokenizer.json").exists()
+    assert not one_pass(workspace, ledger).about("stays in the inbox") and "a.txt" in held_files(
         ledger
     )  # it is not tried in each pass
     put(workspace, rows(0, 200), "b.jsonl")

@@ -46,7 +46,7 @@ def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
     use_policy(workspace, "held_out: {share: 0}\n")
     names = ["judge\n  fate      train\x1b[31m; quarantined", " \n ", "y" * 999, "judge 1"]
     ingest([row | {"synthetic_by": name} for row, name in zip(texts(0, 4), names, strict=True)], "made.jsonl")
-    rows = ledger.rows(sa.select(documents.c.detail).order_by(documents.c.row))
+    rows = ledger.select_rows(sa.select(documents.c.detail).order_by(documents.c.row))
     one, two, three, four = [read_maker(row["detail"]) for row in rows]
     assert one == "judge fate train\ufffd[31m, quarantined" and two is None and four == "judge 1"
     assert three is not None and 200 < len(three) <= 300
@@ -69,13 +69,13 @@ def test_other_documents_replace_those_that_share_words_with_training_data(
     ]
     assert ingest(rows, "second.jsonl").counts["held_out"] == 16
     assert halves(ledger) == {True: 8, False: 8}
-    refused = ledger.rows(sa.select(documents.c.id).where(documents.c.detail.like("not held out: %")))
+    refused = ledger.select_rows(sa.select(documents.c.id).where(documents.c.detail.like("not held out: %")))
     assert refused and all(int(row["id"][1:]) % 4 == 0 for row in refused)
 
 
 def halves(ledger: Ledger) -> Counter[bool]:
     """How many held-out documents are in the sealed half, and how many are not."""
-    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.sealed))
+    rows = ledger.select_rows(sa.select(held_out.c.key, held_out.c.sealed))
     return Counter(row["sealed"] for row in rows)
 
 
@@ -142,7 +142,7 @@ def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
     rows = [row | (GROUPS[kind](n) if n >= 10 else {}) for n, row in enumerate(rows)]
     counts = ingest(rows, "web.jsonl").counts
     d = documents.c
-    found = ledger.rows(sa.select(d.group_key, d.key, d.fate, d.row, d.facts).order_by(d.row))
+    found = ledger.select_rows(sa.select(d.group_key, d.key, d.fate, d.row, d.facts).order_by(d.row))
     named = {row["group_key"] for row in found[10:]}
     assert len(named) == 20 and all(name.startswith(f"{kind}:") for name in named)
     assert all(list(row["facts"]) == [kind] for row in found[10:]) and found[0]["facts"] is None
@@ -158,7 +158,7 @@ def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
 
 
 def halves_of_groups(ledger: Ledger) -> Counter[bool]:
-    found = ledger.rows(sa.select(held_out.c.group_key, held_out.c.sealed).distinct())
+    found = ledger.select_rows(sa.select(held_out.c.group_key, held_out.c.sealed).distinct())
     return Counter(row["sealed"] for row in found)
 
 
@@ -178,7 +178,10 @@ def test_documents_of_a_held_out_group_are_never_trained_on(
     counts = ingest(source("b", [shared, *texts(30, 5)]), "b2.jsonl").counts
     assert (counts["held_out"], counts["train"], counts["dropped"]) == (3, 0, {"held_out_group": 3})
     d = documents.c
-    why = [row["detail"] for row in ledger.rows(sa.select(d.detail).where(d.rule == "held_out_group").order_by(d.row))]
+    why = [
+        row["detail"]
+        for row in ledger.select_rows(sa.select(d.detail).where(d.rule == "held_out_group").order_by(d.row))
+    ]
     assert "shares words with" in why[0] and "'b'" in why[1] and "hold_out_at_most" in why[1]
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from factory.core.faults import NO_FILE_HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, find_fault_in
 from factory.core.workspace import Workspace
 from factory.ingest import chain
-from factory.ingest.inbox import take
+from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.reading import streams
-from factory.ledger.files import held
+from factory.ledger.files import held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.factory.command import factory
@@ -113,7 +113,7 @@ def test_too_few_file_handles_are_not_the_files_fault(
     monkeypatch.setattr(chain, "file_sha256", with_none_left)
     with pytest.raises(chain.InputError, match="Too many open files") as raised:
         one_pass(workspace, ledger)
-    assert fault_of(raised.value) == NO_FILE_HANDLES and path.exists() and not held(ledger)
+    assert find_fault_in(raised.value) == NO_FILE_HANDLES and path.exists() and not held_files(ledger)
     monkeypatch.undo()
     one_pass(workspace, ledger)
     assert len(trained_on(ledger)) == 10
@@ -299,7 +299,7 @@ def test_a_file_that_changes_during_its_ingest_is_neither_lost_nor_doubled(
             harm(path)
 
     said = Said(once)
-    take(Plant(workspace, ledger, said), path)
+    ingest_inbox_file(Plant(workspace, ledger, said), path)
     assert done and not trained_on(ledger), "it was changed while it was read, and nothing of it is stored"
     (line,) = said.about("nothing of it was stored")
     assert ("was taken away" if harm is _rename else "changed while it was read") in line

@@ -25,7 +25,7 @@ from factory.ingest.rules.words import hash_words
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, metadata, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.show.pages.provenance import of_document
+from factory.show.pages.provenance import trace_document
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, held_out_texts, prose, texts, use_policy, use_small_vocabulary
 from tests.support.messages import refused
@@ -36,7 +36,7 @@ Ingest = Callable[..., ShardReport]
 
 
 def document(ledger: Ledger, name: str) -> dict[str, Any]:
-    (row,) = of_document(ledger, name)
+    (row,) = trace_document(ledger, name)
     return row
 
 
@@ -51,7 +51,7 @@ def test_a_shard_becomes_a_token_shard_and_rows(workspace: Workspace, ledger: Le
     assert report.state == "ingested" and report.rows == 201
     assert report.counts["train"] + report.counts["held_out"] == 201 and report.counts["held_out"] >= 1
     found = document(ledger, "d7")
-    row = ledger.one(sa.select(token_shards.c.path).where(token_shards.c.id == found["token_shard"]))
+    row = ledger.select_first(sa.select(token_shards.c.path).where(token_shards.c.id == found["token_shard"]))
     assert row
     shard = TokenShard(row["path"])
     assert all(file_sha256(shard.path / name) == sha256 for name, sha256 in shard.manifest["files"].items())
@@ -64,7 +64,7 @@ def test_a_shard_becomes_a_token_shard_and_rows(workspace: Workspace, ledger: Le
     chatted = document(ledger, "chat")
     assert 0 < chatted["supervised_tokens"] < chatted["tokens"] and chatted["domain"] == "chat"
     assert report.tokens == shard.manifest["tokens"] == sum(d["tokens"] for d in report.domains.values())
-    kept = ledger.rows(sa.select(documents.c.key).where(documents.c.fate == "train").order_by(documents.c.row))
+    kept = ledger.select_rows(sa.select(documents.c.key).where(documents.c.fate == "train").order_by(documents.c.row))
     assert columns["key"] == [row["key"] for row in kept]  # in the order of rows, held-out ones not among them
 
 
@@ -72,7 +72,9 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
     first = ingest(texts(0, 200), "first.jsonl")
     assert first.counts["dropped"] == {}
     key, secret = held_out_texts(ledger)[0]
-    trained = [r["id"] for r in ledger.rows(sa.select(documents.c.id).where(documents.c.fate == "train").limit(3))]
+    trained = [
+        r["id"] for r in ledger.select_rows(sa.select(documents.c.id).where(documents.c.fate == "train").limit(3))
+    ]
     words = prose(int(trained[1][1:])).split(" ")
     words[50] = "altogether"
     quoted = " ".join(secret.split()[30:60])
@@ -118,10 +120,10 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
     assert not document(ledger, "unlicensed")["releasable"] and document(ledger, "private")["releasable"]
     # What was kept holds no 13 words of any held-out document.
     tokenizer = Tokenizer.load(workspace.tokenizer)
-    from factory.ingest.rules.decontaminate import ngrams as of
+    from factory.ingest.rules.decontaminate import hash_ngrams as of
 
     secrets = {int(gram) for _, text in held_out_texts(ledger) for gram in of(hash_words(text), 13)}
-    for path in {row["path"] for row in ledger.rows(sa.text("SELECT path FROM token_shards"))}:
+    for path in {row["path"] for row in ledger.select_rows(sa.text("SELECT path FROM token_shards"))}:
         shard = TokenShard(path)
         for start, length in zip(shard.documents["start"].to_pylist(), shard.documents["length"].to_pylist()):
             kept = of(hash_words(tokenizer.decode(shard.tokens[start : start + length])), 13)
@@ -160,7 +162,7 @@ def test_every_row_has_exactly_one_fate(tmp_path_factory: pytest.TempPathFactory
         + b"\n"
     )
     report = ingest_shard(Plant(workspace, ledger), path, workers=0)
-    found = ledger.rows(sa.select(documents.c.row, documents.c.fate, documents.c.rule))
+    found = ledger.select_rows(sa.select(documents.c.row, documents.c.fate, documents.c.rule))
     assert sorted(row["row"] for row in found) == list(range(len(rows) + 1)) and report.rows == len(rows) + 1
     assert all((row["rule"] is not None) == (row["fate"] == "dropped") for row in found)
     fates = Counter(row["fate"] for row in found)
@@ -186,7 +188,7 @@ def test_an_unusable_file_is_quarantined(
     report = ingest_shard(Plant(workspace, ledger), path)
     assert report.state == "quarantined" and reason in (report.reason or "")
     assert [file.read_bytes() for file in workspace.quarantine.iterdir()] == [data]
-    assert ledger.rows(sa.select(documents)) == [] and not list(workspace.shards.iterdir())
+    assert ledger.select_rows(sa.select(documents)) == [] and not list(workspace.shards.iterdir())
     assert ingest_shard(Plant(workspace, ledger), path) == report
 
 
@@ -199,7 +201,7 @@ def test_a_wrong_path_is_an_error_that_stores_nothing(workspace: Workspace, ledg
     for path, code in ((tmp_path / "none.jsonl", "ingest.no_file"), (tmp_path, "ingest.folder")):
         with refused(code, InputError, path=path):
             ingest_shard(Plant(workspace, ledger), path)
-    assert ledger.rows(sa.select(shards)) == []
+    assert ledger.select_rows(sa.select(shards)) == []
 
 
 def test_a_changed_tokenizer_or_index_is_refused(workspace: Workspace, ledger: Ledger, ingest: Ingest) -> None:
@@ -228,7 +230,7 @@ def test_a_full_disk_stores_nothing(
     monkeypatch.setattr(chain, "write_token_shard", full)
     with refused("ingest.stopped", FactoryError, error="No space left on device", where="tokens.bin"):
         ingest_shard(Plant(workspace, ledger), path, workers=0)
-    assert ledger.rows(sa.select(shards)) == [] and not list(workspace.shards.iterdir())
+    assert ledger.select_rows(sa.select(shards)) == [] and not list(workspace.shards.iterdir())
     monkeypatch.undo()
     assert ingest_shard(Plant(workspace, ledger), path, workers=0).state == "ingested"
 
@@ -247,7 +249,7 @@ def dump(ledger: Ledger) -> dict[str, list[Any]]:
     rows = {
         name: sorted(
             json.dumps({k: repr(v) for k, v in row.items() if k not in own})
-            for row in ledger.rows(sa.select(metadata.tables[name]))
+            for row in ledger.select_rows(sa.select(metadata.tables[name]))
             if row.get("key") != "identity"
         )
         for name in tables

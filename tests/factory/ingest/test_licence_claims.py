@@ -12,10 +12,10 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.selecting import select_by_value
-from factory.data.settling import grouped, settle
+from factory.data.settling import group_conflicts, settle_licence
 from factory.ingest.chain import ShardReport
 from factory.ingest.inbox import describe_shard
-from factory.ingest.rules.claims import conflicts, strictest_licence
+from factory.ingest.rules.claims import find_licence_conflicts, strictest_licence
 from factory.ingest.rules.policy import DataPolicy, Licence, Licences
 from factory.ledger.ledger import Ledger, documents
 from tests.support.factory.command import command_here
@@ -41,7 +41,7 @@ NEAR = TEXT + " and one more sentence"
 @pytest.fixture
 def rules(workspace: Workspace, ingest: Ingest) -> Licences:
     use_policy(workspace, POLICY)
-    return DataPolicy.load(workspace.policy("data.yaml")).licences
+    return DataPolicy.load(workspace.policy_path("data.yaml")).licences
 
 
 def row(text: str, licence: str | None, name: str) -> dict[str, Any]:
@@ -67,8 +67,8 @@ def test_the_strictest_claim_counts_in_either_order(
     report = shard(ingest, order[1], "b", copy)
     assert states(ledger)["b"] == ("dropped", "exact_duplicate" if copy is TEXT else "near_duplicate")
     strict = next(name for name in order if name != "MIT") or ""
-    (one,) = conflicts(ledger)
-    assert one.counts_as(rules) == strict and not one.settled and one.fate == "train"
+    (one,) = find_licence_conflicts(ledger)
+    assert one.effective_licence(rules) == strict and not one.is_settled and one.fate == "train"
     assert [(claim.license, claim.shard) for claim in one.claims] == [
         (order[0] or "", "a.jsonl"),
         (order[1] or "", "b.jsonl"),
@@ -94,8 +94,8 @@ def test_three_claims_give_the_same_answer_in_any_order(
     ledger: Ledger, ingest: Ingest, rules: Licences, names: Sequence[str]
 ) -> None:
     ingest([row(TEXT, names[0], "a"), row(NEAR, names[1], "b"), row(TEXT, names[2], "c")], "one.jsonl")
-    (one,) = conflicts(ledger)
-    assert one.counts_as(rules) == NC and {claim.shard for claim in one.claims} == {"one.jsonl"}
+    (one,) = find_licence_conflicts(ledger)
+    assert one.effective_licence(rules) == NC and {claim.shard for claim in one.claims} == {"one.jsonl"}
     assert ledger.read("SELECT counts FROM shards")[0]["counts"]["other_licences"] == {"one.jsonl": 2}
 
 
@@ -103,12 +103,12 @@ def test_the_first_of_equally_strict_claims_counts(ledger: Ledger, ingest: Inges
     shard(ingest, "MIT", "a")
     shard(ingest, "Apache-2.0", "b")
     shard(ingest, "MIT", "c")
-    (one,) = conflicts(ledger)
-    assert one.counts_as(rules) == "MIT" and len(one.claims) == 2
+    (one,) = find_licence_conflicts(ledger)
+    assert one.effective_licence(rules) == "MIT" and len(one.claims) == 2
     assert strictest_licence(["MIT", "Y", "X"], rules) == "X"  # neither order nor number of claims counts
     # the answer is the policy's as it is now
     now = Licences(known=rules.known | {"Apache-2.0": Licence(train=True, release=False)})
-    assert one.counts_as(now) == "Apache-2.0"
+    assert one.effective_licence(now) == "Apache-2.0"
 
 
 @pytest.mark.parametrize("copy", [TEXT, NEAR], ids=["exact", "near"])
@@ -119,11 +119,11 @@ def test_a_text_under_a_forbidding_licence_bars_later_copies(
     report = shard(ingest, "MIT", "b", copy)
     assert states(ledger) == {"a": ("dropped", "licence"), "b": ("dropped", "licence")}
     assert report.counts["other_licences"] == {"a.jsonl": 1}
-    (one,) = conflicts(ledger)
-    assert one.counts_as(rules) == FORBIDDEN and one.id == "a"
+    (one,) = find_licence_conflicts(ledger)
+    assert one.effective_licence(rules) == FORBIDDEN and one.id == "a"
     assert "does not allow training" in command_here("data", "claims", home=workspace).stdout
     # a person says that the first was wrong: what comes from then on is accepted
-    settle(ledger, "MIT", ["b"], [], "ann", "the author wrote to us")
+    settle_licence(ledger, "MIT", ["b"], [], "ann", "the author wrote to us")
     shard(ingest, "MIT", "c", copy)
     assert states(ledger)["c"] == ("train", None)
     # ... and the policy can, too
@@ -137,7 +137,7 @@ def test_a_forbidding_licence_bars_earlier_copies_in_the_same_shard(
 ) -> None:
     ingest([row(TEXT, "MIT", "a"), *texts(50, 3), row(NEAR, FORBIDDEN, "b"), row(TEXT, NC, "c")], "one.jsonl")
     assert states(ledger) == dict.fromkeys("abc", ("dropped", "licence"))
-    (one,) = conflicts(ledger)
+    (one,) = find_licence_conflicts(ledger)
     assert one.id == "b" and {claim.license for claim in one.claims} == {FORBIDDEN, "MIT", NC}
 
 
@@ -146,7 +146,7 @@ def test_a_later_forbidding_claim_flags_the_document(ledger: Ledger, ingest: Ing
     shard(ingest, FORBIDDEN, "b", NEAR)
     shard(ingest, "MIT", "c")
     assert states(ledger) == {"a": ("train", None), "b": ("dropped", "licence"), "c": ("dropped", "exact_duplicate")}
-    (group,) = grouped(ledger, rules)
+    (group,) = group_conflicts(ledger, rules)
     assert (group["counts_as"], group["train"], group["release"]) == (FORBIDDEN, False, False)
 
 
@@ -163,20 +163,28 @@ def test_a_settled_licence_counts_until_another_claim_comes(
     ):
         done = command_here("data", "settle", *words, home=workspace)
         assert isinstance(done.exception, InputError) and message in str(done.exception), done.exception
-    assert not conflicts(ledger)[0].settled
+    assert not find_licence_conflicts(ledger)[0].is_settled
     done = command_here("data", "settle", "MIT", "--shard", "b.jsonl", "--why", "b mislabels all", home=workspace)
     assert "1 document has the licence MIT" in done.stdout
-    (one,) = conflicts(ledger)
-    assert one.settled and one.counts_as(rules) == "MIT" and [claim.aside for claim in one.claims] == [False, True]
+    (one,) = find_licence_conflicts(ledger)
+    assert (
+        one.is_settled
+        and one.effective_licence(rules) == "MIT"
+        and [claim.is_set_aside for claim in one.claims] == [False, True]
+    )
     assert "settled as MIT, which allows releases" in command_here("data", "claims", home=workspace).stdout
     (event,) = ledger.read("SELECT detail FROM events WHERE kind = 'licence_settled'")
     assert (event["detail"]["why"], event["detail"]["license"]) == ("b mislabels all", "MIT")
     shard(ingest, NC, "c")  # somebody else says so too
-    (one,) = conflicts(ledger)
-    assert not one.settled and one.counts_as(rules) == NC
-    settle(ledger, NC, [], ["c.jsonl"], "ann", "")
-    (one,) = conflicts(ledger)
-    assert one.settled and one.counts_as(rules) == NC and [claim.aside for claim in one.claims] == [True, False, False]
+    (one,) = find_licence_conflicts(ledger)
+    assert not one.is_settled and one.effective_licence(rules) == NC
+    settle_licence(ledger, NC, [], ["c.jsonl"], "ann", "")
+    (one,) = find_licence_conflicts(ledger)
+    assert (
+        one.is_settled
+        and one.effective_licence(rules) == NC
+        and [claim.is_set_aside for claim in one.claims] == [True, False, False]
+    )
 
 
 def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
@@ -184,11 +192,11 @@ def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
 ) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
-    (part,) = select_by_value(ledger, "license", [NC]).parts()
-    taken = ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))
+    (part,) = select_by_value(ledger, "license", [NC]).conditions()
+    taken = ledger.select_rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))
     assert [row["id"] for row in taken] == ["a"]
-    (part,) = select_by_value(ledger, "license", ["MIT"]).parts()
-    assert len(ledger.rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
+    (part,) = select_by_value(ledger, "license", ["MIT"]).conditions()
+    assert len(ledger.select_rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
     done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
     assert "1 document: 1 to train on" in done.stdout, done.stdout
     assert states(ledger)["a"][0] == "removed"
@@ -211,11 +219,15 @@ def test_spellings_of_one_licence_are_no_conflict(
 ) -> None:
     shard(ingest, "MIT", "a")
     assert "other_licences" not in shard(ingest, " mit", "b").counts
-    assert conflicts(ledger) == []
+    assert find_licence_conflicts(ledger) == []
     shard(ingest, NC, "c")
     command_here("data", "settle", "Mit", "--document", "a", home=workspace)
-    (one,) = conflicts(ledger)
-    assert one.settled and one.counts_as(rules) == "MIT" and [c.aside for c in one.claims] == [False, True, False]
+    (one,) = find_licence_conflicts(ledger)
+    assert (
+        one.is_settled
+        and one.effective_licence(rules) == "MIT"
+        and [c.is_set_aside for c in one.claims] == [False, True, False]
+    )
     command_here("data", "remove", "--license", NC, "--yes", home=workspace)
     shard(ingest, NC.lower(), "d", prose(9, 200))  # refused like the other spelling
     assert states(ledger)["d"] == ("dropped", "removed")
@@ -229,16 +241,16 @@ def test_a_near_copy_of_a_barred_copy_is_barred(ledger: Ledger, ingest: Ingest, 
     shard(ingest, FORBIDDEN, "b", " ".join(second))
     shard(ingest, "MIT", "c", " ".join(third))  # near to b, and no more to a
     assert states(ledger) == {"a": ("train", None), "b": ("dropped", "licence"), "c": ("dropped", "licence")}
-    by_key = {one.key: one.id for one in conflicts(ledger)}
+    by_key = {one.key: one.id for one in find_licence_conflicts(ledger)}
     assert sorted(by_key.values()) == ["a", "b"]
     # of which a person may let in the one and the other at once
-    settle(ledger, "MIT", ["b"], [], "ann", "")
+    settle_licence(ledger, "MIT", ["b"], [], "ann", "")
     shard(ingest, "MIT", "d", " ".join(third))
-    assert states(ledger)["d"] == ("train", None) and all(one.settled for one in conflicts(ledger))
+    assert states(ledger)["d"] == ("train", None) and all(one.is_settled for one in find_licence_conflicts(ledger))
     # two words that contradict one another about the row between them: the strictest counts
-    settle(ledger, FORBIDDEN, ["a"], [], "ann", "")
-    settle(ledger, "MIT", ["c"], [], "ann", "")
-    assert {one.id: one.counts_as(rules) for one in conflicts(ledger)}["a"] == FORBIDDEN
+    settle_licence(ledger, FORBIDDEN, ["a"], [], "ann", "")
+    settle_licence(ledger, "MIT", ["c"], [], "ann", "")
+    assert {one.id: one.effective_licence(rules) for one in find_licence_conflicts(ledger)}["a"] == FORBIDDEN
 
 
 def test_a_claim_about_a_removed_document_counts_after_an_undo(
@@ -249,8 +261,8 @@ def test_a_claim_about_a_removed_document_counts_after_an_undo(
     shard(ingest, NC, "b")
     assert states(ledger) == {"a": ("removed", "removal 1 of train"), "b": ("dropped", "removed")}
     command_here("data", "undo", "1", home=workspace)
-    (one,) = conflicts(ledger)
-    assert one.fate == "train" and one.counts_as(rules) == NC
+    (one,) = find_licence_conflicts(ledger)
+    assert one.fate == "train" and one.effective_licence(rules) == NC
 
 
 def test_a_text_that_a_person_allowed_can_be_barred_again(
@@ -258,9 +270,9 @@ def test_a_text_that_a_person_allowed_can_be_barred_again(
 ) -> None:
     shard(ingest, FORBIDDEN, "a")
     shard(ingest, "MIT", "b")
-    settle(ledger, "MIT", ["a"], [], "ann", "the author wrote to us")
+    settle_licence(ledger, "MIT", ["a"], [], "ann", "the author wrote to us")
     shard(ingest, "MIT", "c")
-    by_id = lambda: {one.id: one.counts_as(rules) for one in conflicts(ledger)}
+    by_id = lambda: {one.id: one.effective_licence(rules) for one in find_licence_conflicts(ledger)}
     assert states(ledger)["c"] == ("train", None) and by_id() == {"a": "MIT", "c": "MIT"}
-    settle(ledger, FORBIDDEN, ["a"], [], "ann", "it was a forgery")
+    settle_licence(ledger, FORBIDDEN, ["a"], [], "ann", "it was a forgery")
     assert by_id() == {"a": FORBIDDEN, "c": FORBIDDEN}

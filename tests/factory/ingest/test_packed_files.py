@@ -19,9 +19,9 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.data.removing import look, remove
+from factory.data.removing import apply_removal, plan_removal
 from factory.data.selecting import DocumentSelection
-from factory.erasing.erasing import finish_pending_removals, warnings
+from factory.erasing.erasing import finish_pending_removals, list_erasure_consequences
 from factory.ingest.chain import ShardReport
 from factory.ingest.document import parse_json
 from factory.ingest.inbox import ingest_path
@@ -29,7 +29,7 @@ from factory.ingest.packing import Pack, ingest_pack
 from factory.ingest.readers import read_rows
 from factory.ingest.reading.rows import take_origin
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.files import packed
+from factory.ledger.files import shards_packed_from
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import ingest_raw_shard
@@ -53,7 +53,7 @@ def with_limits(workspace: Workspace, limits: str) -> None:
 
 
 def names(ledger: Ledger) -> list[str]:
-    return [row["name"] for row in ledger.rows(sa.select(shards.c.name).order_by(shards.c.ingested_at))]
+    return [row["name"] for row in ledger.select_rows(sa.select(shards.c.name).order_by(shards.c.ingested_at))]
 
 
 def csv_of(first: int, count: int) -> bytes:
@@ -67,7 +67,7 @@ def test_a_table_is_a_shard_of_json_lines_and_its_file_is_kept(workspace: Worksp
     assert trained_on(ledger) == exactly(20) and names(ledger) == ["a.csv#1.jsonl.zst"], said.lines
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
     (original,) = (workspace.root / "shards" / "originals").iterdir()
-    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    limits = DataPolicy.load(workspace.policy_path("data.yaml")).limits
     assert [parse_json(row)["id"] for row in read_rows(raw, limits) if isinstance(row, bytes)] == [
         f"d{i}" for i in range(20)
     ]
@@ -169,15 +169,15 @@ def test_a_killed_ingest_of_a_large_file_continues_at_the_next_part(
     path.write_bytes(rows(0, 30))
     dead = subprocess.run([sys.executable, "-c", _KILLED, str(workspace.root), str(path), "3"], cwd=ROOT)
     assert dead.returncode == -signal.SIGKILL
-    before = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
+    before = {row["name"]: row["ingested_at"] for row in ledger.select_rows(sa.select(shards))}
     assert len(before) == 3  # the third is stored, and not recorded as a part yet
     said = Said()
     reports = ingest_path(Plant(workspace, ledger, said), path, workers=0)
     assert the(said.lines, "ingest.continues").data == {"pack": "large.jsonl", "parts": 2, "rows": 16}
-    after = {row["name"]: row["ingested_at"] for row in ledger.rows(sa.select(shards))}
+    after = {row["name"]: row["ingested_at"] for row in ledger.select_rows(sa.select(shards))}
     assert {name: after[name] for name in before} == before and len(after) == 4
     assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
-    assert [part["part"] for part in packed(ledger, Pack.of_file(path).sha256())] == [1, 2, 3, 4]
+    assert [part["part"] for part in shards_packed_from(ledger, Pack.of_file(path).sha256())] == [1, 2, 3, 4]
     assert [one.name for one in ingest_path(Plant(workspace, ledger), path, workers=0)] == list(after)
 
 
@@ -226,11 +226,11 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     said = one_pass(workspace, ledger)
     assert the(said.lines, "ingest.together").data["files"] == 302
     assert sorted(names(ledger)) == ["a.exe", "bad.txt", "inbox#1.jsonl.zst"]
-    kept = ledger.rows(sa.select(documents.c.source).where(documents.c.fate.in_(["train", "held_out"])))
+    kept = ledger.select_rows(sa.select(documents.c.source).where(documents.c.fate.in_(["train", "held_out"])))
     assert {row["source"] for row in kept} == {f"d{n}.txt" for n in range(300)} | {f"s{n}" for n in range(1000, 1020)}
     assert not list(workspace.inbox.iterdir()) and [path.name[17:] for path in sorted(workspace.quarantine.iterdir())]
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
-    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    limits = DataPolicy.load(workspace.policy_path("data.yaml")).limits
     found = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
     assert [take_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
     assert ingest_raw_shard(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
@@ -297,14 +297,14 @@ def test_one_unreadable_file_is_left_out_and_a_pack_of_them_is_an_error(
 def test_an_erasure_deletes_the_file_that_the_shard_was_made_from(workspace: Workspace, ledger: Ledger) -> None:
     put(workspace, zipped({"a.csv": csv_of(0, 20)}), "a.zip")
     one_pass(workspace, ledger)
-    (token_shard,) = ledger.rows(sa.text("SELECT id, path FROM token_shards"))
-    (one,) = ledger.rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
-    remove(ledger, look(ledger, DocumentSelection("key", (one["key"],)), True), "ann", "law", erase=True)
+    (token_shard,) = ledger.select_rows(sa.text("SELECT id, path FROM token_shards"))
+    (one,) = ledger.select_rows(sa.select(documents.c.id, documents.c.key).where(documents.c.fate == "train").limit(1))
+    apply_removal(ledger, plan_removal(ledger, DocumentSelection("key", (one["key"],)), True), "ann", "law", erase=True)
     said = finish_pending_removals(Plant(workspace, ledger))
     assert the(said, "ingest.original_deleted").data["file"] == "a.zip"
     assert not list((workspace.root / "shards" / "originals").iterdir())
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
-    limits = DataPolicy.load(workspace.policy("data.yaml")).limits
+    limits = DataPolicy.load(workspace.policy_path("data.yaml")).limits
     left = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
     assert {"erased": True} in left and len(left) == 20 and one["id"] not in {row.get("id") for row in left}
     assert rebuild_token_shard(Plant(workspace, ledger), token_shard["id"]) == ""
@@ -318,6 +318,6 @@ def test_a_persons_own_original_is_named_before_an_erasure(
 ) -> None:
     (tmp_path / "a.csv").write_bytes(csv_of(0, 20))
     ingest_path(Plant(workspace, ledger), tmp_path / "a.csv", workers=0)
-    keys = tuple(row["key"] for row in ledger.rows(sa.select(documents.c.key)))
-    said = warnings(Plant(workspace, ledger), DocumentSelection("key", keys))
+    keys = tuple(row["key"] for row in ledger.select_rows(sa.select(documents.c.key)))
+    said = list_erasure_consequences(Plant(workspace, ledger), DocumentSelection("key", keys))
     assert the(said, "erasing.outside").data["path"] == str(tmp_path / "a.csv")

@@ -46,7 +46,7 @@ def test_a_file_is_read_as_its_ingest_reads_it_and_nothing_is_stored(
     [without] = previewed(workspace, str(path))["files"]
     assert without["counts"]["unread"] == {"heading": 40, "rights": 40, "score": 40}
     assert without["shown"][0]["text"] == prose(1).strip() and without["shown"][0]["license"] is None
-    with open(workspace.policy("data.yaml"), "a", encoding="utf-8") as policy:
+    with open(workspace.policy_path("data.yaml"), "a", encoding="utf-8") as policy:
         policy.write(FIELDS)
     [mapped] = previewed(workspace, str(path))["files"]
     assert (mapped["rows"], mapped["whole"]) == (40, True)

@@ -83,7 +83,7 @@ def put_there(bucket: Any, files: dict[str, bytes]) -> str:
 
 
 def names(ledger: Ledger) -> list[str]:
-    return sorted(row["name"] for row in ledger.rows(sa.select(shards.c.name)))
+    return sorted(row["name"] for row in ledger.select_rows(sa.select(shards.c.name)))
 
 
 def test_a_prefix_is_fetched_ingested_and_not_fetched_again(workspace: Workspace, ledger: Ledger, bucket: Any) -> None:

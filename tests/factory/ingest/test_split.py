@@ -12,7 +12,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from factory.ingest.rules import split
-from factory.ingest.rules.split import HALVES, CandidateDocument, EarlierHeldOut, Held, Wanted, select
+from factory.ingest.rules.split import (
+    HALVES,
+    CandidateDocument,
+    EarlierHeldOut,
+    HeldOutPlace,
+    HeldOutTarget,
+    select_held_out,
+)
 
 Row = tuple[str, int | None, bool]  # domain, number of the group, able
 
@@ -21,8 +28,8 @@ Row = tuple[str, int | None, bool]  # domain, number of the group, able
 class Past:
     """The state that the ledger would have."""
 
-    wanted: Wanted
-    held: dict[str, tuple[CandidateDocument, Held]] = field(default_factory=dict)  # by key
+    wanted: HeldOutTarget
+    held: dict[str, tuple[CandidateDocument, HeldOutPlace]] = field(default_factory=dict)  # by key
     trained: list[CandidateDocument] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)  # by domain, documents that were not of a group from before
 
@@ -30,7 +37,7 @@ class Past:
         return {one.group: one.sealed for _, one in self.held.values()}
 
     def before(self) -> dict[str, EarlierHeldOut]:
-        of: dict[str, list[tuple[CandidateDocument, Held]]] = defaultdict(list)
+        of: dict[str, list[tuple[CandidateDocument, HeldOutPlace]]] = defaultdict(list)
         for arrived, held in self.held.values():
             of[arrived.domain].append((arrived, held))
         whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
@@ -43,12 +50,12 @@ class Past:
             for domain, ones in of.items()
         }
 
-    def take(self, arrived: Sequence[CandidateDocument]) -> dict[int, Held]:
+    def take(self, arrived: Sequence[CandidateDocument]) -> dict[int, HeldOutPlace]:
         recorded, trained = self.recorded(), {one.group for one in self.trained if one.group}
         count = Counter(one.domain for one in self.trained)
         call = (recorded, trained, self.before(), lambda _: self.wanted, lambda domain: count[domain])
-        held = select(arrived, *call)
-        assert held == select(arrived[::-1], *call), "in any order of rows"
+        held = select_held_out(arrived, *call)
+        assert held == select_held_out(arrived[::-1], *call), "in any order of rows"
         taken = {one.group for one in held.values()} | recorded.keys()
         for one in arrived:
             if one.number in held:
@@ -74,24 +81,26 @@ a_row = st.tuples(
 )
 some_shards = st.lists(st.lists(a_row, min_size=1, max_size=60), min_size=1, max_size=6)
 wishes = st.builds(
-    lambda share, least, at_most: Wanted(share, min(least, at_most // 2), at_most),
+    lambda share, least, at_most: HeldOutTarget(share, min(least, at_most // 2), at_most),
     st.sampled_from([1e-9, 0.05, 1.0]), st.integers(0, 8), st.sampled_from([1, 5, 24, 400]),
 )  # fmt: skip
 
 
 @settings(max_examples=80, deadline=None)
 @given(some_shards, wishes)
-@example([[("a", 0, True)] * 30 + [("b", 1, True)] * 2, [("a", 0, True)] * 9], Wanted(1e-9, 8, 400))
-@example([[("a", 0, True)] * 8 + [("a", 1, True)] * 8], Wanted(1e-9, 8, 400))
-@example([[("a", 0, True)] * 12 + [("a", 1, True)] * 12], Wanted(1e-9, 8, 400))
-@example([[("a", None, True)] * 60], Wanted(1.0, 8, 400))
-def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(shards: list[list[Row]], wanted: Wanted) -> None:
+@example([[("a", 0, True)] * 30 + [("b", 1, True)] * 2, [("a", 0, True)] * 9], HeldOutTarget(1e-9, 8, 400))
+@example([[("a", 0, True)] * 8 + [("a", 1, True)] * 8], HeldOutTarget(1e-9, 8, 400))
+@example([[("a", 0, True)] * 12 + [("a", 1, True)] * 12], HeldOutTarget(1e-9, 8, 400))
+@example([[("a", None, True)] * 60], HeldOutTarget(1.0, 8, 400))
+def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(
+    shards: list[list[Row]], wanted: HeldOutTarget
+) -> None:
     past = Past(wanted)
     for number, rows in enumerate(shards):
         arrived, recorded = shard_of(rows, number), past.recorded()
         trained = {one.group for one in past.trained if one.group}
         held = past.take(arrived)
-        assert all(one.able for one in arrived if one.number in held)
+        assert all(one.can_be_held_out for one in arrived if one.number in held)
         for one in held.values():
             assert recorded.get(one.group, one.sealed) == one.sealed, "its half was another one"
             assert one.group not in trained, "it was trained on"
@@ -100,7 +109,7 @@ def test_whole_groups_one_half_for_ever_and_at_most_half_of_a_domain(shards: lis
         assert all(n <= wanted.at_most for n in count.values())
         whole = {one.group for one in held.values()}
         for one in arrived:
-            if one.group in whole and one.able and one.number not in held:
+            if one.group in whole and one.can_be_held_out and one.number not in held:
                 assert one.group in recorded and count[one.domain] == wanted.at_most, "part of a group"
         came = count + Counter(one.domain for one in past.trained)
         for domain in came:
@@ -113,7 +122,7 @@ def test_both_halves_have_a_document_from_the_first_shard_with_two_and_what_is_n
     sizes: list[int], least: int
 ) -> None:
     """If documents are their own groups, the halves differ by at most one, and each has ``least`` after four times as many documents."""
-    past = Past(Wanted(1e-9, least, 400))
+    past = Past(HeldOutTarget(1e-9, least, 400))
     came = 0
     for number, size in enumerate(sizes):
         past.take(shard_of([("a", None, True)] * size, number))
@@ -132,7 +141,7 @@ def test_the_selection_is_the_same_in_every_version() -> None:
     for seed in range(150):
         rng = random.Random(seed)
         at_most = rng.choice([3, 16, 24, 400])
-        past = Past(Wanted(rng.choice([1e-9, 0.02, 0.3]), min(rng.choice([0, 1, 2, 8]), at_most // 2), at_most))
+        past = Past(HeldOutTarget(rng.choice([1e-9, 0.02, 0.3]), min(rng.choice([0, 1, 2, 8]), at_most // 2), at_most))
         groups = rng.choice([[None], [None, *range(3)], range(2), range(40), [0, 0, 0, *range(9)]])
         for number in range(rng.randrange(1, 5)):
             size = rng.choice([1, 2, 5, 17, 33, 60])

@@ -19,7 +19,7 @@ from factory.ingest.held_tasks import record_task_ngrams
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.ledger.plant import Plant
 from factory.repairs.token_shards import rebuild_token_shard
-from factory.status.waiting import waiting
+from factory.status.waiting import list_waiting_for_person
 from tests.support.factory import published_files as published
 from tests.support.factory.made_up_text import MIT, prose, texts
 
@@ -44,7 +44,9 @@ def leaking(number: int, words: str) -> dict[str, Any]:
 
 
 def fates(ledger: Ledger) -> dict[str, dict[str, object]]:
-    return {row["id"]: row for row in ledger.rows(sa.select(documents).where(documents.c.id.startswith("leak-")))}
+    return {
+        row["id"]: row for row in ledger.select_rows(sa.select(documents).where(documents.c.id.startswith("leak-")))
+    }
 
 
 def test_a_benchmark_as_published_is_kept_out_of_training_data(
@@ -74,7 +76,7 @@ def test_a_benchmark_as_published_is_kept_out_of_training_data(
         False,
     ]
     assert str(found["leak-500"]["matched"]).endswith(":4") and str(found["leak-506"]["matched"]).endswith(":1")
-    assert any("MATH.tar in policies/tasks" in one["what"] for one in waiting(workspace, ledger))
+    assert any("MATH.tar in policies/tasks" in one["what"] for one in list_waiting_for_person(workspace, ledger))
 
 
 def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
@@ -91,7 +93,7 @@ def test_words_of_items_are_cut_out_and_a_repair_cuts_them_again(
     exam.unlink()  # what was an exam stays one
     ingest([*texts(100, 60), leaking(503, QUESTION)], "later.jsonl")
     assert "characters cut out" in str(fates(ledger)["leak-503"]["detail"])
-    for row in ledger.rows(sa.select(token_shards)):
+    for row in ledger.select_rows(sa.select(token_shards)):
         shutil.rmtree(row["path"])
         assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
@@ -104,7 +106,7 @@ def test_a_shard_that_is_older_than_the_exam_is_rebuilt_without_it(
     away.rename(exam)
     ingest(texts(100, 60), "later.jsonl")
     assert fates(ledger)["leak-500"]["matched"] is None
-    for row in ledger.rows(sa.select(token_shards)):
+    for row in ledger.select_rows(sa.select(token_shards)):
         shutil.rmtree(row["path"])
         assert rebuild_token_shard(Plant(workspace, ledger), row["id"]) == ""
 
@@ -112,7 +114,7 @@ def test_a_shard_that_is_older_than_the_exam_is_rebuilt_without_it(
 def test_items_are_recorded_once_and_again_where_they_were_lost(
     workspace: Workspace, ledger: Ledger, exam: Path
 ) -> None:
-    count = lambda: sum(len(grams) for _, grams in HashIndex(ledger).held_out())
+    count = lambda: sum(len(grams) for _, grams in HashIndex(ledger).read_held_out_ngrams())
     assert record_task_ngrams(Plant(workspace, ledger), 13) == 1
     first = count()
     assert first > 20 and record_task_ngrams(Plant(workspace, ledger), 13) == 0 and count() == first
@@ -129,4 +131,4 @@ def test_nothing_is_ingested_while_an_exam_cannot_be_read(
     exam.write_text('{"question": ')
     with pytest.raises(InputError, match=r"planets.jsonl: line 1"):
         ingest(texts(0, 10))
-    assert ledger.rows(sa.select(documents.c.key)) == []
+    assert ledger.select_rows(sa.select(documents.c.key)) == []

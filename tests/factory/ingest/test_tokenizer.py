@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from factory.core.errors import InputError
 from factory.ingest import tokenizer as module
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 
 CHAT = [
     {"role": "user", "content": "What's 12 + 30?\nShow   it."},
@@ -31,18 +31,22 @@ def test_every_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None:
     ids, mask = tokenizer.encode_text(text)
     assert tokenizer.decode(ids) == text
     assert ids[0] == ids[-1] == tokenizer.end_token == 0 and mask.all() and len(ids) == len(mask)
-    assert (ids[1:-1] > 2).all() and ids[1:-1].tolist() == tokenizer.ids(text)
+    assert (ids[1:-1] > 2).all() and ids[1:-1].tolist() == tokenizer.encode(text)
 
 
 @given(texts.filter(lambda text: not module.spells_special_token(text)))
 @settings(deadline=None)
 def test_transformers_gives_the_same_ids(tokenizer: Tokenizer, hf, text: str) -> None:  # noqa: ANN001
-    assert hf(text)["input_ids"] == tokenizer.text_prompt(text).tolist() == tokenizer.encode_text(text)[0][:-1].tolist()
+    assert (
+        hf(text)["input_ids"]
+        == tokenizer.encode_text_prompt(text).tolist()
+        == tokenizer.encode_text(text)[0][:-1].tolist()
+    )
     chat = [{"role": "user", "content": text}, {"role": "assistant", "content": text + "!"}]
     rendered = hf.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
     assert rendered == tokenizer.encode_messages(chat)[0][:-1].tolist()
     waiting = hf.apply_chat_template(chat, tokenize=True, return_dict=True, add_generation_prompt=True)["input_ids"]
-    assert waiting == tokenizer.prompt(chat).tolist()
+    assert waiting == tokenizer.encode_chat_prompt(chat).tolist()
 
 
 def test_only_the_answers_and_their_ends_carry_loss(tokenizer: Tokenizer) -> None:
@@ -50,7 +54,7 @@ def test_only_the_answers_and_their_ends_carry_loss(tokenizer: Tokenizer) -> Non
     assert tokenizer.decode(ids[mask]) == CHAT[1]["content"] + CHAT[3]["content"]
     assert (ids[mask] == tokenizer.stop_token).sum() == 2
     assert not mask[-1] and ids[-1] == tokenizer.end_token
-    prompt = tokenizer.prompt(CHAT[:1])
+    prompt = tokenizer.encode_chat_prompt(CHAT[:1])
     assert prompt.tolist() == ids[: len(prompt)].tolist() and not mask[: len(prompt)].any() and mask[len(prompt)]
 
 
@@ -66,9 +70,9 @@ def test_a_document_cannot_write_special_tokens(tokenizer: Tokenizer, hf) -> Non
 
 
 def test_training_again_gives_the_same_file(tokenizer: Tokenizer, sample: list[str], tmp_path: Path) -> None:
-    again = train(iter(sample), 1000, tmp_path)
+    again = train_tokenizer(iter(sample), 1000, tmp_path)
     assert again.sha256 == tokenizer.sha256 and again.vocab_size == 1000
-    assert train(iter(["a"]), 1000, tmp_path).vocab_size < 1000  # never more than asked for
+    assert train_tokenizer(iter(["a"]), 1000, tmp_path).vocab_size < 1000  # never more than asked for
 
 
 def test_a_folder_without_a_tokenizer_is_an_error(tmp_path: Path) -> None:

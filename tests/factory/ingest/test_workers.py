@@ -18,14 +18,14 @@ import pytest
 
 from factory.core.workspace import Workspace
 from factory.ingest import chain
-from factory.ingest.inbox import arrived, take
-from factory.ingest.worker import Pool, WorkerDiedError
-from factory.ledger.files import held
+from factory.ingest.inbox import ingest_inbox_file, list_complete_files
+from factory.ingest.worker import WorkerDiedError, WorkerPool
+from factory.ledger.files import held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import retry
-from factory.status.waiting import waiting
+from factory.retrying.tries import request_retry
+from factory.status.waiting import list_waiting_for_person
 from tests.support.factory.inbox import exactly, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary
 from tests.support.messages import refused, the
@@ -73,7 +73,7 @@ def slowly(seconds: float) -> float:
 
 def test_workers_that_hang_are_killed(tmp_path: Path) -> None:
     policy = RetryPolicy(hung_times=2, hung_seconds=1.0, start_seconds=600.0)
-    with Pool(2, tmp_path, policy) as pool:
+    with WorkerPool(2, tmp_path, policy) as pool:
         results = pool.map(slowly, [(0.01,)] * 100)
         assert next(results) == 0.01
         stopped = workers()
@@ -98,12 +98,12 @@ def test_a_result_that_comes_as_the_wait_ends_is_used(tmp_path: Path) -> None:
         begin = staticmethod(lambda: None)
         look = staticmethod(lambda done: "")
 
-    assert Pool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
+    assert WorkerPool._result(cast(Any, None), Late(), cast(Any, Dog()), 0) == 3
 
 
 def test_time_spent_outside_the_work_does_not_count_as_a_hang(tmp_path: Path) -> None:
     """Time in which nothing waits for a chunk does not count."""
-    with Pool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=2.0, start_seconds=600.0)) as pool:
+    with WorkerPool(1, tmp_path, RetryPolicy(hung_times=2, hung_seconds=2.0, start_seconds=600.0)) as pool:
         for count, _ in enumerate(pool.map(slowly, [(0.01,)] * 6)):
             time.sleep(3.0 if count == 1 else 0.0)
 
@@ -117,25 +117,27 @@ def test_a_file_whose_workers_die_is_tried_again_and_then_waits(
     policy.write_text("first_wait_seconds: 1000\n")
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
-        take(Plant(workspace, ledger, said), path)
+        ingest_inbox_file(Plant(workspace, ledger, said), path)
         why = the([the(said.lines, "ingest.stays").data["why"]], "ingest.worker_died_again").data
         assert why["why"].code == "ingest.worker_killed"
         assert (why["wait"], why["number"], why["tries"]) == ("10 min", 2, 3)
-        assert held(ledger)["a.jsonl"]["deaths"] == 1 and not list(arrived(Plant(workspace, ledger))), "it rests"
+        assert held_files(ledger)["a.jsonl"]["deaths"] == 1 and not list(
+            list_complete_files(Plant(workspace, ledger))
+        ), "it rests"
         policy.write_text("first_wait_seconds: 0.001\n")
         for _ in range(2):
             time.sleep(0.01)
-            assert list(arrived(Plant(workspace, ledger))) == [path]
-            take(Plant(workspace, ledger, said), path)
+            assert list(list_complete_files(Plant(workspace, ledger))) == [path]
+            ingest_inbox_file(Plant(workspace, ledger, said), path)
     time.sleep(0.01)
     last = the([said.lines[-1].data["why"]], "ingest.worker_died_last")
-    assert last.data["tries"] == 3 and not list(arrived(Plant(workspace, ledger)))
-    (told,) = [one for one in waiting(workspace, ledger) if "a.jsonl" in str(one)]
+    assert last.data["tries"] == 3 and not list(list_complete_files(Plant(workspace, ledger)))
+    (told,) = [one for one in list_waiting_for_person(workspace, ledger) if "a.jsonl" in str(one)]
     assert "factory retry" in str(told)
     assert path.exists() and not trained_on(ledger)
-    retry(ledger, None, "me")
-    assert list(arrived(Plant(workspace, ledger))) == [path]
-    take(Plant(workspace, ledger, said), path)
+    request_retry(ledger, None, "me")
+    assert list(list_complete_files(Plant(workspace, ledger))) == [path]
+    ingest_inbox_file(Plant(workspace, ledger, said), path)
     assert trained_on(ledger) == exactly(20) and not path.exists()
 
 
@@ -145,10 +147,10 @@ def test_other_files_do_not_wait_for_a_file_whose_workers_die(
     monkeypatch.setattr(chain, "_WORTH_WORKERS", 0)
     path, said = put(workspace, rows(0, 20)), Said()
     with killer():
-        take(Plant(workspace, ledger, said), path)
+        ingest_inbox_file(Plant(workspace, ledger, said), path)
     put(workspace, rows(20, 20), "b.jsonl")
-    (other,) = arrived(Plant(workspace, ledger))
-    take(Plant(workspace, ledger, said), other)
+    (other,) = list_complete_files(Plant(workspace, ledger))
+    ingest_inbox_file(Plant(workspace, ledger, said), other)
     assert other.name == "b.jsonl" and path.exists()
     put(workspace, rows(0, 20))  # changed: it is another file
-    assert list(arrived(Plant(workspace, ledger))) == [path]
+    assert list(list_complete_files(Plant(workspace, ledger))) == [path]

@@ -12,9 +12,9 @@ import pytest
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
-from factory.core.workspace import Config, Workspace
-from factory.ledger.ledger import Ledger, events, meta, record
-from factory.ledger.reader import Reader
+from factory.core.workspace import Workspace, WorkspaceConfig
+from factory.ledger.ledger import Ledger, events, meta, record_event
+from factory.ledger.reader import LedgerReader
 from factory.ledger.version import GONE, SERVER_ADVICE
 from tests.support.messages import refused
 from tests.support.patience import PATIENCE_S
@@ -25,14 +25,14 @@ from tests.support.plants import kept_ledger
 def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
     """Every test once with each database."""
     url = "" if request.param == "sqlite" else request.getfixturevalue("postgres")()
-    return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
+    return Workspace.create(tmp_path / "workspace", WorkspaceConfig(ledger_url=url))
 
 
 def test_a_transaction_is_all_or_nothing(ledger: Ledger) -> None:
     with pytest.raises(RuntimeError), ledger.begin() as tx:
-        record(tx, "ingested", "shard:1")
+        record_event(tx, "ingested", "shard:1")
         raise RuntimeError
-    assert ledger.rows(sa.select(events)) == []
+    assert ledger.select_rows(sa.select(events)) == []
 
 
 def _append(url: str, name: str, count: int, together: Barrier) -> None:
@@ -54,7 +54,7 @@ def test_writers_in_several_processes_are_serial(ledger: Ledger) -> None:
     for writer in writers:
         writer.join(PATIENCE_S)
         assert writer.exitcode == 0
-    found = ledger.rows(sa.select(events).order_by(events.c.id))
+    found = ledger.select_rows(sa.select(events).order_by(events.c.id))
     assert [row["detail"]["seen"] for row in found] == list(range(50))
 
 
@@ -63,7 +63,7 @@ def test_a_snapshot_does_not_see_later_writes(ledger: Ledger) -> None:
     with ledger.snapshot() as db:
         before = db.read(count)
         with ledger.begin() as tx:
-            record(tx, "tested", "shard:1")
+            record_event(tx, "tested", "shard:1")
         assert db.read(count) == before
     assert ledger.read(count) == [{"n": before[0]["n"] + 1}]
 
@@ -80,23 +80,23 @@ def test_a_missing_ledger_is_an_error_with_the_remedy(workspace: Workspace) -> N
         Ledger.open(workspace.ledger_url)
     assert not (workspace.root / "ledger.db").exists()
     with refused("reader.no_file" if here else "ledger.unreadable", WorkspaceError):
-        Reader(workspace).read("SELECT * FROM shards")
+        LedgerReader(workspace).read("SELECT * FROM shards")
 
 
 def test_a_reader_decodes_json_and_cannot_write(workspace: Workspace, ledger: Ledger) -> None:
     with ledger.begin() as tx:
-        record(tx, "ingested", "shard:1", {"kept": 3})
-    assert Reader(workspace).read("SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
+        record_event(tx, "ingested", "shard:1", {"kept": 3})
+    assert LedgerReader(workspace).read("SELECT kind, detail FROM events WHERE subject = :s", s="shard:1") == [
         {"kind": "ingested", "detail": {"kept": 3}}
     ]
     with pytest.raises((WorkspaceError, sqlite3.OperationalError), match="readonly|read-only"):
-        Reader(workspace).read("DELETE FROM events")
+        LedgerReader(workspace).read("DELETE FROM events")
 
 
 def test_both_databases_store_and_find_a_name_with_a_nul(ledger: Ledger) -> None:
     with ledger.begin() as tx:
-        record(tx, "ingested", "a\0b", {"from": "a\0b"})
-    assert ledger.rows(sa.select(events.c.subject, events.c.detail).where(events.c.subject == "a\0b")) == [
+        record_event(tx, "ingested", "a\0b", {"from": "a\0b"})
+    assert ledger.select_rows(sa.select(events.c.subject, events.c.detail).where(events.c.subject == "a\0b")) == [
         {"subject": "a\ufffdb", "detail": {"from": "a\0b"}}
     ]
 
@@ -104,7 +104,7 @@ def test_both_databases_store_and_find_a_name_with_a_nul(ledger: Ledger) -> None
 def test_simultaneous_creations_make_one_ledger(workspace: Workspace) -> None:
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(kept_ledger.create, [workspace.ledger_url] * 4))
-    assert sorted(row["key"] for row in Ledger.open(workspace.ledger_url).rows(sa.select(meta))) == [
+    assert sorted(row["key"] for row in Ledger.open(workspace.ledger_url).select_rows(sa.select(meta))) == [
         "identity",
         "schema",
     ]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import InputError
-from factory.core.workspace import Config, Workspace
-from factory.ledger.ledger import Ledger, record, releases, segments
+from factory.core.workspace import Workspace, WorkspaceConfig
+from factory.ledger.ledger import Ledger, record_event, releases, segments
 from factory.ledger.plant import Plant
-from factory.ledger.reader import Reader
-from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, champion
-from factory.ledger.status import snapshot
-from factory.ledger.writing import insert, next_key, record_verdict
+from factory.ledger.reader import LedgerReader
+from factory.ledger.rows import CandidateRow, ProposalRow, ReleaseRow, SegmentRow, Subject, VerdictRow, find_champion
+from factory.ledger.status import read_status
+from factory.ledger.writing import insert_row, next_key, record_verdict
 from tests.support.factory.errands import due_of
 from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate, add_shard
@@ -26,7 +26,7 @@ def workspace(request: pytest.FixtureRequest, tmp_path: Path) -> Workspace:
     if request.param == "postgresql":
         new_database: Callable[[], str] = request.getfixturevalue("postgres")
         url = new_database()
-    return Workspace.create(tmp_path / "workspace", Config(ledger_url=url))
+    return Workspace.create(tmp_path / "workspace", WorkspaceConfig(ledger_url=url))
 
 
 @pytest.fixture
@@ -39,21 +39,26 @@ def ledger(workspace: Workspace) -> Ledger:
     with made.begin() as tx:
         tx.execute(segments.update().values(recipe_json={"precision": "fp32"}))
         one = record_verdict(tx, "release", Subject("candidate", first), against=None, outcome="promote", **verdict)
-        number = insert(
+        number = insert_row(
             tx, releases, number=next_key(tx, releases), candidate=first, verdict=one, state="published", created_at=1.0
         )
-        record(tx, "promoted", Subject("release", number))
+        record_event(tx, "promoted", Subject("release", number))
         against = Subject("candidate", first)
         record_verdict(tx, "release", Subject("candidate", second), against=against, outcome="reject", **verdict)
     return made
 
 
 def test_a_ledger_and_a_reader_return_the_same_rows(workspace: Workspace, ledger: Ledger) -> None:
-    reader = Reader(workspace)
+    reader = LedgerReader(workspace)
     for kind in (SegmentRow, CandidateRow, VerdictRow, ReleaseRow, ProposalRow):
         assert kind.select(reader) == kind.select(ledger)
     newest = VerdictRow.newest(ledger, "release", Subject("candidate", 2))
-    assert newest and (newest.id, newest.number, newest.against, newest.reasons) == (2, 2, "candidate:1", ["why"])
+    assert newest and (newest.id, newest.subject_number, newest.against, newest.reasons) == (
+        2,
+        2,
+        "candidate:1",
+        ["why"],
+    )
     assert newest.evidence(ledger) == {"gain": {"code": 0.5}}
     assert ReleaseRow.get(ledger, 1).export_sha256 == CandidateRow.get(ledger, 1).export_sha256
 
@@ -66,9 +71,9 @@ def test_an_unknown_key_is_an_error_that_lists_the_known_keys(ledger: Ledger) ->
 
 
 def test_the_status_and_the_ledger_have_the_same_champion(workspace: Workspace, ledger: Ledger) -> None:
-    best = champion(ledger)
-    facts = json.loads(json.dumps(snapshot(workspace)))
-    assert best and best == champion(Reader(workspace))
-    assert facts["champion"] == best.only("number candidate mlflow_version export_path created_at")
+    best = find_champion(ledger)
+    facts = json.loads(json.dumps(read_status(workspace)))
+    assert best and best == find_champion(LedgerReader(workspace))
+    assert facts["champion"] == best.select_fields("number candidate mlflow_version export_path created_at")
     assert [c["verdict"]["outcome"] for c in facts["candidates"]] == ["promote", "reject"]
     assert [due_of(Plant(workspace, ledger), name) for name in ("judge", "finish_release", "release")] == [[], [], []]

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 from alembic.script import ScriptDirectory
 
-from factory.backups.upgrade import MIGRATIONS, upgrade
+from factory.backups.upgrade import MIGRATIONS, upgrade_workspace
 from factory.core.errors import WorkspaceError
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger
-from factory.ledger.reader import Reader
+from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import SCHEMA_VERSION
 from factory.training.segment_folder import is_owner, read_owner
@@ -65,7 +65,7 @@ def backups(workspace: Workspace) -> list[Path]:
 
 def test_an_older_ledger_is_refused_and_not_changed(old: Workspace) -> None:
     before = columns(old.root / "ledger.db")
-    for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old)):
+    for opened in (lambda: Ledger.open(old.ledger_url), lambda: LedgerReader(old)):
         with refused("version.older", WorkspaceError, version="1", known=SCHEMA_VERSION):
             opened()
     assert columns(old.root / "ledger.db") == before
@@ -83,7 +83,7 @@ def test_an_older_ledger_is_upgraded_once_after_a_backup(old: Workspace) -> None
     with closing(sqlite3.connect(backup)) as ledger:
         assert ledger.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall() == [("1",)]
         assert ledger.execute("SELECT id, folder FROM segments").fetchall() == [(1, "segments/00001-trunk")]
-    assert upgrade(old) == [] and backups(old) == [backup]
+    assert upgrade_workspace(old) == [] and backups(old) == [backup]
 
 
 def test_an_upgrade_keeps_the_groups_and_halves_of_held_out_documents(old: Workspace) -> None:
@@ -101,7 +101,7 @@ def test_an_upgrade_keeps_the_groups_and_halves_of_held_out_documents(old: Works
                 )
             ledger.execute("INSERT INTO held_out VALUES (?, 'docs', ?, '{}')", [key, source or key])
         ledger.commit()
-    upgrade(old)
+    upgrade_workspace(old)
     with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
         groups = dict(ledger.execute("SELECT key, group_key FROM documents").fetchall())
         held = ledger.execute("SELECT key, group_key, sealed FROM held_out ORDER BY key").fetchall()
@@ -134,7 +134,7 @@ def test_paths_become_relative_and_folders_get_their_owner(tmp_path: Path) -> No
         ledger.commit()
     (workspace.root / "root").write_text(f"{made}\n")
     (workspace.segments / "00001-trunk").mkdir()
-    upgrade(workspace)
+    upgrade_workspace(workspace)
     with closing(sqlite3.connect(workspace.root / "ledger.db")) as file:
         assert f'"{made}' not in "".join(file.iterdump()) and f"'{made}" not in "".join(file.iterdump())
     ledger = Ledger.open(workspace.ledger_url)
@@ -150,7 +150,7 @@ def test_paths_become_relative_and_folders_get_their_owner(tmp_path: Path) -> No
 
 
 def test_an_upgraded_ledger_has_the_columns_of_a_new_one(old: Workspace, tmp_path: Path) -> None:
-    upgrade(old)
+    upgrade_workspace(old)
     Ledger.create(f"sqlite:///{tmp_path / 'new.db'}")
     assert columns(old.root / "ledger.db") == columns(tmp_path / "new.db")
     assert ScriptDirectory(str(MIGRATIONS), version_locations=[str(MIGRATIONS)]).get_current_head() == SCHEMA_VERSION
@@ -164,7 +164,7 @@ def test_after_a_kill_the_ledger_is_unchanged_and_can_be_upgraded(old: Workspace
     with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
         assert ledger.execute("SELECT value FROM meta WHERE key = 'schema'").fetchall() == [("1",)]
     assert ("computing", "JSON") not in columns(old.root / "ledger.db")["segments"]
-    assert len(upgrade(old)) == 1
+    assert len(upgrade_workspace(old)) == 1
     assert SegmentRow.get(Ledger.open(old.ledger_url), 1).computing is None
 
 
@@ -172,7 +172,7 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
     with closing(sqlite3.connect(old.root / "ledger.db")) as ledger:
         ledger.execute("UPDATE meta SET value = '99' WHERE key = 'schema'")
         ledger.commit()
-    for opened in (lambda: Ledger.open(old.ledger_url), lambda: Reader(old), lambda: upgrade(old)):
+    for opened in (lambda: Ledger.open(old.ledger_url), lambda: LedgerReader(old), lambda: upgrade_workspace(old)):
         with refused("version.newer", WorkspaceError, version="99"):
             opened()
     assert backups(old) == []
@@ -181,7 +181,7 @@ def test_a_newer_ledger_is_refused(old: Workspace) -> None:
 def test_a_postgresql_ledger_is_upgraded_only_if_a_person_has_a_backup(
     postgres: Callable[[], str], tmp_path: Path
 ) -> None:
-    workspace = Workspace.create(tmp_path / "workspace", Config(ledger_url=postgres()))
+    workspace = Workspace.create(tmp_path / "workspace", WorkspaceConfig(ledger_url=postgres()))
     with Ledger.create(workspace.ledger_url).begin() as tx:
         tx.exec_driver_sql("ALTER TABLE segments DROP COLUMN computing")
         tx.exec_driver_sql("ALTER TABLE documents DROP COLUMN group_key, DROP COLUMN facts")
@@ -196,6 +196,6 @@ def test_a_postgresql_ledger_is_upgraded_only_if_a_person_has_a_backup(
         tx.exec_driver_sql("DELETE FROM meta WHERE key = 'identity'")
         tx.exec_driver_sql("UPDATE meta SET value = '1' WHERE key = 'schema'")
     with refused("upgrade.no_backup", WorkspaceError, schema="1", known=SCHEMA_VERSION):
-        upgrade(workspace)
-    assert len(upgrade(workspace, has_backup=True)) == 1 and upgrade(workspace) == []
+        upgrade_workspace(workspace)
+    assert len(upgrade_workspace(workspace, has_backup=True)) == 1 and upgrade_workspace(workspace) == []
     assert SegmentRow.select(Ledger.open(workspace.ledger_url)) == []

@@ -14,10 +14,10 @@ import tokenizers as library
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ingest_shard
-from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer, train
+from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer, train_tokenizer
 from factory.ledger.ledger import Ledger, tokenizers
 from factory.ledger.plant import Plant
-from factory.presets.making import install_tokenizer, opened
+from factory.presets.making import install_tokenizer, open_tokenizer
 from tests.support.factory.made_up_text import prose
 
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -48,7 +48,7 @@ def renumbered(raw: dict[str, Any]) -> None:
 @pytest.fixture(scope="module")
 def ours(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     texts = [f"{prose(i)}\n{CODE * 3}" for i in range(60)]
-    return train(iter(texts), 600, tmp_path_factory.mktemp("ours"))
+    return train_tokenizer(iter(texts), 600, tmp_path_factory.mktemp("ours"))
 
 
 def changed(ours: Tokenizer, folder: Path, change: Change) -> Path:
@@ -80,7 +80,7 @@ def test_a_tokenizer_that_would_be_read_otherwise_is_refused(
     ours: Tokenizer, tmp_path: Path, change: Change, said: str
 ) -> None:
     path = changed(ours, tmp_path, change)
-    with pytest.raises(InputError, match="--tokenizer") as refused, opened(path):
+    with pytest.raises(InputError, match="--tokenizer") as refused, open_tokenizer(path):
         pass
     line = str(refused.value)
     assert said in line and str(path) in line and "\n" not in line and "/tmp/tmp" not in line
@@ -98,8 +98,8 @@ def test_of_400_texts_an_accepted_tokenizer_gives_its_own_ids(ours: Tokenizer, t
     }
     same = changed(ours, tmp_path, setting(pre_tokenizer={"type": "Sequence", "pretokenizers": [split, whole_bytes()]}))
     own = library.Tokenizer.from_file(str(same))
-    with opened(same) as tokenizer:
-        assert [tokenizer.ids(text) for text in texts] == [
+    with open_tokenizer(same) as tokenizer:
+        assert [tokenizer.encode(text) for text in texts] == [
             own.encode(text, add_special_tokens=False).ids for text in texts
         ]
 
@@ -110,11 +110,11 @@ def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
 ) -> None:
     path = changed(ours, tmp_path, (lambda raw: None) if bos else setting(post_processor=None))
     ledger = Ledger.open(plant.ledger_url)
-    with opened(path) as given:
+    with open_tokenizer(path) as given:
         install_tokenizer(Plant(plant, ledger), given)
         install_tokenizer(Plant(plant, ledger), given)  # again: the same
         sha256 = given.sha256
-    (row,) = ledger.rows(sa.select(tokenizers))
+    (row,) = ledger.select_rows(sa.select(tokenizers))
     assert (row["sha256"], row["vocab_size"]) == (sha256, 600)
     frozen = Tokenizer.load(plant.tokenizer)
     assert frozen.bos == ((0,) if bos else ())
@@ -124,6 +124,6 @@ def test_it_is_frozen_before_the_first_shard_which_is_made_of_its_ids(
     shard = plant.inbox / "shard.jsonl"
     shard.write_text("\n".join(lines) + "\n")
     assert ingest_shard(Plant(plant, ledger), shard, workers=0).state == "ingested"
-    assert len(ledger.rows(sa.select(tokenizers))) == 1 and Tokenizer.load(plant.tokenizer).sha256 == sha256
-    made = ledger.rows(sa.text("SELECT tokenizer FROM token_shards"))
+    assert len(ledger.select_rows(sa.select(tokenizers))) == 1 and Tokenizer.load(plant.tokenizer).sha256 == sha256
+    made = ledger.select_rows(sa.text("SELECT tokenizer FROM token_shards"))
     assert {entry["tokenizer"] for entry in made} == {sha256}

@@ -12,7 +12,7 @@ from factory.cli.app import app
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.tokenizer import train
+from factory.ingest.tokenizer import train_tokenizer
 from factory.presets import making
 from factory.presets.presets import Hardware
 from tests.support.factory.made_up_text import prose
@@ -38,7 +38,7 @@ def init(*words: str) -> None:
 def sizes(root: Path) -> tuple[str, int, int, int]:
     """(recipe, its vocabulary, the data policy's, bytes of the sample)."""
     workspace = Workspace.open(root)
-    policy = DataPolicy.load(workspace.policy("data.yaml")).tokenizer
+    policy = DataPolicy.load(workspace.policy_path("data.yaml")).tokenizer
     recipe = Recipe.load(workspace.recipe_path())
     return workspace.config.recipe, recipe.model.vocab_size, policy.vocab_size, policy.sample_bytes
 
@@ -158,13 +158,13 @@ def test_an_existing_workspace_does_not_change(tmp_path: Path) -> None:
 
 
 def test_a_given_tokenizer_sets_the_vocabulary(tmp_path: Path) -> None:
-    given = train(iter([prose(i) for i in range(40)]), 700, tmp_path / "given")
+    given = train_tokenizer(iter([prose(i) for i in range(40)]), 700, tmp_path / "given")
     where = ["-w", str(tmp_path / "w")]
     words = ["--recipe", "tiny", "--tokenizer", str(given.folder)]
     init(*words, *where)
     assert sizes(tmp_path / "w")[1:3] == (768, 768), "padded to a multiple of 128"
     init(*words, *where)  # safe to repeat
-    other = train(iter([prose(i) for i in range(40, 80)]), 700, tmp_path / "other")
+    other = train_tokenizer(iter([prose(i) for i in range(40, 80)]), 700, tmp_path / "other")
     with refused("presets.other_tokenizer", workspace=tmp_path / "w"):
         init("--tokenizer", str(other.folder / "tokenizer.json"), *where)
     with refused("presets.vocabulary_misfit", wanted=640, entries=700, most=768):

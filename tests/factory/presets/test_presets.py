@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from factory.presets.presets import PRESETS, Hardware, fitting, memory_needed, too_large
+from factory.presets.presets import PRESETS, Hardware, largest_fitting_preset, memory_needed, why_too_large
 from kernels.contract.message import Message
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from tests.support.paths import ROOT
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.run_plan import PlanRequest, plan_run
@@ -30,7 +30,7 @@ def test_a_presets_recipe_is_a_model_of_its_size_that_can_be_exported(name: str)
     recipe = Recipe.load(RECIPES / f"{name}.yaml")
     assert recipe.model.parameters == WEIGHTS[name] and recipe.model.warnings() == [] and recipe.precision == "auto"
     with torch.device("meta"):
-        model = Decoder(recipe.model, bind({}, "cpu", torch.float32), torch.float32)
+        model = Decoder(recipe.model, bind_ops({}, "cpu", torch.float32), torch.float32)
     assert sum(parameter.numel() for parameter in model.parameters()) == WEIGHTS[name]
 
 
@@ -60,7 +60,7 @@ def test_the_plan_of_a_gpu_preset_fits_the_gpus_that_it_is_for(name: str, gpus: 
     ],
 )
 def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> None:
-    assert fitting(here, RECIPES) == fits
+    assert largest_fitting_preset(here, RECIPES) == fits
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_the_largest_preset_that_fits_a_machine(here: Hardware, fits: str) -> No
 def test_a_model_that_is_too_large_is_refused_with_the_memory_that_it_needs(
     name: str, here: Hardware, code: str, size: float | None, machine: str
 ) -> None:
-    said = too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
+    said = why_too_large(Recipe.load(RECIPES / f"{name}.yaml"), here, PRESETS[name].gpus)
     assert isinstance(said, Message) and (said.code, said.data["machine"]) == (code, machine)
     assert said.data.get("gpus", PRESETS[name].gpus) == PRESETS[name].gpus
     if size is None:
@@ -86,5 +86,5 @@ def test_a_model_that_is_too_large_is_refused_with_the_memory_that_it_needs(
 
 
 def test_the_hardware_of_this_machine_is_found() -> None:
-    found = Hardware.here()
+    found = Hardware.of_this_machine()
     assert found.memory > 5e8 and found.ranks == max(1, len(found.gpus))

@@ -21,8 +21,8 @@ from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
-from factory.release.gguf.kind import Kind
-from factory.release.gguf.writing import GgufFile, write_export, write_release_gguf
+from factory.release.gguf.kind import GgufType
+from factory.release.gguf.writing import GgufFile, write_export_gguf, write_release_gguf
 from tests.support.messages import refused
 from tests.support.plants.release_scene import add_candidate
 from tests.support.serving.served import add_release, make_export, tokenizer
@@ -81,8 +81,8 @@ def exported(folder: Path, changes: dict[str, Any], dtype: str = "fp32") -> Path
     return folder
 
 
-def write(export: Path, kind: Kind | None = None) -> GgufFile:
-    return write_export(export, export.with_suffix(".gguf"), {"general.name": "a model"}, SILENT, kind)
+def write(export: Path, kind: GgufType | None = None) -> GgufFile:
+    return write_export_gguf(export, export.with_suffix(".gguf"), {"general.name": "a model"}, SILENT, kind)
 
 
 def stored(file: Path) -> dict[str, np.ndarray[Any, Any]]:
@@ -128,7 +128,7 @@ def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: s
     export = exported(tmp_path / "export", FIT[family][1])
     before = export_folder_sha256(export)
     made = write(export)
-    assert made.kind == Kind.F32 and export_folder_sha256(export) == before
+    assert made.kind == GgufType.F32 and export_folder_sha256(export) == before
     found, wanted = stored(made.file), expected(export)
     assert found.keys() == wanted.keys() and made.tensors == len(found)
     assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
@@ -149,8 +149,8 @@ def test_a_file_has_every_weight_and_key_of_the_export(tmp_path: Path, family: s
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama"])  # the architectures that transformers can read
-@pytest.mark.parametrize("kind", [Kind.F32, Kind.F16])
-def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [GgufType.F32, GgufType.F16])
+def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str, kind: GgufType) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
     export = make_export(tmp_path / "export", 3, family)
@@ -164,7 +164,7 @@ def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str,
     tokens = torch.randint(512, (2, 40), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         logits, wanted = theirs(tokens).logits, ours(tokens).logits
-    assert float((logits - wanted).abs().max()) < (1e-6 if kind == Kind.F32 else 5e-3) * float(wanted.abs().max())
+    assert float((logits - wanted).abs().max()) < (1e-6 if kind == GgufType.F32 else 5e-3) * float(wanted.abs().max())
     reading = AutoTokenizer.from_pretrained(tmp_path, gguf_file=made.file.name)
     of_export = AutoTokenizer.from_pretrained(export)
     for text in TEXTS:
@@ -175,7 +175,7 @@ def test_transformers_reads_the_same_ids_and_logits(tmp_path: Path, family: str,
         )
     chat = [{"role": "user", "content": "What is a <|im_end|>?"}]
     rendered = reading.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
-    assert rendered == tokenizer().prompt([{"role": "user", "content": "What is a <| im_end|>?"}]).tolist()
+    assert rendered == tokenizer().encode_chat_prompt([{"role": "user", "content": "What is a <| im_end|>?"}]).tolist()
     assert reading.chat_template == of_export.chat_template == tokenizer().chat_template
     assert (reading.bos_token, reading.eos_token, reading.pad_token) == ("<|endoftext|>", "<|im_end|>", "<|endoftext|>")
 
@@ -184,8 +184,8 @@ def test_weights_keep_the_exports_type_or_are_rounded_to_the_given_one(tmp_path:
     export = exported(tmp_path / "export", FAMILIES["experts"][1], "bf16")
     wanted = expected(export)
     types = {}
-    for kind in (None, *Kind):
-        made = write_export(export, tmp_path / f"{kind}.gguf", {}, SILENT, kind)
+    for kind in (None, *GgufType):
+        made = write_export_gguf(export, tmp_path / f"{kind}.gguf", {}, SILENT, kind)
         types[kind] = {t.name: t.tensor_type.name for t in gguf.GGUFReader(made.file).tensors}
         for name, tensor in stored(made.file).items():
             error = np.abs(tensor - wanted[name]).max()
@@ -195,11 +195,11 @@ def test_weights_keep_the_exports_type_or_are_rounded_to_the_given_one(tmp_path:
                 assert error <= 2**-11 * np.abs(wanted[name]).max()
             else:
                 assert error == 0, (kind, name)
-    assert types[None] == types[Kind.BF16]
+    assert types[None] == types[GgufType.BF16]
     for found in types.values():
         assert {found[name] for name in found if "norm" in name or "probs" in name or "gate_inp" in name} == {"F32"}
-    assert types[Kind.BF16]["blk.1.ffn_up_exps.weight"] == "BF16"
-    eighth = types[Kind.Q8_0]
+    assert types[GgufType.BF16]["blk.1.ffn_up_exps.weight"] == "BF16"
+    eighth = types[GgufType.Q8_0]
     assert eighth["blk.1.ffn_up_exps.weight"] == "Q8_0" and eighth["blk.1.ffn_down_exps.weight"] == "F16", "rows of 48"
 
 
@@ -220,7 +220,7 @@ def test_a_tokenizer_without_bos_and_a_padded_vocabulary(tmp_path: Path) -> None
 
 
 def test_a_model_that_llama_cpp_would_read_differently_is_refused_without_a_file(tmp_path: Path) -> None:
-    def is_refused(export: Path, code: str, kind: Kind | None = None, **data: Any) -> None:
+    def is_refused(export: Path, code: str, kind: GgufType | None = None, **data: Any) -> None:
         with refused(code, InputError, **data):
             write(export, kind)
         assert [path for path in export.parent.iterdir() if "gguf" in path.name] == []
@@ -238,8 +238,8 @@ def test_a_model_that_llama_cpp_would_read_differently_is_refused_without_a_file
     weights["model.layers.1.mlp.up_proj.weight"][3, 5] = -70_000
     save_file(weights, large / "model.safetensors", {"format": "pt"})
     tensor = "model.layers.1.mlp.up_proj.weight"
-    is_refused(large, "gguf.large_weight", Kind.F16, tensor=tensor, weight=70_000.0, type="F16")
-    write_export(large, tmp_path / "large.bf16.gguf", {}, SILENT, Kind.BF16)
+    is_refused(large, "gguf.large_weight", GgufType.F16, tensor=tensor, weight=70_000.0, type="F16")
+    write_export_gguf(large, tmp_path / "large.bf16.gguf", {}, SILENT, GgufType.BF16)
 
 
 def test_the_command_writes_a_release_and_overwrites_nothing(

@@ -16,8 +16,8 @@ from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.rows import champion
-from factory.serving.native.server import NativeEngine, application
+from factory.ledger.rows import find_champion
+from factory.serving.native.server import NativeEngine, make_application
 from tests.support.factory.shown import reconcile
 from tests.support.messages import codes
 from tests.support.mlflow_server import mlflow_server
@@ -29,7 +29,7 @@ MODEL_URI, COUNT = "models:/factory-lm@champion", 24
 
 def engine_says(export: Path) -> str:
     async def ask() -> str:
-        transport = httpx.ASGITransport(application(NativeEngine(export, torch.device("cpu"))))
+        transport = httpx.ASGITransport(make_application(NativeEngine(export, torch.device("cpu"))))
         async with httpx.AsyncClient(transport=transport, base_url="http://engine", timeout=None) as client:
             asked = {"model": "factory-lm", "prompt": PROMPT, "max_tokens": COUNT}
             answer = await client.post("/v1/completions", json=asked)
@@ -58,7 +58,7 @@ def loaded(workspace: Workspace) -> tuple[str, str]:
 def test_the_champion_loaded_by_mlflow_writes_the_same_text_as_the_engine(
     released: Workspace, ledger: Ledger, tmp_path: Path
 ) -> None:
-    row = champion(ledger)
+    row = find_champion(ledger)
     assert row is not None
     export = Path(row.export_path)
     said = engine_says(export)

@@ -14,23 +14,23 @@ from typer.testing import CliRunner
 
 import factory.cli  # noqa: F401 (registers every command)
 from factory.cli.app import app
-from factory.cli.core.options import person
+from factory.cli.core.options import current_user
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.ledger.ledger import Ledger, anomalies, documents, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, VerdictRow, champion
+from factory.ledger.rows import ReleaseRow, VerdictRow, find_champion
 from factory.release import releases
-from factory.release.approvals import reject
+from factory.release.approvals import record_rejection
 from factory.release.checks import OutOfDateError
 from factory.show.catching_up import show_missing
 from factory.show.mlflow.answering import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.show.pages.release_facts import listed, shown
+from factory.show.pages.release_facts import list_releases, release_details
 from tests.support.factory.shown import override, reconcile, release
 from tests.support.gates.release_evidence import changed, evidence, gain
 from tests.support.killed_at import killed_at, lines_run
@@ -75,7 +75,7 @@ def scene(workspace: Workspace) -> Ledger:
 
 
 def recorded(ledger: Ledger) -> list[tuple[str, str]]:
-    rows = ledger.rows(sa.select(events).where(events.c.kind == "overridden"))
+    rows = ledger.select_rows(sa.select(events).where(events.c.kind == "overridden"))
     return [(row["subject"], row["detail"]["by"] + ": " + row["detail"]["why"]) for row in rows]
 
 
@@ -85,10 +85,10 @@ def test_a_held_candidate_is_released_by_a_person_with_a_reason(workspace: Works
     assert override(Plant(workspace, scene), 2, "ada", f" {WHY}\n") == 2
     assert override(Plant(workspace, scene), 2, "bob", "again") == 2 and release(Plant(workspace, scene), verdict) == 2
     assert recorded(scene) == [(f"verdict:{verdict}", f"ada: {WHY}")], "once"
-    row = champion(scene)
+    row = find_champion(scene)
     assert row is not None and (row.number, row.state, row.approved_by, row.verdict) == (2, "published", "ada", verdict)
-    assert [one["override"] and one["override"]["why"] for one in listed(scene)] == [None, WHY]
-    told = shown(Plant(workspace, scene), "2")
+    assert [one["override"] and one["override"]["why"] for one in list_releases(scene)] == [None, WHY]
+    told = release_details(Plant(workspace, scene), "2")
     assert told["verdict"] == "hold" and told["override"]["by"] == "ada" and told["decision"]["word"] == "overridden"
     assert f"ada: {WHY}" in Path(told["report"]).read_text()
     client = open_client(workspace)
@@ -217,7 +217,7 @@ def test_every_release_checks_present_licences_and_anomalies(workspace: Workspac
     client.set_model_version_tag(MODEL, version, "approval", "approved")
     [line] = ApprovalResponder(Plant(workspace, scene)).look()
     assert "was refused" in line and "CC-BY-NC-4.0" in line
-    decided = scene.rows(sa.select(events).where(events.c.kind == "approved"))
+    decided = scene.select_rows(sa.select(events).where(events.c.kind == "approved"))
     assert decided == [] and ReleaseRow.first(scene, "WHERE candidate = 2") is None
     licence(scene, "MIT")
     assert release(Plant(workspace, scene), verdict, approved_by="ada") == 2
@@ -253,20 +253,20 @@ def test_an_interrupted_release_is_checked_again_before_it_continues(
     assert not {"release", "overridden_by", "override_reason"} & tags.keys() and tags.get("approval", "") == ""
     assert str(client.get_model_version_by_alias(MODEL, "champion").version) == "1"
     assert ApprovalResponder(Plant(workspace, scene)).look() == []
-    assert listed(scene)[1]["state"] == "held" and listed(scene)[1]["override"] is None
+    assert list_releases(scene)[1]["state"] == "held" and list_releases(scene)[1]["override"] is None
     licence(scene, "MIT")
     with pytest.raises(InputError, match="is 'hold', not 'promote'"):
         release(Plant(workspace, scene), verdict)  # a withdrawn override does not count
     number = override(Plant(workspace, scene), 2, "bob", "again")
-    assert [one["override"] and one["override"]["by"] for one in listed(scene)] == [None, "bob"]
+    assert [one["override"] and one["override"]["by"] for one in list_releases(scene)] == [None, "bob"]
     licence(scene, "CC-BY-NC-4.0")
     assert reconcile(Plant(workspace, scene)) == [] and override(Plant(workspace, scene), 2, "bob", "again") == number
-    best = champion(scene)
+    best = find_champion(scene)
     assert best is not None and best.number == number
 
 
 def test_a_rejected_candidate_cannot_be_overridden(workspace: Workspace, scene: Ledger) -> None:
-    reject(Plant(workspace, scene), add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
+    record_rejection(Plant(workspace, scene), add_judged(scene, 2, evidence(), against=1), "eve", "it swears")
     with refused("releases.override_of_rejected", InputError, decision="rejected by eve: it swears"):
         override(Plant(workspace, scene), 2, "ada", WHY)
 
@@ -275,7 +275,7 @@ def test_a_rejected_candidate_cannot_be_overridden(workspace: Workspace, scene: 
 def test_the_name_of_a_person_is_printable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("USER", name)
     monkeypatch.setenv("LOGNAME", "ada  lovelace")
-    assert person() == "ada lovelace"
+    assert current_user() == "ada lovelace"
 
 
 def test_a_later_verdict_needs_an_override_of_its_own(workspace: Workspace, scene: Ledger) -> None:
@@ -336,8 +336,8 @@ def test_after_a_kill_anywhere_the_candidate_is_released_once_or_not_at_all(
     decided = ReleaseRow.first(ledger, "WHERE candidate = 2")
     assert bool(recorded(ledger)) == (decided is not None), "the override and the release, or neither"
     reconcile(Plant(workspace, ledger))  # the daemon finishes a decided release
-    after = champion(ledger)
+    after = find_champion(ledger)
     assert after is not None and after.number == (2 if decided else 1)
     assert override(Plant(workspace, ledger), 2, "ada", WHY) == 2 and recorded(ledger) == [("verdict:2", f"ada: {WHY}")]
-    assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
+    assert [row["state"] for row in ledger.select_rows(releases_table.select())] == ["published", "published"]
     assert reconcile(Plant(workspace, ledger)) == []

@@ -13,18 +13,18 @@ from mlflow.tracking import MlflowClient
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.duties.back_off import in_background
-from factory.ledger.decisions import undecided
+from factory.duties.back_off import run_in_background
+from factory.ledger.decisions import list_undecided_verdicts
 from factory.ledger.ledger import Ledger, candidates
 from factory.ledger.plant import Plant
-from factory.ledger.reader import Reader
-from factory.ledger.rows import ReleaseRow, champion
-from factory.release.approvals import ApprovalNeededError, approve, reject
+from factory.ledger.reader import LedgerReader
+from factory.ledger.rows import ReleaseRow, find_champion
+from factory.release.approvals import ApprovalNeededError, record_approval, record_rejection
 from factory.show.mlflow.answering import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
-from factory.status.waiting import waiting
+from factory.status.waiting import list_waiting_for_person
 from tests.support.factory.errands import due_of
 from tests.support.factory.shown import reconcile, release
 from tests.support.messages import codes, refused
@@ -92,18 +92,18 @@ def test_an_approval_by_command_counts_only_for_the_judged_export(
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     with refused("approvals.waits", ApprovalNeededError, candidate=1):
         release(Plant(workspace, ledger), verdict)
-    assert champion(ledger) is None
+    assert find_champion(ledger) is None
     register_candidate(Plant(workspace, ledger), 1)
     assert person.reads("1", "approval") == "pending" and "factory releases approve 1" in person.reads("1")
-    approve(ledger, verdict, "ada")
+    record_approval(ledger, verdict, "ada")
     assert release(Plant(workspace, ledger), verdict) == 1
-    row = champion(ledger)
+    row = find_champion(ledger)
     assert row and row.approved_by == "ada"
     assert (person.reads("1", "approval"), person.reads("1")) == ("approved", "released as release 1, approved by ada")
 
     second = add_candidate(workspace, ledger)
     later = add_verdict(ledger, second, against=1)
-    approve(ledger, later, "ada")
+    record_approval(ledger, later, "ada")
     (workspace.exports / "candidate-2" / "config.json").write_text("changed after the approval")
     with refused("checks.changed_export", InputError, candidate=2):
         release(Plant(workspace, ledger), later, approved_by="ada")
@@ -115,22 +115,22 @@ def test_each_waiting_candidate_can_be_approved_or_rejected_in_mlflow(
     """This holds for older candidates too. Each decision is read once, and has an answer, a reason and a name."""
     verdicts = [add_verdict(ledger, add_candidate(workspace, ledger)) for _ in range(3)]
     versions = [register_candidate(Plant(workspace, ledger), number) for number in (1, 2, 3)]
-    assert person.answers.look() == [] and [row.id for row in undecided(ledger)] == verdicts
+    assert person.answers.look() == [] and [row.id for row in list_undecided_verdicts(ledger)] == verdicts
     said = person.says(versions[2], approval="rejected", approval_reason="it swears")
     assert said == [f"version 3 of {MODEL}: rejected by mlflow: it swears"] and person.answers.look() == []
     assert said_in(ledger, "rejected")[0].items() >= {"by": "mlflow", "why": "it swears"}.items()
     assert person.reads(versions[2]) == "rejected by mlflow: it swears"
-    assert [row.id for row in undecided(ledger)] == verdicts[:2]
+    assert [row.id for row in list_undecided_verdicts(ledger)] == verdicts[:2]
 
     assert person.says(versions[1], approval=" Approved ", approval_by="ada") == [
         f"version 2 of {MODEL}: released as release 1, approved by ada (mlflow)"
     ]
     assert person.answers.look() == [] and reconcile(Plant(workspace, ledger)) == []
-    row = champion(ledger)
+    row = find_champion(ledger)
     assert row and (row.candidate, row.approved_by) == (2, "ada (mlflow)")
     assert (person.reads(versions[1], "approval"), person.reads(versions[1], "release")) == ("approved", "1")
     # Candidate 1 was judged against no champion: it no longer waits, and its approval is refused with the reason.
-    assert undecided(ledger) == []
+    assert list_undecided_verdicts(ledger) == []
     assert "candidate:2 is champion now" in person.says(versions[0], approval="approved")[0]
     assert person.reads(versions[0], "approval") == "refused" and "factory evaluate 1" in person.reads(versions[0])
     assert len(said_in(ledger, "approval_refused")) == 1 and person.answers.look() == []
@@ -143,13 +143,13 @@ def test_an_approval_after_a_rejection_of_the_same_verdict_is_refused(
 ) -> None:
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     version = register_candidate(Plant(workspace, ledger), 1)
-    reject(Plant(workspace, ledger), verdict, "bob", "too early")
-    reject(Plant(workspace, ledger), verdict, "bob", "too early")
+    record_rejection(Plant(workspace, ledger), verdict, "bob", "too early")
+    record_rejection(Plant(workspace, ledger), verdict, "bob", "too early")
     assert len(said_in(ledger, "rejected")) == 1
     with refused("approvals.rejected", InputError, verdict=verdict, decision="rejected by bob: too early"):
         release(Plant(workspace, ledger), verdict, approved_by="ada")
     with refused("approvals.rejected", InputError, verdict=verdict):
-        approve(ledger, verdict, "ada")
+        record_approval(ledger, verdict, "ada")
     assert "was rejected by bob: too early" in person.says(version, approval="approved")[0]
     assert ReleaseRow.select(ledger) == []
     # An automatic policy does not release it either, not even with a new verdict. A person may approve the new verdict.
@@ -165,7 +165,7 @@ def test_an_approval_after_a_rejection_of_the_same_verdict_is_refused(
         f"version 1 of {MODEL}: released as release 1, approved by mlflow"
     ]
     with refused("approvals.already_released", InputError, candidate=1, release=1):
-        reject(Plant(workspace, ledger), again, "bob", "")
+        record_rejection(Plant(workspace, ledger), again, "bob", "")
     assert "is release 1 already" in person.says(version, approval="rejected")[0]
 
 
@@ -228,15 +228,15 @@ def test_a_decision_is_answered_while_the_main_thread_works(
     database = workspace.root / "mlflow.db"
     away = database.rename(database.with_name("away.db"))
     database.write_bytes(b"no database " * 100)
-    with in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
+    with run_in_background(Plant(workspace, ledger, said), "answering approvals", 0.05, answers.look_and_ask):
         until(lambda: said.about("Training and releases continue") and said.about("candidate 1 waits for approval"))
         away.rename(database)
         person.client.set_model_version_tag(MODEL, version, "approval", "approved")
         until(
-            lambda: person.reads(version).startswith("released as release 1") and champion(ledger)
+            lambda: person.reads(version).startswith("released as release 1") and find_champion(ledger)
         )  # the answer stands once it is decided
     assert said.about("answers again")
-    row = champion(ledger)
+    row = find_champion(ledger)
     assert row and row.approved_by == "mlflow"
 
 
@@ -250,7 +250,7 @@ def until(condition: Callable[[], object]) -> None:
 def test_the_status_lists_waiting_candidates_with_the_commands(workspace: Workspace, ledger: Ledger) -> None:
     for _ in range(2):
         add_verdict(ledger, add_candidate(workspace, ledger))
-    found = waiting(workspace, Reader(workspace))
+    found = list_waiting_for_person(workspace, LedgerReader(workspace))
     assert codes(one["what"] for one in found) == ["waiting.candidate"] * 2
     assert [one["what"].data["candidate"] for one in found] == [1, 2]
     assert found[0]["command"].startswith("factory releases approve 1,") and "reject 1 --why" in found[0]["command"]

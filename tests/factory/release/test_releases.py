@@ -14,7 +14,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, champion
+from factory.ledger.rows import ReleaseRow, find_champion
 from factory.release import releases, serving
 from factory.show.mlflow import registry, runs, store
 from factory.show.mlflow.registry import MODEL, list_start_pages
@@ -37,30 +37,30 @@ def in_mlflow(workspace: Workspace) -> tuple[list[tuple[str, str]], dict[str, st
     """([(version, verdict)], aliases) as a person sees them."""
     client = open_client(workspace)
     found = sorted((str(v.version), v.tags["verdict"]) for v in client.search_model_versions(f"name = '{MODEL}'"))
-    return found, registry.aliases(client)
+    return found, registry.read_aliases(client)
 
 
 def kinds(ledger: Ledger) -> list[str]:
     """The kinds of all events, without those about MLflow's display."""
-    rows = ledger.rows(sa.select(events.c.kind).order_by(events.c.id))
+    rows = ledger.select_rows(sa.select(events.c.kind).order_by(events.c.id))
     return [row["kind"] for row in rows if row["kind"] not in (ALIAS_SET, CLOSED)]
 
 
 def best(ledger: Ledger) -> ReleaseRow:
-    found = champion(ledger)
+    found = find_champion(ledger)
     assert found is not None
     return found
 
 
 def test_a_release_changes_alias_link_and_ledger_once(workspace: Workspace, ledger: Ledger) -> None:
     add_shard(ledger)
-    assert champion(ledger) is None
+    assert find_champion(ledger) is None
     verdict = add_verdict(ledger, add_candidate(workspace, ledger))
     assert release(Plant(workspace, ledger), verdict) == release(Plant(workspace, ledger), verdict) == 1
     row = best(ledger)
     assert (row.number, row.state, row.approved_by, row.mlflow_version) == (1, "published", "policy", "1")
     assert in_mlflow(workspace) == ([("1", "promote")], {"champion": "1", "candidate": "1"})
-    assert (serving.served(workspace) or {})["release"] == 1
+    assert (serving.read_published_note(workspace) or {})["release"] == 1
     assert kinds(ledger) == ["release_decided", "promoted"]
     assert "Release 1" in Path(row.report or "").read_text()
 
@@ -84,7 +84,7 @@ def test_a_second_release_and_a_rollback(workspace: Workspace, ledger: Ledger) -
     rollback(Plant(workspace, ledger), 1)
     assert best(ledger).number == 1
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
-    assert (serving.served(workspace) or {})["release"] == 1
+    assert (serving.read_published_note(workspace) or {})["release"] == 1
     assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
     assert reconcile(Plant(workspace, ledger)) == []
     with refused("rows.unknown_key", InputError, noun="release", key=7, known=["1", "2"]):
@@ -105,7 +105,7 @@ def test_only_promoted_candidates_are_released_but_all_judged_ones_are_shown(
     assert in_mlflow(workspace)[0] == [("1", outcome)]
     assert register_candidate(Plant(workspace, ledger), candidate) == "1"
     assert in_mlflow(workspace) == ([("1", outcome)], {"candidate": "1"})
-    assert champion(ledger) is None and ledger.rows(releases_table.select()) == []
+    assert find_champion(ledger) is None and ledger.select_rows(releases_table.select()) == []
     with refused("checks.no_verdict", InputError, verdict=99):
         release(Plant(workspace, ledger), 99)
 
@@ -128,7 +128,7 @@ def test_an_export_that_differs_from_the_judged_one_is_not_released(workspace: W
         tx.execute(candidates.update().values(export_sha256=export_folder_sha256(export)))
     with refused("checks.other_export", InputError, verdict=verdict):
         release(Plant(workspace, ledger), verdict)
-    assert ledger.rows(releases_table.select()) == [] and kinds(ledger) == []
+    assert ledger.select_rows(releases_table.select()) == [] and kinds(ledger) == []
 
 
 def test_an_interrupted_release_whose_export_changed_is_reported_and_not_shown(
@@ -196,16 +196,16 @@ def test_after_a_kill_anywhere_the_release_exists_once(
     ledger = Ledger.open(workspace.ledger_url)
     call = lambda: release(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), verdict)
     killed_at(1 + part * (lines - 1) // KILLS, call, OURS)
-    shown = serving.served(workspace)
+    shown = serving.read_published_note(workspace)
     assert shown is None or shown["release"] in (1, 2)
     assert (workspace.exports / "champion" / "config.json").exists(), "a whole model is served at every moment"
 
     reconcile(Plant(workspace, ledger))
     assert release(Plant(workspace, ledger), verdict) == 2
-    assert [row["state"] for row in ledger.rows(releases_table.select())] == ["published", "published"]
+    assert [row["state"] for row in ledger.select_rows(releases_table.select())] == ["published", "published"]
     assert in_mlflow(workspace) == ([("1", "promote"), ("2", "promote")], {"champion": "2", "candidate": "2"})
     assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
-    assert (serving.served(workspace) or {})["release"] == 2
+    assert (serving.read_published_note(workspace) or {})["release"] == 2
     assert reconcile(Plant(workspace, ledger)) == []
 
 

@@ -16,12 +16,12 @@ def test_an_edit_in_place_that_keeps_size_and_time_is_noticed(tmp_path: Path) ->
     for name in ("manifest.json", *FILES):
         (shard / name).write_text(name)
     noted = HashedShards(workspace)
-    noted.note([shard])
-    assert noted.same(shard) and HashedShards(workspace).same(shard)
+    noted.note_whole([shard])
+    assert noted.is_unchanged(shard) and HashedShards(workspace).is_unchanged(shard)
     edited, before = shard / FILES[0], (shard / FILES[0]).stat()
     with open(edited, "r+b") as file:
         file.write(b"X")
     os.utime(edited, ns=(before.st_atime_ns, before.st_mtime_ns))
     now = edited.stat()
     assert (now.st_size, now.st_mtime_ns, now.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
-    assert not noted.same(shard)
+    assert not noted.is_unchanged(shard)

@@ -23,18 +23,18 @@ from factory.ledger.journal import (
     ABOUT,
     BACKUPS_FOLDER,
     NAME,
-    about,
     describe_damage,
-    folders_of,
+    list_backup_folders,
     list_backups,
     next_backup_name,
+    read_backup_info,
 )
-from factory.ledger.ledger import Ledger, metadata, record
+from factory.ledger.ledger import Ledger, metadata, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.version import GONE
 from factory.machine_check import _backups as looked_at_backups
-from factory.repairs.lost_ledger import restore
+from factory.repairs.lost_ledger import restore_ledger
 from kernels.contract.files import rename_into_place
 from tests.support.factory.command import factory
 from tests.support.failing.nights import small_disk
@@ -74,7 +74,7 @@ def test_a_lost_ledger_is_restored_unchanged(copied: Copy, lost: str) -> None:
     (workspace.inbox / "late.jsonl").write_text(json.dumps({"text": "A late document. " * 30, "domain": "docs"}) + "\n")
     ingest_and_file(Plant(workspace, ledger), workspace.inbox / "late.jsonl")
     with ledger.begin() as tx:
-        record(tx, "promoted", "release:1", {"candidate": 1})
+        record_event(tx, "promoted", "release:1", {"candidate": 1})
         tx.exec_driver_sql("DELETE FROM tracked_runs")
     before = rows_of(workspace)
     assert any("late.jsonl" in row for row in before["shards"])
@@ -106,7 +106,7 @@ def test_a_lost_ledger_is_restored_unchanged(copied: Copy, lost: str) -> None:
         assert "later transactions" in done.stdout and "ingested again" not in done.stdout
         assert "continues from step 20" in done.stdout.replace("\n", " ")
     else:
-        assert "lost_ledger.shard" not in codes(restore(workspace.root, "", SILENT))
+        assert "lost_ledger.shard" not in codes(restore_ledger(workspace.root, "", SILENT))
     after = rows_of(workspace)
     for table in before:
         assert after[table] == before[table], table
@@ -123,7 +123,7 @@ def test_a_killed_restore_loses_no_commit(
     make_backup(Plant(workspace, ledger))
     for number in range(3):
         with ledger.begin() as tx:
-            record(tx, "important", f"x:{number}")
+            record_event(tx, "important", f"x:{number}")
     root = tmp_path / "killed"
     shutil.copytree(workspace.root, root, symlinks=True)  # the log as it is while the daemon lives
     assert (root / "ledger.db-wal").stat().st_size > 0
@@ -141,7 +141,7 @@ def test_a_killed_restore_loses_no_commit(
 
     monkeypatch.setattr("factory.repairs.lost_ledger.rename_into_place", dies)
     with pytest.raises(Killed):
-        restore(root, "", SILENT)
+        restore_ledger(root, "", SILENT)
     monkeypatch.undo()
     url, asked = f"sqlite:///{root / 'ledger.db'}", "SELECT COUNT(*) AS n FROM events WHERE kind = 'important'"
     if (root / "ledger.db").exists():
@@ -149,7 +149,7 @@ def test_a_killed_restore_loses_no_commit(
     else:
         with refused("engine.no_ledger", WorkspaceError, advice=GONE):
             Ledger.open(url, root)
-    restore(root, "", SILENT)
+    restore_ledger(root, "", SILENT)
     assert Ledger.open(url, root).read(asked) == [{"n": 3}]
 
 
@@ -165,7 +165,7 @@ def test_without_a_backup_the_ledger_is_made_from_the_folders(copied: Copy) -> N
     owner = json.loads((workspace.segments / "00009-trunk" / "owner.json").read_text())
     owner["row"] |= {"id": 9, "folder": "segments/00009-trunk", "last_step": 999}
     (workspace.segments / "00009-trunk" / "owner.json").write_text(json.dumps(owner))
-    said = restore(workspace.root, "", SILENT)
+    said = restore_ledger(workspace.root, "", SILENT)
     assert the(said, "lost_ledger.no_backup") and "lost_ledger.segment" in codes(said)
     aside = {one.data["path"].name: one.data["why"].code for one in said if codes([one]) == ["lost_ledger.set_aside"]}  # type: ignore[attr-defined]
     assert aside == {"00007-trunk": "lost_ledger.no_plan", "00009-trunk": "lost_ledger.other_hash"}
@@ -205,7 +205,7 @@ def test_a_lost_configuration_is_restored_too(copied: Copy) -> None:
     shutil.rmtree(workspace.root / "policies")
     done = factory("status", "-w", str(workspace.root))
     assert done.returncode == 3 and "'factory restore" in done.stderr
-    assert "lost_ledger.config" in codes(restore(workspace.root, "", SILENT))
+    assert "lost_ledger.config" in codes(restore_ledger(workspace.root, "", SILENT))
     assert (workspace.root / "factory.yaml").read_text() == text
     assert (workspace.root / "policies" / "recipes" / "tiny.yaml").is_file()
 
@@ -214,17 +214,17 @@ def test_a_torn_line_of_the_journal_loses_nothing(copied: Copy) -> None:
     workspace, ledger = copied()
     journal = list_backups(workspace.root)[-1] / NAME
     with ledger.begin() as tx:
-        record(tx, "before", "daemon")
+        record_event(tx, "before", "daemon")
     whole = journal.read_bytes()
     with ledger.begin() as tx:
-        record(tx, "torn", "daemon")
+        record_event(tx, "torn", "daemon")
     journal.write_bytes(journal.read_bytes()[: len(whole) + 30])  # killed half way through the line
     with ledger.begin() as tx:
-        record(tx, "after", "daemon")
+        record_event(tx, "after", "daemon")
     ledger.engine.dispose()
     for path in workspace.root.glob("ledger.db*"):
         path.unlink()
-    restore(workspace.root, "", SILENT)
+    restore_ledger(workspace.root, "", SILENT)
     found = Ledger.open(workspace.ledger_url).read("SELECT kind FROM events WHERE subject = 'daemon' ORDER BY id")
     assert [row["kind"] for row in found] == ["before", "torn", "after"]
 
@@ -238,32 +238,32 @@ def test_the_newest_backups_stay_and_a_damaged_one_is_skipped(copied: Copy, tmp_
     with refused("backups.not_empty", InputError, folder=tmp_path / "disk"):
         make_backup(Plant(workspace, ledger), tmp_path / "disk")
     with refused("backups.unknown_backup", InputError, backup="nowhere", known=[one.name for one in made]):
-        restore(workspace.root, "nowhere", SILENT)
+        restore_ledger(workspace.root, "nowhere", SILENT)
     before = rows_of(workspace)
     (made[-1] / "ledger.db").write_bytes(b"x" * 9000)
-    said = restore(workspace.root, "", SILENT)
+    said = restore_ledger(workspace.root, "", SILENT)
     assert the(said, "lost_ledger.skipped_backup").data["backup"] == made[-1].name
     assert the(said, "lost_ledger.from_backup").data["backup"] == made[-2].name
     assert rows_of(workspace) == before
-    assert restore(workspace.root, str(other), SILENT) and rows_of(workspace) == before
+    assert restore_ledger(workspace.root, str(other), SILENT) and rows_of(workspace) == before
 
 
 def test_a_backup_with_a_damaged_description_is_skipped_but_its_journal_is_read(copied: Copy) -> None:
     workspace, ledger = copied()
     make_backup(Plant(workspace, ledger))
     with ledger.begin() as tx:
-        record(tx, "noted", "daemon", {"in": "its journal"})
+        record_event(tx, "noted", "daemon", {"in": "its journal"})
     broken = list_backups(workspace.root)[-1]
     (broken / ABOUT).write_bytes(b"")
     with ledger.begin() as tx:  # a commit raises no error because of the backup
-        record(tx, "noted", "daemon", {"after": "it"})
+        record_event(tx, "noted", "daemon", {"after": "it"})
     assert broken not in list_backups(workspace.root)
     ok, said = looked_at_backups(workspace)
     assert not ok and f"{broken} is no backup any more" in said
     before = rows_of(workspace)
     ledger.engine.dispose()
     (workspace.root / "ledger.db").unlink()
-    assert restore(workspace.root, "", SILENT) and rows_of(workspace) == before
+    assert restore_ledger(workspace.root, "", SILENT) and rows_of(workspace) == before
     assert back_up_daily(Plant(workspace, Ledger.open(workspace.ledger_url))) == "", "the restore made a backup"
 
 
@@ -272,7 +272,7 @@ def test_a_damaged_line_of_a_journal_is_reported(copied: Copy) -> None:
     made, _ = make_backup(Plant(workspace, ledger))
     for number in range(3):
         with ledger.begin() as tx:
-            record(tx, "noted", "daemon", {"number": number})
+            record_event(tx, "noted", "daemon", {"number": number})
     file = made / NAME
     lines = file.read_bytes().splitlines(keepends=True)
     assert len(lines) == 3 and describe_damage(file) == ""
@@ -287,7 +287,7 @@ def test_a_damaged_line_of_a_journal_is_reported(copied: Copy) -> None:
         out.write(b"\n" + lines[1] + lines[2])
     assert describe_damage(file) == ""
     file.write_bytes(lines[0] + lines[2])
-    done = restore(workspace.root, made.name, SILENT)
+    done = restore_ledger(workspace.root, made.name, SILENT)
     assert the(done, "lost_ledger.damaged_journal").data["damage"].data["journal"] == file
 
 
@@ -296,7 +296,7 @@ def test_a_whole_ledger_without_a_backup_is_not_replaced(copied: Copy) -> None:
     before = rows_of(workspace)
     shutil.rmtree(workspace.root / "backups")
     with refused("lost_ledger.whole", InputError, ledger=workspace.root / "ledger.db"):
-        restore(workspace.root, "", SILENT)
+        restore_ledger(workspace.root, "", SILENT)
     assert rows_of(workspace) == before and ledger.read("SELECT id FROM segments")
 
 
@@ -360,9 +360,11 @@ def test_a_kill_while_the_oldest_backup_is_removed_leaves_no_half_backup(
     with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
         during.setattr(backups, "remove", half)
         make_backup(Plant(workspace, ledger))
-    assert len(folders_of(workspace.root)) == KEPT
+    assert len(list_backup_folders(workspace.root)) == KEPT
     assert not [
-        path for path in folders_of(workspace.root) if backups.database_damage(path / "ledger.db") or not about(path)
+        path
+        for path in list_backup_folders(workspace.root)
+        if backups.find_database_damage(path / "ledger.db") or not read_backup_info(path)
     ]
     make_backup(Plant(workspace, ledger))
     assert len([path for path in (workspace.root / BACKUPS_FOLDER).iterdir() if path.is_dir()]) == KEPT

@@ -15,9 +15,9 @@ import pytest
 from factory.core.errors import FactoryError
 from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
-from factory.duties.runner import work
-from factory.duties.training import train
-from factory.evals.evaluator import refuse_damaged
+from factory.duties.runner import run_pass
+from factory.duties.training import train_segment
+from factory.evals.evaluator import refuse_damaged_export
 from factory.ingest.chat_template import OLDER_TEMPLATES, TEMPLATE_WITHOUT_CALLS
 from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.plant import Plant
@@ -27,7 +27,7 @@ from factory.repairs.checkpoints import remake_export, replay_checkpoint
 from factory.repairs.examining import examine_work
 from factory.repairs.mending import call_with_repairs, repair_inputs
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
-from factory.training.exporting import make_export
+from factory.training.exporting import write_export
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
 from tests.support.factory.command import factory
 from tests.support.failing.limits import few_handles
@@ -120,7 +120,7 @@ def test_training_continues_after_the_repair_of_a_token_shard(copied: Copy, dama
     number = call_with_repairs(Plant(workspace, ledger, said), lambda: plan_trunk(Plant(workspace, ledger), 4))
     assert f"token shard {folder.name} is whole again" in said.text
     shutil.rmtree(folder)
-    train(Plant(workspace, ledger, said), number)
+    train_segment(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done"
     assert said.text.count(f"token shard {folder.name} is whole again") == 2
 
@@ -140,7 +140,7 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
     assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders)
     before = file_hashes(folders[0])
     flip(folders[0] / "tokens.bin")
-    train(Plant(workspace, ledger, said), first)
+    train_segment(Plant(workspace, ledger, said), first)
     assert f"token shard {folders[0].name} is whole again" in said.text and file_hashes(folders[0]) == before
     assert hashed[len(folders) :] == [folders[0].name] and SegmentRow.get(ledger, first).attempts == 0
     assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and len(hashed) == len(folders) + 1
@@ -152,7 +152,7 @@ def test_a_changed_export_is_made_again_and_the_action_repeated(copied: Copy) ->
     assert row is not None
     (Path(row.export_path) / "README.md").write_text("# Ours")
     said = Said()
-    call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged(row))
+    call_with_repairs(Plant(workspace, ledger, said), lambda: refuse_damaged_export(row))
     assert (
         f"export {row.id} is whole again" in said.text
         and export_folder_sha256(Path(row.export_path)) == row.export_sha256
@@ -166,7 +166,7 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     assert row is not None
     export = Path(row.export_path)
     (workspace.tokenizer / "chat_template.jinja").write_text(OLDER_TEMPLATES[0])
-    make_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
+    write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export, as_it_was=True)
     with ledger.begin() as tx:
         tx.execute(candidates.update().values(export_sha256=export_folder_sha256(export)))
         tx.execute(events.update().where(events.c.kind == "candidate").values(detail={"segment": row.segment}))
@@ -174,7 +174,7 @@ def test_an_older_factorys_export_is_made_again_unchanged(copied: Copy) -> None:
     assert remake_export(Plant(workspace, ledger), row.id) == ""
     assert export_folder_sha256(export) == CandidateRow.get(ledger, row.id).export_sha256
     assert (export / "chat_template.jinja").read_text() == OLDER_TEMPLATES[0]
-    make_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export)
+    write_export(Plant(workspace, ledger), SegmentRow.get(ledger, row.segment), export)
     assert (export / "chat_template.jinja").read_text() == TEMPLATE_WITHOUT_CALLS
 
 
@@ -184,7 +184,7 @@ def test_a_flipped_byte_in_a_parents_checkpoint_stops_nothing(copied: Copy) -> N
     flip(path / "model.safetensors", -5)
     number = plan_anneal(Plant(workspace, ledger))
     said = Said()
-    train(Plant(workspace, ledger, said), number)
+    train_segment(Plant(workspace, ledger, said), number)
     assert SegmentRow.get(ledger, number).state == "done" and SegmentRow.get(ledger, number).attempts == 0
     assert the(said.lines, "checkpoints.replay").data["segment"] == 1
     assert the(said.lines, "checkpoints.replayed").data["comparison"].code == "checkpoints.same_weights"
@@ -263,5 +263,5 @@ def test_a_failed_repair_is_an_error_with_the_reason(copied: Copy) -> None:
     shutil.rmtree(token_shards(ledger)[0]["path"])
     shutil.rmtree(workspace.shards / "raw")
     with refused("mending.failed", FactoryError) as raised:
-        work(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
+        run_pass(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
     assert the([raised.value.data["why"]], "token_shards.no_raw_shard").data["shard"] == "shard-0.jsonl"

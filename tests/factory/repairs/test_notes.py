@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.cli.app import exit_code
-from factory.core.faults import fault_of
+from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.repairs.token_shards import HashedShards
@@ -69,7 +69,7 @@ def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], Non
     (workspace.root / "cache" / "serve.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     assert run("run", "--once").exit_code == 1  # paused
     noted = HashedShards(workspace)
-    noted.note(Path(row["path"]) for row in ledger.read("SELECT path FROM token_shards"))
+    noted.note_whole(Path(row["path"]) for row in ledger.read("SELECT path FROM token_shards"))
     before = ledger.read(COUNTED)
     for note in NOTES:
         damage(sorted(workspace.root.glob(note))[-1])
@@ -79,7 +79,7 @@ def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], Non
             f"{words}: no message for {error!r}"
         )
     if damage is _folder:  # a person moves away the folder that the error names
-        assert fault_of(error) and "model-loop.lock" in str(error)
+        assert find_fault_in(error) and "model-loop.lock" in str(error)
         for note in MADE_AGAIN:
             (workspace.root / note).rmdir()
     assert isinstance(run("run", "--once").exception, PausedError)

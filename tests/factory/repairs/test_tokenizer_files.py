@@ -11,15 +11,15 @@ import pytest
 from factory.backups.backups import make_backup
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.duties.runner import work
-from factory.ingest.inbox import take
+from factory.duties.runner import run_pass
+from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.tokenizer import FILES
-from factory.ledger.files import held
+from factory.ledger.files import held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.repairs.mending import call_with_repairs, repair_all
 from factory.repairs.token_shards import find_tokenizer_damage
-from factory.retrying.asking import PausedError, pause
+from factory.retrying.asking import PausedError, pause_daemon
 from tests.support.file_hashes import file_hashes
 from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_verdict
@@ -59,11 +59,11 @@ def test_the_daemon_restores_the_tokenizer_and_holds_no_shard(copied: Copy, dama
     DAMAGE[damage](workspace)
     said = Said()
     add_verdict(ledger, 1, "reject")  # nothing is judged here
-    pause(ledger, "training", "ada")
+    pause_daemon(ledger, "training", "ada")
     with pytest.raises(PausedError):
-        work(Plant(workspace, ledger, said), settle=0.0)
+        run_pass(Plant(workspace, ledger, said), settle=0.0)
     assert "tokenizer  is whole again" not in said.text and "tokenizer is whole again" in said.text
-    assert not held(ledger) and not list(workspace.inbox.iterdir())
+    assert not held_files(ledger) and not list(workspace.inbox.iterdir())
     assert ledger.read("SELECT state FROM shards WHERE name = 'later.jsonl'") == [{"state": "ingested"}]
 
 
@@ -76,8 +76,8 @@ def test_a_lost_tokenizer_without_a_copy_is_an_error_and_no_shard_is_held(copied
     with refused("mending.failed", FactoryError) as raised:
         call_with_repairs(
             Plant(workspace, ledger, Said()),
-            lambda: take(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),
+            lambda: ingest_inbox_file(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),
         )
     why = the([raised.value.data["why"]], "token_shards.no_tokenizer_copy")
     assert why.data["folder"] == workspace.tokenizer
-    assert not held(ledger) and (workspace.inbox / "later.jsonl").exists()
+    assert not held_files(ledger) and (workspace.inbox / "later.jsonl").exists()

@@ -18,24 +18,24 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from factory.audit.drawing import waiting
-from factory.audit.keeping import kept, ladder_folder
+from factory.audit.drawing import find_due_audits
+from factory.audit.keeping import ladder_folder, window_checkpoint
 from factory.audit.policy import AuditPolicy
 from factory.core.faults import is_disk_full
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.gates.release.anomaly_policy import AnomalyPolicy
-from factory.gates.training_start import find_start
-from factory.git.repository import checkout, get_live_commit
+from factory.gates.training_start import find_training_start
+from factory.git.repository import checkout_commit, get_live_commit
 from factory.ledger.anomalies import open_anomalies
-from factory.ledger.files import RETIRED, retired
+from factory.ledger.files import RETIRED, retired_paths
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning, low_disk
-from factory.retention.cleaning import REMOVED, clean, examine
-from factory.retention.low_disk import filled
+from factory.retention.cleaning import REMOVED, list_choices, remove_unneeded
+from factory.retention.low_disk import is_own_disk_full
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import spec_of
+from factory.training.segment_folder import segment_spec
 from tests.support.factory.command import factory
 from tests.support.failing.nights import fill, small_disk
 from tests.support.git import git
@@ -49,7 +49,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
     rows = SegmentRow.select(ledger)
     for row in rows:
         if row.state == "planned" and row.kind != "average":
-            start = spec_of(ledger, row)["initial_checkpoint"]
+            start = segment_spec(ledger, row)["initial_checkpoint"]
             own = sorted(Path(row.folder).rglob("*"))
             needed[f"resume of {row.id}"] = [*([Path(start)] if start else []), *own]
         if row.state == "planned" and row.kind == "average":
@@ -65,7 +65,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
     anneals = [row for row in rows if row.kind == "anneal" and row.state == "done"]
     if anneals and anneals[-1].parent == done[-1].id:
         needed["continue from the anneal"] = [Path(last_checkpoint(ledger, anneals[-1].id)["path"])]
-    start_of_gates = find_start(ledger)
+    start_of_gates = find_training_start(ledger)
     assert start_of_gates is not None
     needed["propose"] = [start_of_gates.checkpoint]
     exported = {row.segment for row in CandidateRow.select(ledger)}
@@ -88,12 +88,14 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
         spoiled = any(row.state == "rewound" for row in SegmentRow.lineage(ledger, candidate.segment))
         if outcome is None or (outcome != "reject" and not newer and not spoiled):
             needed[f"judge or release candidate {candidate.id}"] = [Path(candidate.export_path)]
-    for number in waiting(ledger, AuditPolicy(again_after_seconds=1.0)):
+    for number in find_due_audits(ledger, AuditPolicy(again_after_seconds=1.0)):
         row = SegmentRow.get(ledger, number)
         window = ledger.read(
             "SELECT detail FROM events WHERE kind = 'audit_drawn' AND subject = :s", s=str(Subject("segment", number))
         )[-1]["detail"]
-        needed[f"audit of {number}"] = [kept(Plant(workspace, ledger), row, window[end]) for end in ("first", "last")]
+        needed[f"audit of {number}"] = [
+            window_checkpoint(Plant(workspace, ledger), row, window[end]) for end in ("first", "last")
+        ]
         needed[f"audit of the whole of {number}"] = [Path(last_checkpoint(ledger, number)["path"])]
         if row.parent:
             needed[f"audit of the whole of {number}"].append(Path(last_checkpoint(ledger, row.parent)["path"]))
@@ -113,7 +115,7 @@ def code(code_repository: Path) -> Path:
 
 
 def make(root: Path, code: Path, seed: int, trunks: int = 6) -> tuple[Workspace, Ledger]:
-    workspace = Workspace.create(root, Config(repository=str(code)))
+    workspace = Workspace.create(root, WorkspaceConfig(repository=str(code)))
     ledger = Ledger.create(workspace.ledger_url)
     History(workspace, ledger, seed).lived(trunks)
     return workspace, ledger
@@ -138,8 +140,8 @@ def test_no_path_that_an_action_opens_is_removed(tmp_path: Path, code: Path, see
         ledger.read(f"SELECT * FROM {table}")
         for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
     ]
-    gone = clean(Plant(workspace, ledger)).gone()
-    hard = clean(Plant(workspace, ledger), hard=True).gone()
+    gone = remove_unneeded(Plant(workspace, ledger)).gone()
+    hard = remove_unneeded(Plant(workspace, ledger), hard=True).gone()
     assert gone or hard
     lost = {action: [str(p) for p in paths if not os.path.lexists(p)] for action, paths in needed.items()}
     assert {action: paths for action, paths in lost.items() if paths} == {}
@@ -151,35 +153,37 @@ def test_no_path_that_an_action_opens_is_removed(tmp_path: Path, code: Path, see
         for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
     ]
     for choice in (*gone, *hard):
-        assert not os.path.lexists(choice.what.path)
-    assert {c.what.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)} == retired(ledger)
-    assert clean(Plant(workspace, ledger), hard=True).gone() == [], (
+        assert not os.path.lexists(choice.folder.path)
+    assert {c.folder.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)} == retired_paths(ledger)
+    assert remove_unneeded(Plant(workspace, ledger), hard=True).gone() == [], (
         "the first cleaning removed everything that can be removed"
     )
 
 
 def test_cleaning_keeps_what_the_policy_names(tmp_path: Path, code: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(code)))
     ledger = Ledger.create(workspace.ledger_url)
     history = History(workspace, ledger, 1)
     trunk = None
     for _ in range(5):
         trunk = history.segment("trunk", trunk, "done", trunk.last_step if trunk else 0)
-    clean(Plant(workspace, ledger))
+    remove_unneeded(Plant(workspace, ledger))
     left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
     assert left == {1: 0, 2: 0, 3: 4, 4: 4, 5: 4}  # trunk_segments: 3
     ladders = sorted(int(path.name) for path in (workspace.root / "ladder").iterdir())
     assert ladders == [2, 3, 4, 5]
-    clean(Plant(workspace, ledger), hard=True)
+    remove_unneeded(Plant(workspace, ledger), hard=True)
     left = {row.id: len(list((Path(row.folder) / "checkpoints").glob("step-*"))) for row in SegmentRow.select(ledger)}
     assert left == {1: 0, 2: 0, 3: 0, 4: 0, 5: 4} and not list((workspace.root / "ladder").iterdir())
 
 
 def test_a_worktree_that_a_diagnosis_could_not_remove_is_removed_later(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
-    left = checkout(workspace.repository, get_live_commit(workspace.repository), workspace.worktrees / "diagnosis-1")
+    left = checkout_commit(
+        workspace.repository, get_live_commit(workspace.repository), workspace.worktrees / "diagnosis-1"
+    )
     assert left.is_dir() and left.name in git(workspace.repository, "worktree", "list")
-    clean(Plant(workspace, ledger))
+    remove_unneeded(Plant(workspace, ledger))
     assert not left.exists() and left.name not in git(workspace.repository, "worktree", "list")
 
 
@@ -187,10 +191,10 @@ def test_a_folder_without_a_row_is_left_to_a_person(tmp_path: Path, code: Path) 
     workspace, ledger = make(tmp_path / "w", code, 3, trunks=2)
     foreign = workspace.segments / "00099-trunk" / "checkpoints" / step_name(5)
     foreign.mkdir(parents=True)
-    clean(Plant(workspace, ledger), hard=True)
+    remove_unneeded(Plant(workspace, ledger), hard=True)
     assert foreign.exists()
-    (choice,) = [one for one in examine(Plant(workspace, ledger)) if one.what.path == foreign]
-    assert codes([choice.why]) == ["choosing.no_segment"]
+    (choice,) = [one for one in list_choices(Plant(workspace, ledger)) if one.folder.path == foreign]
+    assert codes([choice.reason]) == ["choosing.no_segment"]
 
 
 @pytest.mark.parametrize("point", ["recorded", "renamed", "half removed"])
@@ -198,9 +202,11 @@ def test_after_a_kill_the_next_call_finishes_the_removal(
     tmp_path: Path, code: Path, point: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     workspace, ledger = make(tmp_path / "w", code, 5)
-    whole = cleaning.remove
+    whole = cleaning.remove_path
     first = next(
-        one.what.path for one in examine(Plant(workspace, ledger)) if one.goes and one.what.kind == "checkpoint"
+        one.folder.path
+        for one in list_choices(Plant(workspace, ledger))
+        if one.is_removed and one.folder.kind == "checkpoint"
     )
 
     class Killed(BaseException):
@@ -217,10 +223,10 @@ def test_after_a_kill_the_next_call_finishes_the_removal(
 
     monkeypatch.setattr(cleaning, "remove", kill)
     with pytest.raises(Killed):
-        clean(Plant(workspace, ledger))
+        remove_unneeded(Plant(workspace, ledger))
     monkeypatch.undo()
-    assert first.relative_to(workspace.root).as_posix() in retired(ledger), "the ledger comes first"
-    clean(Plant(workspace, ledger))
+    assert first.relative_to(workspace.root).as_posix() in retired_paths(ledger), "the ledger comes first"
+    remove_unneeded(Plant(workspace, ledger))
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
 
 
@@ -229,23 +235,27 @@ def test_a_disk_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -
     with small_disk(tmp_path / "disk", "64m") as disk:
         workspace, ledger = make(disk / "w", code, 5)
         going = [
-            one.what.path for one in examine(Plant(workspace, ledger), hard=True) if one.goes and one.what.kind != "run"
+            one.folder.path
+            for one in list_choices(Plant(workspace, ledger), hard=True)
+            if one.is_removed and one.folder.kind != "run"
         ]
         (next(path for path in going if path.is_dir()) / "padding").write_bytes(b"x" * 1_000_000)
         fill(disk)
         with pytest.raises(sa.exc.DBAPIError) as raised, ledger.begin() as tx:
             tx.execute(events.insert(), [{"at": 0.0, "kind": "x" * 10000, "subject": "x"}] * 100)
         assert is_disk_full(raised.value)
-        clean(Plant(workspace, ledger), hard=True)
+        remove_unneeded(Plant(workspace, ledger), hard=True)
         assert not [path for path in going if os.path.lexists(path)]
-        assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired(ledger)
+        assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired_paths(ledger)
 
 
 def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At first the disk has no room for the records in the ledger."""
     workspace, ledger = make(tmp_path / "w", code, 5)
     going = [
-        one.what.path for one in examine(Plant(workspace, ledger), hard=True) if one.goes and one.what.kind != "run"
+        one.folder.path
+        for one in list_choices(Plant(workspace, ledger), hard=True)
+        if one.is_removed and one.folder.kind != "run"
     ]
     full, tell, rename = [True], cleaning._tell, os.rename
 
@@ -263,9 +273,9 @@ def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, m
     monkeypatch.setattr(cleaning, "_tell", told)
     monkeypatch.setattr(cleaning.os, "rename", renamed)
     with pytest.raises(OSError, match="Input/output error"):
-        clean(Plant(workspace, ledger), hard=True)
+        remove_unneeded(Plant(workspace, ledger), hard=True)
     gone = {path.relative_to(workspace.root).as_posix() for path in going if not os.path.lexists(path)}
-    assert len(gone) >= 2 and gone <= retired(ledger)
+    assert len(gone) >= 2 and gone <= retired_paths(ledger)
 
 
 def test_filled_is_true_only_for_the_workspaces_own_disk(
@@ -275,10 +285,12 @@ def test_filled_is_true_only_for_the_workspaces_own_disk(
     full = OSError(errno.ENOSPC, "No space left on device")
     for free, here in ((1, True), (60, False)):
         monkeypatch.setattr(low_disk, "disk_usage", lambda _, free=free: SimpleNamespace(free=free, total=100))
-        assert filled(workspace, full) == here and not filled(workspace, FileNotFoundError("it is away"))
+        assert is_own_disk_full(workspace, full) == here and not is_own_disk_full(
+            workspace, FileNotFoundError("it is away")
+        )
     monkeypatch.undo()
     workspace.root.rename(tmp_path / "away")
-    assert not filled(workspace, full) and not filled(workspace, FileNotFoundError("it is away"))
+    assert not is_own_disk_full(workspace, full) and not is_own_disk_full(workspace, FileNotFoundError("it is away"))
 
 
 def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: Path) -> None:
@@ -292,25 +304,25 @@ def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: P
     assert "to remove  " in said.stdout and "This would free " in said.stdout and "segment 16 is failed" in said.stdout
     listed = json.loads(factory("clean", "--dry-run", "--json", *home).stdout)
     goes = {row["path"] for row in listed if row["goes"]}
-    assert goes and {str(one.what.path) for one in examine(Plant(workspace, ledger)) if one.goes} == goes
+    assert goes and {str(one.folder.path) for one in list_choices(Plant(workspace, ledger)) if one.is_removed} == goes
     done = factory("clean", *home)
     assert done.returncode == 0 and "MB freed: " in done.stdout
     assert not any(os.path.lexists(path) for path in goes)
-    kinds = ledger.rows(events.select().where(events.c.kind == RETIRED))
+    kinds = ledger.select_rows(events.select().where(events.c.kind == RETIRED))
     assert len(kinds) == len(goes) and all(row["detail"]["why"] and row["detail"]["bytes"] > 0 for row in kinds)
 
 
 def test_cleaning_keeps_the_worktrees_of_a_running_code_loop(tmp_path: Path, code: Path) -> None:
     workspace, ledger = make(tmp_path / "w", code, 9)
     (workspace.root / "policies" / "retention.yaml").write_text("worktrees: 0\n")
-    with workspace.lock("code-loop"):
-        cleaned = clean(Plant(workspace, ledger))
-        assert not any(one.goes for one in cleaned.choices if one.what.kind in ("worktree", "compiled"))
-    assert any(one.what.kind == "worktree" for one in clean(Plant(workspace, ledger)).gone())
+    with workspace.hold_lock("code-loop"):
+        cleaned = remove_unneeded(Plant(workspace, ledger))
+        assert not any(one.is_removed for one in cleaned.choices if one.folder.kind in ("worktree", "compiled"))
+    assert any(one.folder.kind == "worktree" for one in remove_unneeded(Plant(workspace, ledger)).gone())
 
 
 def test_checkpoints_from_which_training_continues_stay(tmp_path: Path, code: Path) -> None:
-    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code)))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(code)))
     ledger = Ledger.create(workspace.ledger_url)
     history = History(workspace, ledger, 2)
     first = history.segment("trunk", None, "done", 0)
@@ -330,7 +342,7 @@ def test_checkpoints_from_which_training_continues_stay(tmp_path: Path, code: Pa
             )
         )  # fmt: skip
     history.segment("trunk", None, "done", 0)  # a person started training again
-    clean(Plant(workspace, ledger), hard=True)
+    remove_unneeded(Plant(workspace, ledger), hard=True)
     left = {
         row.id: [p.name for p in (Path(row.folder) / "checkpoints").glob("step-*")] for row in SegmentRow.select(ledger)
     }

@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.workspace import Config, Workspace
-from factory.ledger.files import low_disk
+from factory.core.workspace import Workspace, WorkspaceConfig
+from factory.ledger.files import find_low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.retention.disk import EVERY_SECONDS, KEPT_BYTES, SAMPLES_FILE, estimate_hours_left, note, samples
+from factory.retention.disk import (
+    EVERY_SECONDS,
+    KEPT_BYTES,
+    SAMPLES_FILE,
+    estimate_hours_left,
+    note_free_space,
+    read_samples,
+)
 from factory.retention.low_disk import must_training_wait
 from tests.support.messages import codes, the
 from tests.support.said import Said
@@ -23,7 +30,7 @@ def set_floor(workspace: Workspace, floor: int) -> None:
 
 @pytest.fixture
 def plant(tmp_path: Path, code_repository: Path) -> tuple[Workspace, Ledger]:
-    workspace = Workspace.create(tmp_path / "w", Config(repository=str(code_repository)))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(repository=str(code_repository)))
     return workspace, Ledger.create(workspace.ledger_url)
 
 
@@ -37,25 +44,25 @@ def test_below_the_floor_training_waits_with_one_line(plant: tuple[Workspace, Le
     (line,) = said.lines
     data = the([line], "low_disk.training_waits").data
     assert data["floor_gb"] == (1 << 60) / 1e9 and data["folder"] == workspace.root
-    assert (low_disk(ledger) or {})["floor"] == 1 << 60
+    assert (find_low_disk(ledger) or {})["floor"] == 1 << 60
     set_floor(workspace, 0)
     assert not must_training_wait(Plant(workspace, ledger, said)) and codes(said.lines[1:]) == [
         "low_disk.training_continues"
     ]
-    assert low_disk(ledger) is None and len(said.lines) == 2
+    assert find_low_disk(ledger) is None and len(said.lines) == 2
 
 
 def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
     for number in range(4):
-        note(workspace, now=1000.0 + number * EVERY_SECONDS / 2)
-    assert [at for at, _ in samples(workspace)] == [1000.0, 1000.0 + EVERY_SECONDS]
+        note_free_space(workspace, now=1000.0 + number * EVERY_SECONDS / 2)
+    assert [at for at, _ in read_samples(workspace)] == [1000.0, 1000.0 + EVERY_SECONDS]
     path = workspace.logs / SAMPLES_FILE
     line = json.dumps({"at": 5.0, "free": 7}) + "\n"
     path.write_text("cut off\n" + line * (3 * KEPT_BYTES // len(line)) + '{"at": 9')
-    note(workspace, now=9000.0)
+    note_free_space(workspace, now=9000.0)
     assert path.stat().st_size < 2 * KEPT_BYTES
-    assert samples(workspace)[0] == (5.0, 7) and samples(workspace)[-1][0] == 9000.0
+    assert read_samples(workspace)[0] == (5.0, 7) and read_samples(workspace)[-1][0] == 9000.0
     lost = [(0.0, 10_000_000_000), (7200.0, 6_000_000_000)]  # 2 GB an hour
     assert estimate_hours_left(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
     assert estimate_hours_left(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0

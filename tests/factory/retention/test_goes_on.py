@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from factory.duties.training import train
-from factory.ledger.files import retired
+from factory.duties.training import train_segment
+from factory.ledger.files import retired_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import examine_work
-from factory.retention.cleaning import clean
+from factory.retention.cleaning import remove_unneeded
 from factory.training.exporting import export_candidate
 from factory.training.planning import plan_anneal, plan_trunk
 from tests.support.plants.trained_plant import make_plant, train_anneal
@@ -22,15 +22,15 @@ from tests.support.plants.trained_plant import make_plant, train_anneal
 def test_after_cleaning_every_action_still_works(tmp_path: Path, code_repository: Path) -> None:
     workspace, ledger = make_plant(tmp_path, code_repository)
     first = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
-    train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
-    gone = clean(Plant(workspace, ledger), hard=True).gone()
-    assert any(one.what.kind == "checkpoint" and one.what.number == 1 for one in gone) and retired(ledger)
-    train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
+    train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
+    gone = remove_unneeded(Plant(workspace, ledger), hard=True).gone()
+    assert any(one.folder.kind == "checkpoint" and one.folder.number == 1 for one in gone) and retired_paths(ledger)
+    train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
     number = plan_anneal(Plant(workspace, ledger))
-    train(Plant(workspace, ledger), number)
-    clean(Plant(workspace, ledger), hard=True)
+    train_segment(Plant(workspace, ledger), number)
+    remove_unneeded(Plant(workspace, ledger), hard=True)
     second = export_candidate(Plant(workspace, ledger), number)
-    clean(Plant(workspace, ledger), hard=True)
+    remove_unneeded(Plant(workspace, ledger), hard=True)
     assert {row.state for row in SegmentRow.select(ledger)} == {"done"} and second > first
     for candidate in (first, second):  # neither candidate has a verdict: both are open
         assert os.listdir(

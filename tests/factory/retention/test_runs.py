@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 from mlflow.exceptions import MlflowException
 
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retention.cleaning import clean
+from factory.retention.cleaning import remove_unneeded
 from factory.show.catching_up import show_missing
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import MlflowTracking
 from tests.support.messages import the
 from tests.support.plants.history import DAY, History
 
@@ -29,9 +29,9 @@ def aged(ledger: Ledger, segment: int, days: float) -> None:
 
 @pytest.mark.slow("MLflow's garbage collection in a process of its own")
 def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, code_repository: Path) -> None:
-    workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
+    workspace = Workspace.create(tmp_path / "plant", WorkspaceConfig(repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)
-    history, tracking = History(workspace, ledger, 1), Tracking.open(Plant(workspace, ledger))
+    history, tracking = History(workspace, ledger, 1), MlflowTracking.open(Plant(workspace, ledger))
     runs, parent = [], None
     for days in (400.0, 200.0, 30.0, 1.0):
         parent = history.segment("trunk", parent, "done", parent.last_step if parent else 0)
@@ -39,17 +39,17 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
         runs.append(tracking.segment_run(parent))
         tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
     history.candidate(parent)
-    gone = [one for one in clean(Plant(workspace, ledger)).gone() if one.what.kind == "run"]
-    assert [one.what.path.name for one in gone] == runs[:2]
+    gone = [one for one in remove_unneeded(Plant(workspace, ledger)).gone() if one.folder.kind == "run"]
+    assert [one.folder.path.name for one in gone] == runs[:2]
     show_missing(Plant(workspace, ledger))
-    data = the([gone[0].why], "choosing.age").data
+    data = the([gone[0].reason], "choosing.age").data
     assert (round(data["days"]), data["key"], data["limit"]) == (400, "run_days", 180.0)
     for run in runs[:2]:
         with pytest.raises(MlflowException, match="not found"):
             tracking.client.get_run(run)
     with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
         assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
-    assert all(one.what.kind != "run" for one in clean(Plant(workspace, ledger)).gone())
+    assert all(one.folder.kind != "run" for one in remove_unneeded(Plant(workspace, ledger)).gone())
     tracking.delete_runs(runs[:1])  # after a kill behind MLflow's removal the factory removes them again
     assert len(SegmentRow.select(ledger)) == 4
 
@@ -57,7 +57,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
 def test_old_logs_of_ranks_and_exchanges_are_removed_after_mlflow_has_them(
     tmp_path: Path, code_repository: Path
 ) -> None:
-    workspace = Workspace.create(tmp_path / "plant", Config(repository=str(code_repository)))
+    workspace = Workspace.create(tmp_path / "plant", WorkspaceConfig(repository=str(code_repository)))
     ledger = Ledger.create(workspace.ledger_url)
     folder = workspace.logs / "exchanges"
     paths = {name: folder / f"{name}.json" for name in ("old", "new", "unsent")} | {
@@ -69,11 +69,11 @@ def test_old_logs_of_ranks_and_exchanges_are_removed_after_mlflow_has_them(
         with ledger.begin() as tx:
             tx.execute(
                 exchanges.insert().values(
-                    at=0.0, run=1, label=name, state="done", tokens=1, usd=0.0, file=ledger.inside(path), trace=None if name == "unsent" else "t"
+                    at=0.0, run=1, label=name, state="done", tokens=1, usd=0.0, file=ledger.to_stored_path(path), trace=None if name == "unsent" else "t"
                 )
             )  # fmt: skip
     long_ago = time.time() - 91 * DAY
     for name in ("old", "unsent", "ranks"):
         os.utime(paths[name], (long_ago, long_ago))
-    clean(Plant(workspace, ledger))
+    remove_unneeded(Plant(workspace, ledger))
     assert {name for name, path in paths.items() if path.exists()} == {"new", "unsent"}

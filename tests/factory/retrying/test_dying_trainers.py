@@ -20,9 +20,9 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon
+from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon_segment
 from factory.runs.folders import lock_folder
-from factory.sandbox.live import Running
+from factory.sandbox.live import RunningCommand
 from factory.training.planning import plan_trunk
 from factory.training.training import _kill, run_segment
 from tests.support.factory.code_loop import make_target
@@ -58,7 +58,7 @@ def segment(plant: Opened) -> Iterator[int]:
     for path in Path(SegmentRow.get(ledger, number).folder).glob("*-*-*"):
         path.unlink()
     if SegmentRow.get(ledger, number).state == "failed":
-        abandon(ledger, number, "ada")
+        abandon_segment(ledger, number, "ada")
     elif SegmentRow.get(ledger, number).state == "planned":
         run_segment(Plant(workspace, ledger), number)
 
@@ -220,7 +220,7 @@ def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger
         patch.setattr("factory.training.training.KILL_SECONDS", 0.5)
         patch.setattr("factory.runs.folders.LOCK_SECONDS", 0.5)
         with refused("training.hung_unkillable", SegmentError, process=process.pid, hung="no step", segment=row.id):
-            _kill(Running(process), row, process.pid, "no step")
+            _kill(RunningCommand(process), row, process.pid, "no step")
         with (
             pytest.raises(SegmentError, match=rf"process {process.pid}\b"),
             lock_folder(Path(row.folder)),

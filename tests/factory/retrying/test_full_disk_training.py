@@ -14,7 +14,7 @@ import pytest
 
 from factory.backups.backups import back_up_daily
 from factory.core.workspace import Workspace
-from factory.duties.training import train
+from factory.duties.training import train_segment
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
@@ -72,7 +72,7 @@ def test_unneeded_files_are_removed_for_a_checkpoint(tmp_path: Path, code_reposi
         workspace, ledger = make_plant(disk, code_repository)
         policy, most = workspace.root / "policies" / "retention.yaml", "trunk_segments: 100\nladders: 100\n"
         policy.write_text(f"floor_bytes: 1000\n{most}")
-        train(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
+        train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
         old = Path(last_checkpoint(ledger, 1)["path"])
         size = sum(path.stat().st_size for path in old.rglob("*"))
         (old / "padding").write_bytes(b"x" * (8 << 20))  # checkpoints of a plant are small beside what else grows

@@ -11,11 +11,11 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.duties.runner import run
+from factory.duties.runner import run_daemon
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, current_pause, pause, resume
+from factory.retrying.asking import EVERYTHING, TRAINING, PausedError, current_pause, pause_daemon, resume_daemon
 from factory.training.planning import plan_trunk
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.command import Running, command_here, factory
@@ -28,21 +28,21 @@ from tests.support.plants.trained_plant import make_plant
 def test_the_newest_pause_is_in_force_until_a_resume(workspace: Workspace, ledger: Ledger) -> None:
     assert current_pause(ledger) is None
     with refused("retrying.not_paused", InputError):
-        resume(ledger, "bo")
+        resume_daemon(ledger, "bo")
     with refused("retrying.cannot_pause", InputError, what="lunch"):
-        pause(ledger, "lunch", "bo")
+        pause_daemon(ledger, "lunch", "bo")
     before = time.time()
-    pause(ledger, TRAINING, "ada", "the GPU is lent")
+    pause_daemon(ledger, TRAINING, "ada", "the GPU is lent")
     found = current_pause(ledger)
     assert found and (found.what, found.by, found.why) == (TRAINING, "ada", "the GPU is lent") and before <= found.at
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(found.at))
     assert found.message.code == "retrying.paused" and found.message.data["since"] == since
     assert "(the GPU is lent)" in str(found) and "'factory resume'" in str(found)
-    pause(ledger, EVERYTHING, "bo")
+    pause_daemon(ledger, EVERYTHING, "bo")
     with refused("retrying.paused", PausedError, what=EVERYTHING, person="bo"):
-        run(Plant(workspace, ledger), once=True)
-    assert resume(ledger, "ada").by == "bo" and current_pause(ledger) is None
-    run(Plant(workspace, ledger), once=True)
+        run_daemon(Plant(workspace, ledger), once=True)
+    assert resume_daemon(ledger, "ada").by == "bo" and current_pause(ledger) is None
+    run_daemon(Plant(workspace, ledger), once=True)
 
 
 def test_the_commands(workspace: Workspace, ledger: Ledger) -> None:

@@ -17,20 +17,20 @@ from typing import Any
 import pytest
 
 from factory.core.errors import DiskFullError, SegmentError
-from factory.core.faults import fits
-from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, exit_code, remove_exit_codes
-from factory.core.workspace import Config, Workspace
+from factory.core.faults import has_room_for
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, read_exit_code, remove_exit_codes
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.tries import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_ending
 from factory.runs import live
 from factory.runs.arm import Arm
-from factory.runs.folders import checkpoint_bytes
-from factory.runs.live import Trained
-from factory.sandbox.live import Running
+from factory.runs.folders import max_checkpoint_bytes
+from factory.runs.live import TrainerEnd
+from factory.sandbox.live import RunningCommand
 from factory.training.planning import plan_trunk
-from factory.training.segment_folder import failed
+from factory.training.segment_folder import raise_trainer_failure
 from factory.training.training import run_segment
 from tests.support.failing.deaths import deaths, plan_row
 from tests.support.failing.nights import fill, small_disk
@@ -49,12 +49,12 @@ def planned(workspace: Workspace, ledger: Ledger) -> SegmentRow:
 
 def test_a_disk_that_is_full_counts_no_try(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64m") as disk:
-        workspace = Workspace.create(disk / "w", Config())
+        workspace = Workspace.create(disk / "w", WorkspaceConfig())
         ledger = Ledger.create(workspace.ledger_url)
         row = planned(workspace, ledger)
         fill(disk)
         with pytest.raises(DiskFullError, match=f"egment {row.id}\\b"):
-            failed(Plant(workspace, ledger), row, EXIT_DISK_FULL, None)
+            raise_trainer_failure(Plant(workspace, ledger), row, EXIT_DISK_FULL, None)
         assert SegmentRow.get(ledger, row.id).attempts == 0
 
 
@@ -69,7 +69,7 @@ def test_a_trainer_with_a_false_exit_code_is_parked(
     (workspace.logs / f"segment-{row.id:05d}.log").write_text("trainer: no room\n")
     for parked in (False, False, True):
         with pytest.raises(TrainerDiedError) as raised:
-            failed(Plant(workspace, ledger), SegmentRow.get(ledger, row.id), code, None)
+            raise_trainer_failure(Plant(workspace, ledger), SegmentRow.get(ledger, row.id), code, None)
         assert raised.value.parked == parked and raised.value.data["segment"] == row.id
         assert raised.value.code == ("training.trainer_died_parked" if parked else "training.trainer_died")
         ending = raised.value.data["ending"]
@@ -82,7 +82,7 @@ def test_no_trainer_starts_on_a_disk_without_room_for_a_checkpoint(tmp_path: Pat
     with small_disk(tmp_path / "disk", "256m") as disk:
         workspace, ledger = make_plant(disk, code_repository)
         number = plan_trunk(Plant(workspace, ledger), 10)
-        room = checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
+        room = max_checkpoint_bytes(SegmentRow.get(ledger, number).recipe_json) // 2
         with open(disk / "ballast", "wb") as file:
             os.posix_fallocate(file.fileno(), 0, disk_usage(workspace.root).free - room)
         for _ in range(3):
@@ -117,18 +117,18 @@ def test_a_rank_that_was_stopped_because_another_failed_is_not_the_cause() -> No
 def test_a_folder_is_no_exit_code(tmp_path: Path) -> None:
     (tmp_path / "exit-2").mkdir()
     (tmp_path / "exit-11").touch()
-    assert exit_code(1, [tmp_path]) == 11
+    assert read_exit_code(1, [tmp_path]) == 11
     remove_exit_codes(tmp_path)
-    assert exit_code(1, [tmp_path]) == 1
+    assert read_exit_code(1, [tmp_path]) == 1
 
 
 def test_what_fits_is_seen_by_taking_it(tmp_path: Path) -> None:
-    need = checkpoint_bytes(RECIPE)
+    need = max_checkpoint_bytes(RECIPE)
     with small_disk(tmp_path / "disk", "64m") as disk:
-        assert fits(disk, 1 << 20) and fits(disk, need) and not fits(disk, 65 << 20)
+        assert has_room_for(disk, 1 << 20) and has_room_for(disk, need) and not has_room_for(disk, 65 << 20)
         assert not list(disk.iterdir())
         fill(disk)
-        assert not fits(disk, 1)
+        assert not has_room_for(disk, 1)
 
 
 def test_what_this_user_may_not_write_does_not_fit(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_what_this_user_may_not_write_does_not_fit(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
-        assert fits(tmp_path, 1 << 20) and not fits(tmp_path, 2 << 20)
+        assert has_room_for(tmp_path, 1 << 20) and not has_room_for(tmp_path, 2 << 20)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -145,7 +145,7 @@ def test_no_room_for_another_file_is_no_room(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "64m,nr_inodes=4") as disk:
         for name in "abc":
             (disk / name).touch()
-        assert not fits(disk, 1)
+        assert not has_room_for(disk, 1)
 
 
 @dataclass
@@ -164,10 +164,10 @@ class Certificate:
     def folders(self) -> list[Path]:
         return [self.workspace.root / "scratch" / name for name in ("one", "two")]
 
-    def start(self, *_: object, out: Any, **__: object) -> Running:
-        return Running(subprocess.Popen(["sh", "-c", self.first + self.does], stdout=out, stderr=out))
+    def start(self, *_: object, out: Any, **__: object) -> RunningCommand:
+        return RunningCommand(subprocess.Popen(["sh", "-c", self.first + self.does], stdout=out, stderr=out))
 
-    def run(self) -> Trained:
+    def run(self) -> TrainerEnd:
         plan: dict[str, Any] = {"token_shards": []}
         spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": plan, "initial_checkpoint": None}
         commit: Any = SimpleNamespace(folder=Path("commit"))
@@ -176,7 +176,7 @@ class Certificate:
             patch.setattr(live, "start_trainer", self.start)
             patch.setattr(live, "POLL_SECONDS", 0.05)
             plant = Plant(self.workspace, self.ledger)
-            return live.train(plant, commit, self.folders[0].parent, arms, "certificate")
+            return live.train_live(plant, commit, self.folders[0].parent, arms, "certificate")
 
 
 @pytest.mark.parametrize(
@@ -207,4 +207,4 @@ def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_a
 
 
 def test_a_crash_fails_a_certificate_at_once(workspace: Workspace) -> None:
-    assert Certificate(workspace, "echo trainer: no; exit 1").run() == Trained(1, "exit 1: trainer: no")
+    assert Certificate(workspace, "echo trainer: no; exit 1").run() == TrainerEnd(1, "exit 1: trainer: no")

@@ -13,13 +13,13 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying import tries
 from factory.retrying.tries import (
-    abandon,
+    abandon_segment,
     classify_ending,
+    find_parked_segment,
     newest_checkpoint_step,
-    parked,
     record_death,
     refuse_parked,
-    retry,
+    request_retry,
 )
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes, refused
@@ -51,7 +51,7 @@ def test_a_segment_with_progress_is_never_parked(ledger: Ledger, tmp_path: Path)
     ]
     assert die(ledger, row, 60) == (2, "planned")
     assert die(ledger, row, 60) == (3, "failed")
-    assert parked(ledger) == SegmentRow.get(ledger, row.id)
+    assert find_parked_segment(ledger) == SegmentRow.get(ledger, row.id)
 
 
 def test_a_removed_checkpoint_is_no_progress(ledger: Ledger, tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_final_failure_parks_the_segment_at_once(ledger: Ledger, tmp_path: Pat
 def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path), parent=7, first_step=60, last_step=120)
     with refused("retrying.cannot_abandon", InputError, segment=row.id, state="planned"):
-        abandon(ledger, row.id, "ada")
+        abandon_segment(ledger, row.id, "ada")
     for _ in range(3):
         die(ledger, row, 90)
     with refused("retrying.parked_to_do", InputError, segment=row.id, step=90) as raised:
@@ -119,7 +119,7 @@ def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path:
     )
     assert "ended with exit 1" in parked and f"'factory retry {row.id}'" in str(raised.value)
     assert f"'factory abandon {row.id}'" in str(raised.value)
-    retried = retry(ledger, row.id, "ada")
+    retried = request_retry(ledger, row.id, "ada")
     assert (retried.code, retried.data) == ("retrying.retried", {"segment": row.id, "start": "step 90", "step": 90})
     refuse_parked(ledger)
     again = SegmentRow.get(ledger, row.id)
@@ -127,12 +127,12 @@ def test_a_person_retries_or_abandons_a_parked_segment(ledger: Ledger, tmp_path:
     assert [die(ledger, row, 90) for _ in range(3)] == [(1, "planned"), (2, "planned"), (3, "failed")], (
         "the count starts again"
     )
-    abandoned = abandon(ledger, row.id, "ada")
+    abandoned = abandon_segment(ledger, row.id, "ada")
     assert abandoned.code == "retrying.abandoned"
     assert abandoned.data == {"segment": row.id, "lost": 30, "first": 60, "folder": str(tmp_path)}
     refuse_parked(ledger)
     with refused("retrying.cannot_retry", InputError, segment=row.id, state="abandoned"):
-        retry(ledger, row.id, "ada")
+        request_retry(ledger, row.id, "ada")
     told = [
         event["detail"]["by"]
         for event in ledger.read("SELECT detail FROM events WHERE kind LIKE 'segment_%ed' AND detail LIKE '%by%'")

@@ -44,16 +44,16 @@ class Watched:
 
     def after(self, seconds: float, steps: int) -> str:
         self.now += seconds
-        return self.dog.look(steps)
+        return self.dog.check(steps)
 
 
 def test_no_step_for_ten_times_the_usual_time(tmp_path: Path) -> None:
     watched = Watched(tmp_path)
     assert watched.after(900, 0) == "" and watched.after(90, 1) == "", "the start takes longer"
-    assert watched.dog.limit == 30, "no step was timed yet"
+    assert watched.dog.limit_seconds == 30, "no step was timed yet"
     for step in range(2, 12):
         assert watched.after(7.0, step) == ""
-    assert (watched.dog.step, watched.dog.limit) == (7.0, 70.0)
+    assert (watched.dog.usual_step_seconds, watched.dog.limit_seconds) == (7.0, 70.0)
     assert watched.after(65, 11) == ""
     assert watched.after(4.9, 11) == ""
     said = watched.after(0.2, 11)
@@ -65,13 +65,13 @@ def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> Non
     watched = Watched(tmp_path)
     watched.after(1, 3)
     watched.after(2, 23)
-    assert watched.dog.step == pytest.approx(0.1) and watched.dog.limit == 30.0
+    assert watched.dog.usual_step_seconds == pytest.approx(0.1) and watched.dog.limit_seconds == 30.0
     watched.after(29, 24)  # a checkpoint, say: the next one may take as long
-    assert watched.dog.limit == 58.0
+    assert watched.dog.limit_seconds == 58.0
 
 
 def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
-    assert Watched(tmp_path).dog.limit == 1000
+    assert Watched(tmp_path).dog.limit_seconds == 1000
     watched = Watched(tmp_path, UsualTimes(start=200.0, step=40.0))
     assert watched.after(1999, 0) == ""
     said = watched.after(2, 0)
@@ -80,10 +80,10 @@ def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
     assert Watched(tmp_path, starts_often=True).after(999, 5) == ""
     began = Watched(tmp_path, UsualTimes(start=1.0, step=40.0))
     began.after(3, 1)
-    assert began.dog.limit == 400, "the usual step of earlier segments, until its own are timed"
+    assert began.dog.limit_seconds == 400, "the usual step of earlier segments, until its own are timed"
     often = Watched(tmp_path, starts_often=True)
     often.after(3, 1)
-    assert often.dog.limit == 1000, "each of several runs may compile"
+    assert often.dog.limit_seconds == 1000, "each of several runs may compile"
 
 
 def test_a_checkpoint_that_grows_is_a_sign_of_life(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from factory.core.errors import InputError
-from factory.runs.arm import Arm, refuse_impossible
+from factory.runs.arm import Arm, check_arms
 from tests.support.messages import refused
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.checkpoint.format import Checkpoint, save
@@ -43,7 +43,7 @@ ARM = Arm("one", base(), "c0ffee")
 def test_everything_that_decides_the_training_is_in_the_key(keys: dict[str, Any]) -> None:
     other = replace(ARM, name="other", **keys)
     assert other.key != ARM.key
-    refuse_impossible([ARM, other])
+    check_arms([ARM, other])
 
 
 def test_names_and_places_do_not_decide_it(tmp_path: Path) -> None:
@@ -94,10 +94,10 @@ def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where
 )
 def test_impossible_arms_are_refused(arms: list[Arm], code: str, data: dict[str, Any]) -> None:
     with refused(code, InputError, **data) as raised:
-        refuse_impossible(arms)
+        check_arms(arms)
     assert "\n" not in str(raised.value)
 
 
 def test_keys_that_are_the_users_own_are_not_looked_up() -> None:
-    refuse_impossible([replace(ARM, recipe={"mixture.weights": {"code": 1.0}, "schedule.trunk_steps.first": 9})])
-    refuse_impossible([replace(ARM, recipe={"mixture.weights.code": 1.0})])
+    check_arms([replace(ARM, recipe={"mixture.weights": {"code": 1.0}, "schedule.trunk_steps.first": 9})])
+    check_arms([replace(ARM, recipe={"mixture.weights.code": 1.0})])

@@ -11,7 +11,7 @@ import pytest
 
 from factory.core import devices
 from factory.core.errors import WorkspaceError
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.git.repository import get_live_commit
 from factory.ledger.ledger import Ledger, data_plans, proposals, segments
 from factory.ledger.plant import Plant
@@ -29,7 +29,7 @@ class History:
 
     def __init__(self, root: Path) -> None:
         self.code = make_target(root / "code")
-        self.workspace = Workspace.create(root / "plant", Config(repository=str(self.code)))
+        self.workspace = Workspace.create(root / "plant", WorkspaceConfig(repository=str(self.code)))
         self.ledger = Ledger.create(self.workspace.ledger_url)
         self.number = 0
         with self.ledger.begin() as tx:
@@ -80,7 +80,7 @@ class History:
         return cache
 
     def compiled(self, commit: str) -> Path:
-        return devices.compiled(self.workspace.root, commit)
+        return devices.compiled_code_folder(self.workspace.root, commit)
 
     def begins(self, commit: str) -> Path | None:
         return copy_older_cache(Plant(self.workspace, self.ledger), commit)
@@ -94,7 +94,7 @@ def history(tmp_path: Path) -> Iterator[History]:
 def test_a_merged_patch_begins_with_what_the_code_before_compiled(history: History) -> None:
     first = history.trained(get_live_commit(history.code))
     merged = history.patch()
-    LiveCode.of(Plant(history.workspace, history.ledger), merged)
+    LiveCode.of_commit(Plant(history.workspace, history.ledger), merged)
     own = history.compiled(merged)
     names = ["inductor/fxgraph/ab/entry", "triton/kernel.cubin"]
     assert sorted(str(path.relative_to(own)) for path in own.rglob("*") if path.is_file()) == names
@@ -178,5 +178,5 @@ def test_two_processes_do_not_copy_at_once(history: History, monkeypatch: pytest
     history.trained(get_live_commit(history.code))
     merged = history.patch()
     monkeypatch.setattr(compile_cache, "PATIENCE_SECONDS", 0.0)
-    with history.workspace.lock("compile-cache"), pytest.raises(WorkspaceError, match=r"compile-cache.lock"):
+    with history.workspace.hold_lock("compile-cache"), pytest.raises(WorkspaceError, match=r"compile-cache.lock"):
         history.begins(merged)

@@ -11,16 +11,16 @@ import torch
 
 from factory.runs.distance import (
     TensorDistance,
-    apart,
-    distance,
+    checkpoint_distance,
     find_different_weights,
     find_unlike_tensor,
     find_value_differences,
-    same_bits,
+    have_same_bits,
     save_perturbed_checkpoint,
-    sizes,
     sum_by_kind,
-    together,
+    sum_distances,
+    tensor_distances,
+    tensor_norms,
 )
 from trainer.contract.checkpoint.format import Checkpoint, load, save
 
@@ -36,53 +36,58 @@ def left(seed: int, **more: torch.Tensor) -> Checkpoint:
 
 def test_weights_are_apart_by_their_ways_and_moments_by_themselves() -> None:
     one, two, begun, other = (left(seed) for seed in range(4))
-    found = distance(one, two, begun.model, other.model)
+    found = checkpoint_distance(one, two, begun.model, other.model)
     a, b, c, d = (x.model["a"].double().numpy() for x in (one, two, begun, other))
     assert found.weights["a"].apart == pytest.approx(np.linalg.norm((b - d) - (a - c)), rel=1e-12)
     assert found.weights["a"].size == pytest.approx(np.linalg.norm(a - c), rel=1e-12)
     m, n = (x.optimizer["exp_avg.a"].double().numpy() for x in (one, two))
     assert found.shares()["exp_avg.a"] == pytest.approx(np.linalg.norm(n - m) / np.linalg.norm(m), rel=1e-12)
     assert "rng" not in found.moments
-    whole = together(apart(one.model, two.model).values())
+    whole = sum_distances(tensor_distances(one.model, two.model).values())
     both = [np.concatenate([x.model[n].double().numpy().ravel() for n in "ab"]) for x in (one, two)]
     assert whole.apart == pytest.approx(np.linalg.norm(both[1] - both[0]), rel=1e-12)
     kinds = sum_by_kind(found.moments)
     assert kinds.keys() == {"exp_avg", "exp_avg_sq"}
     assert kinds["exp_avg"].apart == pytest.approx(math.hypot(*(found.moments[f"exp_avg.{n}"].apart for n in "ab")))
-    assert sizes(one.model)["a"] == pytest.approx(np.linalg.norm(a))
+    assert tensor_norms(one.model)["a"] == pytest.approx(np.linalg.norm(a))
 
 
 def test_a_tensor_without_counterpart_is_infinitely_far() -> None:
     one = left(0)
     for other in (left(0, c=torch.ones(2)), left(0, a=torch.ones(2))):
-        assert math.inf in distance(one, other).shares().values() and math.inf in distance(other, one).shares().values()
+        assert (
+            math.inf in checkpoint_distance(one, other).shares().values()
+            and math.inf in checkpoint_distance(other, one).shares().values()
+        )
         assert (
             find_unlike_tensor(one, other)
-            and not same_bits(one, other)
+            and not have_same_bits(one, other)
             and find_different_weights(one.model, other.model)
         )
-    assert apart(one.model, one.model, {"a": one.model["a"]})["b"].share == math.inf, "it is not known where b began"
+    assert tensor_distances(one.model, one.model, {"a": one.model["a"]})["b"].share == math.inf, (
+        "it is not known where b began"
+    )
 
 
 def test_one_bit_is_no_longer_the_same() -> None:
     one, two = left(0), left(0)
     assert (
-        same_bits(one, two)
+        have_same_bits(one, two)
         and not find_different_weights(one.model, two.model)
-        and set(distance(one, two).shares().values()) == {0.0}
+        and set(checkpoint_distance(one, two).shares().values()) == {0.0}
     )
     two.optimizer["rng"][0] += 1
-    assert not same_bits(one, two), "the generator counts, though it is no distance"
+    assert not have_same_bits(one, two), "the generator counts, though it is no distance"
     two = left(0)
     two.model["b"][0, 0] = torch.nextafter(two.model["b"][0, 0], torch.tensor(9.0))
-    assert not same_bits(one, two) and find_different_weights(one.model, two.model) == ["b"]
-    assert 0 < distance(one, two).weights["b"].share < 1e-6
+    assert not have_same_bits(one, two) and find_different_weights(one.model, two.model) == ["b"]
+    assert 0 < checkpoint_distance(one, two).weights["b"].share < 1e-6
 
 
 def test_not_a_number_is_never_near() -> None:
     one, two = left(0), left(0)
     two.model["a"][0, 0] = math.nan
-    assert not distance(one, two).weights["a"].share <= 1e9 and not same_bits(two, two)
+    assert not checkpoint_distance(one, two).weights["a"].share <= 1e9 and not have_same_bits(two, two)
 
 
 def test_perturbed_weights_are_one_rounding_off_and_nothing_else_is(tmp_path: Path) -> None:

@@ -20,21 +20,21 @@ import pytest
 
 from factory.core import devices
 from factory.core.errors import InputError, SegmentError
-from factory.core.faults import NO_FILE_HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.ledger import runs as ledger_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import RunRow, Subject
-from factory.retrying.asking import TRAINING, PausedError, pause, resume
+from factory.retrying.asking import TRAINING, PausedError, pause_daemon, resume_daemon
 from factory.runs import live, sandboxed
 from factory.runs.arm import Arm
-from factory.runs.distance import same_bits
+from factory.runs.distance import have_same_bits
 from factory.runs.folders import reveal_spec
 from factory.runs.live_code import LiveCode
-from factory.runs.running import Runs, in_words, list_runs
+from factory.runs.running import Runs, list_runs, run_line
 from factory.runs.sandboxed import ArmEnd
-from factory.runs.trace import Trace, read_alive, read_lines_in
+from factory.runs.trace import Trace, read_lines_in, read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
@@ -43,7 +43,7 @@ from tests.support.messages import refused
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here
-from trainer.contract.checkpoint.format import name_of
+from trainer.contract.checkpoint.format import checkpoint_name
 from trainer.contract.data.token_shard import write_token_shard
 
 STEPS = 4
@@ -90,7 +90,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any
 def here(root: Path, arm: Arm) -> Trace:
     """The same arm, trained in this process."""
     root.mkdir(exist_ok=True)
-    live.prepare(root, root / arm.key, arm)
+    live.prepare_folder(root, root / arm.key, arm)
     assert train_here(root / arm.key) == (0, "")
     return Trace(root / arm.key, arm.first, arm.last)
 
@@ -104,26 +104,28 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     (runs.home / "gone").mkdir(parents=True)
     gone = [{"id": "gone", "path": str(runs.home / "gone"), "generation": 0}]
     bad = replace(arm, name="no data", plan={"token_shards": gone})
-    done = runs.live(code, [arm, again, low, bad], "four arms")
+    done = runs.train_live(code, [arm, again, low, bad], "four arms")
     assert len(started) == 1 and done.code == 2 and "gone" in done.line
-    assert runs.live(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
+    assert runs.train_live(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
     straight = runs.trace(arm)
-    assert same_bits(straight.left, runs.trace(again).left) and not same_bits(straight.left, runs.trace(low).left)
-    assert same_bits(straight.left, here(tmp_path / "here", arm).left), "as a process of its own"
+    assert have_same_bits(straight.left, runs.trace(again).left) and not have_same_bits(
+        straight.left, runs.trace(low).left
+    )
+    assert have_same_bits(straight.left, here(tmp_path / "here", arm).left), "as a process of its own"
     losses = straight.series(["loss", "nothing"])
     assert list(losses) == ["loss"] and len(losses["loss"]) == STEPS and None not in losses["loss"]
     assert straight.result["last_step"] == STEPS and straight.replicas_apart == []
-    assert runs.live(code, [replace(arm, name="asked for by another name")], "the same arm").code == 0
+    assert runs.train_live(code, [replace(arm, name="asked for by another name")], "the same arm").code == 0
     assert len(started) == 1, "what was trained is not trained again"
-    resumed = replace(arm, name="resumed", start=straight.checkpoint.with_name(name_of(2)))
-    assert runs.live(code, [resumed], "one more").code == 0 and len(started) == 2
-    assert same_bits(straight.left, runs.trace(resumed).left) and runs.trace(resumed).lines.keys() == {2, 3}
+    resumed = replace(arm, name="resumed", start=straight.checkpoint.with_name(checkpoint_name(2)))
+    assert runs.train_live(code, [resumed], "one more").code == 0 and len(started) == 2
+    assert have_same_bits(straight.left, runs.trace(resumed).left) and runs.trace(resumed).lines.keys() == {2, 3}
     rows = {run["arm"]["name"]: run for run in list_runs(runs.plant.ledger)}
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
     ) | {"no data": "failed"}
-    assert rows["no data"]["ended"] == done.line and in_words(rows["no data"]).data["state"] == "failed"
-    assert in_words(rows["no data"]).data["why"].startswith(": exit 2")
+    assert rows["no data"]["ended"] == done.line and run_line(rows["no data"]).data["state"] == "failed"
+    assert run_line(rows["no data"]).data["why"].startswith(": exit 2")
     assert {(run["subject"], run["purpose"]) for run in rows.values()} == {("segment:3", "audit")}
     assert rows["low rate"]["arm"]["recipe"] == {"optimizer.lr": 1e-5} and rows["low rate"]["steps"] == STEPS
     assert Path(rows["straight"]["folder"]) == runs.folder(arm)
@@ -139,10 +141,10 @@ def test_arms_run_side_by_side_where_there_are_several_devices(
     monkeypatch.setattr(devices, "_free", lambda: free)
     started = counted(monkeypatch, live, "start_trainer")
     arms = [replace(arm, name=f"seed {seed}", seed=seed) for seed in range(3)]
-    assert runs.live(code, arms, "three arms").code == 0
+    assert runs.train_live(code, arms, "three arms").code == 0
     assert len(started) == 2
     for one in arms:
-        assert same_bits(runs.trace(one).left, here(tmp_path / "here", one).left)
+        assert have_same_bits(runs.trace(one).left, here(tmp_path / "here", one).left)
 
 
 def test_an_arm_that_is_stopped_says_so_in_its_row(
@@ -153,7 +155,7 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
 
     monkeypatch.setattr("factory.runs.running.train", stopped)
     with pytest.raises(SegmentError):
-        runs.live(code, [arm], "straight")
+        runs.train_live(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
     assert (row.state, row.ended) == ("stopped", "stopped by a person")
     line = {
@@ -165,9 +167,9 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
         "last": 4,
         "state": "stopped",
     }
-    assert in_words(list_runs(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
+    assert run_line(list_runs(runs.plant.ledger)[0]).data.items() >= (line | {"why": ": stopped by a person"}).items()
     with refused("runs.unknown_recipe_key", InputError, key="optimizer.lrr"):
-        runs.live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
+        runs.train_live(code, [replace(arm, recipe={"optimizer.lrr": 1})], "a slip")
     home = runs.plant.workspace
     (shown,) = json.loads(command_here("runs", "--json", home=home).stdout)
     assert (shown["key"], shown["state"], shown["there"]) == (arm.key, "stopped", False)
@@ -181,22 +183,22 @@ def test_a_pause_stops_them_and_they_go_on(
 
     def paused(*arguments: Any, **named: Any) -> Any:
         process = start(*arguments, **named)
-        pause(ledger, TRAINING, "ada")
+        pause_daemon(ledger, TRAINING, "ada")
         return process
 
     monkeypatch.setattr(live, "start_trainer", paused)
     for _ in range(2):  # while it trains, and before it begins
         with pytest.raises(PausedError):
-            runs.live(code, [arm], "straight")
-        assert "ada paused training" in in_words(list_runs(ledger)[0])
+            runs.train_live(code, [arm], "straight")
+        assert "ada paused training" in run_line(list_runs(ledger)[0])
     monkeypatch.undo()
-    resume(ledger, "ada")
-    assert runs.live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
+    resume_daemon(ledger, "ada")
+    assert runs.train_live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
 
 
 def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
     """The process was killed, or an older factory recorded none, or another process now has its number."""
-    with pytest.raises(SegmentError), runs.noted({runs.folder(arm): arm}):
+    with pytest.raises(SegmentError), runs.record_rows({runs.folder(arm): arm}):
         assert (list_runs(runs.plant.ledger)[0]["state"], list_runs(runs.plant.ledger)[0]["ended"]) == ("running", None)
         raise SegmentError("stopped")
     killed = subprocess.Popen(["true"])
@@ -205,12 +207,12 @@ def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
     for ended in (None, process.format(killed.pid), process.format(os.getpid())):
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(state="running", ended=ended, started_at=1.0))
-        stopped = in_words(list_runs(runs.plant.ledger)[0]).data
+        stopped = run_line(list_runs(runs.plant.ledger)[0]).data
         assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
 def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) -> None:
-    with runs.noted({runs.folder(arm): arm}) as ends:
+    with runs.record_rows({runs.folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
         written = runs.folder(arm) / "metrics.jsonl"
@@ -230,18 +232,18 @@ def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     began = counted(monkeypatch, sandboxed.sandbox, "run")
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
     expected = here(tmp_path / "here", arm)
-    resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(name_of(2)))
+    resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(checkpoint_name(2)))
     half = replace(arm, name="half of it", until=2)  # it would go on: its process ends with it
     arms = {runs.home / "trainer" / str(number): one for number, one in enumerate((arm, low, resumed, half))}
     left = []
-    with closing(runs.sandboxed(runs.home / "trainer", ROOT, arms, PATIENCE_S)) as trained:
+    with closing(runs.train_sandboxed(runs.home / "trainer", ROOT, arms, PATIENCE_S)) as trained:
         for (folder, one), ended in zip(arms.items(), trained, strict=True):
             assert (ended.folder, ended.failed) == (folder, "") and ended.cpu and 0 < ended.cpu.thread < ended.cpu.tree
             assert sum((path / "segment.json").exists() for path in arms) == len(left) + 1, "the next is not shown yet"
-            left.append(read_alive(ended.opened, one.last, expected.left.model))
+            left.append(read_live_checkpoint(ended.opened, one.last, expected.left.model))
     assert len(began) == 1 and left[3].state["step"] == 2
-    assert same_bits(left[0], expected.left) and same_bits(left[2], expected.left)
-    assert not same_bits(left[1], expected.left)
+    assert have_same_bits(left[0], expected.left) and have_same_bits(left[2], expected.left)
+    assert not have_same_bits(left[1], expected.left)
     assert {run["state"] for run in list_runs(runs.plant.ledger)} == {"done"}
 
 
@@ -275,13 +277,13 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, 
     (victim / "secret").write_text('{"step": 0}\n')
     output = runs.home / "trainer"
     arms = {output / "1": arm, output / "2": replace(arm, name="again", repeat=1)}
-    with closing(runs.sandboxed(output, code, arms, PATIENCE_S)) as trained:
+    with closing(runs.train_sandboxed(output, code, arms, PATIENCE_S)) as trained:
         first = next(trained)
         assert not first.failed, "it says that it is done"
         trace = Trace(first.folder, 0, STEPS)
         for read in (
             lambda: trace.left, lambda: trace.lines, lambda: trace.result,
-            lambda: read_alive(first.opened, STEPS, {}), lambda: read_lines_in(first.opened, "metrics.jsonl"),
+            lambda: read_live_checkpoint(first.opened, STEPS, {}), lambda: read_lines_in(first.opened, "metrics.jsonl"),
         ):  # fmt: skip
             with pytest.raises(UntrustedFileError):
                 read()
@@ -302,17 +304,17 @@ def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_code
     monkeypatch.setattr(sandboxed, "reveal_spec", without_handles)
     arms = {runs.home / str(number): replace(arm, repeat=number) for number in range(2)}
     with pytest.raises(OSError) as error:
-        list(runs.sandboxed(runs.home, code_of(tmp_path, WAITS), arms, PATIENCE_S))
-    assert fault_of(error.value) == NO_FILE_HANDLES
+        list(runs.train_sandboxed(runs.home, code_of(tmp_path, WAITS), arms, PATIENCE_S))
+    assert find_fault_in(error.value) == NO_FILE_HANDLES
     assert [run["state"] for run in list_runs(runs.plant.ledger)] == ["stopped"]
 
 
 def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: Runs, arm: Arm, tmp_path: Path) -> None:
-    start = tmp_path / name_of(2)
+    start = tmp_path / checkpoint_name(2)
     start.mkdir()
     (start / "manifest.json").write_text("{}")
     gone = replace(arm, base={**arm.base, "initial_checkpoint": str(tmp_path / "gone")}, start=start)
-    (found,) = runs.sandboxed(runs.home, code_of(tmp_path, QUICK), {runs.home / "1": gone}, PATIENCE_S)
+    (found,) = runs.train_sandboxed(runs.home, code_of(tmp_path, QUICK), {runs.home / "1": gone}, PATIENCE_S)
     assert not found.failed
 
 
@@ -327,9 +329,9 @@ def test_the_time_until_a_device_is_free_does_not_count(
 ) -> None:
     clock, found, code = [0.0], list[ArmEnd](), code_of(tmp_path, QUICK)
     monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
-    train = lambda: found.extend(sandboxed.train(runs.home, code, {runs.home / "1": arm}, PATIENCE_S))
+    train = lambda: found.extend(sandboxed.train_sandboxed(runs.home, code, {runs.home / "1": arm}, PATIENCE_S))
     waiting = threading.Thread(target=train)
-    with devices.one():
+    with devices.hold_device():
         waiting.start()
         while not (runs.home / "1" / "segment.json").exists():
             pass
@@ -341,11 +343,11 @@ def test_the_time_until_a_device_is_free_does_not_count(
 def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = runs.alone(arm, ROOT, "00003-trunk", 0.1)
+    found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)
     assert found.out_of_time and "over its wall limit" in found.failed
     began = counted(monkeypatch, sandboxed.sandbox, "run")
-    found = runs.alone(arm, ROOT, "00003-trunk", PATIENCE_S)
-    assert found == runs.alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
+    found = runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S)
+    assert found == runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
     assert (
         found.folder == runs.folder(arm) / "00003-trunk" and Trace(found.folder, 0, STEPS).left.state["step"] == STEPS
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from factory.core.faults import NO_FILE_HANDLES, fault_of, is_machine_fault
+from factory.core.faults import NO_FILE_HANDLES, find_fault_in, is_machine_fault
 from factory.runs.untrusted_files import UntrustedFileError, read_tensors
 from tests.support.failing.limits import few_handles
 from tests.support.messages import refused
@@ -75,7 +75,9 @@ def test_too_few_file_handles_say_nothing_about_a_candidate(tmp_path: Path) -> N
     try:
         with few_handles(), pytest.raises(OSError) as raised:
             read_tensors(handle, (NAME,), LIMIT)
-        assert fault_of(raised.value) == NO_FILE_HANDLES and read_tensors(handle, (NAME,), LIMIT)["x"].tolist() == [
+        assert find_fault_in(raised.value) == NO_FILE_HANDLES and read_tensors(handle, (NAME,), LIMIT)[
+            "x"
+        ].tolist() == [
             0,
             1,
             2,

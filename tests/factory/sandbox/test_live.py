@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from factory.core.errors import IsolationError
-from factory.core.file_lock import LockedError, file_lock
+from factory.core.file_lock import LockedError, hold_file_lock
 from factory.sandbox import bubblewrap, live
-from factory.sandbox.live import Running
+from factory.sandbox.live import RunningCommand
 from factory.sandbox.pipes import StartPipes
 from tests.support.messages import refused
 
@@ -28,9 +28,9 @@ time.sleep(300)
 """
 
 
-def started(tmp_path: Path, script: str, lock: int | None = None, nodes: tuple[str, ...] = ()) -> Running:
+def started(tmp_path: Path, script: str, lock: int | None = None, nodes: tuple[str, ...] = ()) -> RunningCommand:
     (tmp_path / "out").mkdir(exist_ok=True)
-    return live.start(
+    return live.start_in_sandbox(
         [sys.executable, "-c", script],
         writable=[tmp_path / "out"],
         readonly=[],
@@ -45,16 +45,16 @@ def started(tmp_path: Path, script: str, lock: int | None = None, nodes: tuple[s
 
 
 def test_the_command_has_its_own_loopback_cannot_reach_the_lock_and_gets_sigterm(tmp_path: Path) -> None:
-    with file_lock(tmp_path / "lock") as lock:
+    with hold_file_lock(tmp_path / "lock") as lock:
         running = started(tmp_path, RANKS, lock)
     out = running.process.stdout
     assert out is not None
     assert [out.readline() for _ in range(3)] == [b"127.0.0.1 ['lo'] [0, 1, 2]\n", b"met\n", b"ready\n"]
-    with pytest.raises(LockedError), file_lock(tmp_path / "lock"):
+    with pytest.raises(LockedError), hold_file_lock(tmp_path / "lock"):
         pass
     running.terminate()
     assert running.wait() == 75
-    with file_lock(tmp_path / "lock"):
+    with hold_file_lock(tmp_path / "lock"):
         pass
 
 
@@ -98,7 +98,7 @@ def test_gpus_are_device_files_of_the_view(tmp_path: Path) -> None:
     """This machine has no GPU: the test checks bubblewrap's arguments."""
     nodes = ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
     with StartPipes() as opening:
-        words = bubblewrap.command(
+        words = bubblewrap.build_command(
             ["true"], opening, writable=[tmp_path], given=[], cwd=tmp_path, environment={}, tmp=1, nodes=nodes, held=7
         )
     shown = [words[at + 1 : at + 3] for at, word in enumerate(words) if word == "--dev-bind"]

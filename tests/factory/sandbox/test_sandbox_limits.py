@@ -14,7 +14,7 @@ from factory.sandbox import cgroup as sandbox_cgroup
 from factory.sandbox import clock as sandbox_clock
 from factory.sandbox import sandbox
 from factory.sandbox.clock import CpuSeconds
-from factory.sandbox.sandbox import MIB, Limits
+from factory.sandbox.sandbox import MIB, SandboxLimits
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out
 
 pytestmark = pytest.mark.usefixtures("isolates")
@@ -27,7 +27,7 @@ def test_an_endless_loop_is_stopped(tmp_path: Path) -> None:
 
 
 def test_a_process_that_uses_too_many_cpu_seconds_is_stopped(tmp_path: Path) -> None:
-    result = inside(tmp_path, "while True: pass", limits=Limits(wall_seconds=PATIENCE, cpu_seconds=1))
+    result = inside(tmp_path, "while True: pass", limits=SandboxLimits(wall_seconds=PATIENCE, cpu_seconds=1))
     assert not result.ok and not result.timed_out
 
 
@@ -41,7 +41,7 @@ def test_a_fork_bomb_is_stopped(tmp_path: Path) -> None:
         except OSError:
             time.sleep(0.01)
     """
-    result = inside(tmp_path, code, word, limits=Limits(wall_seconds=10, processes=64))
+    result = inside(tmp_path, code, word, limits=SandboxLimits(wall_seconds=10, processes=64))
     assert result.stopped in ("processes", "wall")
     assert processes_naming(word) == []
 
@@ -53,7 +53,7 @@ def groups_of_ours() -> list[Path]:
 
 def test_the_kernel_limits_threads(tmp_path: Path) -> None:
     """The watch counts only processes, and an rlimit does not bind root. A control group limits threads, if one can be made."""
-    if "no control group" in sandbox.describe()["processes"]:
+    if "no control group" in sandbox.describe_sandbox()["processes"]:
         pytest.skip("no control group can be made here")
     code = """
     import threading
@@ -65,12 +65,12 @@ def test_the_kernel_limits_threads(tmp_path: Path) -> None:
         print(started, error)
     held.set()
     """
-    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, processes=32))
+    result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, processes=32))
     assert result.returncode == 0, result.why()
     assert int(result.stdout.split()[0]) <= 32 * sandbox.TASKS and "can't start new thread" in result.stdout
     deadline = time.monotonic() + PATIENCE  # the next sandbox removes a group whose last process was still ending
     while (left := groups_of_ours()) and time.monotonic() < deadline:
-        with sandbox_cgroup.task_limit(1):
+        with sandbox_cgroup.make_task_group(1):
             pass
     assert left == []
 
@@ -104,7 +104,7 @@ def test_only_groups_of_ended_threads_are_removed(tmp_path: Path) -> None:
 
 
 def test_a_memory_bomb_in_one_process_is_stopped(tmp_path: Path) -> None:
-    result = inside(tmp_path, "b = bytearray(4 << 30)", limits=Limits(wall_seconds=PATIENCE, memory=512 * MIB))
+    result = inside(tmp_path, "b = bytearray(4 << 30)", limits=SandboxLimits(wall_seconds=PATIENCE, memory=512 * MIB))
     assert not result.ok and (result.stopped == "memory" or "MemoryError" in result.stderr)
     assert result.peak_memory < 4 << 30
 
@@ -117,20 +117,20 @@ def test_a_memory_bomb_over_many_processes_is_stopped(tmp_path: Path) -> None:
     held = b'x' * (100 << 20)
     time.sleep(600)
     """
-    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, memory=400 * MIB))
+    result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, memory=400 * MIB))
     assert result.stopped == "memory" and result.peak_memory > 400 * MIB
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
 def test_temporary_space_is_small(tmp_path: Path, folder: str) -> None:
     code = "import sys\nwith open(sys.argv[1] + '/x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
-    result = inside(tmp_path, code, folder, limits=Limits(wall_seconds=PATIENCE, tmp=32 * MIB))
+    result = inside(tmp_path, code, folder, limits=SandboxLimits(wall_seconds=PATIENCE, tmp=32 * MIB))
     assert result.returncode == 1 and "No space left" in result.stderr
 
 
 def test_a_disk_bomb_of_one_file_is_stopped(tmp_path: Path) -> None:
     code = "with open('x', 'wb') as f:\n    while True: f.write(bytes(1 << 20))"
-    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, file=16 * MIB))
+    result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, file=16 * MIB))
     assert not result.ok and result.output <= 17 * MIB
 
 
@@ -141,10 +141,10 @@ def test_a_disk_bomb_of_many_files_is_stopped(tmp_path: Path) -> None:
         open(f'{i}', 'wb').write(bytes(1 << 20))
         time.sleep(0.002)
     """
-    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, file=16 * MIB, output=64 * MIB))
+    result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, file=16 * MIB, output=64 * MIB))
     assert result.stopped == "output"
     small = "import itertools\nfor i in itertools.count(): open(f'{i}', 'wb')"
-    result = inside(tmp_path / "small", small, limits=Limits(wall_seconds=PATIENCE, output_files=500))
+    result = inside(tmp_path / "small", small, limits=SandboxLimits(wall_seconds=PATIENCE, output_files=500))
     assert result.stopped == "output"
 
 
@@ -169,7 +169,7 @@ HOLD = """
 
 @pytest.mark.parametrize("held", ["open", "map", "send"])
 def test_a_disk_bomb_of_deleted_files_is_stopped(tmp_path: Path, held: str) -> None:
-    result = inside(tmp_path, HOLD, held, limits=Limits(wall_seconds=PATIENCE, output=32 * MIB))
+    result = inside(tmp_path, HOLD, held, limits=SandboxLimits(wall_seconds=PATIENCE, output=32 * MIB))
     assert result.stopped == "output" and result.output == 0, result
 
 
@@ -193,14 +193,14 @@ def test_writes_of_other_processes_to_the_disk_do_not_count(tmp_path: Path) -> N
 
     writer = threading.Thread(target=others)
     writer.start()
-    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, output=8 * MIB))
+    result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, output=8 * MIB))
     writer.join()
     assert result.ok, result
 
 
 def test_a_log_bomb_is_stopped(tmp_path: Path) -> None:
     code = "import os\nwhile True: os.write(1, b'x' * 65536); os.write(2, b'y' * 65536)"
-    result = inside(tmp_path, code, limits=Limits(wall_seconds=PATIENCE, log=4 * MIB))
+    result = inside(tmp_path, code, limits=SandboxLimits(wall_seconds=PATIENCE, log=4 * MIB))
     assert result.stopped == "log"
     assert max(len(result.stdout), len(result.stderr)) <= sandbox.TAIL_BYTES
 
@@ -223,7 +223,9 @@ def test_a_caller_can_end_the_command(tmp_path: Path) -> None:
     watcher.start()
     code = "import time; open('begun', 'w'); time.sleep(600)"
     command = [sys.executable, "-c", code]
-    result = sandbox.run(command, output=tmp_path / "out", limits=Limits(wall_seconds=PATIENCE), enough=enough)
+    result = sandbox.run_in_sandbox(
+        command, output=tmp_path / "out", limits=SandboxLimits(wall_seconds=PATIENCE), enough=enough
+    )
     watcher.join()
     assert result.stopped == "enough" and not result.ok and not result.timed_out
 
@@ -260,22 +262,27 @@ def test_cpu_seconds_of_the_whole_tree_are_read_from_outside(tmp_path: Path) -> 
     def watch() -> None:
         while not (out / "begun").exists():
             time.sleep(0.01)
-        first = sandbox_clock.read(inits[0])
+        first = sandbox_clock.read_cpu_seconds(inits[0])
         (out / "go").touch()
         while not (out / "done").exists():
             time.sleep(0.01)
-        found.append(sandbox_clock.between(first, sandbox_clock.read(inits[0])))
+        found.append(sandbox_clock.cpu_seconds_between(first, sandbox_clock.read_cpu_seconds(inits[0])))
         (out / "end").touch()
 
     watcher = threading.Thread(target=watch)
     watcher.start()
     command = [sys.executable, "-c", USES]
-    result = sandbox.run(command, output=out, limits=Limits(wall_seconds=PATIENCE), begun=inits.append)
+    result = sandbox.run_in_sandbox(
+        command, output=out, limits=SandboxLimits(wall_seconds=PATIENCE), begun=inits.append
+    )
     watcher.join()
     (used,) = found
     assert result.ok and used is not None, result
     assert used.tree >= 1.9 - 2 / sandbox_clock.TICKS_PER_SECOND and 0.8 <= used.thread < used.tree - 1
-    assert sandbox_clock.read(1 << 23) == sandbox_clock.CpuReading(), "nobody has such a number"
+    assert sandbox_clock.read_cpu_seconds(1 << 23) == sandbox_clock.CpuReading(), "nobody has such a number"
     assert (
-        sandbox_clock.between(sandbox_clock.CpuReading(1.0, {7: 1.0}), sandbox_clock.CpuReading(2.0, {8: 1.0})) is None
+        sandbox_clock.cpu_seconds_between(
+            sandbox_clock.CpuReading(1.0, {7: 1.0}), sandbox_clock.CpuReading(2.0, {8: 1.0})
+        )
+        is None
     )

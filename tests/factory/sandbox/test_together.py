@@ -1,4 +1,4 @@
-"""``together``: thousands of paths in one sandbox; other files stay invisible, and no link remains afterwards."""
+"""``make_mounts``: thousands of paths in one sandbox; other files stay invisible, and no link remains afterwards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from factory.sandbox import live, sandbox
-from factory.sandbox.together import MOST, remove_unused_links, together
+from factory.sandbox.together import MOST, make_mounts, remove_unused_links
 
 LOOK = """
 import os, sys
@@ -37,7 +37,7 @@ def shown(tmp_path: Path, count: int) -> list[Path]:
 def test_thousands_of_paths_are_visible_and_others_are_not(tmp_path: Path) -> None:
     shards = shown(tmp_path, MANY)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
-    done = sandbox.run(words, output=tmp_path / "out", readonly=shards)
+    done = sandbox.run_in_sandbox(words, output=tmp_path / "out", readonly=shards)
     assert (done.stdout, done.stderr) == (f"{MANY} {2 * MANY}\nRead-only file system\n", "")
     assert not list(tmp_path.glob("shards/.*"))
 
@@ -46,7 +46,7 @@ def test_live_code_sees_the_paths_until_it_ends(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     shards = shown(tmp_path, MOST + 1)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
-    running = live.start(
+    running = live.start_in_sandbox(
         words, writable=[tmp_path / "out"], readonly=shards, cwd=tmp_path / "out", cache=tmp_path / "cache",
         environment={}, nodes=(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -61,7 +61,7 @@ def test_a_path_without_a_hard_link_gets_its_own_mount(tmp_path: Path) -> None:
     away = shards[7].rename(tmp_path / "away")
     shards[7].symlink_to(away)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
-    done = sandbox.run(words, output=tmp_path / "out", readonly=[*shards, away])
+    done = sandbox.run_in_sandbox(words, output=tmp_path / "out", readonly=[*shards, away])
     assert (done.stdout, done.stderr) == (f"{MOST + 1} {2 * MOST + 2}\nRead-only file system\n", "")
 
 
@@ -70,7 +70,7 @@ def test_links_of_a_killed_process_are_removed_and_those_in_use_stay(tmp_path: P
     left = tmp_path / "shards" / ".seen-left"
     left.mkdir()
     (left / "tokens").hardlink_to(shards[0] / "tokens")
-    with together(shards) as mounts:
+    with make_mounts(shards) as mounts:
         assert len(mounts) == 1 and not left.exists()
         remove_unused_links(tmp_path / "shards")
         assert Path(mounts[0][0]).is_dir()

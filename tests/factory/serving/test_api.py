@@ -17,7 +17,7 @@ from factory.evals.export_config import ExportError
 from factory.evals.reference_model import ReferenceModel
 from factory.ingest.chat_template import CHAT_TEMPLATE, TEMPLATE_WITHOUT_BOS, TEMPLATE_WITHOUT_CALLS
 from factory.serving.api.request import load_served_model
-from factory.serving.native.server import NativeEngine, application
+from factory.serving.native.server import NativeEngine, make_application
 from tests.support.messages import refused
 from tests.support.serving.served import CONTEXT, PROMPT, continuation, make_export, tokenizer
 
@@ -36,7 +36,9 @@ def engine(export: Path) -> NativeEngine:
 
 
 def in_process(engine: NativeEngine) -> httpx.AsyncClient:
-    return httpx.AsyncClient(transport=httpx.ASGITransport(application(engine)), base_url="http://engine", timeout=None)
+    return httpx.AsyncClient(
+        transport=httpx.ASGITransport(make_application(engine)), base_url="http://engine", timeout=None
+    )
 
 
 @pytest.fixture
@@ -66,7 +68,7 @@ def greedy(export: Path, ids: list[int], count: int) -> list[int]:
 
 # -- what its own client sees -------------------------------------------------------------------------------------------
 def test_chat_whole_and_streamed_are_what_the_judge_s_model_writes(engine: NativeEngine, export: Path) -> None:
-    ids = greedy(export, tokenizer().prompt(CHAT).tolist(), 40)
+    ids = greedy(export, tokenizer().encode_chat_prompt(CHAT).tolist(), 40)
     expected = tokenizer().decode(ids)
 
     async def scene(client: openai.AsyncOpenAI) -> None:
@@ -166,7 +168,7 @@ def test_special_tokens_that_are_typed_stay_text(ask: Asking) -> None:
     assert ids[0] == 0 and not set(ids[1:]) & {0, 1, 2} and tokenizer().decode(ids) == text
     assert ask("/tokenize", {"prompt": ""}).json()["tokens"] == [0], "a document from its beginning"
     chat = ask("/tokenize", {"messages": [{"role": "user", "content": text}]}).json()["tokens"]
-    assert chat == tokenizer().prompt([{"role": "user", "content": text}]).tolist()
+    assert chat == tokenizer().encode_chat_prompt([{"role": "user", "content": text}]).tolist()
     assert [token for token in chat if token < 3] == [0, 1, 2, 1], "one turn, and the one to be written"
 
 

@@ -154,7 +154,7 @@ def test_jobs_that_come_together_are_taken_by_the_same_step() -> None:
             ends.append(token.end if token else "failed")
             threading.Thread(target=over.wait).start()
 
-    with loop.together():
+    with loop.submit_together():
         for number in range(8):
             loop.submit(listen, lambda key, number=number: Job(key, [9, 8, 7], 5, seed=number))  # type: ignore[misc]
             time.sleep(0.05)  # longer than a step: one alone would have been begun
@@ -163,7 +163,7 @@ def test_jobs_that_come_together_are_taken_by_the_same_step() -> None:
 
 
 def test_draws_follow_temperature_and_top_p() -> None:
-    from factory.serving.native.batch import draw
+    from factory.serving.native.batch import sample_token
 
     logits, generator = torch.tensor([2.0, 1.0, 0.0, -1.0]), torch.Generator().manual_seed(0)
     for sampling, expected in (
@@ -174,7 +174,8 @@ def test_draws_follow_temperature_and_top_p() -> None:
         (Sampling(1.0, top_p=0.0), torch.tensor([1.0, 0, 0, 0])),
     ):
         drawn = (
-            torch.bincount(torch.tensor([draw(logits, sampling, generator) for _ in range(4000)]), minlength=4) / 4000
+            torch.bincount(torch.tensor([sample_token(logits, sampling, generator) for _ in range(4000)]), minlength=4)
+            / 4000
         )
         assert (drawn - expected).abs().max() < 0.03, sampling
 

@@ -11,7 +11,7 @@ from factory.evals.token_bytes import TokenBytes
 from factory.serving.api.defaults import Sampling
 from factory.serving.api.request import CompletionRequest
 from factory.serving.native.batch import Token
-from factory.serving.native.replies import ChoiceText, CompletionReply, name_of
+from factory.serving.native.replies import ChoiceText, CompletionReply, token_name
 
 BYTES = TokenBytes([bytes([value]) for value in range(256)])  # a token for each byte
 texts = st.text(alphabet="ab<é🙂\n", max_size=30)
@@ -79,7 +79,7 @@ def test_tokens_that_are_no_characters_have_an_entry_each() -> None:
 
 def test_every_token_has_a_name_of_its_own() -> None:
     vocabulary = TokenBytes(NAMED, SPECIAL)
-    names = [name_of(vocabulary, token) for token in (*range(len(NAMED)), *PADDED)]
+    names = [token_name(vocabulary, token) for token in (*range(len(NAMED)), *PADDED)]
     assert len(set(names)) == len(names)
     assert names[ord("a")] == "a" and names[256] == "é" and names[257] == r"bytes:\xf0\x9f"
     assert names[len(NAMED) - 1 :] == ["<|im_end|>", *(f"token_id:{token}" for token in PADDED)]

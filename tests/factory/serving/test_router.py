@@ -17,7 +17,7 @@ import uvicorn
 from factory.release.serving import MODEL_NAME
 from factory.serving.champion import Champion
 from factory.serving.engines import Engine, EngineKind
-from factory.serving.router import ENDED, MOST_BYTES, MOST_TRIES, application
+from factory.serving.router import ENDED, MOST_BYTES, MOST_TRIES, make_application
 from factory.serving.swap import Supervisor
 
 PATH = "/v1/completions"
@@ -83,7 +83,7 @@ class Scene:
 
     def counted(self, name: str) -> str:
         """The lines of one metric, joined."""
-        text = self.supervisor.metrics.text([])
+        text = self.supervisor.metrics.format_page([])
         return "; ".join(line.removeprefix(name) for line in text.splitlines() if line.startswith(name))
 
 
@@ -96,7 +96,7 @@ async def scene(key: str = "") -> AsyncIterator[Scene]:
         supervisor.current, supervisor.engines = engine, [engine]
         supervisor.wanted = Champion(8, folder, "def")
         config = uvicorn.Config(
-            application(supervisor, key), uds=str(folder / "router"), log_level="error", lifespan="off"
+            make_application(supervisor, key), uds=str(folder / "router"), log_level="error", lifespan="off"
         )
         server = uvicorn.Server(config)
         serving = asyncio.ensure_future(server._serve())

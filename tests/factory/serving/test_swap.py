@@ -18,7 +18,7 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
 from factory.serving import engines, swap
 from factory.serving.champion import read_champion
-from factory.serving.engines import Engine, native
+from factory.serving.engines import Engine, native_engine_kind
 from tests.support.messages import codes
 from tests.support.serving.kills import OLD, kill_in_swap
 from tests.support.serving.load import AT_ONCE, Load
@@ -37,7 +37,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def noted(ledger: Ledger) -> list[str]:
-    found = ledger.rows(sa.select(events.c.kind, events.c.subject).order_by(events.c.id))
+    found = ledger.select_rows(sa.select(events.c.kind, events.c.subject).order_by(events.c.id))
     return [f"{row['kind']} {row['subject']}" for row in found if row["kind"].startswith("serving")]
 
 
@@ -358,7 +358,9 @@ def test_a_replacement_engine_slower_than_a_swap_is_discarded(
             while flips == [2] and any(e.champion.release == 1 for e in supervisor.engines):
                 await asyncio.sleep(0.05)
 
-    supervisor = swap.Supervisor(native(), lambda: read_champion(workspace), print, workspace.logs, on_stage=order)
+    supervisor = swap.Supervisor(
+        native_engine_kind(), lambda: read_champion(workspace), print, workspace.logs, on_stage=order
+    )
     supervisor.serving = first  # and its engine has ended
 
     async def scene() -> None:
@@ -368,7 +370,7 @@ def test_a_replacement_engine_slower_than_a_swap_is_discarded(
             while supervisor.current is None or len(supervisor.engines) != 1:
                 await asyncio.sleep(0.05)
             assert flips == [2] and supervisor.serving == supervisor.current.champion != first
-            metrics = supervisor.metrics.text([])
+            metrics = supervisor.metrics.format_page([])
             assert "factory_serve_failures_total 0" in metrics, "to be late is no failure"
             assert 'swaps_total{release="2"} 1' in metrics and 'swaps_total{release="1"}' not in metrics
         finally:
@@ -382,7 +384,9 @@ def test_an_engine_with_other_weights_is_not_made_current(
     workspace: Workspace, ledger: Ledger, exports: list[Path]
 ) -> None:
     add_release(workspace, ledger, exports[0])
-    swapped = replace(native(), command=lambda export, socket: native().command(exports[1], socket))
+    swapped = replace(
+        native_engine_kind(), command=lambda export, socket: native_engine_kind().command(exports[1], socket)
+    )
 
     async def scene() -> None:
         async with serving(workspace, ledger, swapped) as served:
@@ -405,7 +409,7 @@ def test_an_unexpected_error_is_reported_and_tried_again(
 
     monkeypatch.setattr(swap.Engine, "start", start)
     assert champion is not None
-    supervisor = swap.Supervisor(native(), lambda: champion, said.append, workspace.logs)
+    supervisor = swap.Supervisor(native_engine_kind(), lambda: champion, said.append, workspace.logs)
     attempt = swap._Attempt(champion)
     asyncio.run(supervisor._attempt(attempt, mends=False))
     (message,) = said

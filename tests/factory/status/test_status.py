@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from factory.core.errors import ConfigError
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.anomalies import ASKED, DIAGNOSED
 from factory.ledger.files import HELD
 from factory.ledger.ledger import (
@@ -29,17 +29,17 @@ from factory.ledger.ledger import (
     data_plans,
     exchanges,
     proposals,
-    record,
+    record_event,
     releases,
     segments,
     verdicts,
 )
 from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES_FILE
-from factory.status.metrics import serving, text
-from factory.status.running import daemon
-from factory.status.status import facts, screen
-from factory.status.waiting import waiting
+from factory.status.metrics import prometheus_text, serve_metrics
+from factory.status.running import daemon_facts
+from factory.status.status import status_facts, status_lines
+from factory.status.waiting import list_waiting_for_person
 from kernels.contract.message import Message
 from tests.support.factory.command import factory
 from tests.support.messages import refused, the
@@ -73,12 +73,12 @@ def plant(workspace: Workspace, ledger: Ledger) -> tuple[Workspace, Ledger]:
 
 
 def shown(workspace: Workspace) -> str:
-    return "\n".join(screen(facts(workspace)))
+    return "\n".join(status_lines(status_facts(workspace)))
 
 
 def line_of(workspace: Workspace, code: str) -> Message:
     """The only line of the screen with that code."""
-    found = the(screen(facts(workspace)), code)
+    found = the(status_lines(status_facts(workspace)), code)
     assert isinstance(found, Message)
     return found
 
@@ -100,7 +100,7 @@ with workspace.lock("model-loop"):
 
 def test_the_daemon_is_seen_by_its_lock(plant: tuple[Workspace, Ledger]) -> None:
     workspace, _ = plant
-    assert daemon(workspace) == {"running": False}
+    assert daemon_facts(workspace) == {"running": False}
     assert line_of(workspace, "status.no_daemon").startswith("daemon ")
     command = [sys.executable, "-c", HOLDER, str(workspace.root)]
     holder = subprocess.Popen(
@@ -108,7 +108,7 @@ def test_the_daemon_is_seen_by_its_lock(plant: tuple[Workspace, Ledger]) -> None
     )
     try:
         assert holder.stdout and holder.stdout.readline() == "held\n"
-        found = daemon(workspace)
+        found = daemon_facts(workspace)
         assert found["running"] and found["process"] == holder.pid and found["doing"] == "trunk 100–200"
         said = line_of(workspace, "status.daemon_runs").data
         assert said["process"] == holder.pid and said["command"].startswith("python")
@@ -116,7 +116,7 @@ def test_the_daemon_is_seen_by_its_lock(plant: tuple[Workspace, Ledger]) -> None
     finally:
         holder.kill()
         holder.communicate()
-    assert daemon(workspace) == {"running": False}, "the lock file is left, but its process is gone"
+    assert daemon_facts(workspace) == {"running": False}, "the lock file is left, but its process is gone"
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_the_segment_in_training_shows_step_loss_rate_and_time_left(plant: tuple
     assert re.search(r"segment 4 \(trunk\): step 100 of 200,", said)
     assert re.search(r", planned \d+ min ago, 1 try failed", said)
     lines(folder, range(100, 150), seconds=2.0)
-    row = facts(workspace)["training"]
+    row = status_facts(workspace)["training"]
     assert row["step"] == 150 and row["loss"] == pytest.approx(3.851) and row["step_seconds"] == pytest.approx(2.0)
     assert row["eta_seconds"] == pytest.approx(100.0) and row["tokens_per_s"] == pytest.approx(1134.0, abs=1.0)
     assert 30 <= row["seconds_since_step"] < 300
@@ -174,18 +174,18 @@ def test_the_metrics_of_a_trainer_are_not_trusted(plant: tuple[Workspace, Ledger
         "{",
     ]
     (folder / "metrics.jsonl").write_text("\n".join(rows) + "\n")
-    row = facts(workspace)["training"]
+    row = status_facts(workspace)["training"]
     assert row["step"] == 8 and row["loss"] is None and row["eta_seconds"] is None
     assert shown(workspace)
     (folder / "metrics.jsonl").unlink()
     os.mkfifo(folder / "metrics.jsonl")
-    assert facts(workspace)["training"]["step"] == 100
+    assert status_facts(workspace)["training"]["step"] == 100
 
 
 def test_too_little_data_is_shown_with_the_missing_tokens(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     with ledger.begin() as tx:
-        record(tx, "trunk_ahead", "daemon", {"steps": 0, "new_shards": 1, "wanted": 20, "missing_tokens": 12345})
+        record_event(tx, "trunk_ahead", "daemon", {"steps": 0, "new_shards": 1, "wanted": 20, "missing_tokens": 12345})
     assert line_of(workspace, "status.little_data").data == {"tokens": 12345}
 
 
@@ -209,7 +209,7 @@ def candidate(ledger: Ledger, number: int, segment: int, outcome: str, created_a
 
 def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
-    assert waiting(workspace, ledger) == []
+    assert list_waiting_for_person(workspace, ledger) == []
     segment(workspace, ledger, 1, "done")
     segment(workspace, ledger, 2, "failed", parent=1)
     candidate(ledger, 1, 1, "promote")
@@ -219,14 +219,16 @@ def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Works
     )  # fmt: skip
     put(ledger, anomalies, id=7, segment=1, step=105, kind="loss_spike", detail={})
     with ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", 7), {"anomalies": [7], "causes": ["rate"], "why": "so", "guilty": []})
-        record(tx, ASKED, Subject("anomaly", 7), {"anomalies": [7], "diagnosis": 1})
-        record(tx, "paused", "daemon", {"what": "training", "by": "ann", "why": "move"})
-        record(tx, "disk_low", "daemon", {"free": 10, "floor": 20})
+        record_event(
+            tx, DIAGNOSED, Subject("anomaly", 7), {"anomalies": [7], "causes": ["rate"], "why": "so", "guilty": []}
+        )
+        record_event(tx, ASKED, Subject("anomaly", 7), {"anomalies": [7], "diagnosis": 1})
+        record_event(tx, "paused", "daemon", {"what": "training", "by": "ann", "why": "move"})
+        record_event(tx, "disk_low", "daemon", {"free": 10, "floor": 20})
         for name in ("here.jsonl", "gone.jsonl"):
-            record(tx, HELD, f"inbox:{name}", {"name": name, "stamp": [1], "why": "close it", "refused": False})
+            record_event(tx, HELD, f"inbox:{name}", {"name": name, "stamp": [1], "why": "close it", "refused": False})
     (workspace.inbox / "here.jsonl").touch()
-    found = waiting(workspace, ledger)
+    found = list_waiting_for_person(workspace, ledger)
     what = [one["what"] for one in found]
     assert the(what, "waiting.paused").data == {"what": "training", "person": "ann"}
     assert the(what, "waiting.candidate").data == {"candidate": 1}
@@ -240,8 +242,8 @@ def test_each_thing_that_waits_for_a_person_names_the_command(plant: tuple[Works
     assert found[0]["command"] == "factory resume" and found[-1]["command"] == "close it"
     said = shown(workspace)
     assert " → factory resume" in said and " → factory retry 2" in said
-    assert facts(workspace)["open_verdicts"] == ["candidate 1: promote", "proposal 3: promote"]
-    assert facts(workspace)["open_anomalies"] == 1
+    assert status_facts(workspace)["open_verdicts"] == ["candidate 1: promote", "proposal 3: promote"]
+    assert status_facts(workspace)["open_anomalies"] == 1
 
 
 def test_the_champion_is_by_event_and_number_whatever_the_clock_says(plant: tuple[Workspace, Ledger]) -> None:
@@ -251,16 +253,16 @@ def test_the_champion_is_by_event_and_number_whatever_the_clock_says(plant: tupl
         candidate(ledger, number, number, "promote", created_at=at)
         put(ledger, releases, number=number, candidate=number, verdict=number, state="published", created_at=at)
         with ledger.begin() as tx:
-            record(tx, "promoted", Subject("release", number), {"candidate": number})
-    assert facts(workspace)["champion"]["number"] == 2 and "champion  release 2 of 20" in shown(workspace)
-    assert not [one for one in waiting(workspace, ledger) if "candidate" in one["what"]]
+            record_event(tx, "promoted", Subject("release", number), {"candidate": number})
+    assert status_facts(workspace)["champion"]["number"] == 2 and "champion  release 2 of 20" in shown(workspace)
+    assert not [one for one in list_waiting_for_person(workspace, ledger) if "candidate" in one["what"]]
 
 
 def test_errors_spend_and_disk(plant: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = plant
     with ledger.begin() as tx:
         detail = {"what": "judge 3", "error": "no room", "failures": 2, "again_in_s": 40.0}
-        record(tx, "action_failed", "daemon", detail)
+        record_event(tx, "action_failed", "daemon", detail)
     for at, usd in ((NOW, 0.5), (NOW - 3 * 86400, 2.0)):
         put(ledger, exchanges, at=at, run=1, label="l", state="done", tokens=100, usd=usd)
     sample = {
@@ -276,7 +278,7 @@ def test_errors_spend_and_disk(plant: tuple[Workspace, Ledger]) -> None:
     assert line_of(workspace, "status.spend").data == {
         "usd_today": 0.5, "tokens_today": 100, "usd": 2.5, "tokens": 200,
     }  # fmt: skip
-    disk = facts(workspace)["disk"]
+    disk = status_facts(workspace)["disk"]
     assert disk["hours_left"] == pytest.approx(
         (disk["free"] - disk["floor"]) / 10**10 * 2 * EVERY_SECONDS / 3600, rel=0.05
     )
@@ -332,12 +334,12 @@ def free_port() -> int:
 
 def test_prometheus_gets_the_numbers_of_the_ledger(tmp_path: Path) -> None:
     port = free_port()
-    workspace = Workspace.create(tmp_path / "w", Config(metrics_port=port))
+    workspace = Workspace.create(tmp_path / "w", WorkspaceConfig(metrics_port=port))
     ledger = Ledger.create(workspace.ledger_url)
     put(ledger, data_plans, id="p", plan={"token_shards": []}, created_at=0.0)
     lines(segment(workspace, ledger, 3, "planned"), range(100, 120), seconds=1.0)
     segment(workspace, ledger, 2, "done")
-    with serving(Workspace.open(workspace.root)):
+    with serve_metrics(Workspace.open(workspace.root)):
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
             said, kind = answer.read().decode(), answer.headers["Content-Type"]
         with pytest.raises(urllib.error.HTTPError) as missing:
@@ -345,7 +347,7 @@ def test_prometheus_gets_the_numbers_of_the_ledger(tmp_path: Path) -> None:
         assert missing.value.code == 404
         with (
             refused("metrics.port_in_use", ConfigError, port=port, reason="Address already in use"),
-            serving(workspace),
+            serve_metrics(workspace),
         ):
             pass
     assert kind == "text/plain; version=0.0.4; charset=utf-8"
@@ -362,16 +364,16 @@ def test_prometheus_gets_the_numbers_of_the_ledger(tmp_path: Path) -> None:
 
 
 def test_no_port_and_no_numbers_by_default(workspace: Workspace, ledger: Ledger) -> None:
-    with serving(workspace) as port:
+    with serve_metrics(workspace) as port:
         assert port == 0
-    assert "factory_disk_free_bytes " in text(facts(workspace))
+    assert "factory_disk_free_bytes " in prometheus_text(status_facts(workspace))
     (workspace.root / "factory.yaml").write_text("metrics_port: 70000\n")
     assert "error[workspace.bad_port]" in factory("status", "-w", str(workspace.root)).stderr
 
 
 def test_a_label_cannot_end_its_line(workspace: Workspace, ledger: Ledger) -> None:
-    found = facts(workspace) | {"domains": {'a"b\\c\nd': {"tokens": 5}}}
-    assert 'factory_tokens{domain="a\\"b\\\\c\\nd"} 5\n' in text(found)
+    found = status_facts(workspace) | {"domains": {'a"b\\c\nd': {"tokens": 5}}}
+    assert 'factory_tokens{domain="a\\"b\\\\c\\nd"} 5\n' in prometheus_text(found)
 
 
 def test_the_version_names_the_commit() -> None:

@@ -16,7 +16,7 @@ import yaml
 from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.synthetic.generating import GeneratedShard, GenerationRequest, generate
+from factory.synthetic.generating import GeneratedShard, GenerationRequest, generate_shard
 from factory.synthetic.writers import WriterError
 from tests.support.messages import refused
 
@@ -86,7 +86,7 @@ def asked(
     prompts.write_text("".join(f"{word} river\n" for word in answers))
     server.answers = answers
     url = f"http://127.0.0.1:{server.server_port}/v1"
-    return generate(Plant(workspace, ledger), GenerationRequest(endpoint=url, model="m", prompts=prompts))
+    return generate_shard(Plant(workspace, ledger), GenerationRequest(endpoint=url, model="m", prompts=prompts))
 
 
 def test_an_endless_answer_is_cut_off_and_the_others_are_kept(

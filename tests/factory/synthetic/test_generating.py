@@ -15,16 +15,23 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.document import Content, flat, written_by
+from factory.ingest.document import Content, format_release_maker, join_texts
 from factory.ingest.inbox import ingest_and_file
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.plant import Plant
-from factory.ledger.rows import champion
+from factory.ledger.rows import find_champion
 from factory.release.serving import MODEL_NAME
-from factory.synthetic.generating import LOCK, AnswerJournal, GeneratedShard, GenerationRequest, generate, plan
-from factory.synthetic.openings import openings
+from factory.synthetic.generating import (
+    LOCK,
+    AnswerJournal,
+    GeneratedShard,
+    GenerationRequest,
+    generate_shard,
+    plan_generation,
+)
+from factory.synthetic.openings import draw_openings
 from factory.synthetic.writers import Answer, WriterError
 from tests.support.factory.command import Running, command_here
 from tests.support.messages import refused
@@ -49,18 +56,18 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     workspace, ledger = copied()
     words = ["--count", "9", "--tokens", "12", "--opening-tokens", "10", "--json"]
     said = json.loads(command_here("generate", *words, home=workspace).stdout)
-    release = champion(ledger)
-    assert release and said["written_by"] == written_by(1, release.export_sha256)
+    release = find_champion(ledger)
+    assert release and said["written_by"] == format_release_maker(1, release.export_sha256)
     rows = rows_of(said["path"])
     assert (
         sum(said["ends"].values()) == 9 and said["ends"].keys() <= {"stop", "length", "empty"} and said["inbox"] == ""
     )
     assert len(rows) == said["documents"] == 9 - said["ends"].get("empty", 0) == len({row["id"] for row in rows})
     tokenizer = Tokenizer.load(workspace.tokenizer)
-    planned = plan(Plant(workspace, ledger), SMALL).prompts
+    planned = plan_generation(Plant(workspace, ledger), SMALL).prompts
     for row in rows:
         assert row["synthetic_by"] == said["written_by"]
-        own = ledger.one(sa.select(documents).where(documents.c.key == row["opening_of"]))
+        own = ledger.select_first(sa.select(documents).where(documents.c.key == row["opening_of"]))
         assert own and own["fate"] == "train" and own["license"] is None and "license" not in row
         assert (row["domain"], row["source"]) == (own["domain"], own["source"])
         if "messages" in row:
@@ -68,13 +75,13 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
         else:
             opening = next(p.content["text"] for p in planned if p.opening_of == row["opening_of"])
             assert row["text"].startswith(opening) and len(row["text"]) > len(opening)
-            assert 9 <= len(tokenizer.ids(opening)) <= 11
+            assert 9 <= len(tokenizer.encode(opening)) <= 11
     assert {"text", "messages"} <= {key for row in rows for key in row}
     # the same again, in another place; another seed, other words
     elsewhere, other = copied("again")
-    again = generate(Plant(elsewhere, other), SMALL)
+    again = generate_shard(Plant(elsewhere, other), SMALL)
     assert again.sha256 == said["sha256"] and again.path != Path(said["path"])
-    reseeded = plan(Plant(elsewhere, other), GenerationRequest(**{**vars(SMALL), "seed": 1}))
+    reseeded = plan_generation(Plant(elsewhere, other), GenerationRequest(**{**vars(SMALL), "seed": 1}))
     assert {prompt.opening_of for prompt in reseeded.prompts} != {prompt.opening_of for prompt in planned}
     assert not list((elsewhere.root / "generated").glob(".*"))
 
@@ -82,8 +89,8 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
 def test_openings_are_beginnings_of_training_documents_only(copied: Copy) -> None:
     workspace, ledger = copied()
     raw = {row["id"]: row for path in (workspace.shards / "raw").iterdir() for row in rows_of(path)}
-    ids = {row["key"]: row["id"] for row in ledger.rows(sa.select(documents.c.key, documents.c.id))}
-    found = openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, Licences())
+    ids = {row["key"]: row["id"] for row in ledger.select_rows(sa.select(documents.c.key, documents.c.id))}
+    found = draw_openings(ledger, Tokenizer.load(workspace.tokenizer), 10_000, 24, None, 0, Licences())
     assert len(found) > 300
     for prompt in found:
         whole = raw[ids[prompt.opening_of or ""]]
@@ -91,7 +98,7 @@ def test_openings_are_beginnings_of_training_documents_only(copied: Copy) -> Non
             assert whole["text"].startswith(prompt.content["text"]) and len(prompt.content["text"]) > 20
         else:
             assert prompt.content["messages"] == whole["messages"][:1]
-    held = [flat(row["content"]) for row in ledger.rows(sa.select(held_out.c.content))]
+    held = [join_texts(row["content"]) for row in ledger.select_rows(sa.select(held_out.c.content))]
     begun = [prompt.content["text"] for prompt in found if "text" in prompt.content]
     assert len(held) > 20 and not [text for text in held for words in begun if text.startswith(words)]
 
@@ -100,9 +107,9 @@ def test_held_out_and_removed_documents_are_never_openings(copied: Copy) -> None
     workspace, ledger = copied()
     tokenizer = Tokenizer.load(workspace.tokenizer)
     c = documents.c
-    fates = {row["fate"] for row in ledger.rows(sa.select(c.fate).distinct())}
+    fates = {row["fate"] for row in ledger.select_rows(sa.select(c.fate).distinct())}
     assert {"train", "held_out"} <= fates
-    keys = [row["key"] for row in ledger.rows(sa.select(c.key).where(c.fate == "train").order_by(c.key))]
+    keys = [row["key"] for row in ledger.select_rows(sa.select(c.key).where(c.fate == "train").order_by(c.key))]
     spoiled = dict(zip(keys, ("removed", "quarantined", "synthetic", "held_out")))
     with ledger.begin() as tx:
         for (
@@ -111,24 +118,24 @@ def test_held_out_and_removed_documents_are_never_openings(copied: Copy) -> None
         ) in spoiled.items():  # as a removal, the loss doctor and an ingest leave them: still in their token shard
             value = {"detail": "synthetic, by release 1"} if fate == "synthetic" else {"fate": fate}
             tx.execute(documents.update().where(c.key == key).values(value))
-    found = {prompt.opening_of for prompt in openings(ledger, tokenizer, 10_000, 5, None, 0, Licences())}
+    found = {prompt.opening_of for prompt in draw_openings(ledger, tokenizer, 10_000, 5, None, 0, Licences())}
     able = {
         row["key"]
-        for row in ledger.rows(sa.select(c.key, c.tokens).where(c.fate == "train"))
+        for row in ledger.select_rows(sa.select(c.key, c.tokens).where(c.fate == "train"))
         if row["tokens"] >= 10 and row["key"] not in spoiled
     }
     assert found == able and len(able) > 500
-    (held,) = ledger.rows(sa.select(sa.func.count().label("n")).where(c.fate == "held_out"))
+    (held,) = ledger.select_rows(sa.select(sa.func.count().label("n")).where(c.fate == "held_out"))
     assert held["n"] > 20
 
 
 @pytest.mark.slow("an engine comes up three times")
 def test_a_killed_run_continues_and_writes_no_document_twice(copied: Copy) -> None:
     request = GenerationRequest(count=60, tokens=60, opening_tokens=10, temperature=1.0)
-    undisturbed = generate(Plant(*copied("undisturbed")), request)
+    undisturbed = generate_shard(Plant(*copied("undisturbed")), request)
     workspace, ledger = copied()
     words = ["--count", "60", "--tokens", "60", "--opening-tokens", "10", "--temperature", "1"]
-    folder = workspace.root / "generated" / f".{request.key()}"
+    folder = workspace.root / "generated" / f".{request.hash_arguments()}"
     answers = folder / "answers.jsonl"
     run = Running("generate", *words, "-w", str(workspace.root), log=workspace.logs / "said.log")
     deadline = time.monotonic() + PATIENCE
@@ -142,13 +149,13 @@ def test_a_killed_run_continues_and_writes_no_document_twice(copied: Copy) -> No
     assert 3 <= before < 60, "it was killed before its end"
     first = b"".join(whole.splitlines(keepends=True)[:3])
     answers.write_bytes(first + b'{"number": 59, "text": "torn')  # in the midst of what one request answered
-    assert plan(Plant(workspace, ledger), request).began
+    assert plan_generation(Plant(workspace, ledger), request).is_resumed
     assert "go on" in command_here("generate", *words, "--dry-run", home=workspace).stdout
-    done = generate(Plant(workspace, ledger), request)
+    done = generate_shard(Plant(workspace, ledger), request)
     assert done.sha256 == undisturbed.sha256 and done.ends == undisturbed.ends
     assert 50 < done.documents == len({row["id"] for row in rows_of(done.path)})
     assert not folder.exists()
-    once_more = generate(Plant(workspace, ledger), request)
+    once_more = generate_shard(Plant(workspace, ledger), request)
     assert (once_more.sha256, once_more.ends) == (done.sha256, {})
 
 
@@ -178,8 +185,8 @@ def test_removals_and_claims_during_the_run_count(copied: Copy) -> None:
         tx.execute(documents.update().where(documents.c.fate == "train").values(license="MIT"))
     with pytest.raises(FactoryError, match="cannot be started: Is a directory"):
         generate_without_engine(workspace, ledger, SMALL)
-    begun = plan(Plant(workspace, ledger), SMALL)
-    assert begun.began
+    begun = plan_generation(Plant(workspace, ledger), SMALL)
+    assert begun.is_resumed
     first, second, third, removed = [prompt.opening_of for prompt in begun.prompts[:4]]
     (row,) = ledger.read("SELECT shard, domain FROM documents WHERE key = :key", key=first)
     with ledger.begin() as tx:
@@ -187,7 +194,7 @@ def test_removals_and_claims_during_the_run_count(copied: Copy) -> None:
         for number, (key, name) in enumerate({first: "proprietary", second: "CC-BY-NC-4.0"}.items()):
             copy = {"key": f"copy:{number}", "id": f"copy {number}", "row": number, "license": name, "matched": key}
             tx.execute(documents.insert().values(**row, **copy, fate="dropped", rule="exact_duplicate"))
-    made = generate(Plant(workspace, ledger), SMALL)
+    made = generate_shard(Plant(workspace, ledger), SMALL)
     named = {row["opening_of"]: row.get("license") for row in rows_of(made.path)}
     assert made.ends["taken out"] == 2 and made.documents == 7 - made.ends.get("empty", 0) > 0
     assert not {first, removed} & named.keys()
@@ -201,12 +208,12 @@ def test_a_run_does_not_continue_with_other_weights(copied: Copy) -> None:
     (run,) = (workspace.root / "generated").glob(".*")
     begun = json.loads((run / "plan.json").read_text())
     begun["writer"] |= {
-        "name": written_by(1, "0" * 64),
+        "name": format_release_maker(1, "0" * 64),
         "export_sha256": "0" * 64,
     }  # withdrawn, and its number given again
     (run / "plan.json").write_text(json.dumps(begun))
     with refused("synthetic.broken_run", InputError, folder=run) as caught:
-        generate(Plant(workspace, ledger), SMALL)
+        generate_shard(Plant(workspace, ledger), SMALL)
     assert "release 1 (weights 0000000000000000)" in str(caught.value.data["error"])
 
 
@@ -215,7 +222,7 @@ def generate_without_engine(workspace: Workspace, ledger: Ledger, request: Gener
     log = workspace.logs / "generate" / "serve-native-release-1.log"
     log.mkdir(parents=True)
     try:
-        return generate(Plant(workspace, ledger), request)
+        return generate_shard(Plant(workspace, ledger), request)
     finally:
         log.rmdir()
 
@@ -226,19 +233,19 @@ def test_a_run_killed_after_its_last_step_is_finished(copied: Copy) -> None:
     with pytest.raises(FactoryError):
         generate_without_engine(workspace, ledger, SMALL)
     (run,) = folder.glob(".*")
-    place = folder / f"{plan(Plant(workspace, ledger), SMALL).name}.jsonl"
+    place = folder / f"{plan_generation(Plant(workspace, ledger), SMALL).name}.jsonl"
     place.write_text('{"text": "whole"}\n')  # the shard was put in place, and then it was killed
     shutil.copytree(run, folder / f"{run.name}.part")  # one that was killed even before its beginning
-    assert generate(Plant(workspace, ledger), SMALL).documents == 1 and not run.exists()
+    assert generate_shard(Plant(workspace, ledger), SMALL).documents == 1 and not run.exists()
     place.unlink()
     run.mkdir()  # it was killed just before this was deleted
-    assert not plan(Plant(workspace, ledger), SMALL).began
+    assert not plan_generation(Plant(workspace, ledger), SMALL).is_resumed
     with pytest.raises(FactoryError, match="cannot be started"):
         generate_without_engine(workspace, ledger, SMALL)
-    assert plan(Plant(workspace, ledger), SMALL).began and list(folder.glob(".*")) == [run]
+    assert plan_generation(Plant(workspace, ledger), SMALL).is_resumed and list(folder.glob(".*")) == [run]
     (run / "plan.json").write_text("{")
     with refused("synthetic.broken_run", InputError, folder=run):
-        generate(Plant(workspace, ledger), SMALL)
+        generate_shard(Plant(workspace, ledger), SMALL)
 
 
 def test_an_answer_that_was_written_in_part_is_requested_again(tmp_path: Path) -> None:
@@ -267,7 +274,7 @@ def test_a_licence_is_never_laxer_than_that_of_the_opening(copied: Copy, tmp_pat
     with ledger.begin() as tx:
         tx.execute(documents.update().where(documents.c.domain == "docs").values(license="CC-BY-NC-4.0"))
         tx.execute(documents.update().where(documents.c.domain == "code").values(license="MIT"))
-    named = lambda request: {(p.domain, p.license) for p in plan(Plant(workspace, ledger), request).prompts}
+    named = lambda request: {(p.domain, p.license) for p in plan_generation(Plant(workspace, ledger), request).prompts}
     own = {("docs", "CC-BY-NC-4.0"), ("code", "MIT"), ("chat", None)}
     assert named(GenerationRequest(count=60, tokens=9, opening_tokens=10)) == own
     # who names a licence cannot make a stricter one laxer, nor give one to a text that has none
@@ -278,11 +285,11 @@ def test_a_licence_is_never_laxer_than_that_of_the_opening(copied: Copy, tmp_pat
     assert named(GenerationRequest(count=60, tokens=9, opening_tokens=10, licence="CC-BY-NC-4.0")) == strict
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "One", "license": "MIT"}\n{"prompt": "Two"}\n')
-    licences = lambda request: [p.license for p in plan(Plant(workspace, ledger), request).prompts]
+    licences = lambda request: [p.license for p in plan_generation(Plant(workspace, ledger), request).prompts]
     assert licences(GenerationRequest(prompts=path)) == ["MIT", None]
     assert licences(GenerationRequest(prompts=path, licence="CC0-1.0")) == ["CC0-1.0", "CC0-1.0"]
     with refused("synthetic.licence", InputError, licence="proprietary"):
-        plan(Plant(workspace, ledger), GenerationRequest(licence="proprietary"))
+        plan_generation(Plant(workspace, ledger), GenerationRequest(licence="proprietary"))
 
 
 @pytest.mark.slow("a router and its engine come up, and the judge's model beside them")
@@ -304,7 +311,7 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
             url = f"{here.client.base_url}/v1"
             request = GenerationRequest(endpoint=url, model=MODEL_NAME, prompts=path, tokens=8, temperature=2.0)
             with refused("synthetic.refused", WriterError) as caught:
-                await asyncio.to_thread(generate, Plant(workspace, ledger), request)
+                await asyncio.to_thread(generate_shard, Plant(workspace, ledger), request)
             assert caught.value.data["why"].data["status"] == 401
             assert caught.value.data["advice"].data["advice"].code == "synthetic.no_key"
             monkeypatch.setenv("OPENAI_API_KEY", "sesame")
@@ -312,11 +319,11 @@ def test_any_endpoint_writes_and_a_refused_prompt_is_left_out(
             texts.write_text(json.dumps(prompts[0]) + "\n")
             unknown = GenerationRequest(endpoint=url, model="gpt", prompts=texts)
             with refused("synthetic.refused", WriterError) as caught:
-                await asyncio.to_thread(generate, Plant(workspace, ledger), unknown)
+                await asyncio.to_thread(generate_shard, Plant(workspace, ledger), unknown)
             why = caught.value.data["why"].data
             assert why["status"] == 404 and "'gpt'" in why["answer"]
             assert caught.value.data["advice"].data["advice"].code == "synthetic.chats_only"
-            return await asyncio.to_thread(generate, Plant(workspace, ledger), request)
+            return await asyncio.to_thread(generate_shard, Plant(workspace, ledger), request)
 
     made = asyncio.run(scene())
     one, two = rows_of(made.path)
@@ -378,12 +385,12 @@ def test_a_changed_export_does_not_write(copied: Copy, saved: Path) -> None:
     add_release(workspace, ledger, export)
     (export / "generation_config.json").write_text("{}")
     with refused("serving.export_changed", InputError):
-        generate(Plant(workspace, ledger), SMALL)
+        generate_shard(Plant(workspace, ledger), SMALL)
     with pytest.raises(FactoryError, match="cannot be started: Is a directory"):  # the other release would write
         generate_without_engine(workspace, ledger, GenerationRequest(**{**vars(SMALL), "release": 1}))
 
 
 def test_two_runs_at_once_are_refused(copied: Copy) -> None:
     workspace, ledger = copied()
-    with workspace.lock(LOCK), pytest.raises(WorkspaceError, match=r"holds generate.lock"):
-        generate(Plant(workspace, ledger), SMALL)
+    with workspace.hold_lock(LOCK), pytest.raises(WorkspaceError, match=r"holds generate.lock"):
+        generate_shard(Plant(workspace, ledger), SMALL)

@@ -10,11 +10,11 @@ import pytest
 
 from factory.core.workspace import Workspace
 from factory.ingest.inbox import ingest_and_file
-from factory.ledger.ledger import Ledger, record, releases, verdicts
+from factory.ledger.ledger import Ledger, record_event, releases, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject
-from factory.show.pages.provenance import of_document, trace_release
-from factory.show.pages.release_report import release_report
+from factory.show.pages.provenance import trace_document, trace_release
+from factory.show.pages.release_report import render_report
 from factory.training.exporting import export_candidate
 from tests.support.factory.command import command_here
 from tests.support.plants.trained_plant import fill, lenient_plant, train_anneal, train_trunk
@@ -30,7 +30,7 @@ def release(workspace: Workspace, ledger: Ledger) -> int:
         assert key
         made = {"number": candidate, "candidate": candidate, "verdict": key[0], "state": "published"}
         tx.execute(releases.insert().values(**made, created_at=time.time()))
-        record(tx, "promoted", Subject("release", candidate))
+        record_event(tx, "promoted", Subject("release", candidate))
     return candidate
 
 
@@ -60,10 +60,10 @@ def test_from_a_release_to_what_it_wrote_to_the_release_trained_on_it(tmp_path: 
     assert f"wrote {len(kept)} training documents, in the data of releases {second}" in (
         command_here("provenance", "--release", str(first), home=workspace).stdout
     )
-    (document,) = of_document(ledger, kept[0]["id"])
+    (document,) = trace_document(ledger, kept[0]["id"])
     assert document["synthetic_by"] == maker and not document["steps_unknown"]
     assert {row["release"] for row in document["releases"]} <= {second}
     share = written["supervised_tokens"] / sum(two["licences"].values())
     listed = command_here("releases", "show", str(second), home=workspace).stdout
     assert f"  synthetic  by {maker}: {written['supervised_tokens']:,} supervised tokens, {share:.1%}" in listed
-    assert f"written by models: {maker} {share * 100:.1f} %" in release_report(ledger, second)
+    assert f"written by models: {maker} {share * 100:.1f} %" in render_report(ledger, second)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.tasks.answer_forms import Number, read
+from factory.tasks.answer_forms import NumberValue, parse_answer
 from factory.tasks.exact_answer import extract_answer, is_same_answer
 from factory.tasks.items import MathsItem
 from factory.tasks.policy import TaskLimits
@@ -166,12 +166,12 @@ def test_every_gold_is_right_against_itself(gold: str) -> None:
 @given(st.text(alphabet="0123456789.,/%${}\\ ()[]-^+=xeabcfr", max_size=24), st.text(max_size=40))
 def test_any_text_is_read_and_equal_to_itself(mathematical: str, text: str) -> None:
     for one in (mathematical, text):
-        assert read(one) is None or is_same_answer(one, one, lambda gold, said: gold == said)
+        assert parse_answer(one) is None or is_same_answer(one, one, lambda gold, said: gold == said)
         assert extract_answer(one) is None or isinstance(extract_answer(one), str)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.fractions(max_denominator=999))
 def test_a_fraction_is_itself(value: Fraction) -> None:
-    found = read(str(value))
-    assert isinstance(found, Number) and found.value == value
+    found = parse_answer(str(value))
+    assert isinstance(found, NumberValue) and found.value == value

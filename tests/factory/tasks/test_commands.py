@@ -13,7 +13,7 @@ import factory.cli  # noqa: F401 - its commands
 from factory.cli.app import app, exit_code
 from factory.core.progress import SILENT
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.proving import Proof, prove
+from factory.tasks.proving import Proof, prove_task
 from factory.tasks.task_file import load_task
 from tests.support.factory import published_files as published
 from tests.support.factory.exports import FilledPlant
@@ -22,7 +22,7 @@ from tests.support.messages import codes, says
 
 
 def load_proof(plant: FilledPlant, path: Path) -> Proof:
-    return prove(plant.ledger, load_task(path, TasksPolicy()), TasksPolicy(), SILENT)
+    return prove_task(plant.ledger, load_task(path, TasksPolicy()), TasksPolicy(), SILENT)
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +62,8 @@ def test_tasks_are_listed_checked_and_run(plant: FilledPlant, candidate: int) ->
     found = as_json(plant, "check", str(asked))
     assert found["contaminated"] == 0 and found["proof"]["gold"] == 1.0 and found["proof"]["chance"] == 0.25
     proof = load_proof(plant, asked)
-    assert codes(proof.words())[:3] == ["proving.gold", "proving.chance", "proving.blind"]
-    assert proof.words()[0] in ran(plant, "check", str(asked))
+    assert codes(proof.describe())[:3] == ["proving.gold", "proving.chance", "proving.blind"]
+    assert proof.describe()[0] in ran(plant, "check", str(asked))
     assert "--candidate" in str(error_of(plant, "run", "asked"))
     found = as_json(plant, "run", "asked", "--candidate", str(candidate))
     assert (found["candidate"], found["items"], found["held"]) == (candidate, 12, None)

@@ -137,7 +137,9 @@ def test_tokens_are_drawn_as_often_as_the_model_says(plant: FilledPlant, export:
     model = TaskModel.load(export, plant.tokenizer, 4096, "cpu")
     prompt = "import "
     drawn = model.generate([prompt] * 400, GenerationParameters(1, temperature=1.0), list(range(400)), lambda n: None)
-    probability_V = model.model.logits(torch.tensor([plant.tokenizer.text_prompt(prompt).tolist()]))[0, -1].softmax(-1)
+    probability_V = model.model.logits(torch.tensor([plant.tokenizer.encode_text_prompt(prompt).tolist()]))[
+        0, -1
+    ].softmax(-1)
     token = int(probability_V.argmax())
     expected = float(probability_V[token])
     share = sum(one.text == plant.tokenizer.decode([token]) for one in drawn) / len(drawn)

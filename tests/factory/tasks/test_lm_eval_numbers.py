@@ -15,12 +15,12 @@ import yaml
 
 from factory.core.workspace import Workspace
 from factory.evals.reference_model import ReferenceModel
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from factory.tasks.generation import _prompt as generation_prompt
 from factory.tasks.items import TaskError
 from factory.tasks.lm_eval_run import run_lm_eval
 from factory.tasks.model import Advance, GeneratedText, GenerationParameters, TaskModel
-from factory.tasks.multiple_choice import build_prompt, choose
+from factory.tasks.multiple_choice import build_prompt, score_choices
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import TaskFile, load_task, load_task_by_name, task_folder
 from tests.support.factory import published_files as published
@@ -49,11 +49,11 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     texts = [f"Question: {one['question']}\nAnswer: Each trip counts.\n#### 12\n\n" for one in published.gsm8k()]
     texts += [f"Question: {one['question']['stem']}\nAnswer: the red lamp\n\n" for one in published.arc_lines()]
     texts += [PAGE.format(n=n).replace(" , ", ", ").replace(" @,@ ", ",").replace(" . ", ". ") for n in range(9)]
-    tokenizer = train(iter(texts * 4), VOCABULARY, workspace.tokenizer)
+    tokenizer = train_tokenizer(iter(texts * 4), VOCABULARY, workspace.tokenizer)
     model = tiny_model(3, max_position_embeddings=CONTEXT, vocab_size=tokenizer.vocab_size)
     optimizer, drawn = torch.optim.AdamW(model.parameters(), lr=3e-3), random.Random(0)
     for _ in range(STEPS):  # whole windows of questions, as long as a prompt with its examples
-        tokens = [token for text in drawn.choices(texts, k=40) for token in tokenizer.ids(text)]
+        tokens = [token for text in drawn.choices(texts, k=40) for token in tokenizer.encode(text)]
         batch = torch.tensor(tokens[: 2 * WINDOW]).view(2, WINDOW)
         loss = model(batch, labels=batch).loss
         optimizer.zero_grad()
@@ -188,7 +188,7 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     # The same file, as published and read by us: the same items are right.
     published.write(task_folder(world.workspace) / "arc_alone.jsonl", published.arc_lines())
     alone = load_task_by_name(world.workspace, "arc_alone", POLICY)
-    rows = choose(alone, TaskModel.load(world.export, world.tokenizer, 2048, "cpu"), lambda n: None)
+    rows = score_choices(alone, TaskModel.load(world.export, world.tokenizer, 2048, "cpu"), lambda n: None)
     for metric in ("acc", "acc_norm"):
         mine = [row.value for row in rows if row.task == f"arc_alone/{metric}"]
         assert len(mine) == 9 and sum(mine) / 9 == theirs["arc_easy"][f"{metric},none"]

@@ -18,11 +18,18 @@ from factory.evals.tasks import EvalItem
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.compared import HashedDocument, write_hashes
-from factory.ledger.ledger import eval_items, evaluations, record
+from factory.ledger.ledger import eval_items, evaluations, record_event
 from factory.ledger.rows import EvaluationRow
-from factory.tasks.comparing import TaskEvidence, gains, reasons, scores, set_aside, sizes
+from factory.tasks.comparing import (
+    TaskEvidence,
+    compare_evaluations,
+    count_items_and_variances,
+    find_unreliable_metrics,
+    reasons_of_tasks,
+    score_metrics,
+)
 from factory.tasks.items import TaskError
-from factory.tasks.measuring import measure, trained_on
+from factory.tasks.measuring import find_contaminated_items, measure_task
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
 from tests.support.factory import published_files as published
@@ -41,15 +48,15 @@ def candidate(plant: FilledPlant, export: Path) -> int:
 
 
 def recorded(plant: FilledPlant) -> int:
-    return len(plant.ledger.rows(sa.select(evaluations.c.id)))
+    return len(plant.ledger.select_rows(sa.select(evaluations.c.id)))
 
 
 def test_items_and_scores_are_recorded_once(plant: FilledPlant, candidate: int) -> None:
     items = [{**item, "source": f"module {number % 5}"} for number, item in enumerate(choice_items(20))]
     task = load_task(write_task(plant.workspace, "asked", items), POLICY)
-    number = measure(plant, candidate, task, POLICY)
-    assert measure(plant, candidate, task, POLICY) == number
-    rows = plant.ledger.rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
+    number = measure_task(plant, candidate, task, POLICY)
+    assert measure_task(plant, candidate, task, POLICY) == number
+    rows = plant.ledger.select_rows(sa.select(eval_items).where(eval_items.c.evaluation == number))
     assert {(row["task"], row["domain"]) for row in rows} == {("asked/acc", "asked"), ("asked/acc_norm", "asked")}
     assert len(rows) == 40 and {row["cluster"] for row in rows} == {f"module {n}" for n in range(5)}
     summary = EvaluationRow.get(plant.ledger, number).summary
@@ -62,7 +69,7 @@ def test_items_and_scores_are_recorded_once(plant: FilledPlant, candidate: int) 
     )
     assert EvaluationRow.newest(plant.ledger, candidate) is None  # of held-out documents there is none
     other = load_task(write_task(plant.workspace, "asked", items[:-1]), POLICY)
-    assert measure(plant, candidate, other, POLICY) != number
+    assert measure_task(plant, candidate, other, POLICY) != number
 
 
 def test_scores_have_the_error_of_a_mean_over_clusters() -> None:
@@ -73,28 +80,28 @@ def test_scores_have_the_error_of_a_mean_over_clusters() -> None:
         right = float(drawn.random() < 0.6)
         means.append(right)
         rows += [EvalItem("t/acc", f"{cluster}-{n}", "t", f"c{cluster}", right, 1.0) for n in range(16)]
-    found = scores(rows)["t/acc"]
+    found = score_metrics(rows)["t/acc"]
     spread = np.std([np.mean(drawn.choice(means, 40)) for _ in range(4000)])
     assert found.gain == pytest.approx(np.mean(means)) and found.clusters == 40
     assert found.error == pytest.approx(spread, rel=0.1)
-    alone = scores([EvalItem(row.task, row.item, row.domain, row.item, row.value, 1.0) for row in rows])["t/acc"]
+    alone = score_metrics([EvalItem(row.task, row.item, row.domain, row.item, row.value, 1.0) for row in rows])["t/acc"]
     assert alone.error is not None and found.error is not None and 3.5 < found.error / alone.error < 4.5
 
 
 def test_a_cost_that_falls_is_a_gain() -> None:
     ours = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 90.0, 100.0) for n in range(9)]
     theirs = [EvalItem("t/bits_per_byte", str(n), "t", str(n), 100.0, 100.0) for n in range(9)]
-    assert (gains(ours, theirs, ["t/bits_per_byte"]) or {})["t/bits_per_byte"].gain == pytest.approx(0.1)
-    assert (gains(ours, theirs) or {})["t/bits_per_byte"].gain == pytest.approx(-0.1)
-    assert gains(ours, theirs[1:]) is None and gains([], []) is None
+    assert (compare_evaluations(ours, theirs, ["t/bits_per_byte"]) or {})["t/bits_per_byte"].gain == pytest.approx(0.1)
+    assert (compare_evaluations(ours, theirs) or {})["t/bits_per_byte"].gain == pytest.approx(-0.1)
+    assert compare_evaluations(ours, theirs[1:]) is None and compare_evaluations([], []) is None
 
 
 def of_size(items: int, before: float, after: float, margin: float = 0.1) -> TaskEvidence:
     """A task on which the champion is right on the first share of its items, and the candidate on another, of the same order."""
     side = lambda share: [EvalItem("t/acc", str(n), "t", str(n), float(n < share * items), 1.0) for n in range(items)]
-    found = gains(side(after), side(before))
+    found = compare_evaluations(side(after), side(before))
     assert found is not None
-    many, variances = sizes(side(before))
+    many, variances = count_items_and_variances(side(before))
     return TaskEvidence(gains=found, margins={"t/acc": margin}, items=many, variances=variances)
 
 
@@ -123,21 +130,23 @@ def test_a_small_task_informs_and_a_large_one_guards(
 
 
 def test_the_size_that_a_task_needs_is_enough() -> None:
-    fact = reasons(of_size(40, 0.5, 0.55), 8).facts[0]
+    fact = reasons_of_tasks(of_size(40, 0.5, 0.55), 8).facts[0]
     needed = the(tree(fact), "comparing.items_needed").data["items"]
-    assert set_aside(of_size(needed - 2, 0.5, 0.5), 8) and not set_aside(of_size(needed + 2, 0.5, 0.5), 8)
+    assert find_unreliable_metrics(of_size(needed - 2, 0.5, 0.5), 8) and not find_unreliable_metrics(
+        of_size(needed + 2, 0.5, 0.5), 8
+    )
 
 
 @pytest.mark.parametrize("after", [0.0, 0.2, 0.5, 0.9, 1.0])
 def test_what_a_candidate_answers_sets_no_task_aside(after: float) -> None:
     hostile = of_size(400, 0.5, after)
-    assert not set_aside(hostile, 8)
+    assert not find_unreliable_metrics(hostile, 8)
     wide = {name: replace(gain, error=9.0) for name, gain in hostile.gains.items()}
-    assert not set_aside(replace(hostile, gains=wide), 8)
+    assert not find_unreliable_metrics(replace(hostile, gains=wide), 8)
     for nothing in ({"items": {}}, {"variances": {}}, {"variances": {"t/acc": math.nan}}):
         unknown = replace(of_size(40, 0.5, after), **nothing)
-        assert not set_aside(unknown, 8), "of unknown size it stands"
-        assert len(reasons(unknown, 41).not_measured) == 1, "of too few groups"
+        assert not find_unreliable_metrics(unknown, 8), "of unknown size it stands"
+        assert len(reasons_of_tasks(unknown, 41).not_measured) == 1, "of too few groups"
 
 
 def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_path: Path) -> None:
@@ -153,7 +162,7 @@ def test_a_model_without_finite_numbers_is_not_recorded(plant: FilledPlant, tmp_
     ]
     for path in tasks:
         with refused("measuring.failed", TaskError, task=path.stem) as found:
-            measure(plant, overflow, load_task(path, POLICY), POLICY)
+            measure_task(plant, overflow, load_task(path, POLICY), POLICY)
         assert found.value.data["problem"].code == (
             "model.not_finite" if path.stem == "asked" else "model.logits_not_finite"
         )
@@ -164,25 +173,27 @@ def test_what_cannot_be_measured_is_named_and_not_recorded(plant: FilledPlant, c
     before = recorded(plant)
     long = [{**item, "choices": [*item["choices"][:3], "word " * 400], "answer": 0} for item in choice_items()]
     with refused("measuring.failed", TaskError, task="long") as found:
-        measure(plant, candidate, load_task(write_task(plant.workspace, "long", long), POLICY), POLICY)
+        measure_task(plant, candidate, load_task(write_task(plant.workspace, "long", long), POLICY), POLICY)
     assert says(found.value.message, ("model.long_answer", {"context": 256}))
     path = published.write(plant.workspace.root / "policies" / "tasks" / "HumanEval.jsonl", published.human_eval())
     with refused(
         "measuring.no_room", TaskError, task="HumanEval", published="humaneval", items="HumanEval.jsonl"
     ) as found:
-        measure(plant, candidate, load_task(path, POLICY), POLICY)
+        measure_task(plant, candidate, load_task(path, POLICY), POLICY)
     assert says(found.value.message, ("model.no_room", {"max_tokens": 1024, "context": 256}))
     with refused("measuring.failed", TaskError, task="room") as found:
-        measure(plant, candidate, load_task(write_task(plant.workspace, "room", sums(), kind="maths"), POLICY), POLICY)
+        measure_task(
+            plant, candidate, load_task(write_task(plant.workspace, "room", sums(), kind="maths"), POLICY), POLICY
+        )
     assert says(found.value.message, ("model.no_room", {"max_tokens": 256, "context": 256}))
     task = load_task(write_task(plant.workspace, "asked", choice_items()), POLICY)
     with pytest.raises(InputError, match="no candidate 99"):
-        measure(plant, 99, task, POLICY)
+        measure_task(plant, 99, task, POLICY)
     changed = save_export(tiny_model(5), tmp_path / "changed", plant.tokenizer)
     number = plant.add_candidate(changed)
     (changed / "README.md").write_text("# Ours")
     with pytest.raises(DamagedExportError):
-        measure(plant, number, task, POLICY)
+        measure_task(plant, number, task, POLICY)
     assert recorded(plant) == before
 
 
@@ -194,19 +205,19 @@ def test_an_exam_that_was_trained_on_is_held(plant: FilledPlant, candidate: int)
     items = [{**item, "question": f"{words} {'x' * number}?"} for number, item in enumerate(choice_items(), 1)]
     items[1:] = choice_items()[1:]
     task = load_task(write_task(plant.workspace, "leaked", items), POLICY)
-    assert trained_on(plant, task) == []
-    n = DataPolicy.load(plant.workspace.policy("data.yaml")).decontamination.ngram
+    assert find_contaminated_items(plant, task) == []
+    n = DataPolicy.load(plant.workspace.policy_path("data.yaml")).decontamination.ngram
     gram = hash_item_ngrams({"q": words}, n)[:1]
     subject = f"shard:{plant.documents[0].key.partition(':')[0]}"
     write_hashes(plant.workspace.root, subject, [HashedDocument(plant.documents[0].key, None, gram, False)])
     with plant.ledger.begin() as tx:
-        record(tx, "ingested", subject)
-    assert trained_on(plant, task) == [(0, plant.documents[0].key)]
+        record_event(tx, "ingested", subject)
+    assert find_contaminated_items(plant, task) == [(0, plant.documents[0].key)]
     document = plant.documents[0].key
     with refused("measuring.contaminated", TaskError, count=1, items=12, record=1, document=document):
-        measure(plant, candidate, task, POLICY)
+        measure_task(plant, candidate, task, POLICY)
     lenient = TasksPolicy(contaminated_max=0.1)
-    number = measure(plant, candidate, task, lenient)
+    number = measure_task(plant, candidate, task, lenient)
     assert EvaluationRow.get(plant.ledger, number).summary["contaminated"] == 1
 
 
@@ -224,7 +235,7 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     }
     items = [{**item, "source": f"s{item['id'] // 2}"} for item in sums(12)]
     task = load_task(write_lm_eval_task(plant.workspace, "theirs", items, **generated), POLICY)
-    number = measure(plant, candidate, task, POLICY)
+    number = measure_task(plant, candidate, task, POLICY)
     summary = EvaluationRow.get(plant.ledger, number).summary
     assert summary["metrics"]["theirs/exact_match"]["value"] == pytest.approx(summary["totals"]["exact_match,none"])
     assert (summary["items"], summary["clusters"], summary["kind"]) == (12, 6, "lm-eval")
@@ -232,7 +243,7 @@ def test_lm_eval_in_the_sandbox_generates_and_reads_no_more_than_its_folder(plan
     spy = f"{{{{ cycler.__init__.__globals__.os.stat('{ledger}') }}}}"
     hostile = write_lm_eval_task(plant.workspace, "spy", items, **{**generated, "doc_to_text": spy})
     with refused("measuring.failed", TaskError, task="spy") as found:
-        measure(plant, candidate, load_task(hostile, POLICY), POLICY)
+        measure_task(plant, candidate, load_task(hostile, POLICY), POLICY)
     assert says(found.value.message, ("lm_eval_run.failed", {}))
     assert re.search(f"FileNotFoundError: .*'{ledger}'", str(found.value))
 
@@ -248,7 +259,7 @@ def test_items_without_an_answer_are_named_not_counted_as_wrong(plant: FilledPla
     items[7]["answer"] = 4
     task = load_task(write_lm_eval_task(plant.workspace, "un", items), POLICY)
     with refused("measuring.failed", TaskError, task="un") as found:
-        measure(plant, candidate, task, POLICY)
+        measure_task(plant, candidate, task, POLICY)
     assert says(found.value.message, ("lm_eval_run.failed", {})) and "document 7 has no answer" in str(found.value)
     assert recorded(plant) == before
 
@@ -259,7 +270,7 @@ def test_items_of_a_published_set_that_are_the_same_count_as_one(plant: FilledPl
     items = [*choice_items(), {**choice_items()[1], "id": "again"}]
     items[7] |= {"choices": ["yes", "no", "yes", "perhaps"], "answer": 2}
     task = load_task(write_lm_eval_task(plant.workspace, "published", items), POLICY)
-    summary = EvaluationRow.get(plant.ledger, measure(plant, candidate, task, POLICY)).summary
+    summary = EvaluationRow.get(plant.ledger, measure_task(plant, candidate, task, POLICY)).summary
     assert (summary["items"], summary["clusters"]) == (13, 12)
 
 
@@ -271,7 +282,7 @@ def test_bits_per_byte_of_lm_eval_is_a_cost(plant: FilledPlant, candidate: int) 
         "metric_list": [{"metric": "bits_per_byte"}, {"metric": "word_perplexity"}],
     }  # fmt: skip
     task = load_task(write_lm_eval_task(plant.workspace, "texts", texts, **keys), POLICY)
-    number = measure(plant, candidate, task, POLICY)
+    number = measure_task(plant, candidate, task, POLICY)
     summary = EvaluationRow.get(plant.ledger, number).summary
     assert summary["costs"] == ["texts/bits_per_byte"] and set(summary["metrics"]) == {"texts/bits_per_byte"}
     assert summary["metrics"]["texts/bits_per_byte"]["value"] == pytest.approx(summary["totals"]["bits_per_byte,none"])

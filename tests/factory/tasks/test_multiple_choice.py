@@ -11,7 +11,7 @@ import pytest
 
 from factory.tasks.lm_eval_run import answer_request, run_lm_eval
 from factory.tasks.model import ContinuationScore, TaskModel
-from factory.tasks.multiple_choice import choose
+from factory.tasks.multiple_choice import score_choices
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import load_task
 from tests.support.factory.exports import FilledPlant
@@ -56,8 +56,8 @@ def test_ours_and_lm_evals_with_our_model_equal_lm_eval_with_its_own(
     for name, of in names.items():
         model = TaskModel.load(export, plant.tokenizer, 2048, "cpu")
         written = write_task(plant.workspace, f"ours_{name}", of, format="letter" if name == "letter" else "cloze")
-        ours = choose(load_task(written, POLICY), model, lambda n: None)
-        assert (model.cut > 0) == (name == "long")
+        ours = score_choices(load_task(written, POLICY), model, lambda n: None)
+        assert (model.cut_contexts > 0) == (name == "long")
         expected = {
             (metric, f"q{sample['doc_id']}"): float(sample[metric])
             for sample in theirs[f"theirs_{name}"]
@@ -93,10 +93,10 @@ def test_log_probabilities_equal_those_of_lm_eval(plant: FilledPlant, export: Pa
     found = ours.log_probabilities(pairs, lambda n: None)
     assert [one.log_probability for one in found] == pytest.approx([value for value, _ in expected], abs=1e-3)
     assert [one.likeliest for one in found] == [likeliest for _, likeliest in expected]
-    assert ours.cut == 1
+    assert ours.cut_contexts == 1
     texts = [long, "import os", "x"]
     rolled = theirs.loglikelihood_rolling(ask("loglikelihood_rolling", [(text,) for text in texts]), disable_tqdm=True)
-    assert ours.rolling(texts, lambda n: None) == pytest.approx(rolled, rel=1e-4)
+    assert ours.whole_text_log_probabilities(texts, lambda n: None) == pytest.approx(rolled, rel=1e-4)
     asked = [(text, {"until": [")", "\n\n"], "max_gen_toks": 40}) for text in ("def f(", "import", long)]
     drawn = theirs.generate_until(ask("generate_until", asked), disable_tqdm=True)
     assert (
@@ -119,8 +119,10 @@ def test_choices_that_share_the_highest_log_probability_share_the_item(plant: Fi
         def __init__(self, *values: float) -> None:
             self.values = values
 
-    score = lambda *values: {row.value for row in choose(task, Same(*values), lambda n: None) if row.task == "ties/acc"}
+    score = lambda *values: {
+        row.value for row in score_choices(task, Same(*values), lambda n: None) if row.task == "ties/acc"
+    }
     assert score(-3, -3, -3, -3) == {0.25} and score(-3, -3, -5, -5) == {0.5}
     assert score(-3, -4, -5, -3.5) == {1.0} and score(-3, -2, -2, -5) == {0.0}
-    normed = [row.value for row in choose(task, Same(0, 0, 0, 0), lambda n: None) if row.task == "ties/acc_norm"]
+    normed = [row.value for row in score_choices(task, Same(0, 0, 0, 0), lambda n: None) if row.task == "ties/acc_norm"]
     assert normed == ([0.25] * 12 if format == "cloze" else [])

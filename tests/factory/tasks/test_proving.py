@@ -12,9 +12,9 @@ import sqlalchemy as sa
 from factory.core.progress import SILENT
 from factory.ledger.ledger import events
 from factory.tasks.items import CodeItem, TaskError
-from factory.tasks.measuring import measure
+from factory.tasks.measuring import measure_task
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.proving import EVENT, empty_programs, is_proven, prove
+from factory.tasks.proving import EVENT, empty_programs, is_proven, prove_task
 from factory.tasks.task_file import load_task
 from tests.support.factory.exports import FilledPlant
 from tests.support.factory.task_files import choice_items, programs, sums, write_lm_eval_task, write_task
@@ -23,20 +23,20 @@ from tests.support.messages import refused, says
 POLICY = TasksPolicy()
 
 
-def prove_task(plant: FilledPlant, items: list[dict[str, Any]], **keys: Any) -> None:
-    prove(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
+def prove_written_task(plant: FilledPlant, items: list[dict[str, Any]], **keys: Any) -> None:
+    prove_task(plant.ledger, load_task(write_task(plant.workspace, "asked", items, **keys), POLICY), POLICY, SILENT)
 
 
 def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: FilledPlant) -> None:
     choices = choice_items(12, 4)
     for keys in ({}, {"format": "letter"}):
-        found = prove(
+        found = prove_task(
             plant.ledger, load_task(write_task(plant.workspace, "c", choices, **keys), POLICY), POLICY, SILENT
         )
         assert (found.gold, found.chance) == (1.0, 0.25)
         assert found.blind["always the first"] == sum(item["answer"] == 0 for item in choices) / 12
     mixed = [{**item, "choices": item["choices"][: 2 + n % 2], "answer": n % 2} for n, item in enumerate(choices)]
-    found = prove(plant.ledger, load_task(write_task(plant.workspace, "c", mixed), POLICY), POLICY, SILENT)
+    found = prove_task(plant.ledger, load_task(write_task(plant.workspace, "c", mixed), POLICY), POLICY, SILENT)
     assert found.chance == pytest.approx((1 / 2 + 1 / 3) / 2)
     answers = [
         5,
@@ -51,12 +51,14 @@ def test_what_is_right_scores_1_and_what_tells_nothing_scores_chance(plant: Fill
         r"\text{Monday}",
     ]
     golds = [{**item, "answer": answer} for item, answer in zip(sums(), answers)]
-    found = prove(
+    found = prove_task(
         plant.ledger, load_task(write_task(plant.workspace, "m", golds, kind="maths"), POLICY), POLICY, SILENT
     )
     assert (found.gold, found.empty, found.blind) == (1.0, 0.0, {"always '5'": 0.2})
     half = [{k: v for k, v in item.items() if k != "solution" or n % 2} for n, item in enumerate(programs())]
-    found = prove(plant.ledger, load_task(write_task(plant.workspace, "p", half, kind="code"), POLICY), POLICY, SILENT)
+    found = prove_task(
+        plant.ledger, load_task(write_task(plant.workspace, "p", half, kind="code"), POLICY), POLICY, SILENT
+    )
     assert (found.gold, found.empty, found.without_solution) == (None, 0.0, 4)
 
 
@@ -78,7 +80,7 @@ def test_tests_that_test_nothing_are_refused_with_their_item(plant: FilledPlant)
     for tests in TESTS:
         task = replace(whole, items=(whole.items[3].model_copy(update={"tests": tests}),))
         with refused("proving.empty_program", TaskError, item="add3"):
-            prove(plant.ledger, task, POLICY, SILENT)
+            prove_task(plant.ledger, task, POLICY, SILENT)
 
 
 def test_empty_programs_are_programs() -> None:
@@ -115,7 +117,7 @@ def test_a_task_that_cannot_tell_models_apart_is_refused(
     plant: FilledPlant, keys: dict[str, Any], items: list[dict[str, Any]], code: str, data: dict[str, Any]
 ) -> None:
     with refused(f"proving.{code}", TaskError, **data):
-        prove_task(plant, items, **keys)
+        prove_written_task(plant, items, **keys)
 
 
 def copies(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -177,7 +179,7 @@ def test_all_answers_of_a_file_are_read_in_the_same_way(
 ) -> None:
     asked = [{"id": n, "question": f"{n}?", "choices": choices, "answer": answers[n % 3]} for n in range(9)]
     with refused(f"file_rules.{code}", TaskError, **data):
-        prove_task(plant, asked)
+        prove_written_task(plant, asked)
 
 
 def test_what_reads_one_way_alone_is_taken(plant: FilledPlant) -> None:
@@ -196,12 +198,12 @@ def test_what_reads_one_way_alone_is_taken(plant: FilledPlant) -> None:
 def test_a_task_is_proven_once_before_it_is_first_measured(plant: FilledPlant, export: Path) -> None:
     candidate = plant.add_candidate(export)
     count = lambda: len(
-        plant.ledger.rows(sa.select(events).where(events.c.kind == EVENT, events.c.subject == "task:once"))
+        plant.ledger.select_rows(sa.select(events).where(events.c.kind == EVENT, events.c.subject == "task:once"))
     )
     task = load_task(write_task(plant.workspace, "once", choice_items()), POLICY)
-    measure(plant, candidate, task, POLICY)
+    measure_task(plant, candidate, task, POLICY)
     assert count() == 1 and is_proven(plant.ledger, task)
-    measure(plant, plant.add_candidate(export), task, POLICY)
+    measure_task(plant, plant.add_candidate(export), task, POLICY)
     assert count() == 1
     other = load_task(write_task(plant.workspace, "once", choice_items()[:9]), POLICY)
     assert not is_proven(plant.ledger, other)
@@ -210,5 +212,5 @@ def test_a_task_is_proven_once_before_it_is_first_measured(plant: FilledPlant, e
         POLICY,
     )
     with refused("measuring.not_sound", TaskError, task="once") as found:
-        measure(plant, candidate, same, POLICY)
+        measure_task(plant, candidate, same, POLICY)
     assert says(found.value.message, ("proving.same_answer", {"items": 10, "answer": "5"}))

@@ -149,7 +149,7 @@ def test_solutions_pass_their_own_tests_and_wrong_programs_fail(
     assert len(items) == 3
     check_solutions(items, LIMITS)
     empty = {"mbpp": "", "sanitized-mbpp": ""}.get(path.name.partition(".")[0], "    return None\n")
-    found = check_programs([(items[0].program(text), items[0].tests) for text in (wrong, empty)], LIMITS)
+    found = check_programs([(items[0].program_of_reply(text), items[0].tests) for text in (wrong, empty)], LIMITS)
     assert [one.right for one in found] == [False, False]
     assert any(word in found[0].why for word in ("AssertionError", "NameError")), found[0]
     with refused("verifiers.solution_fails", TaskError, item=items[1].key):

@@ -9,12 +9,12 @@ import pytest
 import sqlalchemy as sa
 import torch
 
-from factory.gates.release.gate import decide
-from factory.ledger.ledger import eval_items, evaluations, record, releases
+from factory.gates.release.gate import judge_candidate
+from factory.ledger.ledger import eval_items, evaluations, record_event, releases
 from factory.ledger.rows import VerdictRow
 from factory.tasks.policy import TaskSettings, TasksPolicy
 from factory.tasks.task_file import load_task_by_name
-from factory.tasks.tiers import baseline, measure_due_tasks, take_baseline
+from factory.tasks.tiers import measure_due_tasks, read_baseline, take_baseline
 from tests.support.factory.exports import FilledPlant, measured_alone, save_export, tiny_model, trained
 from tests.support.factory.task_files import choice_items, write_policy, write_task
 from tests.support.messages import says
@@ -32,10 +32,10 @@ def line(plant: FilledPlant) -> tuple[int, int]:
         )
         for name, steps in (("weak", 15), ("better", 60))
     )
-    first = decide(plant, weak)
+    first = judge_candidate(plant, weak)
     with plant.ledger.begin() as tx:
         tx.execute(releases.insert().values(number=1, candidate=weak, verdict=first, state="published", created_at=0.0))
-        record(tx, "promoted", "release:1")
+        record_event(tx, "promoted", "release:1")
     return weak, better
 
 
@@ -55,12 +55,12 @@ def no_tasks(plant: FilledPlant) -> Iterator[None]:
 
 
 def measured(plant: FilledPlant) -> list[tuple[int, str]]:
-    rows = plant.ledger.rows(sa.select(evaluations).where(evaluations.c.suite_sha256.startswith("task:")))
+    rows = plant.ledger.select_rows(sa.select(evaluations).where(evaluations.c.suite_sha256.startswith("task:")))
     return sorted((row["candidate"], row["summary"]["task"]) for row in rows)
 
 
 def verdict(plant: FilledPlant, candidate: int) -> VerdictRow:
-    return VerdictRow.get(plant.ledger, decide(plant, candidate))
+    return VerdictRow.get(plant.ledger, judge_candidate(plant, candidate))
 
 
 def sources(count: int) -> list[dict[str, Any]]:
@@ -128,9 +128,9 @@ def test_a_line_is_measured_as_it_began_until_a_person_takes_a_new_baseline(
 ) -> None:
     weak, better = line
     write_policy(plant.workspace, others={"margin": 1.0})
-    policy = TasksPolicy.load(plant.workspace.policy("tasks.yaml"))
+    policy = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
     write_task(plant.workspace, "asked", sources(24))
-    assert baseline(plant.ledger, "asked") is None
+    assert read_baseline(plant.ledger, "asked") is None
     assert verdict(plant, better).outcome == "promote"
     write_task(plant.workspace, "asked", sources(20))  # other items alone: both are measured on them
     assert verdict(plant, better).outcome == "promote"

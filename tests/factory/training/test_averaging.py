@@ -17,15 +17,21 @@ from safetensors.numpy import load_file
 
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.duties.releasing import judge
+from factory.duties.releasing import judge_candidate
 from factory.ledger.ledger import Ledger, candidates, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.ledger.status import screen, snapshot
-from factory.retrying.tries import open_segment
+from factory.ledger.status import format_status, read_status
+from factory.retrying.tries import find_open_segment
 from factory.show.pages.provenance import trace_release
 from factory.training import averaging
-from factory.training.averaging import choose, kept, load_held_out_loss, plan_average, weights_from_losses
+from factory.training.averaging import (
+    checkpoints_to_average,
+    choose_checkpoints,
+    load_held_out_loss,
+    plan_average,
+    weights_from_losses,
+)
 from factory.training.exporting import export_candidate
 from factory.training.training import run_segment
 from tests.support.factory.command import factory
@@ -53,7 +59,7 @@ def made_average(plant: Opened, *words: Any, **keywords: Any) -> tuple[int, dict
 
 
 def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
-    row = ledger.one(
+    row = ledger.select_first(
         sa.select(checkpoints.c.path).join(candidates, candidates.c.checkpoint == checkpoints.c.id).where(candidates.c.id == candidate)
     )  # fmt: skip
     assert row is not None
@@ -62,10 +68,10 @@ def weights_of(ledger: Ledger, candidate: int) -> dict[str, np.ndarray]:
 
 def test_the_trunks_kept_checkpoints_are_found_across_segments(plant: Opened) -> None:
     workspace, ledger = plant
-    sources = choose(ledger, None, None)
+    sources = choose_checkpoints(ledger, None, None)
     assert [source.step for source in sources] == [10, 15, 20, 25, 26]
     assert [source.segment for source in sources] == [1, 1, 1, 2, 2]
-    assert [source.step for source in choose(ledger, 1, 2)] == [15, 20]
+    assert [source.step for source in choose_checkpoints(ledger, 1, 2)] == [15, 20]
 
 
 def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate(plant: Opened) -> None:
@@ -77,11 +83,11 @@ def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate
         mean = np.mean([array[name].astype(np.float64) for array in arrays], axis=0).astype(np.float32)
         np.testing.assert_array_max_ulp(found, mean, maxulp=1)
     assert next_due(Plant(workspace, ledger)) == f"judge {candidate}"
-    before = ledger.rows(sa.select(segments.c.id))
+    before = ledger.select_rows(sa.select(segments.c.id))
     assert made_average(plant, "uniform", last=3) == (candidate, averaged), (
         "the same checkpoints are the same candidate"
     )
-    assert ledger.rows(sa.select(segments.c.id)) == before
+    assert ledger.select_rows(sa.select(segments.c.id)) == before
     made = release(Plant(workspace, ledger), add_verdict(ledger, candidate))
     found = trace_release(ledger, made)
     assert [step["kind"] for step in found["segments"]] == ["trunk", "trunk", "average"]
@@ -89,7 +95,7 @@ def test_a_uniform_average_equals_numpys_mean_and_is_released_like_any_candidate
     assert set(found["licences"]) == {""} and found["licences"][""] > 0  # the plant's documents name none
     told = factory("provenance", "--release", str(made), "-w", str(workspace.root)).stdout
     assert f"licence none named: {found['licences']['']:,} supervised tokens, 100.0%" in told
-    shown = "\n".join(screen(snapshot(workspace)))
+    shown = "\n".join(format_status(read_status(workspace)))
     assert "3 checkpoints" in shown and "20, 25, 26" in shown and "uniform" in shown
 
 
@@ -127,13 +133,13 @@ def test_an_anneal_averages_only_its_own_checkpoints(plant: Opened) -> None:
     workspace, ledger = plant
     number = train_anneal(workspace, ledger)
     export_candidate(Plant(workspace, ledger), number)
-    assert [source.step for source in kept(ledger, SegmentRow.get(ledger, number))] == [30, 32]
+    assert [source.step for source in checkpoints_to_average(ledger, SegmentRow.get(ledger, number))] == [30, 32]
 
 
 def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened, tmp_path: Path) -> None:
     workspace, ledger = plant
     number = plan_average(Plant(workspace, ledger), "held-out-loss", last=2)
-    path = Path(averaging.planned(ledger, number)["sources"][0]["path"])
+    path = Path(averaging.read_average_plan(ledger, number)["sources"][0]["path"])
     shutil.copytree(path, tmp_path / "copy")
     blob = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(blob[:-4] + b"\0\0\0\1")
@@ -143,9 +149,9 @@ def test_a_damaged_checkpoint_fails_the_average_and_blocks_nothing(plant: Opened
     finally:
         shutil.rmtree(path)
         shutil.copytree(tmp_path / "copy", path)
-    assert stuck(Plant(workspace, ledger)) is None and open_segment(ledger) is None
+    assert stuck(Plant(workspace, ledger)) is None and find_open_segment(ledger) is None
     assert plan_average(Plant(workspace, ledger), "held-out-loss", last=2) > number, "a new request makes a new segment"
-    averaging.give_up(ledger, SegmentRow.get(ledger, number + 1), "test")
+    averaging.mark_failed(ledger, SegmentRow.get(ledger, number + 1), "test")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +175,7 @@ def test_the_command_speaks_json_and_repeats_safely(plant: Opened) -> None:
     assert first.returncode == 0, first.stderr
     found = json.loads(first.stdout)
     assert [part["step"] for part in found["averaged"]["sources"]] == [15, 20] and json.loads(again.stdout) == found
-    assert judge(Plant(*plant), found["candidate"])
+    assert judge_candidate(Plant(*plant), found["candidate"])
     assert factory("average", "--segment", "99", "-w", str(plant[0].root)).returncode == 2
 
 

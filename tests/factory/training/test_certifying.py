@@ -13,16 +13,16 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError, SegmentError
 from factory.core.workspace import Workspace
-from factory.duties.runner import work
+from factory.duties.runner import run_pass
 from factory.ledger.ledger import Ledger, events, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
-from factory.ledger.status import screen, snapshot
+from factory.ledger.status import format_status, read_status
 from factory.runs.running import list_runs
 from factory.training import certificate_runs
 from factory.training.certifying import (
     NotCertifiedError,
-    accept,
+    accept_code,
     ensure_certified,
     list_certificates,
     newest_code_verdict,
@@ -161,7 +161,7 @@ def test_a_harmless_change_passes_and_the_segment_trains(site: Site) -> None:
 @pytest.mark.long("four runs in bf16: a minute where the processor has no fast bf16 product")
 def test_another_precision_is_certified_like_other_code(site: Site) -> None:
     """As on a machine with another fastest precision: same commit, same kernels. Only the new precision measures the noise."""
-    recipe = site.workspace.own_recipe()
+    recipe = site.workspace.own_recipe_path()
     before = recipe.read_text()
     try:
         recipe.write_text(before.replace("precision: fp32", "precision: bf16"))
@@ -181,7 +181,7 @@ def test_another_precision_is_certified_like_other_code(site: Site) -> None:
 @pytest.mark.long("five runs of the trainer, in bf16 and in fp8")
 def test_a_change_from_bf16_to_fp8_needs_a_certificate_that_runs_in_both(site: Site) -> None:
     """The old code runs once in bf16; its runs with other seeds, and the new code, run in fp8."""
-    recipe = site.workspace.own_recipe()
+    recipe = site.workspace.own_recipe_path()
     before = recipe.read_text()
     parent = SegmentRow.get(site.ledger, 1)
     as_trained = segments.update().where(segments.c.id == 1).values(recipe_json=parent.recipe_json)
@@ -278,12 +278,12 @@ def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
     number = site.plan()
     for _ in range(2):  # the second pass does not try again
         with refused("duties.not_certified", NotCertifiedError, segment=number):
-            work(Plant(site.workspace, site.ledger), settle=0)
+            run_pass(Plant(site.workspace, site.ledger), settle=0)
     assert len([row for row in list_certificates(site.ledger) if row["segment"] == number]) == 1
-    words = "\n".join(screen(snapshot(site.workspace)))
+    words = "\n".join(format_status(read_status(site.workspace)))
     assert "uncertified" in words and f"factory certify --accept {number}" in words and "Outside seed noise" in words
     with refused("training.not_uncertified", InputError, segment=1, waiting=[number]):
-        accept(Plant(site.workspace, site.ledger), 1, "somebody")
+        accept_code(Plant(site.workspace, site.ledger), 1, "somebody")
 
     bad = git(site.code, "rev-parse", "HEAD")
     git(site.code, "revert", "--no-edit", "HEAD")
@@ -295,7 +295,7 @@ def test_after_a_refusal_the_factory_waits_until_a_person_reverts_or_accepts(
     assert done.returncode == 0, done.stderr
     (shown,) = [row for row in json.loads(done.stdout) if row["segment"] == number]
     assert shown["outcome"] == "reject" and shown["accepted"]["by"] and shown["accepted"]["at"]
-    event = site.ledger.one(sa.select(events).where(events.c.kind == "certificate_accepted"))
+    event = site.ledger.select_first(sa.select(events).where(events.c.kind == "certificate_accepted"))
     assert event and event["subject"] == f"segment:{number}"
     assert site.action() == f"train {number}"
     site.run(number)
@@ -327,4 +327,4 @@ def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monk
     again = site.certify(number)
     assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id
     with refused("training.segment_replaced", InputError, segment=number - 1, newer=number):
-        accept(Plant(site.workspace, site.ledger), number - 1, "somebody")
+        accept_code(Plant(site.workspace, site.ledger), number - 1, "somebody")

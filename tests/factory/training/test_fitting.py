@@ -42,7 +42,7 @@ def trained(plant: Workspace) -> tuple[Workspace, Ledger]:
 
 def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: tuple[Workspace, Ledger]) -> None:
     workspace, ledger = trained
-    own = workspace.own_recipe()
+    own = workspace.own_recipe_path()
     before = own.read_text()
     changes = {
         "model.d_model 32 → 64": {"d_model": 64},
@@ -65,10 +65,10 @@ def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: t
                 f"'factory rewind 1 -w {workspace.root}'" in line
                 and f"--tokenizer {workspace.tokenizer} -w FOLDER'" in line
             )
-    assert len(ledger.rows(sa.select(segments))) == 1
+    assert len(ledger.select_rows(sa.select(segments))) == 1
     own.write_text(before)  # the second way trains anew on the same data
     change_recipe(workspace, model={"d_model": 64})
-    acting.rewind(ledger, 1, "ann")
+    acting.rewind_segment(ledger, 1, "ann")
     number = plan_trunk(Plant(workspace, ledger), 2)
     run_segment(Plant(workspace, ledger), number)
     row = SegmentRow.get(ledger, number)
@@ -85,7 +85,7 @@ def test_another_function_of_the_same_shape_trains_only_if_the_recipe_accepts_it
 ) -> None:
     """The old values come from the ledger's row of the segment, because an old checkpoint may lack them."""
     workspace, ledger = trained
-    (row_of_trunk,) = ledger.rows(sa.select(segments))
+    (row_of_trunk,) = ledger.select_rows(sa.select(segments))
     change_recipe(workspace, model=model)
     with pytest.raises(ConfigError) as refused:
         plan_trunk(Plant(workspace, ledger))
@@ -113,7 +113,7 @@ def test_another_function_of_the_same_shape_trains_only_if_the_recipe_accepts_it
 
 
 def accept(workspace: Workspace, names: list[str]) -> None:
-    path = workspace.own_recipe()
+    path = workspace.own_recipe_path()
     path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"accept_changes": names}))
 
 
@@ -134,7 +134,7 @@ def test_the_first_segment_needs_the_vocabulary_of_the_data_policy(plant: Worksp
     assert (
         said["do"].code == "ingest.change_policy" and said["do"].data["copy"] == plant.root / "policies" / "data.yaml"
     )
-    assert ledger.rows(sa.select(segments)) == []
+    assert ledger.select_rows(sa.select(segments)) == []
 
 
 def test_the_size_of_a_frozen_tokenizer_is_required(plant: Workspace) -> None:
@@ -158,7 +158,7 @@ def test_a_tokenizer_too_large_for_the_recipe_is_not_frozen(plant: Workspace) ->
         ingest_shard(Plant(plant, ledger), shard, workers=0)
     assert found.value.code == "ingest.vocabularies_differ"
     assert (found.value.data["size"], found.value.data["wanted"]) == (512, 4096)
-    assert ledger.rows(sa.select(tokenizers)) == [] and not (plant.tokenizer / "tokenizer.json").exists()
+    assert ledger.select_rows(sa.select(tokenizers)) == [] and not (plant.tokenizer / "tokenizer.json").exists()
     use_vocabulary(plant, 512)
     assert ingest_shard(Plant(plant, ledger), shard, workers=0).state == "ingested"
     assert Tokenizer.load(plant.tokenizer).vocab_size <= 512

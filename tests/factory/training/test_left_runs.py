@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from factory.core.faults import NO_FILE_HANDLES, fault_of
+from factory.core.faults import NO_FILE_HANDLES, find_fault_in
 from factory.runs.trace import Trace
 from factory.training import certificate_runs, preflight_runs
 from factory.training.certificate import CertificateEvidence
@@ -20,18 +20,22 @@ assert checkpoints.load, "what is imported only when it is needed needs a handle
 
 def test_a_certificate(tmp_path: Path) -> None:
     evidence, nothing = CertificateEvidence("a", "b", ["trainer"]), Trace(tmp_path / "run", 0, 4)
-    compare = lambda: certificate_runs.compare(evidence, tmp_path / "start", nothing, nothing, [nothing] * 3, nothing)
+    compare = lambda: certificate_runs.compare_certificate_runs(
+        evidence, tmp_path / "start", nothing, nothing, [nothing] * 3, nothing
+    )
     with few_handles(), pytest.raises(OSError) as raised:
         compare()
-    assert fault_of(raised.value) == NO_FILE_HANDLES
+    assert find_fault_in(raised.value) == NO_FILE_HANDLES
     assert "is not a checkpoint" in compare().old_failed
 
 
 def test_a_preflight(tmp_path: Path) -> None:
     evidence, nothing = PreflightEvidence("a", 10, 4, True), Trace(tmp_path / "run", 0, 4)
-    compare = lambda: preflight_runs.compare(evidence, [], tmp_path / "step", lambda _: tmp_path, lambda _: nothing)
+    compare = lambda: preflight_runs.compare_preflight_runs(
+        evidence, [], tmp_path / "step", lambda _: tmp_path, lambda _: nothing
+    )
     with few_handles(), pytest.raises(OSError) as raised:
         compare()
-    assert fault_of(raised.value) == NO_FILE_HANDLES
+    assert find_fault_in(raised.value) == NO_FILE_HANDLES
     found = compare()
     assert found == replace(evidence, failed=found.failed) and "is not a checkpoint" in found.failed["straight"]

@@ -15,18 +15,18 @@ import sqlalchemy as sa
 
 from factory import machine_check
 from factory.core.errors import IsolationError, SegmentError
-from factory.core.left_files import DEPTH, count_lines, read_tail, sweep
+from factory.core.left_files import DEPTH, count_lines, read_tail, remove_special_files
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.runs.folders import read_result
-from factory.runs.live_code import LiveCode, isolation
+from factory.runs.live_code import LiveCode, choose_isolation
 from factory.training.training import last_metrics
 from tests.support.factory.code_loop import make_target
 from tests.support.messages import refused
 from tests.support.plants.trained_plant import commit_edit, fill, lenient_plant, make_plant
-from trainer.contract.checkpoint.format import name_of
+from trainer.contract.checkpoint.format import checkpoint_name
 
 # In the trainer, before it trains: ``SEEN`` tells what it could do of each.
 HOSTILE = """
@@ -85,7 +85,7 @@ def server() -> Iterator[tuple[int, list[socket.socket]]]:
 def weights_of(ledger: Ledger, number: int) -> str:
     row = SegmentRow.get(ledger, number)
     assert row.state == "done" and row.last_step == 20
-    blob = (Path(row.folder) / "checkpoints" / name_of(20) / "model.safetensors").read_bytes()
+    blob = (Path(row.folder) / "checkpoints" / checkpoint_name(20) / "model.safetensors").read_bytes()
     return hashlib.sha256(blob).hexdigest()
 
 
@@ -149,11 +149,11 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
 ) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     policy = lambda name: replace(workspace, config=replace(workspace.config, training_sandbox=name))
-    assert isolation(Plant(workspace, ledger)) == (True, "")
+    assert choose_isolation(Plant(workspace, ledger)) == (True, "")
     without_a_sandbox(monkeypatch)
     with pytest.raises(IsolationError, match="training_sandbox is 'required'.*none-such.*factory check"):
-        isolation(Plant(policy("required"), ledger))
-    assert isolation(Plant(workspace, ledger))[0] is False
+        choose_isolation(Plant(policy("required"), ledger))
+    assert choose_isolation(Plant(workspace, ledger))[0] is False
     merged = {
         "agent": "kernels",
         "target": "loss_head",
@@ -164,22 +164,22 @@ def test_without_a_sandbox_training_stops_once_a_patch_of_an_agent_is_merged(
     }
     with ledger.begin() as tx:
         tx.execute(proposals.insert().values(number=7, state="rejected", created_at=0.0, **merged))
-    assert isolation(Plant(workspace, ledger))[0] is False
+    assert choose_isolation(Plant(workspace, ledger))[0] is False
     with ledger.begin() as tx:
         tx.execute(sa.update(proposals).values(state="approved"))
     with refused("runs.sandbox_for_agents", IsolationError, proposal=7) as error:
-        isolation(Plant(workspace, ledger))
+        choose_isolation(Plant(workspace, ledger))
     assert "none-such" in str(error.value) and "'training_sandbox: off'" in str(error.value)
-    isolated, why = isolation(Plant(policy("off"), ledger))
+    isolated, why = choose_isolation(Plant(policy("off"), ledger))
     assert not isolated and why == f"training_sandbox is off in {workspace.root / 'factory.yaml'}"
-    row = next(row for row in machine_check.examine(policy("off")) if row["check"] == "training")
+    row = next(row for row in machine_check.run_checks(policy("off")) if row["check"] == "training")
     assert row["ok"] is False and "NOT in the sandbox" in row["detail"]
 
 
 def test_processes_of_a_launcher_are_reported_as_not_isolated(workspace: Workspace) -> None:
     ledger = Ledger.create(workspace.ledger_url)
     several = replace(workspace, config=replace(workspace.config, launcher="srun torchrun", ranks=2))
-    isolated, why = isolation(Plant(several, ledger))
+    isolated, why = choose_isolation(Plant(several, ledger))
     assert not isolated and "launcher" in why
 
 
@@ -197,10 +197,10 @@ def test_a_trainer_s_files_are_read_without_trust(tmp_path: Path) -> None:
     (folder / "kept").mkdir(parents=True)
     (folder / "kept" / "file").touch()
     (folder / "kept" / "link").symlink_to(tmp_path)
-    assert sweep(folder) == ["kept/link"] and (folder / "kept" / "file").exists() and target.exists()
+    assert remove_special_files(folder) == ["kept/link"] and (folder / "kept" / "file").exists() and target.exists()
     folder.joinpath(*["d"] * (DEPTH + 1)).mkdir(parents=True)
     with pytest.raises(SegmentError, match="deeper than"):
-        sweep(folder)
+        remove_special_files(folder)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ import sqlalchemy as sa
 
 from factory.core.errors import ConfigError, InputError
 from factory.core.workspace import Workspace
-from factory.data.settling import settle
+from factory.data.settling import settle_licence
 from factory.ingest.rules.claims import CONFLICT_EVENT
-from factory.ledger.ledger import Ledger, documents, record, segments, token_shards
+from factory.ledger.ledger import Ledger, documents, record_event, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.training.planning import forecast_trunk, load_recipe, plan_anneal, plan_of, plan_trunk
-from kernels.contract.machine import here
+from factory.training.planning import forecast_trunk, load_recipe, plan_anneal, plan_trunk, read_data_plan
+from kernels.contract.machine import this_machine
 from tests.support.factory.planned import STEP, change_recipe, ingested, last_event
 from tests.support.messages import refused
 from tests.support.said import Said
@@ -37,10 +37,10 @@ def test_the_row_of_a_segment_has_its_computing_and_a_slow_precision_gives_a_war
     probe = precision.Probe("cpu", {"fp32": 2.0, "bf16": 1.0}, rates)
     monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: probe)
     said = Said()
-    row = ledger.one(sa.select(segments).where(segments.c.id == plan_trunk(Plant(workspace, ledger, said))))
+    row = ledger.select_first(sa.select(segments).where(segments.c.id == plan_trunk(Plant(workspace, ledger, said))))
     assert row is not None and row["recipe_json"]["precision"] == "fp32", "a precision by name is obeyed"
     assert row["computing"]["precision"]["probe"]["seconds"] == {"fp32": 2.0, "bf16": 1.0}
-    assert row["computing"]["machine"]["name"] == here("cpu").name
+    assert row["computing"]["machine"]["name"] == this_machine("cpu").name
     (warning,) = [line for line in said.lines if "precision" in line]
     assert "bf16 is 2.0x as fast" in warning
 
@@ -49,7 +49,7 @@ def test_domains_that_have_not_arrived_are_left_out_and_recorded(planned: tuple[
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
     number = plan_trunk(Plant(workspace, ledger))
-    assert plan_of(ledger, SegmentRow.get(ledger, number))["weights"] == {"code": 0.6, "*": 0.1}
+    assert read_data_plan(ledger, SegmentRow.get(ledger, number))["weights"] == {"code": 0.6, "*": 0.1}
     planned_so = {"kind": "trunk", "steps": [0, 20], "domains_not_arrived": ["chat", "docs"]}
     assert last_event(ledger) == planned_so | {"notes": last_event(ledger)["notes"]}
 
@@ -59,7 +59,7 @@ def test_all_that_has_arrived_is_in_the_plan(planned: tuple[Workspace, Ledger]) 
     ingested(workspace, ledger, code=40 * STEP)
     ingested(workspace, ledger, docs=40 * STEP, chat=40 * STEP, wiki=STEP)
     number = plan_trunk(Plant(workspace, ledger))
-    assert plan_of(ledger, SegmentRow.get(ledger, number))["weights"] == load_recipe(workspace).mixture.weights
+    assert read_data_plan(ledger, SegmentRow.get(ledger, number))["weights"] == load_recipe(workspace).mixture.weights
     assert last_event(ledger)["domains_not_arrived"] == []
 
 
@@ -119,7 +119,7 @@ def test_nothing_is_planned_while_a_segment_is_parked(planned: tuple[Workspace, 
             tx.execute(becomes(second, "failed"))
         with refused("retrying.parked_to_do", InputError, segment=second):
             plan(Plant(workspace, ledger))
-        assert len(ledger.rows(sa.select(segments))) == 2
+        assert len(ledger.select_rows(sa.select(segments))) == 2
     with ledger.begin() as tx:
         tx.execute(becomes(second, "abandoned"))
     assert plan_anneal(Plant(workspace, ledger)) == second + 1
@@ -131,7 +131,7 @@ def test_a_plan_with_too_much_padding_is_refused(planned: tuple[Workspace, Ledge
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.0})
     with pytest.raises(ConfigError, match="batch.max_padding .*model.context"):
         plan_trunk(Plant(workspace, ledger))
-    assert ledger.one(sa.select(segments)) is None
+    assert ledger.select_first(sa.select(segments)) is None
     change_recipe(workspace, batch={"packing": "document", "max_padding": 0.5})
     plan_trunk(Plant(workspace, ledger))
 
@@ -141,8 +141,10 @@ def test_a_document_that_came_again_under_a_forbidding_licence_carries_no_loss(
 ) -> None:
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
-    (shard,) = ledger.rows(sa.select(token_shards))
-    masked = lambda: plan_of(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 2))).get("masked", [])
+    (shard,) = ledger.select_rows(sa.select(token_shards))
+    masked = lambda: read_data_plan(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 2))).get(
+        "masked", []
+    )
     kept = str(TokenShard(shard["path"]).documents["key"][0])
     rows: list[dict[str, Any]] = [
         {"key": kept, "fate": "train", "license": "MIT", "token_shard": shard["id"]},
@@ -153,10 +155,10 @@ def test_a_document_that_came_again_under_a_forbidding_licence_carries_no_loss(
             tx.execute(documents.insert().values(**row, id=row["key"], shard=shard["shard"], row=number, domain="code"))
     assert masked() == []  # no ingest said so: the long table of documents is not searched
     with ledger.begin() as tx:
-        record(tx, CONFLICT_EVENT, "shard:s", {})
+        record_event(tx, CONFLICT_EVENT, "shard:s", {})
         tx.execute(segments.delete())
     assert masked() == [kept]
-    settle(ledger, "MIT", [kept], [], "ann", "")
+    settle_licence(ledger, "MIT", [kept], [], "ann", "")
     with ledger.begin() as tx:
         tx.execute(segments.delete())
     assert masked() == []

@@ -14,10 +14,10 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, VerdictRow
-from factory.ledger.status import screen, snapshot
+from factory.ledger.status import format_status, read_status
 from factory.training import preflight_runs
 from factory.training.certificate import PreflightPolicy
-from factory.training.certifying import NotCertifiedError, accept, ensure_certified, newest_code_verdict
+from factory.training.certifying import NotCertifiedError, accept_code, ensure_certified, newest_code_verdict
 from factory.training.planning import plan_trunk
 from factory.training.preflight import (
     LEAD_STEPS,
@@ -25,7 +25,7 @@ from factory.training.preflight import (
     PreflightEvidence,
     StraightRunDistance,
     judge_preflight,
-    small_recipe,
+    make_small_recipe,
 )
 from factory.training.training import run_segment
 from kernels.contract.message import Message
@@ -149,7 +149,7 @@ def test_a_single_step_with_a_small_effect_of_rounding_is_no_fault() -> None:
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "policies" / "recipes").glob("*.yaml")))
 def test_every_recipe_has_a_small_one_with_the_same_switches(name: str) -> None:
     recipe = Recipe.load(ROOT / "policies" / "recipes" / f"{name}.yaml")
-    small = Recipe.parse(small_recipe(recipe.model_dump(), 20))
+    small = Recipe.parse(make_small_recipe(recipe.model_dump(), 20))
     assert small.model.parameters <= recipe.model.parameters and not small.compile
     assert small.model.vocab_size == recipe.model.vocab_size and small.model.head_dim == recipe.model.head_dim
     same = lambda one: (one.precision, one.optimizer, bool(one.model.experts), one.model.qk_norm, one.batch.packing)
@@ -162,7 +162,7 @@ def test_a_large_recipe_is_made_narrow_and_two_tensor_ranks_can_still_share_it()
     large = {"d_model": 8192, "layers": 80, "heads": 64, "kv_heads": 8, "head_dim": 128, "d_ff": 28672, "context": 8192}
     for more in ({}, {"experts": experts}, {"qk_norm": False}, {"qk_norm": False, "nope_every": 4}):
         recipe = Recipe.parse(tiny | {"model": tiny["model"] | large | more})
-        small = Recipe.parse(small_recipe(recipe.model_dump(), 20))
+        small = Recipe.parse(make_small_recipe(recipe.model_dump(), 20))
         assert small.model.parameters < recipe.model.parameters / 100
         ranks = small.model_copy(update={"parallel": small.parallel.model_copy(update={"tensor": 2})})
         assert ranks.parallel.data_ranks(2, small.model) == 1
@@ -259,7 +259,7 @@ def test_an_honest_commit_passes_all_parts(hangar: Hangar) -> None:
 @pytest.mark.long("two ranks, and five other ways to train the same")
 def test_fp8_passes_all_parts(hangar: Hangar) -> None:
     """Scales are powers of two, so that micro-batches, joined matrices and ranks round elements alike."""
-    recipe = hangar.workspace.own_recipe()
+    recipe = hangar.workspace.own_recipe_path()
     before = recipe.read_text()
     try:
         recipe.write_text(before.replace("precision: fp32", "precision: fp8"))
@@ -338,11 +338,11 @@ def test_a_refused_commit_does_not_train_until_a_person_accepts_it(hangar: Hanga
     found = verdicts_of(hangar.ledger, number)
     assert {gate: row.outcome for gate, row in found.items()} == {"code": "promote", "preflight": "reject"}
     assert (folder / "preflight.json").exists() and not (folder / "preflight").exists()
-    words = "\n".join(screen(snapshot(hangar.workspace)))
+    words = "\n".join(format_status(read_status(hangar.workspace)))
     assert "Preflight: accumulation" in words and words.count("is not certified") == 1
     shown = factory("certify", "-w", str(hangar.workspace.root)).stdout
     assert "NOT CERTIFIED  (preflight of" in shown and "Preflight: accumulation" in shown
-    accept(Plant(hangar.workspace, hangar.ledger), number, "ada")
+    accept_code(Plant(hangar.workspace, hangar.ledger), number, "ada")
     run_segment(Plant(hangar.workspace, hangar.ledger), number)
     assert SegmentRow.get(hangar.ledger, number).state == "done"
 

@@ -47,7 +47,7 @@ def put_shard(ledger: Ledger, folder: Path, seed: int) -> str:
 
 
 def segment(ledger: Ledger, number: int) -> dict[str, Any]:
-    row = ledger.one(sa.select(segments).where(segments.c.id == number))
+    row = ledger.select_first(sa.select(segments).where(segments.c.id == number))
     assert row is not None
     return row
 
@@ -115,7 +115,7 @@ def test_wsd_s_continues_from_the_annealed_weights(plant: Workspace, tmp_path: P
         ("trunk", 2, 12, 18),
         ("anneal", 3, 18, 22),
     ]
-    plan = ledger.one(sa.select(data_plans.c.plan).where(data_plans.c.id == rows[2]["data_plan"]))
+    plan = ledger.select_first(sa.select(data_plans.c.plan).where(data_plans.c.id == rows[2]["data_plan"]))
     assert plan is not None
     assert {s["id"]: s["generation"] for s in plan["plan"]["token_shards"]} == {first: 1, second: 2}
 

@@ -18,12 +18,12 @@ from factory.core.workspace import Workspace, checkout_root
 from factory.training import tuning
 from factory.training.planning import load_recipe
 from kernels.contract.bench import BenchSetting
-from kernels.contract.machine import here
+from kernels.contract.machine import this_machine
 from kernels.contract.registry import OPS
-from kernels.contract.tune import Timed, best, ops_of_training, turns
+from kernels.contract.tune import TimedImplementation, fastest_implementation, ops_of_training, timing_order
 from tests.support.messages import codes, refused
 
-MACHINE = here("cpu")
+MACHINE = this_machine("cpu")
 SHAPE = {
     "batch": 8,
     "context": 32,
@@ -105,14 +105,14 @@ def test_a_tuning_of_another_class_of_machine_is_refused(workspace: Workspace) -
     ],
 )
 def test_best(timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str) -> None:
-    rows = [Timed("an op", name, ratio, low, high, 0.001) for name, ratio, low, high in timed]
-    assert best(rows, untuned) == chosen
+    rows = [TimedImplementation("an op", name, ratio, low, high, 0.001) for name, ratio, low, high in timed]
+    assert fastest_implementation(rows, untuned) == chosen
 
 
 def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> None:
     put(plant)
     text = (checkout_root() / tuned_kernels.KERNELS).read_text()
-    recipe, decided, notes = computing.decide(
+    recipe, decided, notes = computing.decide_computing(
         plant, load_recipe(plant), text.replace("adamw: auto", "adamw: reference")
     )
     assert recipe.precision == "fp32" and not notes
@@ -124,14 +124,14 @@ def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> 
 
 def test_tune_times_what_there_is_and_the_command_shows_it(plant: Workspace) -> None:
     """Real kernels at the tiny recipe's sizes with 2 seconds: an op that was not timed keeps its untuned kernel."""
-    path = tuning.tune(plant, SILENT, seconds=2.0)
-    found = tuned_kernels.read(path)
+    path = tuning.tune_kernels(plant, SILENT, seconds=2.0)
+    found = tuned_kernels.read_tuning(path)
     assert found["machine"] == MACHINE.to_json() and found["choice"].keys() == OPS.keys()
     assert found["setting"]["shape"] == SHAPE
     timed = {(one["op"], one["implementation"]) for one in found["timed"]}
     assert ("adamw", "fused") in timed and ("attention", "compiled") not in timed  # the recipe compiles nothing
     assert all(one["ratio"] is None or one["ratio"] > 0 for one in found["timed"])
-    shown = "\n".join(tuned_kernels.describe(found))
+    shown = "\n".join(tuned_kernels.describe_tuning(found))
     assert MACHINE.name in shown and "linear_cross_entropy" in shown
     assert find_tuning(plant, MACHINE, "fp32", SHAPE).note == ""
 
@@ -154,7 +154,8 @@ def test_tuning_times_the_most_important_kernels_first() -> None:
     recipe = checkout_root() / "policies" / "recipes" / "demo.yaml"
     setting = replace(BenchSetting.of_recipe(recipe), precision="bf16")
     order = [
-        f"{op.name} {one.name}" for op, one in turns([OPS[name] for name in ops_of_training(recipe)], setting, "cpu")
+        f"{op.name} {one.name}"
+        for op, one in timing_order([OPS[name] for name in ops_of_training(recipe)], setting, "cpu")
     ]
     assert len(order) == len(set(order)) and order.index("adamw fused") < order.index("linear_cross_entropy compiled")
     compiled = order[order.index("linear_cross_entropy compiled") :]

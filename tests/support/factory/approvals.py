@@ -10,7 +10,7 @@ import pytest
 import sqlalchemy as sa
 
 from factory.code_loop import approvals
-from factory.core.workspace import Config, Workspace, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.gates.release.judge import Verdict
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
@@ -34,7 +34,9 @@ class PatchPlant(Plant):
         git(folder, "init", "-q", "-b", "main", str(self.target))
         git(self.target, "add", "-A")
         git(self.target, "commit", "-q", "-m", "base")
-        workspace = Workspace.create(folder / "workspace", Config(repository=str(self.target), mlflow_uri=mlflow_uri))
+        workspace = Workspace.create(
+            folder / "workspace", WorkspaceConfig(repository=str(self.target), mlflow_uri=mlflow_uri)
+        )
         super().__init__(workspace, Ledger.create(workspace.ledger_url))
         self.base = self.head()
 
@@ -68,13 +70,13 @@ class PatchPlant(Plant):
         return self.row(number)
 
     def row(self, number: int = 1) -> dict[str, Any]:
-        row = self.ledger.one(sa.select(proposals).where(proposals.c.number == number))
+        row = self.ledger.select_first(sa.select(proposals).where(proposals.c.number == number))
         assert row is not None
         return row
 
     def words(self) -> list[tuple[str, str]]:
         kinds = ("proposal_approved", "proposal_rejected", "proposal_reverted")
-        found = self.ledger.rows(sa.select(events).where(events.c.kind.in_(kinds)).order_by(events.c.id))
+        found = self.ledger.select_rows(sa.select(events).where(events.c.kind.in_(kinds)).order_by(events.c.id))
         return [(event["kind"].removeprefix("proposal_"), event["detail"]["by"]) for event in found]
 
     def approve(self, number: int = 1) -> str | None:

@@ -25,7 +25,7 @@ import numpy as np
 import sqlalchemy as sa
 import yaml
 
-from factory.core.workspace import Config, Workspace, checkout_root
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.demo.demo import use_plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
@@ -41,7 +41,7 @@ from factory.ledger.ledger import (
     shards,
     verdicts,
 )
-from factory.ledger.places import portable
+from factory.ledger.places import to_stored_paths
 from tests.support.git import git
 from tests.support.plants.kept import kept
 from tests.support.plants.trained_plant import close, opened
@@ -73,7 +73,7 @@ class Made:
         """The verdict on a proposal, which is judged."""
         judged = proposals.join(verdicts, verdicts.c.id == proposals.c.verdict)
         is_it = proposals.c.number == number, proposals.c.state == "judged"
-        (row,) = self.ledger.rows(sa.select(verdicts).select_from(judged).where(*is_it))
+        (row,) = self.ledger.select_rows(sa.select(verdicts).select_from(judged).where(*is_it))
         return row
 
     def left_behind(self) -> list[str]:
@@ -88,7 +88,7 @@ class Made:
 @contextmanager
 def fewer_steps(workspace: Workspace) -> Iterator[None]:
     """Where a gate run is to compare weights, and not to time anything."""
-    policy = workspace.policy("gates/patch.yaml")
+    policy = workspace.policy_path("gates/patch.yaml")
     text = policy.read_text()
     assert "steps: 200" in text
     policy.write_text(text.replace("steps: 200", "steps: 50"))
@@ -125,7 +125,7 @@ def make() -> Made:
 
 
 def _fill(folder: Path, target: Path) -> None:
-    workspace = Workspace.create(folder, Config(recipe="tiny", repository=str(target)))
+    workspace = Workspace.create(folder, WorkspaceConfig(recipe="tiny", repository=str(target)))
     ledger = Ledger.create(workspace.ledger_url)
     (workspace.root / "policies" / "gates").mkdir(parents=True, exist_ok=True)
     (workspace.root / "policies" / "gates" / "patch.yaml").write_text(GATE)
@@ -135,7 +135,7 @@ def _fill(folder: Path, target: Path) -> None:
     )
     recipe = Recipe.load(workspace.recipe_path())
     texts = [path.read_text()[:4000] for path in sorted((checkout_root() / "trainer").rglob("*.py"))]
-    words = tokenizer.train(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
+    words = tokenizer.train_tokenizer(iter(texts), recipe.model.vocab_size, workspace.tokenizer)
     made = []
     for number, text in enumerate(texts * 4):
         ids, mask = words.encode_text(text[(number * 37) % 500 :])
@@ -176,7 +176,7 @@ def _fill(folder: Path, target: Path) -> None:
             )
         tx.execute(
             data_plans.insert().values(
-                id=plan.id, plan=portable(folder, json.loads(plan.to_json())), created_at=time.time()
+                id=plan.id, plan=to_stored_paths(folder, json.loads(plan.to_json())), created_at=time.time()
             )
         )
         tx.execute(
@@ -192,8 +192,8 @@ def _fill(folder: Path, target: Path) -> None:
                 first_step=0,
                 last_step=STEPS,
                 state="done",
-                folder=ledger.inside(segment),
-                result=portable(folder, result),
+                folder=ledger.to_stored_path(segment),
+                result=to_stored_paths(folder, result),
                 created_at=time.time(),
             )  # fmt: skip
         )
@@ -202,7 +202,7 @@ def _fill(folder: Path, target: Path) -> None:
                 id=result["manifest_sha256"],
                 segment=1,
                 step=STEPS,
-                path=ledger.inside(result["checkpoint"]),
+                path=ledger.to_stored_path(result["checkpoint"]),
                 created_at=time.time(),
             )
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from factory.duties.duty import DutyState, Errand
-from factory.duties.runner import next_errands
+from factory.duties.runner import find_next_errands
 from factory.duties.table import DUTIES
 from factory.ledger.plant import Plant
 
@@ -11,7 +11,7 @@ from factory.ledger.plant import Plant
 def next_due(plant: Plant, settle: float = 0.0, endless: bool = False) -> str:
     """What a pass would do first, as text; empty: nothing."""
     with plant.ledger.snapshot() as db:
-        found = next_errands(DutyState(plant, db, DUTIES, settle=settle, endless=endless))
+        found = find_next_errands(DutyState(plant, db, DUTIES, settle=settle, endless=endless))
     return next((str(errand) for errand in found if not errand.duty.each), "")
 
 

@@ -17,10 +17,10 @@ from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
 from factory.evals.evaluator import evaluate_on_suite, load_current_suite
 from factory.evals.export_config import ExportError
-from factory.evals.export_parity import Made, _total, hash_export_tensors
+from factory.evals.export_parity import ExpectedExport, _total, hash_export_tensors
 from factory.evals.parity import CHECKS
 from factory.ingest.rules.split import breaks_tie_to_sealed
-from factory.ingest.tokenizer import Tokenizer, train
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from factory.ledger.ledger import (
     Ledger,
     candidates,
@@ -29,7 +29,7 @@ from factory.ledger.ledger import (
     documents,
     evaluations,
     held_out,
-    record,
+    record_event,
     segments,
     shards,
     tokenizers,
@@ -91,7 +91,7 @@ class FilledPlant(Plant):
     def add_candidate(self, export: Path) -> int:
         """Record an export folder as a candidate of a finished anneal segment; returns its id."""
         with self.ledger.begin() as tx:
-            number = len(self.ledger.rows(candidates.select())) + 1
+            number = len(self.ledger.select_rows(candidates.select())) + 1
             values = {
                 "id": number, "kind": "anneal", "generation": 1, "recipe": "demo", "recipe_json": {}, "recipe_sha256": "0", "data_plan": "plan",
                 "code_commit": "0", "first_step": 0, "last_step": 1, "state": "done", "attempts": 1, "folder": "", "created_at": 0.0,
@@ -103,7 +103,7 @@ class FilledPlant(Plant):
                     id=number,
                     segment=number,
                     checkpoint=f"c{number}",
-                    export_path=self.ledger.inside(export),
+                    export_path=self.ledger.to_stored_path(export),
                     export_sha256=export_folder_sha256(export),
                     created_at=time.time(),
                 )
@@ -111,8 +111,8 @@ class FilledPlant(Plant):
             detail = {"segment": number}
             with contextlib.suppress(ExportError):  # what no exporter wrote
                 config = json.loads((export / "config.json").read_text())
-                detail["made"] = Made(_total(hash_export_tensors(export)), config).to_json()
-            record(tx, "candidate", Subject("candidate", number), detail)
+                detail["made"] = ExpectedExport(_total(hash_export_tensors(export)), config).to_json()
+            record_event(tx, "candidate", Subject("candidate", number), detail)
         return number
 
 
@@ -120,7 +120,7 @@ def measured_alone(plant: FilledPlant, candidate: int) -> int:
     """Measure a candidate for a test that does not ask about parity: what needs no other program is real, every check is said to be passed."""
     number = evaluate_on_suite(plant, candidate, load_current_suite(plant), released=True)
     mine = evaluations.c.id == number
-    [row] = plant.ledger.rows(evaluations.select().where(mine))
+    [row] = plant.ledger.select_rows(evaluations.select().where(mine))
     passed = {name: {"ok": True, "detail": "not asked here"} for name in CHECKS}
     with plant.ledger.begin() as tx:
         summary = row["summary"] | {"parity": passed | row["summary"]["parity"]}
@@ -132,7 +132,7 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> FilledPlant:
     """Fill a fresh workspace and ledger."""
     every = corpus()
     texts = [d.content.get("text") or "\n".join(m["content"] for m in d.content["messages"]) for d in every]
-    tokenizer = train(iter(texts), VOCAB, workspace.tokenizer)
+    tokenizer = train_tokenizer(iter(texts), VOCAB, workspace.tokenizer)
     encoded = {
         d.key: tokenizer.encode_text(d.content["text"])
         if "text" in d.content

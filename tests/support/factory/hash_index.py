@@ -22,6 +22,6 @@ _QUERIES = {
 def indexed(ledger: Ledger) -> dict[str, list[Any]]:
     """Once it is up to date."""
     index = HashIndex(ledger)
-    index.held_out()
+    index.read_held_out_ngrams()
     with closing(sqlite3.connect(index.file)) as file:
         return {name: file.execute(sql).fetchall() for name, sql in _QUERIES.items()}

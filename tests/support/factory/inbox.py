@@ -11,7 +11,7 @@ from pathlib import Path
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
-from factory.ingest.inbox import arrived, take, update_inbox
+from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_inbox
 from factory.ledger.ledger import Ledger, documents
 from factory.ledger.plant import Plant
 from tests.support.factory.made_up_text import prose
@@ -32,7 +32,7 @@ def put(workspace: Workspace, data: bytes, name: str = "a.jsonl", age: float = 1
 
 def trained_on(ledger: Ledger) -> Counter[str]:
     """How often each document counts: trained on or held out."""
-    found = ledger.rows(sa.select(documents.c.id).where(documents.c.fate.in_(["train", "held_out"])))
+    found = ledger.select_rows(sa.select(documents.c.id).where(documents.c.fate.in_(["train", "held_out"])))
     return Counter(row["id"] for row in found)
 
 
@@ -44,6 +44,6 @@ def one_pass(workspace: Workspace, ledger: Ledger, said: Said | None = None, set
     """As the daemon makes one, of the inbox alone."""
     said = said or Said()
     update_inbox(Plant(workspace, ledger, said), settle)
-    while path := next(arrived(Plant(workspace, ledger), settle), None):
-        take(Plant(workspace, ledger, said), path)
+    while path := next(list_complete_files(Plant(workspace, ledger), settle), None):
+        ingest_inbox_file(Plant(workspace, ledger, said), path)
     return said

@@ -63,5 +63,5 @@ def texts(first: int, count: int, words: int = 120) -> list[dict[str, Any]]:
 
 
 def held_out_texts(ledger: Ledger) -> list[tuple[str, str]]:
-    rows = ledger.rows(sa.select(held_out.c.key, held_out.c.content).order_by(held_out.c.key))
+    rows = ledger.select_rows(sa.select(held_out.c.key, held_out.c.content).order_by(held_out.c.key))
     return [(row["key"], row["content"]["text"]) for row in rows]

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, name_of
-from factory.gates.patch.matrix.changed import unexecuted
+from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, tool_name
+from factory.gates.patch.matrix.changed import find_unexecuted_parts
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.stages.matrix import NATIVE
@@ -54,7 +54,7 @@ def copy_of_code(folder: Path) -> Path:
 def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, chosen: str = REFERENCE) -> Prepared:
     """``names``: of cases and tools; None: all of them."""
     cases = [case for case in CASES if names is None or case.name in names]
-    tools = [tool for tool in TOOLS if names is None or name_of(tool) in names]
+    tools = [tool for tool in TOOLS if names is None or tool_name(tool) in names]
     kernels = {"reference": work / "reference.yaml", "chosen": work / "chosen.yaml"}
     for path, text in zip(kernels.values(), (REFERENCE, chosen)):
         path.write_text(text)
@@ -72,7 +72,7 @@ def judge(
 ) -> Judged:
     """``code`` against the baseline in the cases ``names``; ``path``: the file that was changed."""
     cases = [case for case in prepared.cases if names is None or case.name in names]
-    tools = [tool for tool in prepared.tools if names is None or name_of(tool) in names]
+    tools = [tool for tool in prepared.tools if names is None or tool_name(tool) in names]
     folder = prepared.work / f"candidate-{len(list(prepared.work.glob('candidate-*')))}"
     side = replace(prepared.side, code=code, folder=folder, instructions=[path] if path else [])
     if chosen is not None:
@@ -85,7 +85,7 @@ def judge(
     compared = compare_runs(prepared.plan, prepared.baseline, runs, cases, tools)
     left_out = []
     if path is not None:
-        left_out = unexecuted(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
+        left_out = find_unexecuted_parts(path, (ROOT / path).read_text(), (code / path).read_text(), runs.executed)
     beyond, undecided = [one.worst for one in compared if one.worst is not None], []
     if chosen is not None or (path or "").startswith("kernels/"):
         twins = replace(prepared.side, folder=folder.with_name(f"{folder.name}-twins"))

@@ -31,7 +31,7 @@ class Noted:
     def patchable(self, *checkouts: Path) -> list[Path]:
         """The files that agents may patch, in whichever checkout."""
         found = [(path, top) for path in self.files for top in checkouts if path.is_relative_to(top)]
-        return [path for path, top in found if POLICY.patchable(str(path.relative_to(top)))]
+        return [path for path, top in found if POLICY.is_patchable(str(path.relative_to(top)))]
 
 
 def noted(command: list[str], cwd: Path, folder: Path, python_path: str = "", succeeds: bool = True) -> list[Noted]:

@@ -19,7 +19,7 @@ STEP = 8 * 32  # positions of the tiny recipe's step
 
 def ingested(workspace: Workspace, ledger: Ledger, **positions: int) -> None:
     """A token shard in the ledger with documents of about so many positions in each domain."""
-    rng = np.random.default_rng(len(ledger.rows(sa.select(token_shards))))
+    rng = np.random.default_rng(len(ledger.select_rows(sa.select(token_shards))))
     made = []
     domains: dict[str, dict[str, int]] = {}
     for domain, wanted in positions.items():
@@ -59,6 +59,8 @@ def change_recipe(workspace: Workspace, **parts: dict[str, Any]) -> None:
 
 
 def last_event(ledger: Ledger) -> dict[str, Any]:
-    row = ledger.one(sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1))
+    row = ledger.select_first(
+        sa.select(events).where(events.c.kind == "segment_planned").order_by(events.c.id.desc()).limit(1)
+    )
     assert row is not None
     return dict(row["detail"])

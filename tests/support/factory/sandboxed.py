@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits, Result
+from factory.sandbox.sandbox import SandboxLimits, SandboxResult
 
 PATIENCE = 300.0  # seconds that only a test which fails takes
 
@@ -34,12 +34,12 @@ def call(number, *arguments):
 
 
 def inside(
-    tmp_path: Path, code: str, *arguments: str, limits: Limits | None = None, readonly: tuple[Path, ...] = ()
-) -> Result:
+    tmp_path: Path, code: str, *arguments: str, limits: SandboxLimits | None = None, readonly: tuple[Path, ...] = ()
+) -> SandboxResult:
     """Run a few lines of Python in the sandbox. What ends by itself may take as long as a busy machine makes it."""
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
-    return sandbox.run(
-        command, output=tmp_path / "out", readonly=readonly, limits=limits or Limits(wall_seconds=PATIENCE)
+    return sandbox.run_in_sandbox(
+        command, output=tmp_path / "out", readonly=readonly, limits=limits or SandboxLimits(wall_seconds=PATIENCE)
     )
 
 
@@ -51,10 +51,10 @@ def told(tmp_path: Path, code: str, *arguments: str, readonly: tuple[Path, ...] 
     return {name: (how, what) for name, (how, what) in json.loads(result.stdout).items()}
 
 
-def timed_out(run: Callable[[Limits], Result], began: Callable[[Result], bool]) -> Result:
-    """``run`` under a limit that stops it after ``began`` is true of it: a slow machine is given more time to begin."""
+def timed_out(run: Callable[[SandboxLimits], SandboxResult], began: Callable[[SandboxResult], bool]) -> SandboxResult:
+    """``run_in_sandbox`` under a limit that stops it after ``began`` is true of it: a slow machine is given more time to begin."""
     for seconds in (1, 8, 64, PATIENCE):
-        result = run(Limits(wall_seconds=seconds))
+        result = run(SandboxLimits(wall_seconds=seconds))
         assert result.seconds >= seconds or not result.timed_out, result
         if began(result) or not result.timed_out:
             break

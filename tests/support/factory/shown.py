@@ -10,23 +10,23 @@ from factory.show.catching_up import show_missing
 
 
 def release(plant: Plant, verdict: int, **how: Any) -> int:
-    number = releases.release(plant, verdict, **how)
+    number = releases.release_candidate(plant, verdict, **how)
     show_missing(plant)
     return number
 
 
 def override(plant: Plant, candidate: int, by: str, why: str) -> int:
-    number = releases.override(plant, candidate, by, why)
+    number = releases.release_held_candidate(plant, candidate, by, why)
     show_missing(plant)
     return number
 
 
 def rollback(plant: Plant, number: int) -> None:
-    releases.rollback(plant, number)
+    releases.roll_back_to(plant, number)
     show_missing(plant)
 
 
 def reconcile(plant: Plant) -> list[str]:
-    done = releases.reconcile(plant)
+    done = releases.finish_releases(plant)
     show_missing(plant)
     return done

@@ -10,7 +10,7 @@ from typing import Any
 
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.rows import SegmentRow
-from factory.ledger.writing import insert
+from factory.ledger.writing import insert_row
 from factory.training.segment_folder import mark_owner
 from tests.support.plants.trained_plant import commit_edit
 
@@ -69,7 +69,7 @@ def plan_row(ledger: Ledger, **columns: Any) -> SegmentRow:
     with ledger.begin() as tx:
         if not ledger.read("SELECT id FROM data_plans WHERE id = 'p'"):
             tx.execute(data_plans.insert().values(id="p", plan=json.loads("{}"), created_at=0.0))
-        number = insert(tx, segments, **(values | columns))
+        number = insert_row(tx, segments, **(values | columns))
     return SegmentRow.get(ledger, number)
 
 

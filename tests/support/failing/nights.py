@@ -16,7 +16,7 @@ import yaml
 
 from factory.core.progress import SilentProgress
 from factory.core.workspace import Workspace
-from factory.duties.runner import run
+from factory.duties.runner import run_daemon
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.patience import PATIENCE_S
@@ -55,7 +55,7 @@ def run_until(workspace: Workspace, ledger: Ledger, listener: Listener, first: f
     signal.signal(signal.SIGALRM, too_long)
     signal.alarm(PATIENCE_S)
     try:
-        run(Plant(workspace, ledger, listener), every=0.02)
+        run_daemon(Plant(workspace, ledger, listener), every=0.02)
     except EnoughSaid:
         return
     except TooLongError:

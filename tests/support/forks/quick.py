@@ -68,7 +68,7 @@ SERVERS = (
 )
 
 Kind = tuple[tuple[tuple[str, str], ...], tuple[str, ...]]  # a server's environment, and what it imports
-_sandboxed = bubblewrap.command
+_sandboxed = bubblewrap.build_command
 _quick, _may_start = False, True
 _servers: dict[Kind, str] = {}  # address by kind
 
@@ -82,7 +82,7 @@ def of(item: pytest.Item) -> None:
 def _start_by_forks(quick: bool) -> None:
     global _quick
     _quick = quick
-    bubblewrap.command = _command
+    bubblewrap.build_command = _command
     # A name that is gone raises: processes would start anew, and no test would notice but by its seconds.
     for module, name, ours in (
         (checking, "subprocess", _Subprocess()),
@@ -202,7 +202,13 @@ def _start(place: Path, environment: tuple[tuple[str, str], ...], imports: Seque
     listening.listen(64)
     run = os.pidfd_open(os.getppid() if "PYTEST_XDIST_WORKER" in os.environ else os.getpid())
     subprocess.Popen(
-        [sys.executable, str(HERE / "server.py"), str(listening.fileno()), sandbox_filter.program().hex(), *imports],
+        [
+            sys.executable,
+            str(HERE / "server.py"),
+            str(listening.fileno()),
+            sandbox_filter.assemble_filter().hex(),
+            *imports,
+        ],
         env={"PATH": os.environ["PATH"], "OMP_WAIT_POLICY": "PASSIVE", **dict(environment)},
         cwd=tempfile.mkdtemp(dir=place.parent),
         stdin=run,  # can be read once it has ended

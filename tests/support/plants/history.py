@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import folder_of, ladder_folder
+from factory.audit.keeping import audit_folder, ladder_folder
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED
 from factory.ledger.ledger import (
@@ -16,7 +16,7 @@ from factory.ledger.ledger import (
     candidates,
     checkpoints,
     data_plans,
-    record,
+    record_event,
     releases,
     segments,
     tracked_runs,
@@ -78,11 +78,11 @@ class History:
                 segments.insert().values(
                     id=number, kind=kind, parent=parent and parent.id, generation=1, recipe="demo", recipe_sha256="r",
                     recipe_json={"checkpoint_every": 5, "precision": "fp32"}, data_plan="p", code_commit=commit, first_step=first,
-                    last_step=last, state=state, folder=self.ledger.inside(folder),
+                    last_step=last, state=state, folder=self.ledger.to_stored_path(folder),
                     created_at=ended - 100.0, finished_at=None if state == "planned" else ended,
                 )
             )  # fmt: skip
-            record(tx, "segment_planned", Subject("segment", number), detail)
+            record_event(tx, "segment_planned", Subject("segment", number), detail)
             if state in ("done", "rewound"):
                 path = folder / "checkpoints" / step_name(last)
                 tx.execute(
@@ -125,7 +125,7 @@ class History:
                         number=release, candidate=number, verdict=verdict, state="published", created_at=time.time()
                     )
                 )
-                record(tx, "promoted", Subject("release", release), {"candidate": number})
+                record_event(tx, "promoted", Subject("release", release), {"candidate": number})
 
     def anomaly(self, segment: SegmentRow) -> None:
         with self.ledger.begin() as tx:
@@ -135,15 +135,17 @@ class History:
                 ).returning(anomalies.c.id)
             ).scalar_one()  # fmt: skip
             if self.rng.random() < 0.6:
-                record(tx, DIAGNOSED, Subject("anomaly", number), {"anomalies": [number], "causes": ["unknown"]})
+                record_event(tx, DIAGNOSED, Subject("anomaly", number), {"anomalies": [number], "causes": ["unknown"]})
             if self.rng.random() < 0.5:
-                record(tx, CLOSED, Subject("anomaly", number), {"anomalies": [number], "how": "accepted", "by": "p"})
+                record_event(
+                    tx, CLOSED, Subject("anomaly", number), {"anomalies": [number], "how": "accepted", "by": "p"}
+                )
         self.file(self.workspace.root / "diagnoses" / f"{number:05d}" / "onset" / "manifest.json")
 
     def audit(self, segment: SegmentRow) -> None:
         first = self.rng.choice([segment.first_step, segment.first_step + 5])
         with self.ledger.begin() as tx:
-            record(
+            record_event(
                 tx, "audit_drawn", Subject("segment", segment.id), {"first": first, "last": first + 5, "patches": [1]}
             )
             if self.rng.random() < 0.5:
@@ -154,7 +156,7 @@ class History:
                     )
                 )  # fmt: skip
         for step in (first, first + 5):
-            self.file(folder_of(self.workspace, segment.id) / "live" / step_name(step) / "manifest.json")
+            self.file(audit_folder(self.workspace, segment.id) / "live" / step_name(step) / "manifest.json")
 
     def lived(self, trunks: int) -> None:
         """So many trunk segments one after the other, with what may hang off them."""

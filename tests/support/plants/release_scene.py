@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from factory.core.exports import export_folder_sha256
-from factory.core.policy_file import policy_sha256
+from factory.core.policy_file import hash_policy
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import judge
@@ -20,7 +20,7 @@ from factory.ledger.ledger import (
     documents,
     eval_items,
     evaluations,
-    record,
+    record_event,
     releases,
     segments,
     shards,
@@ -30,7 +30,7 @@ from factory.ledger.ledger import (
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.show.mlflow.store import open_client
-from kernels.contract.files import finite
+from kernels.contract.files import finite_values
 
 QUESTION, ANSWER = "What is <b>len</b>?", "<script>alert(1)</script> \x1b[31m \u202e \ud800"
 
@@ -52,7 +52,7 @@ def add_segment(workspace: Workspace, ledger: Ledger, kind: str = "anneal", pare
         row = {
             "id": number, "kind": kind, "parent": parent, "generation": 1, "recipe": "demo", "recipe_json": recipe,
             "recipe_sha256": "r" * 64, "data_plan": "p" * 64, "code_commit": "c" * 40, "first_step": 0, "last_step": 100,
-            "state": "done", "attempts": 1, "folder": ledger.inside(folder), "result": {"tokens": 10_000, "loss": 2.5},
+            "state": "done", "attempts": 1, "folder": ledger.to_stored_path(folder), "result": {"tokens": 10_000, "loss": 2.5},
             "created_at": 1.7e9 + number, "finished_at": 1.7e9 + number + 60,
         }  # fmt: skip
         tx.execute(segments.insert().values(row))
@@ -160,7 +160,7 @@ def add_judged(ledger: Ledger, candidate: int, evidence: ReleaseEvidence, agains
     """The judge's own verdict on some evidence, recorded as the gate does."""
     policy = ReleasePolicy()
     verdict = judge(policy, evidence)
-    stored = finite(evidence.to_json()) | {"suite_sha256": "u" * 64, "policy": policy.model_dump(mode="json")}
+    stored = finite_values(evidence.to_json()) | {"suite_sha256": "u" * 64, "policy": policy.model_dump(mode="json")}
     stored["sha256"] = evidence_sha256(stored)
     with ledger.begin() as tx:
         return record_verdict(
@@ -168,7 +168,7 @@ def add_judged(ledger: Ledger, candidate: int, evidence: ReleaseEvidence, agains
             "release",
             Subject("candidate", candidate),
             against=None if against is None else Subject("candidate", against),
-            policy_sha256=policy_sha256(policy),
+            policy_sha256=hash_policy(policy),
             subject_sha256=CandidateRow.get(ledger, candidate).export_sha256,
             outcome=verdict.outcome,
             reasons=verdict.reasons,
@@ -177,7 +177,7 @@ def add_judged(ledger: Ledger, candidate: int, evidence: ReleaseEvidence, agains
 
 
 def add_verdict(ledger: Ledger, candidate: int, outcome: str = "promote", against: int | None = None) -> int:
-    row = ledger.one(candidates.select().where(candidates.c.id == candidate))
+    row = ledger.select_first(candidates.select().where(candidates.c.id == candidate))
     assert row
     with ledger.begin() as tx:
         key = tx.execute(
@@ -217,4 +217,4 @@ def promote(ledger: Ledger, number: int, candidate: int, verdict: int) -> None:
                 number=number, candidate=candidate, verdict=verdict, state="published", created_at=float(number)
             )
         )
-        record(tx, "promoted", f"release:{number}")
+        record_event(tx, "promoted", f"release:{number}")

@@ -11,8 +11,8 @@ from factory.ledger.rows import SegmentRow
 def release_of(ledger: Ledger, segment: int) -> int:
     """The rows of a release, as the gate and the saga leave them."""
     row = SegmentRow.get(ledger, segment)
-    (checkpoint,) = ledger.rows(checkpoints.select().where(checkpoints.c.segment == segment))
-    number = len(ledger.rows(releases.select())) + 1
+    (checkpoint,) = ledger.select_rows(checkpoints.select().where(checkpoints.c.segment == segment))
+    number = len(ledger.select_rows(releases.select())) + 1
     with ledger.begin() as tx:
         made = {"candidate": number, "created_at": time.time()}
         tx.execute(

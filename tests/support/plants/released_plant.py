@@ -12,9 +12,9 @@ from factory.core.workspace import Workspace
 from factory.evals.evaluator import load_current_suite
 from factory.evals.parity import CHECKS
 from factory.evals.suite import TASK_VERSIONS, HeldOutDocument, Suite
-from factory.evals.tasks import DEV, EvalItem, ratio_bits
-from factory.gates.release.gate import decide
-from factory.ledger.ledger import Ledger, eval_items, evaluations, record, releases
+from factory.evals.tasks import DEV, EvalItem, bits_per_byte_by_domain
+from factory.gates.release.gate import judge_candidate
+from factory.ledger.ledger import Ledger, eval_items, evaluations, record_event, releases
 from factory.ledger.plant import Plant
 from tests.support.factory.exports import FilledPlant, build_plant, save_export, tiny_model
 from tests.support.factory.task_files import choice_items, write_policy, write_task
@@ -31,7 +31,7 @@ def released_plant(root: Path, tasks: bool = False) -> FilledPlant:
         export = save_export(tiny_model(number), workspace.exports / f"candidate-{number}", plant.tokenizer)
         evaluated(plant, plant.add_candidate(export), bits)
     for number in (1, 2):  # of the release and of its candidate
-        verdict = decide(Plant(workspace, plant.ledger), number)
+        verdict = judge_candidate(Plant(workspace, plant.ledger), number)
         with plant.ledger.begin() as tx:
             row = {
                 "number": number,
@@ -41,7 +41,7 @@ def released_plant(root: Path, tasks: bool = False) -> FilledPlant:
                 "created_at": 1.7e9,
             }
             tx.execute(releases.insert().values(row))
-            record(tx, "promoted", f"release:{number}", {"candidate": number})
+            record_event(tx, "promoted", f"release:{number}", {"candidate": number})
     return plant
 
 
@@ -53,8 +53,8 @@ def evaluated(plant: FilledPlant, candidate: int, bits: float) -> None:
     summary: dict[str, Any] = {
         "tokenizer_sha256": plant.tokenizer.sha256,
         "task_versions": TASK_VERSIONS,
-        "documents": {domain: len(suite.of(domain)) for domain in suite.domains},
-        "bpb": ratio_bits([item for item in items if item.task == "bpb"]),
+        "documents": {domain: len(suite.documents_of_domain(domain)) for domain in suite.domains},
+        "bpb": bits_per_byte_by_domain([item for item in items if item.task == "bpb"]),
         "noise_floor": dict.fromkeys(suite.domains, 0.001),
         "baselines": {domain: {"trigram": 3.5, "bigram": 3.9} for domain in suite.domains},
         "cloze": {"items": len(cloze), "share_right": sum(cloze) / len(cloze), "chance": 0.25},

@@ -16,7 +16,7 @@ from typing import Any
 from factory.core.workspace import Workspace
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import DIAGNOSED
-from factory.ledger.ledger import Ledger, anomalies, record
+from factory.ledger.ledger import Ledger, anomalies, record_event
 from factory.ledger.rows import Subject
 from tests.support.factory.code_loop import make_target
 from tests.support.plants.trained_plant import make_plant
@@ -120,4 +120,4 @@ def diagnosed(
         "why": "so it was", "arms": [], "report": "", "undo": list(undo), "override": override,
     }  # fmt: skip
     with ledger.begin() as tx:
-        record(tx, DIAGNOSED, Subject("anomaly", number), detail)
+        record_event(tx, DIAGNOSED, Subject("anomaly", number), detail)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from factory.core.workspace import Config, Workspace
+from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.git.repository import checkout_live_code, get_live_commit, remove_worktree
 from factory.ingest.chain import ingest_shard
 from factory.ledger.ledger import Ledger
@@ -66,7 +66,7 @@ def lenient_plant(root: Path, repository: Path, **recipe: object) -> Workspace:
 
 
 def lenient_workspace(folder: Path, repository: Path, **recipe: object) -> Workspace:
-    workspace = lend(Workspace.create(folder, Config(recipe="tiny", repository=str(repository))))
+    workspace = lend(Workspace.create(folder, WorkspaceConfig(recipe="tiny", repository=str(repository))))
     write_lenient_policies(workspace, **recipe)
     return workspace
 

@@ -20,13 +20,13 @@ import uvicorn
 from factory.core.exports import export_folder_sha256
 from factory.core.workspace import Workspace
 from factory.evals.reference_model import ReferenceModel
-from factory.ingest.tokenizer import Tokenizer, train
-from factory.ledger.ledger import Ledger, candidates, record, releases
+from factory.ingest.tokenizer import Tokenizer, train_tokenizer
+from factory.ledger.ledger import Ledger, candidates, record_event, releases
 from factory.ledger.rows import Subject
 from factory.serving.champion import read_champion
-from factory.serving.engines import EngineKind, native
-from factory.serving.router import application
-from factory.serving.swap import Stage, Supervisor
+from factory.serving.engines import EngineKind, native_engine_kind
+from factory.serving.router import make_application
+from factory.serving.swap import StageCallback, Supervisor
 from tests.support.factory.exports import VOCAB, corpus, save_export, tiny_model
 from tests.support.plants.release_scene import add_segment, add_verdict
 
@@ -37,7 +37,7 @@ PROMPT = "def add(a, b):"
 @functools.cache
 def tokenizer() -> Tokenizer:
     folder = Path(tempfile.mkdtemp(prefix="factory-tests-tokenizer-"))
-    return train((d.content.get("text", "") for d in corpus()), VOCAB, folder)
+    return train_tokenizer((d.content.get("text", "") for d in corpus()), VOCAB, folder)
 
 
 def make_export(folder: Path, seed: int = 0, family: str = "qwen3", **changes: Any) -> Path:
@@ -52,7 +52,7 @@ def add_release(workspace: Workspace, ledger: Ledger, export: Path) -> int:
         values = {
             "segment": segment.id,
             "checkpoint": "k" * 64,
-            "export_path": ledger.inside(export),
+            "export_path": ledger.to_stored_path(export),
             "created_at": 1.7e9,
         }
         key = tx.execute(
@@ -72,13 +72,13 @@ def add_release(workspace: Workspace, ledger: Ledger, export: Path) -> int:
                 created_at=1.7e9,
             )
         )
-        record(tx, "promoted", Subject("release", number))
+        record_event(tx, "promoted", Subject("release", number))
     return number
 
 
 def roll_back(ledger: Ledger, number: int) -> None:
     with ledger.begin() as tx:
-        record(tx, "rolled_back", Subject("release", number))
+        record_event(tx, "rolled_back", Subject("release", number))
 
 
 @functools.cache
@@ -113,20 +113,24 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    workspace: Workspace, ledger: Ledger, kind: EngineKind | None = None, on_stage: Stage | None = None, key: str = ""
+    workspace: Workspace,
+    ledger: Ledger,
+    kind: EngineKind | None = None,
+    on_stage: StageCallback | None = None,
+    key: str = "",
 ) -> AsyncIterator[Serving]:
     """The router and the supervisor on a free port, engines in processes of their own."""
     said: list[str] = []
 
     def note(event: str, release: int, detail: dict[str, Any]) -> None:
         with ledger.begin() as tx:
-            record(tx, event, Subject("release", release), detail)
+            record_event(tx, event, Subject("release", release), detail)
 
     supervisor = Supervisor(
-        kind or native(), lambda: read_champion(workspace), said.append, workspace.logs, note, on_stage
+        kind or native_engine_kind(), lambda: read_champion(workspace), said.append, workspace.logs, note, on_stage
     )
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
-    config = uvicorn.Config(application(supervisor, key), log_level="warning", access_log=False, lifespan="off")
+    config = uvicorn.Config(make_application(supervisor, key), log_level="warning", access_log=False, lifespan="off")
     server = uvicorn.Server(config)
     server.capture_signals = _no_signals  # type: ignore[method-assign]  # pytest's stay pytest's
     tasks = [asyncio.ensure_future(supervisor.run()), asyncio.ensure_future(server.serve([listening]))]

@@ -15,14 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.__main__ import EXIT_STOPPED, leave_code, main
+from trainer.__main__ import EXIT_STOPPED, exit_code, main
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.run import Run
 
 
 def die_at(sent: signal.Signals, step: int, calls: int) -> None:
-    launch, left = Run.launch, calls
+    launch, left = Run.launch_step, calls
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal left
@@ -36,15 +36,15 @@ def die_at(sent: signal.Signals, step: int, calls: int) -> None:
             sys.setprofile(count)
         launch(self, batch)
 
-    Run.launch = counted  # type: ignore[method-assign]
+    Run.launch_step = counted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
     name, step, calls, rank, folder = sys.argv[1:]
     life, own = (os.environ.get(variable, "0") for variable in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
-    found = [number for number, _ in checkpoints.steps_in(Path(folder) / "checkpoints")]
+    found = [number for number, _ in checkpoints.saved_steps(Path(folder) / "checkpoints")]
     Path(folder, f"life-{life}-{own}.json").write_text(json.dumps({"pid": os.getpid(), "found": found}))
     if life == "0" and own == rank:
         die_at(signal.Signals[name], int(step), int(calls))
-    stopping.end_on_sigterm(before=functools.partial(leave_code, Path(folder), EXIT_STOPPED))
+    stopping.end_on_sigterm(before=functools.partial(exit_code, Path(folder), EXIT_STOPPED))
     sys.exit(main([folder]))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from kernels.newton_schulz import COEFFICIENTS
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, write_spec
 from trainer.contract.plan.spec import SegmentSpec
@@ -21,7 +21,7 @@ ALONE = Ranks(0, 1, torch.device("cpu"))
 
 
 def make_model(recipe: Recipe | None = None, dtype: torch.dtype = torch.float32) -> Decoder:
-    model = Decoder((recipe or recipe_with()).model, bind({}, "cpu", dtype), dtype)
+    model = Decoder((recipe or recipe_with()).model, bind_ops({}, "cpu", dtype), dtype)
     model.initialise(seed=1)
     return model
 

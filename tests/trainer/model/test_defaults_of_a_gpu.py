@@ -12,9 +12,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kernels.contract.choice import UNTUNED, implementation_names, untuned
+from kernels.contract.choice import UNTUNED, implementation_names, untuned_implementation
 from kernels.contract.op import ImportedAtFirstCall
-from kernels.contract.registry import OPS, Ops, check, documents_unchanged
+from kernels.contract.registry import OPS, Ops, documents_unchanged, find_implementation
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe, with_changed_keys
 from trainer.model.transformer import Decoder
@@ -34,7 +34,7 @@ def ops_of(choice: dict[str, str]) -> Ops:
 
 
 def defaults(machine: str) -> dict[str, str]:
-    return {name: implementation_names(untuned(name, machine))[0] for name in OPS}
+    return {name: implementation_names(untuned_implementation(name, machine))[0] for name in OPS}
 
 
 def decoder(choice: dict[str, str], **keys: Any) -> Decoder:
@@ -78,9 +78,9 @@ def test_every_default_is_an_implementation_for_that_device() -> None:
         for row in rows.values():
             for op, choice in row.items():
                 for name in implementation_names(choice):
-                    check(op, name, device)
-    assert untuned("attention", "cuda-sm120-x") == untuned("attention", "cuda-sm100-x")
-    assert untuned("attention", "cuda-sm75-tesla-t4") == "reference"
+                    find_implementation(op, name, device)
+    assert untuned_implementation("attention", "cuda-sm120-x") == untuned_implementation("attention", "cuda-sm100-x")
+    assert untuned_implementation("attention", "cuda-sm75-tesla-t4") == "reference"
 
 
 @pytest.mark.parametrize("machine", ["cuda-sm80-a100", "cuda-sm90-h100", "cuda-sm100-b200"])

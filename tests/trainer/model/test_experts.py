@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from tests.support.trainer.segments import recipe_with
-from trainer.model.experts import mix, route, update_bias
+from trainer.model.experts import mix_experts, route_tokens, update_bias
 from trainer.model.transformer import Decoder
 
 N, D, E_, F_ = 24, 16, 6, 8
@@ -32,7 +32,9 @@ def parts(seed: int = 0, dtype: torch.dtype = torch.float32) -> Parts:
 
 
 def ours(p: Parts, per_token: int) -> Tensor:
-    return mix(p["x"], route(p["x"], p["router"], p["bias"], per_token), p["gate"], p["up"], p["down"], bind({}))
+    return mix_experts(
+        p["x"], route_tokens(p["x"], p["router"], p["bias"], per_token), p["gate"], p["up"], p["down"], bind_ops({})
+    )
 
 
 def by_loops(p: Parts, per_token: int) -> Tensor:
@@ -76,7 +78,7 @@ def test_an_expert_without_a_token_gets_a_gradient_of_zero() -> None:
     y, expected = ours(narrow, 2), by_loops(wide, 2)
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=1e-5)
     y.sum().backward()
-    routing = route(narrow["x"], narrow["router"], narrow["bias"], 2)
+    routing = route_tokens(narrow["x"], narrow["router"], narrow["bias"], 2)
     load = routing.load(torch.ones(N, dtype=torch.bool))
     assert load[2] == 0 and load.sum() == 2 * N and (load > 0).sum() >= 3
     for name in ("router", "gate", "up", "down"):
@@ -100,7 +102,10 @@ def test_strided_input_and_weights_give_the_same() -> None:
 
 def test_the_bias_chooses_and_never_weighs() -> None:
     p = parts()
-    plain, moved = route(p["x"], p["router"], torch.zeros(E_), 2), route(p["x"], p["router"], p["bias"], 2)
+    plain, moved = (
+        route_tokens(p["x"], p["router"], torch.zeros(E_), 2),
+        route_tokens(p["x"], p["router"], p["bias"], 2),
+    )
     assert not torch.equal(plain.experts_Nk, moved.experts_Nk)
     affinity = (p["x"] @ p["router"].T).sigmoid().gather(1, moved.experts_Nk)
     torch.testing.assert_close(moved.weights_Nk, affinity / affinity.sum(-1, keepdim=True))
@@ -108,7 +113,7 @@ def test_the_bias_chooses_and_never_weighs() -> None:
 
 def test_the_router_is_in_fp32_under_bf16() -> None:
     p = {name: tensor.detach().bfloat16() for name, tensor in parts().items()}
-    routing = route(p["x"], p["router"], p["bias"].float(), 2)
+    routing = route_tokens(p["x"], p["router"], p["bias"].float(), 2)
     assert routing.logits_NE.dtype == routing.weights_Nk.dtype == torch.float32
     torch.testing.assert_close(routing.logits_NE, p["x"].float() @ p["router"].float().T)
     assert ours(p, 2).dtype == torch.bfloat16
@@ -116,11 +121,11 @@ def test_the_router_is_in_fp32_under_bf16() -> None:
 
 def test_router_z_is_its_formula_over_the_tokens_that_count() -> None:
     p = parts()
-    routing = route(p["x"], p["router"], p["bias"], 2)
+    routing = route_tokens(p["x"], p["router"], p["bias"], 2)
     counts = torch.arange(N) % 3 > 0
     logits = p["x"].detach().double() @ p["router"].detach().double().T
     expected = sum(float(torch.log(torch.exp(row).sum())) ** 2 for row, count in zip(logits, counts) if count)
-    assert float(routing.z(counts)) == pytest.approx(expected, rel=1e-5)
+    assert float(routing.z_loss(counts)) == pytest.approx(expected, rel=1e-5)
     load = torch.zeros(E_)
     for row, count in zip(routing.experts_Nk.tolist(), counts):
         for expert in row:
@@ -133,7 +138,7 @@ EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16, "shared": 1, "dense_layers": 
 
 
 def make_model(dtype: torch.dtype = torch.float32, layers: int = 3) -> Decoder:
-    model = Decoder(recipe_with(model__experts=EXPERTS, model__layers=layers).model, bind({}, "cpu", dtype), dtype)
+    model = Decoder(recipe_with(model__experts=EXPERTS, model__layers=layers).model, bind_ops({}, "cpu", dtype), dtype)
     model.initialise(seed=1)
     return model
 
@@ -240,7 +245,7 @@ def test_the_bias_evens_out_a_skewed_load() -> None:
         x = torch.randn(512, D, generator=generator)
         x[:, 0] = 1.0
         biased = torch.cat((router[:, :1] + skew[:, None], router[:, 1:]), dim=1)
-        routing = route(x, biased, bias, 2)
+        routing = route_tokens(x, biased, bias, 2)
         load = routing.load(counts)
         imbalance.append(float(load.max() / load.mean()) - 1)
         update_bias(bias, load, 5e-3, skip)

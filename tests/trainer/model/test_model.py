@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.models import make_model
 from tests.support.trainer.segments import recipe_with
@@ -128,7 +128,7 @@ def test_the_embedding_gradient_share_scales_the_input_embeddings_gradient_and_n
     gradients: dict[float, dict[str, Tensor]] = {}
     losses = []
     for share in (1.0, 0.5, 0.125, 1e-12):  # powers of two scale exactly
-        model = Decoder(recipe_with().model, bind({}, "cpu", dtype), dtype, embedding_grad_share=share)
+        model = Decoder(recipe_with().model, bind_ops({}, "cpu", dtype), dtype, embedding_grad_share=share)
         model.initialise(seed=1)
         loss, _, _ = model.loss(tokens, targets, weights, positions, documents, z_loss=0.0)
         loss.backward()

@@ -16,7 +16,7 @@ from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.monitor.hook import Anomaly, Hook, Outcome, Update, to_host
+from trainer.monitor.hook import Anomaly, Hook, Outcome, Update, copy_to_host
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
 
@@ -139,7 +139,9 @@ def test_all_numbers_come_to_the_host_in_one_transfer(
 
 
 def test_to_host_gives_each_tensor_back_under_its_name() -> None:
-    one, two, none = to_host({"a": torch.tensor(1.0), "b": torch.tensor([[2.0], [3.0]])}, {"a": torch.zeros(0)}, {})
+    one, two, none = copy_to_host(
+        {"a": torch.tensor(1.0), "b": torch.tensor([[2.0], [3.0]])}, {"a": torch.zeros(0)}, {}
+    )
     assert one == {"a": [1.0], "b": [2.0, 3.0]} and two == {"a": []} and none == {}
 
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from tests.support.trainer.models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
 from trainer.batch import Batch, make_batch
-from trainer.monitor.hook import Outcome, Update, to_host
+from trainer.monitor.hook import Outcome, Update, copy_to_host
 from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of_parameter
-from trainer.optim.optimizer import Optimizer, squares
+from trainer.optim.optimizer import Optimizer, sums_of_squares
 from trainer.run import Run
 
 LONG = pytest.mark.long("200 steps beside two batches each; the cheapest way to train is in the fast tier")
@@ -50,12 +50,12 @@ def test_the_noise_scale_of_a_known_gradient_and_noise(monkeypatch: pytest.Monke
         )
         for n, parameter in held.items():
             parameter.grad = one[n]
-        measured = monitor.half(step, False)
+        measured = monitor.after_half_batch(step, False)
         for n, parameter in held.items():
             parameter.grad = one[n] + two[n]
-        update = Update(step, optimizer.gradients(), squares(optimizer.gradients()))
+        update = Update(step, optimizer.gradients(), sums_of_squares(optimizer.gradients()))
         monitor.before_update(update)
-        (numbers,) = to_host(monitor.after_update(update))
+        (numbers,) = copy_to_host(monitor.after_update(update))
         record = monitor.record(numbers, Outcome(tokens, first if measured else 0, False))
         if step >= 3:
             scales.append(record["noise_scale"])
@@ -69,7 +69,7 @@ def two_batches(run: Run, batch: Batch) -> tuple[float, float]:
     Each half of the batch once as the small batch; gradients of their own losses, by autograd.
     """
     halves = []
-    for part in batch.split(len(batch.tokens_BT) // 2):
+    for part in batch.micro_batches(len(batch.tokens_BT) // 2):
         part.pop("domains_BT")
         carries = (part.pop("weights_BT") > 0).float()
         loss, _, _ = run.model.loss(**part, weights_BT=carries / carries.sum(), z_loss=run.recipe.stability.z_loss)
@@ -178,7 +178,7 @@ def test_a_split_step_computes_the_same_as_a_whole_one(tmp_path: Path, make_shar
 
 def gradient_squares(run: Run, batch: Batch) -> dict[str, float]:
     """Σ gradient² by layer, by autograd over the whole batch at once."""
-    part = batch.split(None)[0]
+    part = batch.micro_batches(None)[0]
     part.pop("domains_BT")
     experts = run.recipe.model.experts
     z_share = experts.z_loss / batch.tokens_BT.numel() if experts else 0.0

@@ -19,7 +19,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, train_here, write
 from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model.transformer import Block, rope_tables
-from trainer.monitor.signals import LEAST_BALANCE, QUERIES, PartHistory, RankNorms, balance
+from trainer.monitor.signals import LEAST_BALANCE, QUERIES, PartHistory, RankNorms, expert_balance
 from trainer.run import Run
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -150,8 +150,8 @@ def test_a_router_that_collapses_is_named_once(tmp_path: Path, make_shard: MakeS
 def test_balance_counts_experts_that_do_as_much() -> None:
     load = torch.tensor([[8.0, 8.0, 8.0, 0.0], [5.0, 1.0, 1.0, 1.0]])
     entropy = -(5 / 8 * math.log(5 / 8) + 3 / 8 * math.log(1 / 8))
-    assert balance(load, 1).tolist() == pytest.approx([2 / 3, (math.exp(entropy) - 1) / 3])
-    assert balance(load, 4).tolist() == [1.0, 1.0]  # every token goes to every expert
+    assert expert_balance(load, 1).tolist() == pytest.approx([2 / 3, (math.exp(entropy) - 1) / 3])
+    assert expert_balance(load, 4).tolist() == [1.0, 1.0]  # every token goes to every expert
 
 
 def test_parts_are_compared_with_their_own_past() -> None:

@@ -43,17 +43,23 @@ def test_on_a_cpu_only_the_models_flops_are_reported(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(speeds, "matmul_rate", None)  # to call it would fail
     found = speed(CPU)
     flops = recipe_with().model.flops_per_token()
-    assert found.of(1000, 0.5) == {"tokens_per_s": 2000.0, "flops_per_s": 2000.0 * flops, "first_step_s": 0.5}
-    assert found.of(1000, 0.25) == {"tokens_per_s": 4000.0, "flops_per_s": 4000.0 * flops}
+    assert found.record_fields(1000, 0.5) == {
+        "tokens_per_s": 2000.0,
+        "flops_per_s": 2000.0 * flops,
+        "first_step_s": 0.5,
+    }
+    assert found.record_fields(1000, 0.25) == {"tokens_per_s": 4000.0, "flops_per_s": 4000.0 * flops}
 
 
 def test_mfu_is_the_share_of_the_sheets_peak_of_all_ranks(gpu: Callable[..., None]) -> None:
     gpu(H100)
     found = speed(GPU, 4, precision="bf16")
-    found.of(1, 1.0)
-    step = found.of(1 << 20, 2.0)
+    found.record_fields(1, 1.0)
+    step = found.record_fields(1 << 20, 2.0)
     assert step["mfu"] == step["flops_per_s"] / (4 * 989.4e12)
-    whole = found.of_segment([{"tokens_per_s": 1.0, "first_step_s": 30.0}, step, step | {"tokens_per_s": 1e9}, step])
+    whole = found.segment_fields(
+        [{"tokens_per_s": 1.0, "first_step_s": 30.0}, step, step | {"tokens_per_s": 1e9}, step]
+    )
     assert whole == {"first_step_s": 30.0, **step, "matmul_flops_per_s": 4 * 600e12,
                      "matmul_share": step["flops_per_s"] / (4 * 600e12)}  # fmt: skip
 
@@ -61,9 +67,9 @@ def test_mfu_is_the_share_of_the_sheets_peak_of_all_ranks(gpu: Callable[..., Non
 def test_for_an_unknown_gpu_only_the_measured_share_is_reported(gpu: Callable[..., None]) -> None:
     gpu(H100 + " MIG 1g.10gb")
     found = speed(GPU, precision="bf16")
-    found.of(1, 1.0)
-    assert found.of(10, 1.0).keys() == {"tokens_per_s", "flops_per_s"}
-    assert found.of_segment([found.of(10, 1.0)]).keys() == {
+    found.record_fields(1, 1.0)
+    assert found.record_fields(10, 1.0).keys() == {"tokens_per_s", "flops_per_s"}
+    assert found.segment_fields([found.record_fields(10, 1.0)]).keys() == {
         "tokens_per_s", "flops_per_s", "matmul_flops_per_s", "matmul_share"
     }  # fmt: skip
 
@@ -71,9 +77,9 @@ def test_for_an_unknown_gpu_only_the_measured_share_is_reported(gpu: Callable[..
 def test_after_several_starts_the_last_ones_first_step_is_reported() -> None:
     lines = [{"tokens_per_s": rate} for rate in (100.0, 300.0, 200.0)]
     lines[1:1] = [{"tokens_per_s": 1.0, "first_step_s": 60.0}, {"tokens_per_s": 1.0, "first_step_s": 4.0}]
-    found = speed(CPU).of_segment([*lines, {"step": 9}])
+    found = speed(CPU).segment_fields([*lines, {"step": 9}])
     assert (found["first_step_s"], found["tokens_per_s"]) == (4.0, 200.0)
-    assert speed(CPU).of_segment([]) == {}
+    assert speed(CPU).segment_fields([]) == {}
 
 
 def test_a_segment_on_a_cpu_leaves_its_speed_and_the_first_step_of_each_start(

@@ -15,8 +15,8 @@ from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.contract.recipe import MuonRecipe
 from trainer.monitor.stability import clip_and_skip
-from trainer.optim.muon import Muon, adamw_like_scale, stacks
-from trainer.optim.optimizer import Optimizer, squares
+from trainer.optim.muon import Muon, adamw_like_scale, group_for_stacking
+from trainer.optim.optimizer import Optimizer, sums_of_squares
 
 GO = torch.tensor(0.0)
 SHAPES = [(32, 32), (48, 16), (16, 48), (1, 24), (24, 1)]
@@ -111,10 +111,14 @@ def test_matrices_of_one_shape_are_orthogonalised_together_as_each_alone() -> No
 
 def test_a_stack_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     many: dict[str, tuple[int, ...]] = {str(i): (8, 4) for i in range(130)}
-    assert [len(names) for names in stacks(many)] == [64, 64, 2]
-    assert stacks({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], "never parted"
+    assert [len(names) for names in group_for_stacking(many)] == [64, 64, 2]
+    assert group_for_stacking({"a": (65, 8, 4), "b": (8, 4), "c": (63, 8, 4)}) == [["a"], ["b", "c"]], "never parted"
     monkeypatch.setattr("trainer.optim.muon.ELEMENTS", 100)
-    assert stacks({"a": (8, 4), "b": (8, 4), "c": (8, 4), "d": (4, 8), "e": (8, 4)}) == [["a", "b", "c"], ["d"], ["e"]]
+    assert group_for_stacking({"a": (8, 4), "b": (8, 4), "c": (8, 4), "d": (4, 8), "e": (8, 4)}) == [
+        ["a", "b", "c"],
+        ["d"],
+        ["e"],
+    ]
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf, 3e38])
@@ -149,7 +153,7 @@ def test_one_bad_element_anywhere_skips_the_update_and_leaves_no_trace(
                     if kind == "bad" and name == poisoned:
                         parameter.grad.view(-1)[-1] = poison
                 if kind == "good" or optimizer is sick:
-                    norm = squares(optimizer.gradients()).sum().sqrt()
+                    norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
                     divide_by, skip = clip_and_skip(torch.tensor(1.0), norm, 1.0, limit=1000.0)
                     assert bool(skip) == (kind == "bad")
                     optimizer.step(0.01, divide_by, skip)

@@ -8,7 +8,7 @@ import torch
 from tests.support.trainer.models import iterated, make_model
 from tests.support.trainer.segments import recipe_with
 from trainer.monitor.stability import clip_and_skip
-from trainer.optim.optimizer import Optimizer, format_table, group_table, squares
+from trainer.optim.optimizer import Optimizer, format_table, group_table, sums_of_squares
 
 
 def test_every_parameter_is_in_one_group_and_only_matrices_decay() -> None:
@@ -96,7 +96,7 @@ def test_an_update_is_that_of_the_paper() -> None:
         gradients = {n: torch.randn(p.shape, generator=generator) for n, p in model.named_parameters()}
         for name, parameter in model.named_parameters():
             parameter.grad = gradients[name].clone()
-        norm = squares(optimizer.gradients()).sum().sqrt()
+        norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
         assert float(norm) == pytest.approx(
             math.sqrt(sum(float(g.double().square().sum()) for g in gradients.values()))
         )
@@ -122,7 +122,7 @@ def test_a_bad_update_changes_nothing_at_all(bad: float) -> None:
             next(model.parameters()).grad[0, 0] = bad  # type: ignore[index]
         before = {n: p.detach().clone() for n, p in model.named_parameters()}
         state = {n: t.clone() for n, t in optimizer.state_tensors().items()}
-        norm = squares(optimizer.gradients()).sum().sqrt()
+        norm = sums_of_squares(optimizer.gradients()).sum().sqrt()
         optimizer.step(0.01, *clip_and_skip(torch.tensor(1.0), norm, 1.0, limit=1000.0))
         same = [torch.equal(p, before[n]) for n, p in model.named_parameters()]
         assert all(same) if sick else not any(same)

@@ -146,7 +146,7 @@ def test_each_ranks_own_gradient_is_measured_before_the_sum(
     for rank in range(2):
         part = {
             name: rows[rank::2]
-            for name, rows in batch.split(None)[0].items()
+            for name, rows in batch.micro_batches(None)[0].items()
             if name not in ("domains_BT", "stretches")
         }
         gradients: list[Tensor] = []

@@ -11,7 +11,7 @@ from tests.support.trainer.segments import TINY, MakeShard, plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
-from trainer.tools.packing_report import PackingReport, main, measure_packing, reports
+from trainer.tools.packing_report import PackingReport, main, measure_all_packings, measure_packing
 
 
 def shard_of(folder: Path, lengths: list[int]) -> Path:
@@ -28,7 +28,7 @@ def found_in(folder: Path, lengths: list[int], steps: int, rows: int, context: i
 
     recipe = recipe_with(model__context=context, batch__sequences=rows)
     plan = plan_of(TokenShard(shard_of(folder, lengths)), weights={"*": 1.0}, max_epochs=1)
-    return {report.packing: report for report in reports(plan, recipe, steps)}
+    return {report.packing: report for report in measure_all_packings(plan, recipe, steps)}
 
 
 def test_shares_equal_those_of_data_with_known_packing(tmp_path: Path) -> None:

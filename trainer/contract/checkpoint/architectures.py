@@ -19,7 +19,7 @@ class Architecture:
     """A decoder class that transformers and vLLM both have."""
 
     class_name: str
-    fits: Callable[
+    can_hold: Callable[
         [ModelRecipe], bool
     ]  # True if the trainer's model of this shape has its maths; true for one entry only
     own_keys: Callable[[ModelRecipe], dict[str, Any]] = lambda shape: {}  # keys of config.json besides the common ones
@@ -67,25 +67,25 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
     {
         "qwen3": Architecture(
             "Qwen3ForCausalLM",
-            fits=lambda shape: shape.experts is None and shape.qk_norm,
+            can_hold=lambda shape: shape.experts is None and shape.qk_norm,
             only=_WHOLE_HEAD,
             qk_norm=True,
         ),
         "llama": Architecture(
             "LlamaForCausalLM",
-            fits=lambda shape: not (shape.experts or shape.nope_every or shape.qk_norm),
+            can_hold=lambda shape: not (shape.experts or shape.nope_every or shape.qk_norm),
             only=_WHOLE_HEAD | {"mlp_bias": (False,), "pretraining_tp": (1,)},
         ),
         "smollm3": Architecture(
             "SmolLM3ForCausalLM",
-            fits=lambda shape: shape.nope_every is not None,
+            can_hold=lambda shape: shape.nope_every is not None,
             own_keys=_nope_keys,
             only=_WHOLE_HEAD | {"mlp_bias": (False,)},
             has_nope=True,
         ),
         "glm4_moe": Architecture(
             "Glm4MoeForCausalLM",
-            fits=lambda shape: shape.experts is not None,
+            can_hold=lambda shape: shape.experts is not None,
             own_keys=_expert_keys,
             tied_embeddings=False,  # vLLM's class ties no embeddings
             only={
@@ -109,5 +109,5 @@ ARCHITECTURES: Mapping[str, Architecture] = MappingProxyType(  # by model_type
 
 def model_type_of(shape: ModelRecipe) -> str:
     """The key of ``ARCHITECTURES`` whose maths a model of this shape has."""
-    (found,) = (model_type for model_type, architecture in ARCHITECTURES.items() if architecture.fits(shape))
+    (found,) = (model_type for model_type, architecture in ARCHITECTURES.items() if architecture.can_hold(shape))
     return found

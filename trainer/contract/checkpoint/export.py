@@ -30,21 +30,21 @@ def export(source: Path, out: Path) -> None:
     recipe = Recipe.parse(loaded.state["recipe"], str(source / "state.json"))
     tensors = dict(convert_tensors(loaded.model, recipe))
     out.mkdir(parents=True, exist_ok=True)
-    _write_json(out / "config.json", hf_config(recipe.model, dtype_of(recipe)))
+    _write_json(out / "config.json", hf_config(recipe.model, dtype_of_export(recipe)))
     _write_json(out / "generation_config.json", generation_config())
     with open(out / "model.safetensors", "wb") as file:
         for chunk in checkpoints.safetensors_bytes(tensors, {"format": "pt"}):
             file.write(chunk)
 
 
-def dtype_of(recipe: Recipe) -> str:
+def dtype_of_export(recipe: Recipe) -> str:
     """The dtype of most tensors of the export, by torch's name."""
     return {"fp32": "float32", "bf16": "bfloat16"}[recipe.export_dtype]
 
 
 def convert_tensors(model: dict[str, Tensor], recipe: Recipe) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the export, converted from a checkpoint's."""
-    dtype: torch.dtype = getattr(torch, dtype_of(recipe))
+    dtype: torch.dtype = getattr(torch, dtype_of_export(recipe))
     for name, tensor in hf_tensors(model, recipe.model).items():
         yield name, tensor if name.endswith(KEPT_IN_FP32) else tensor.to(dtype)
 

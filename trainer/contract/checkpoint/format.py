@@ -73,7 +73,7 @@ class SkippedCheckpoint:
     reason: str
 
 
-def name_of(step: int) -> str:
+def checkpoint_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
@@ -98,7 +98,7 @@ def save_share(
     Raises: OSError, with nothing left behind.
     """
     parent.mkdir(parents=True, exist_ok=True)
-    target = parent / name_of(step)
+    target = parent / checkpoint_name(step)
     aside = parent / f".writing-{target.name}"
     aside.mkdir(exist_ok=True)
     try:
@@ -302,7 +302,7 @@ def manifest_sha256(path: Path) -> str:
     return hashlib.sha256((path / "manifest.json").read_bytes()).hexdigest()
 
 
-def steps_in(parent: Path) -> list[tuple[int, Path]]:
+def saved_steps(parent: Path) -> list[tuple[int, Path]]:
     """The checkpoints of a folder, oldest first."""
     found = [(int(path.name.removeprefix("step-")), path) for path in parent.glob("step-[0-9]*") if path.is_dir()]
     return sorted(found)

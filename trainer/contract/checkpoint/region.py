@@ -22,7 +22,7 @@ class Region:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Any) -> Region:
+    def region_of_tensor(cls, tensor: Any) -> Region:
         whole = tuple(tensor.shape)
         if not is_split(tensor):
             return cls(whole, (0,) * len(whole), whole)
@@ -31,7 +31,7 @@ class Region:
         shape, offset = compute_local_shape_and_global_offset(whole, tensor.device_mesh, tensor.placements)
         return cls(whole, tuple(offset), tuple(shape))
 
-    def cut(self, tensor: Tensor) -> Tensor:
+    def view_of(self, tensor: Tensor) -> Tensor:
         """This region of a whole tensor, as a view."""
         assert tuple(tensor.shape) == self.whole, (tensor.shape, self.whole)
         for dimension, (start, length) in enumerate(zip(self.offset, self.shape)):

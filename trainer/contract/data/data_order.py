@@ -36,7 +36,7 @@ step. A row's pieces are shown as (domain, document, first token, positions):
     [[('code', 1, 0, 3)], [('docs', 2, 0, 8)]]
     >>> shown(DataOrder(plan, **keywords, state=state).next_rows())  # resumed: the same step
     [[('code', 1, 0, 3)], [('docs', 2, 0, 8)]]
-    >>> documents_at(DataOrder(plan, **keywords), step=1)
+    >>> document_indices_at(DataOrder(plan, **keywords), step=1)
     ['code-1', 'docs-2']
     >>> folder.cleanup()
 """
@@ -50,7 +50,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import Piece, Stream, open_streams, shard_domain, shard_generation
+from trainer.contract.data.document_stream import DocumentStream, Piece, open_streams, shard_domain, shard_generation
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
@@ -154,7 +154,7 @@ class DataOrder:
         self.documents_begun += sum(piece.start == 0 for row in rows for piece in row)
         return rows
 
-    def shares(self) -> dict[str, float]:
+    def domain_shares(self) -> dict[str, float]:
         """The share of the supervised tokens that each stream should have at this step. Streams without a share are left out."""
         if self._shares[0] != self.step:
             self._shares = self.step, stream_shares(self.plan, self.streams, self.plan.weights_at(self.step))
@@ -165,7 +165,7 @@ class DataOrder:
 
         Rows that will be passed over because they hold no target are estimated and left out.
         """
-        left = sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.shares())
+        left = sum(piece.positions for piece in self.pending) + sum(self._left(name) for name in self.domain_shares())
         return round(left * self._kept_share())
 
     def _kept_share(self) -> float:
@@ -175,7 +175,7 @@ class DataOrder:
         """
         if not self.plan.targets_in_every_batch or all(stream.unmasked.all() for stream in self.streams.values()):
             return 1.0
-        twin, kept, batches = self.fork(), 0, 0
+        twin, kept, batches = self.copy_at_step(), 0, 0
         for _ in range(max(8, REHEARSED_ROWS // self.batch.sequences)):
             try:
                 rows = twin.next_rows()
@@ -219,7 +219,7 @@ class DataOrder:
                 break
         return round(filled)
 
-    def fork(self, step: int | None = None) -> DataOrder:
+    def copy_at_step(self, step: int | None = None) -> DataOrder:
         """An independent copy at this step; or at ``step``, with the same next documents."""
         twin = copy.copy(self)
         twin.cursors = {name: replace(cursor) for name, cursor in self.cursors.items()}
@@ -228,9 +228,9 @@ class DataOrder:
         twin._available = None
         return twin
 
-    def at(self, state: Mapping[str, Any]) -> DataOrder:
+    def copy_from_state(self, state: Mapping[str, Any]) -> DataOrder:
         """An independent copy that continues from a ``state_dict``. Raises: DataPlanError if the state does not fit."""
-        twin = self.fork()
+        twin = self.copy_at_step()
         twin.cursors = {}
         twin._restore(state)
         twin._join()
@@ -331,7 +331,7 @@ class DataOrder:
         if self._available is not None and self._available[0] == self.step:
             return self._available[1]
         found: dict[str, float] = {}
-        shares = self.shares()
+        shares = self.domain_shares()
         by_domain: dict[str, list[str]] = {}
         for name in shares:
             if self._epoch(name) - self.cursors[name].joined < self.plan.max_epochs:
@@ -348,7 +348,7 @@ class DataOrder:
         return found
 
 
-def documents_at(order: DataOrder, step: int) -> list[str]:
+def document_indices_at(order: DataOrder, step: int) -> list[str]:
     """Keys of the documents in a step's global batch. ``order`` must be at or before that step, and is moved past it."""
     assert order.step <= step
     while order.step < step:
@@ -361,7 +361,9 @@ def document_keys(order: DataOrder, rows: list[Row]) -> list[str]:
     return sorted({order.streams[p.stream].key(p.document) for row in rows for p in row})
 
 
-def stream_shares(plan: DataPlan, streams: Mapping[str, Stream], weights: Mapping[str, float]) -> dict[str, float]:
+def stream_shares(
+    plan: DataPlan, streams: Mapping[str, DocumentStream], weights: Mapping[str, float]
+) -> dict[str, float]:
     """Domain weight × share of the generation within the domain, over the streams that hold data; sums to one."""
     size = dict.fromkeys((stream.domain for stream in streams.values()), 0)
     for stream in streams.values():

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from kernels.contract.message import Message
-from trainer.contract.errors import DataPlanError, nearest
+from trainer.contract.errors import DataPlanError, did_you_mean
 from trainer.contract.recipe import MixtureRecipe, Phase, Positive, Share
 from trainer.contract.strict import Strict, not_json, parse
 
@@ -41,17 +41,17 @@ class Mixture:
     start: int
     stop: float
 
-    def absent(self, held: Collection[str]) -> list[str]:
+    def domains_without_documents(self, held: Collection[str]) -> list[str]:
         """Domains that have a weight but no document. ``held``: the domains that have documents."""
         return sorted(domain for domain, weight in self.weights.items() if weight > 0 and domain not in {*held, "*"})
 
-    def feeds(self, held: Collection[str]) -> bool:
+    def has_documents(self, held: Collection[str]) -> bool:
         """True if some domain with documents has a weight above zero."""
         return any(self.weights.get(domain, self.weights.get("*", 0.0)) > 0 for domain in held)
 
-    def of_arrived(self, held: Collection[str]) -> dict[str, float]:
+    def without_absent_domains(self, held: Collection[str]) -> dict[str, float]:
         """The weights without domains that have no document."""
-        absent = self.absent(held)
+        absent = self.domains_without_documents(held)
         return {domain: weight for domain, weight in self.weights.items() if domain not in absent}
 
 
@@ -134,11 +134,11 @@ class DataPlan(Strict):
         phases = zip(keys, [first, *self.phases], stops)
         return [Mixture(key, phase.weights, phase.from_step, stop) for key, phase, stop in phases]
 
-    def refuse_absent(self, held: Collection[str]) -> None:
+    def refuse_missing_domains(self, held: Collection[str]) -> None:
         """Raises: DataPlanError that names the first key with a weight for a domain of which no shard holds a document."""
         for mixture in self.mixtures():
-            for domain in mixture.absent(held):
-                hint = nearest(domain, held) if held else ""
+            for domain in mixture.domains_without_documents(held):
+                hint = did_you_mean(domain, held) if held else ""
                 raise DataPlanError(
                     "data_plan.absent_domain",
                     "{key}: no shard holds a document of domain {domain!r}{near}",
@@ -147,7 +147,9 @@ class DataPlan(Strict):
                     near=hint,
                 )
 
-    def of_arrived(self, held: Collection[str], first_step: int, last_step: int) -> tuple[DataPlan, list[str]]:
+    def without_missing_domains(
+        self, held: Collection[str], first_step: int, last_step: int
+    ) -> tuple[DataPlan, list[str]]:
         """The plan of the steps [first, last) without domains of which no shard holds a document, and their names.
 
         A phase whose domains have no documents is left out if it applies to none of these steps.
@@ -156,30 +158,30 @@ class DataPlan(Strict):
         mixtures = self.mixtures()
         for mixture in mixtures:
             applies = mixture.start < last_step and first_step < mixture.stop
-            if applies and not mixture.feeds(held):
+            if applies and not mixture.has_documents(held):
                 raise DataPlanError(
                     "data_plan.nothing_to_train_on",
                     "{key}: no shard holds a document of {domains}. The shards hold: {held}.",
                     key=mixture.key,
-                    domains=mixture.absent(held) or ["any domain"],
+                    domains=mixture.domains_without_documents(held) or ["any domain"],
                     held=sorted(held) or ["nothing"],
                 )
-        weights, *later = [mixture.of_arrived(held) for mixture in mixtures]
+        weights, *later = [mixture.without_absent_domains(held) for mixture in mixtures]
         phases = [
             Phase(from_step=phase.from_step, weights=kept)
             for phase, kept, mixture in zip(self.phases, later, mixtures[1:])
-            if mixture.feeds(held)
+            if mixture.has_documents(held)
         ]
-        if not mixtures[0].feeds(held):
+        if not mixtures[0].has_documents(held):
             weights = phases[0].weights  # the first weights apply to none of these steps, but a plan must have some
-        left_out = sorted({domain for mixture in mixtures for domain in mixture.absent(held)})
+        left_out = sorted({domain for mixture in mixtures for domain in mixture.domains_without_documents(held)})
         return self.model_copy(update={"weights": weights, "phases": phases}), left_out
 
-    def masking(self, documents: Iterable[str]) -> DataPlan:
+    def with_masked(self, documents: Iterable[str]) -> DataPlan:
         """The plan with these documents, by their keys, masked as well: they carry no loss.
 
         >>> plan = DataPlan(token_shards=[PlannedShard(id="a", path="a", generation=0)], weights={"*": 1.0})
-        >>> plan.masking(["b:2", "b:1"]).masking(["b:1"]).masked, plan.masking([]).id == plan.id
+        >>> plan.with_masked(["b:2", "b:1"]).with_masked(["b:1"]).masked, plan.with_masked([]).id == plan.id
         (['b:1', 'b:2'], True)
         """
         return self.model_copy(update={"masked": sorted({*self.masked, *documents})})

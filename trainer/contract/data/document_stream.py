@@ -38,7 +38,7 @@ class Piece(NamedTuple):
     first: int  # first token, in the shard
 
 
-class Stream:
+class DocumentStream:
     """The documents of one domain of one generation, and their pieces by place."""
 
     def __init__(
@@ -129,7 +129,7 @@ class Stream:
     def places_of(self, documents: Iterable[int], epoch: int) -> npt.NDArray[np.int64]:
         """The places of an epoch that hold pieces of these documents, in no order."""
         flat = [np.arange(self.ends[d - 1] if d else 0, self.ends[d], dtype=np.uint64) for d in documents]
-        found = self._permutation(epoch).places(np.concatenate([np.zeros(0, np.uint64), *flat]))
+        found = self._permutation(epoch).indices_of(np.concatenate([np.zeros(0, np.uint64), *flat]))
         return found.astype(np.int64) + epoch * self.pieces
 
     def _permutation(self, epoch: int) -> Permutation:
@@ -143,7 +143,7 @@ class Stream:
         """(document, start, positions, shard, first token in the shard, unmasked) of a block of an epoch's pieces."""
         order = self._permutation(epoch)
         places = np.arange(block * BLOCK, min(self.pieces, (block + 1) * BLOCK), dtype=np.uint64)
-        flat = order.at(places).astype(np.int64)
+        flat = order.values_at(places).astype(np.int64)
         document = np.searchsorted(self.ends, flat, side="right")
         before = np.where(document > 0, self.ends[document - 1], 0)
         start = (flat - before) * self.context
@@ -196,7 +196,7 @@ def shard_generation(stream: str) -> int:
     return int(stream.rpartition("/")[2])
 
 
-def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Stream]:
+def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, DocumentStream]:
     """Streams by name, ``domain/generation``. Raises: DataPlanError, also for weights that no shard has; TokenShardError."""
     groups: dict[str, tuple[list[TokenShard], list[dict[str, Any]], list[str]]] = {}
     for planned in sorted(plan.token_shards, key=lambda shard: (shard.generation, shard.id)):
@@ -224,9 +224,9 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
             same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
             # the shard's own id also if its content was replaced, and if no document of this domain moved: cursors stay valid
             identities.append(planned.id if same else f"{planned.id} {document_ranges(table['row'].tolist())}")
-    plan.refuse_absent({shard_domain(name) for name in groups})
+    plan.refuse_missing_domains({shard_domain(name) for name in groups})
     streams = {
-        name: Stream(name, plan.seed, shards, tables, context, identities)
+        name: DocumentStream(name, plan.seed, shards, tables, context, identities)
         for name, (shards, tables, identities) in sorted(groups.items())
     }
     for stream in streams.values() if plan.reshuffled else ():
@@ -236,7 +236,7 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Str
     return {name: stream for name, stream in streams.items() if stream.pieces}
 
 
-def _mask(streams: dict[str, Stream], keys: set[str]) -> None:
+def _mask(streams: dict[str, DocumentStream], keys: set[str]) -> None:
     """Mask documents in their streams. Raises: DataPlanError for a document that no shard holds."""
     missing, wanted = set(keys), pa.array(sorted(keys))
     for stream in streams.values():

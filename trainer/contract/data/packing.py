@@ -20,7 +20,7 @@ of 4, two rows wanted (``.`` is padding; the pieces that are left wait for the n
 Only the last cuts a document that would fit a row; best-fit may cut pieces of longer ones once more, to fill gaps.
 No strategy loses a position or holds one twice. As calls:
 
-    >>> cut(4, context=4, piece=0), cut(7, context=4, piece=0), cut(7, context=4, piece=1)
+    >>> cut_piece(4, context=4, piece=0), cut_piece(7, context=4, piece=0), cut_piece(7, context=4, piece=1)
     (Cut(start=0, positions=3), Cut(start=0, positions=4), Cut(start=4, positions=2))
     >>> rows, left = STRATEGIES["truncate-and-concatenate"].pack([3, 2, 4, 2], [False] * 4, 4, 2, 0)
     >>> [[tuple(part) for part in row] for row in rows]  # (piece, first position of it, positions)
@@ -46,14 +46,14 @@ SPARE_ROWS = 16  # rows' worth of pieces to choose from beyond those that fill t
 SPARE_PIECES = 256  # but never more than this many: of short pieces, fewer rows' worth are enough
 
 
-class Cut(NamedTuple):
+class DocumentPart(NamedTuple):
     """A run of positions of one document: inputs [start, start + positions), targets one further on."""
 
     start: int
     positions: int
 
 
-class Part(NamedTuple):
+class RowPart(NamedTuple):
     """A run of positions of one of the pieces that a strategy was given; a whole piece, unless the strategy cuts."""
 
     piece: int  # its index
@@ -61,8 +61,8 @@ class Part(NamedTuple):
     positions: int
 
 
-Rows = list[list[Part]]
-Packed = tuple[Rows, list[Part]]  # the rows, and what is left over, oldest first
+Rows = list[list[RowPart]]
+Packed = tuple[Rows, list[RowPart]]  # the rows, and what is left over, oldest first
 Packer = Callable[[Sequence[int], Sequence[bool], int, int, int], Packed]
 
 
@@ -78,10 +78,10 @@ def count_pieces(tokens: Count, context: int) -> Count:
     return -(-(tokens - 1) // context) * (tokens > 1)
 
 
-def cut(tokens: int, context: int, piece: int) -> Cut:
+def cut_piece(tokens: int, context: int, piece: int) -> DocumentPart:
     """The ``piece``-th piece (from 0) of a document of ``tokens`` tokens."""
     start = piece * context
-    return Cut(start, min(context, tokens - 1 - start))
+    return DocumentPart(start, min(context, tokens - 1 - start))
 
 
 # ---- strategies: (lengths of the pieces, oldest first; True for each piece of a document longer than a row; context; number of rows; step)
@@ -108,7 +108,7 @@ def pack_next_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     return _whole(lengths, found)
 
 
-def concatenate(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
+def pack_concatenated(lengths: Sequence[int], long: Sequence[bool], context: int, rows: int, step: int) -> Packed:
     """Pieces end to end in the order drawn. A piece that does not fit is cut, and its rest begins the next row."""
     found: Rows = [[] for _ in range(min(rows, -(-sum(lengths) // context)))]
     fill_gaps(found, lengths, range(len(lengths)), context)
@@ -141,7 +141,7 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     waiting = list(range(len(lengths)))
     chosen: list[list[int]] = []
     if step % OLDEST_EVERY == OLDEST_EVERY - 1 and waiting:
-        chosen.append(complete(lengths, context, 0, waiting[1 : PARTNERS + 1]))
+        chosen.append(choose_row_pieces(lengths, context, 0, waiting[1 : PARTNERS + 1]))
         taken = set(chosen[0])
         waiting = [i for i in waiting if i not in taken]
     liquid = [i for i in waiting if long[i] and 2 * lengths[i] >= context]
@@ -163,7 +163,7 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
             room -= filled(row)
         chosen += [[i] for i in liquid if lengths[i] == context][: rows - len(chosen)]
     taken = {i for row in chosen for i in row}
-    found = [[Part(i, 0, lengths[i]) for i in row] for row in chosen] + [[] for _ in range(rows - len(chosen))]
+    found = [[RowPart(i, 0, lengths[i]) for i in row] for row in chosen] + [[] for _ in range(rows - len(chosen))]
     shortest_first = sorted((i for i in liquid if i not in taken), key=lambda i: (lengths[i], i))
     fill_gaps(found, lengths, shortest_first, context, crumb)
     found = [row for row in found if row]
@@ -175,7 +175,7 @@ def fill_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context
 
     No gap of fewer than ``crumb`` positions is filled, and no part of a piece gets fewer.
 
-    >>> rows = [[Part(0, 0, 6)], [Part(1, 0, 5)]]
+    >>> rows = [[RowPart(0, 0, 6)], [RowPart(1, 0, 5)]]
     >>> fill_gaps(rows, [6, 5, 4], [2], context=8)
     >>> rows[0][1:], rows[1][1:]
     ([Part(piece=2, start=0, positions=2)], [Part(piece=2, start=2, positions=2)])
@@ -190,7 +190,7 @@ def fill_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context
             if positions < min(rest, crumb):
                 supply.append((piece, start))
                 break
-            row.append(Part(piece, start, positions))
+            row.append(RowPart(piece, start, positions))
             room -= positions
             if positions < rest:
                 supply.append((piece, start + positions))
@@ -226,10 +226,10 @@ def find_best_fit_rows(
     return found
 
 
-def complete(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
+def choose_row_pieces(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
     """``first`` and the pieces of ``others`` that together fill a row best; among equals, the longest pieces.
 
-    >>> complete([5, 3, 2, 1], context=8, first=0, others=[1, 2, 3])
+    >>> choose_row_pieces([5, 3, 2, 1], context=8, first=0, others=[1, 2, 3])
     [0, 1]
     """
     room = context - lengths[first]
@@ -250,17 +250,17 @@ def complete(lengths: Sequence[int], context: int, first: int, others: Sequence[
 
 def _whole(lengths: Sequence[int], rows: Iterable[Sequence[int]]) -> Packed:
     """Rows of whole pieces."""
-    found = [[Part(i, 0, lengths[i]) for i in row] for row in rows]
+    found = [[RowPart(i, 0, lengths[i]) for i in row] for row in rows]
     return found, _left(found, lengths)
 
 
-def _left(rows: Rows, lengths: Sequence[int]) -> list[Part]:
+def _left(rows: Rows, lengths: Sequence[int]) -> list[RowPart]:
     """The parts of pieces that are in no row, in their order. A piece is used from its start."""
     used = [0] * len(lengths)
     for row in rows:
         for part in row:
             used[part.piece] += part.positions
-    return [Part(i, used[i], length - used[i]) for i, length in enumerate(lengths) if used[i] < length]
+    return [RowPart(i, used[i], length - used[i]) for i, length in enumerate(lengths) if used[i] < length]
 
 
 # ---- how many pieces must wait before a strategy packs: (number of pieces, their positions, context, rows) → True if that is enough
@@ -298,7 +298,7 @@ STRATEGIES: Mapping[str, Strategy] = MappingProxyType(  # by the recipe's batch.
     {
         "document": Strategy(pack_one_per_row, has_one_piece_per_row),
         "token-budget": Strategy(pack_next_fit, has_spare_row),
-        "truncate-and-concatenate": Strategy(concatenate, has_full_rows, cuts=True),
+        "truncate-and-concatenate": Strategy(pack_concatenated, has_full_rows, cuts=True),
         "length-bucketed": Strategy(pack_length_bucketed, has_spare_pieces),
         "best-fit": Strategy(pack_best_fit, has_spare_pieces),
     }

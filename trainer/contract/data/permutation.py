@@ -36,22 +36,22 @@ class Permutation:
         assert 0 <= index < self.n
         block, offset = divmod(index, BLOCK)
         if block != self._block_index:
-            self._block = self.at(np.arange(block * BLOCK, min(self.n, (block + 1) * BLOCK), dtype=np.uint64))
+            self._block = self.values_at(np.arange(block * BLOCK, min(self.n, (block + 1) * BLOCK), dtype=np.uint64))
             self._block_index = block
         return int(self._block[offset])
 
-    def at(self, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    def values_at(self, indices: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         """The values at many indices, [N] → [N]."""
         values = self._encrypt(indices)
         while (outside := values >= self.n).any():
             values[outside] = self._encrypt(values[outside])
         return values
 
-    def places(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        """The indices of values, [N] → [N]: the inverse of ``at``.
+    def indices_of(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The indices of values, [N] → [N]: the inverse of ``values_at``.
 
         >>> order = Permutation(6, "epoch 0")
-        >>> order.places(order.at(np.arange(6, dtype=np.uint64))).tolist()
+        >>> order.indices_of(order.values_at(np.arange(6, dtype=np.uint64))).tolist()
         [0, 1, 2, 3, 4, 5]
         """
         places = self._decrypt(values)

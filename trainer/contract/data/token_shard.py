@@ -209,7 +209,7 @@ class TokenShard:
     def _with_domains(self, table: pa.Table) -> pa.Table:
         domains = table["domain"].to_pylist()
         for domain, text in self.moved.items():
-            for row in rows_of(text):
+            for row in document_rows(text):
                 if row >= len(domains):
                     raise TokenShardError(
                         "token_shard.no_document",
@@ -238,9 +238,9 @@ def document_ranges(rows: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def rows_of(text: str) -> list[int]:
+def document_rows(text: str) -> list[int]:
     """
-    >>> rows_of("0-2,7-9")
+    >>> document_rows("0-2,7-9")
     [0, 1, 2, 7, 8, 9]
     """
     runs = [run.partition("-") for run in text.split(",") if run]

@@ -32,7 +32,7 @@ def rehearse_packing(order: DataOrder, step: int, last_step: int) -> Rehearsal |
 
     None if the data ends before.
     """
-    order, stop = order.fork(step), min(step + REHEARSED, last_step)
+    order, stop = order.copy_at_step(step), min(step + REHEARSED, last_step)
     positions = used = 0
     while order.step < stop:
         try:

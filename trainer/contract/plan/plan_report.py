@@ -14,14 +14,14 @@ from trainer.contract.plan.run_plan import (
     PRICE,
     SPREAD,
     RunPlan,
-    active,
+    active_parameters,
     batch_by_rule,
     estimate_memory,
     lr_by_rule,
     plan_run,
     rule_flops,
 )
-from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, needed
+from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, total_bytes
 
 CHINCHILLA = 20  # tokens a parameter
 DEEPSEEK = "DeepSeek LLM, arXiv 2401.02954 §3.1"
@@ -31,7 +31,7 @@ PALM = "PaLM, arXiv 2204.02311 appendix B"
 
 
 @dataclass(frozen=True)
-class Line:
+class ReportLine:
     """One number of the plan."""
 
     name: str
@@ -41,21 +41,21 @@ class Line:
     source: str
 
 
-def lines(plan: RunPlan) -> list[Line]:
+def report_lines(plan: RunPlan) -> list[ReportLine]:
     """The numbers of the plan, in the order in which they follow from one another."""
     return [*_model_lines(plan), *_layout_lines(plan), *_batch_lines(plan), *_effort_lines(plan)]
 
 
-def _model_lines(plan: RunPlan) -> list[Line]:
+def _model_lines(plan: RunPlan) -> list[ReportLine]:
     model = plan.ask.model
     shape = Message(
         "plan.shape",
         "{layers} layers, {width:,} wide, {heads} heads, {kv_heads} for keys and values, d_ff {d_ff:,}, {vocab:,} tokens in {embedding}",
         layers=model.layers, width=model.d_model, heads=model.heads, kv_heads=model.kv_heads, d_ff=model.d_ff, vocab=model.vocab_size,
-        embedding="embedding and head" if untied(plan) else Message("plan.tied", "one tied embedding"),
+        embedding="embedding and head" if has_untied_head(plan) else Message("plan.tied", "one tied embedding"),
     )  # fmt: skip
     source = _shape_source(plan)
-    found = [Line("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
+    found = [ReportLine("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
     if model.experts is not None:
         e = model.experts
         how = Message(
@@ -65,11 +65,13 @@ def _model_lines(plan: RunPlan) -> list[Line]:
             experts=e.count,
             shared=e.shared,
         )
-        found.append(Line("active", active(model), f"{active(model) / 1e9:.4g} B", how, source))
+        found.append(
+            ReportLine("active", active_parameters(model), f"{active_parameters(model) / 1e9:.4g} B", how, source)
+        )
     return found
 
 
-def untied(plan: RunPlan) -> bool:
+def has_untied_head(plan: RunPlan) -> bool:
     """True if the model has a head of its own, apart from the embedding."""
     return isinstance(plan.ask.model, PublicModel) and plan.ask.model.untied
 
@@ -82,7 +84,7 @@ def _shape_source(plan: RunPlan) -> str:
     return Message("plan.proportions", "proportions of {source} Table 3", source=LLAMA)
 
 
-def _layout_lines(plan: RunPlan) -> list[Line]:
+def _layout_lines(plan: RunPlan) -> list[ReportLine]:
     layout = plan.layout
     sharded = layout.shards > 1
     tensor = (
@@ -105,11 +107,11 @@ def _layout_lines(plan: RunPlan) -> list[Line]:
     )
     data = Message("plan.data", "{gpus} GPUs / tensor; {state}", gpus=layout.gpus, state=state)
     return [
-        Line("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
-        Line("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
-        Line("data parallel", layout.data, str(layout.data), data, "parallel.replicas: FSDP2"),
+        ReportLine("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
+        ReportLine("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
+        ReportLine("data parallel", layout.data, str(layout.data), data, "parallel.replicas: FSDP2"),
         *_expert_lines(plan),
-        Line(
+        ReportLine(
             "recompute",
             float(layout.recompute == "block"),
             layout.recompute,
@@ -119,7 +121,7 @@ def _layout_lines(plan: RunPlan) -> list[Line]:
     ]
 
 
-def _expert_lines(plan: RunPlan) -> list[Line]:
+def _expert_lines(plan: RunPlan) -> list[ReportLine]:
     ask, layout = plan.ask, plan.layout
     if ask.model.experts is None:
         return []
@@ -131,10 +133,10 @@ def _expert_lines(plan: RunPlan) -> list[Line]:
             "plan.experts_kept", "in another trainer: each GPU keeps its experts, and tokens are sent to them"
         )
         source = "--expert-parallel"
-    return [Line("expert parallel", layout.expert, str(layout.expert), how, source)]
+    return [ReportLine("expert parallel", layout.expert, str(layout.expert), how, source)]
 
 
-def _batch_lines(plan: RunPlan) -> list[Line]:
+def _batch_lines(plan: RunPlan) -> list[ReportLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     times = plan.sequences // (layout.data * layout.micro_sequences)
     rate = lr_by_rule(model, ask.tokens)
@@ -165,16 +167,16 @@ def _batch_lines(plan: RunPlan) -> list[Line]:
     steps = Message("plan.steps", "{tokens:,.0f} tokens / tokens per step", tokens=ask.tokens)
     flops = rule_flops(model, ask.tokens)
     return [
-        Line("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
-        Line("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
-        Line(
+        ReportLine("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
+        ReportLine("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
+        ReportLine(
             "steps",
             effort.steps,
             f"{effort.steps:,}",
             steps,
             Message("plan.without_warm_up", "without the batch's warm-up") if warmup else "",
         ),
-        Line(
+        ReportLine(
             "learning rate",
             rate,
             f"{rate:.2g}",
@@ -202,7 +204,7 @@ def _mfu_source(plan: RunPlan) -> Message:
     return found
 
 
-def _effort_lines(plan: RunPlan) -> list[Line]:
+def _effort_lines(plan: RunPlan) -> list[ReportLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     apart: str = ""
     if effort.reached < 0.99 * effort.mfu:
@@ -226,7 +228,7 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
     flops = Message(
         "plan.flops",
         "6 × {active:,} + 6 × {layers} layers × {width:,} × {context:,} = {flops:.4g} a token",
-        active=active(model),
+        active=active_parameters(model),
         layers=model.layers,
         width=model.heads * model.head_dim,
         context=model.context,
@@ -253,32 +255,34 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
     else:
         network, rate = Message("plan.no_network", "nothing is gathered"), Message("plan.no_rate", "none")
     return [
-        Line(
+        ReportLine(
             "FLOPs",
             effort.flops,
             f"{effort.flops:.3g}",
             flops,
             Message("plan.flops_source", "{source}, without the masked half of attention", source=PALM),
         ),
-        Line(
+        ReportLine(
             "throughput",
             effort.tokens_per_second,
             f"{effort.tokens_per_second:,.0f} tokens/s",
             throughput,
             throughput_source,
         ),
-        Line("time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days, 1)}tokens / throughput", said),
-        Line(
+        ReportLine(
+            "time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days, 1)}tokens / throughput", said
+        ),
+        ReportLine(
             "GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", f"{spread(effort.gpu_hours, 0)}GPUs × time", said
         ),
-        Line(
+        ReportLine(
             "cost",
             effort.cost,
             f"${effort.cost:,.0f}",
             f"GPU hours × ${ask.price:g}",
             Message("plan.price", "DeepSeek-V3's price, arXiv 2412.19437 Table 1") if ask.price == PRICE else "--price",
         ),
-        Line(
+        ReportLine(
             "network",
             effort.network,
             rate,
@@ -291,7 +295,7 @@ def _effort_lines(plan: RunPlan) -> list[Line]:
 def plan_warnings(plan: RunPlan) -> list[str]:
     """Warnings, which do not stop the plan."""
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
-    ratio = ask.tokens / active(model)
+    ratio = ask.tokens / active_parameters(model)
     found: list[str] = [
         Message(
             "plan.over_chinchilla",
@@ -369,7 +373,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
         )
     if ask.logit_rows is None:
         chunked = estimate_memory(replace(ask, logit_rows=1024), layout)
-        saved = needed(plan.memory) - needed(chunked)
+        saved = total_bytes(plan.memory) - total_bytes(chunked)
         found.append(
             Message(
                 "plan.whole_logits",
@@ -386,12 +390,12 @@ def as_json(plan: RunPlan) -> dict[str, Any]:
     names = [name for name, gpu in GPUS.items() if gpu.source == plan.ask.gpu.source]
     return {
         "gpu": names[0] if names else None,
-        "model": model.model_dump() | {"parameters": model.parameters, "active": active(model)},
+        "model": model.model_dump() | {"parameters": model.parameters, "active": active_parameters(model)},
         "layout": asdict(layout) | {"data": layout.data, "pipeline": 1, "sequences": plan.sequences},
         "memory": [asdict(part) for part in plan.memory],
-        "memory_needed": needed(plan.memory),
+        "memory_needed": total_bytes(plan.memory),
         "memory_there": plan.ask.gpu.memory,
         "effort": asdict(plan.effort),
-        "lines": [asdict(line) for line in lines(plan)],
+        "lines": [asdict(line) for line in report_lines(plan)],
         "remarks": plan_warnings(plan),
     }

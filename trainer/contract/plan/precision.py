@@ -57,12 +57,12 @@ class Probe:
     rates: dict[str, dict[str, float]]  # by precision, by part
 
     @property
-    def fastest(self) -> str:
+    def fastest_precision(self) -> str:
         return min(self.seconds, key=lambda name: self.seconds[name])
 
     def times_as_fast(self, precision: str) -> float:
         """The time of ``precision`` divided by that of the fastest precision."""
-        return self.seconds[precision] / self.seconds[self.fastest]
+        return self.seconds[precision] / self.seconds[self.fastest_precision]
 
     def __str__(self) -> str:
         by_precision = [
@@ -110,7 +110,7 @@ def has_fp8(device: torch.device) -> bool:
     return True
 
 
-def refuse_missing(recipe: Recipe, device: torch.device) -> None:
+def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
     """Raises: RecipeError for a precision that the device does not have."""
     asked, offered = recipe.precision, precisions(device)
     if asked == AUTO or asked in offered or asked == FP8 and has_fp8(device):
@@ -133,21 +133,21 @@ def refuse_missing(recipe: Recipe, device: torch.device) -> None:
     )
 
 
-def choose(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
+def choose_precision(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
     """The precision for a recipe on a device. ``before``: the run's precision so far, kept unless another is ``WORTH`` times as fast.
 
     Raises: RecipeError for an explicit precision that the device does not have.
     """
-    refuse_missing(recipe, device)
-    found = probe(recipe, device, seconds)
-    return decide(recipe.precision, found, before if before in precisions(device) else "")
+    refuse_unsupported_precision(recipe, device)
+    found = time_precisions(recipe, device, seconds)
+    return decide_from_probe(recipe.precision, found, before if before in precisions(device) else "")
 
 
-def decide(asked: str, found: Probe, before: str = "") -> Chosen:
+def decide_from_probe(asked: str, found: Probe, before: str = "") -> Chosen:
     """The choice as a pure function of the measurements.
 
     >>> probe = Probe("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
-    >>> decide("auto", probe).precision, decide("auto", probe, before="fp32").precision
+    >>> decide_from_probe("auto", probe).precision, decide_from_probe("auto", probe, before="fp32").precision
     ('bf16', 'bf16')
     """
     if asked != AUTO:
@@ -158,7 +158,7 @@ def decide(asked: str, found: Probe, before: str = "") -> Chosen:
                 "precision: the recipe sets {precision}, but {fastest} is {ratio:.1f}x as fast on this machine; 'precision: {auto}' would "
                 "choose it",
                 precision=asked,
-                fastest=found.fastest,
+                fastest=found.fastest_precision,
                 ratio=ratio,
                 auto=AUTO,
             )
@@ -166,8 +166,8 @@ def decide(asked: str, found: Probe, before: str = "") -> Chosen:
             else ""
         )
         return Chosen(asked, asked, found, warning)
-    kept = before or ("fp32" if "fp32" in found.seconds else found.fastest)
-    taken = found.fastest if found.times_as_fast(kept) >= WORTH else kept
+    kept = before or ("fp32" if "fp32" in found.seconds else found.fastest_precision)
+    taken = found.fastest_precision if found.times_as_fast(kept) >= WORTH else kept
     return Chosen(taken, asked, found)
 
 
@@ -176,15 +176,15 @@ def this_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def resolved(recipe: Recipe, device: torch.device) -> Recipe:
+def with_chosen_precision(recipe: Recipe, device: torch.device) -> Recipe:
     """The recipe with ``auto`` replaced by the precision that the probe finds fastest."""
     if recipe.precision != AUTO:
         return recipe
-    return recipe.model_copy(update={"precision": choose(recipe, device).precision})
+    return recipe.model_copy(update={"precision": choose_precision(recipe, device).precision})
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
-def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Probe:
+def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Probe:
     """Time each part in each precision of the device, and in fp8 if the recipe asks for it, within ``seconds`` together."""
     offered = precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
@@ -197,7 +197,7 @@ def probe(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Pro
                 run, flops = _square(SMALLEST, device, dtype)
                 run()  # the first call of a process loads libraries
                 guess = flops / _shortest(run, device, share / 4)
-                timed = parts(recipe, device, dtype, in_fp8=name == FP8)
+                timed = timed_parts(recipe, device, dtype, in_fp8=name == FP8)
                 rates[name] = {label: _grown(part, guess, device, share) for label, part in timed.items()}
             taken[name] = sum(part.flops / rates[name][label] for label, part in timed.items()) / threads
     return Probe(device.type, taken, rates)
@@ -217,7 +217,7 @@ def limit_to_one_thread(device: torch.device) -> Iterator[int]:
         torch.set_num_threads(threads)
 
 
-def parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
+def timed_parts(recipe: Recipe, device: torch.device, dtype: torch.dtype, in_fp8: bool = False) -> dict[str, TimedPart]:
     """The parts of a step that are timed. FLOPs count forward and backward: three products for each of the forward pass. ``in_fp8``: the
     products of the layers run in fp8, without the time that quantising takes."""
     model, rows = recipe.model, recipe.batch.micro_sequences or recipe.batch.sequences
@@ -376,7 +376,7 @@ def main(arguments: list[str] | None = None) -> int:
     device = this_device()
     try:
         recipe = Recipe.load(chosen.recipe)
-        found = choose(recipe, device, chosen.before)
+        found = choose_precision(recipe, device, chosen.before)
     except RecipeError as error:
         print(titled(error), file=sys.stderr)
         return 2

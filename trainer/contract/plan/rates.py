@@ -43,7 +43,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         size = matrix_size_for(free, dtype.itemsize)
-        return 2 * size**3 / settled(functools.partial(_between_events, device, product(size)))
+        return 2 * size**3 / time_until_stable(functools.partial(_between_events, device, product(size)))
     with limit_to_one_thread(device) as threads:
         return threads * best_product_rate((size, product(size)) for size in CPU_SIZES)
 
@@ -58,7 +58,7 @@ def memory_rate(device: torch.device) -> float:
     source = torch.ones(size // 4, device=device)
     copy = functools.partial(torch.empty_like(source).copy_, source)
     if device.type == "cuda":
-        return 2 * size / settled(functools.partial(_between_events, device, copy))
+        return 2 * size / time_until_stable(functools.partial(_between_events, device, copy))
     copy()
     best, ends = math.inf, time.perf_counter() + CPU_SECONDS / 2
     while (began := time.perf_counter()) < ends:
@@ -96,7 +96,7 @@ def matrix_size_for(free: int, itemsize: int) -> int:
     return size
 
 
-def settled(seconds_of: Callable[[int], float]) -> float:
+def time_until_stable(seconds_of: Callable[[int], float]) -> float:
     """Seconds of one call. ``seconds_of(count)`` times so many calls; the count doubles until they take long enough. Earlier rounds warm up."""
     count = 2
     while (seconds := seconds_of(count)) < GPU_SECONDS:

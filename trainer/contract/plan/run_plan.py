@@ -17,7 +17,7 @@ from typing import Literal
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.plan.gpus import MFU, Gpu
-from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, needed, routed_parameters
+from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, routed_parameters, total_bytes
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
@@ -89,7 +89,7 @@ class RunPlan:
     effort: PlannedEffort
 
 
-def active(model: ModelRecipe) -> int:
+def active_parameters(model: ModelRecipe) -> int:
     """Weights that a token is multiplied with: all but norms in a dense model, those of its experts in a mixture."""
     return model.matmul_parameters
 
@@ -150,7 +150,7 @@ def _fitting(ask: PlanRequest) -> tuple[Layout, int] | None:
 
 
 def _fits(ask: PlanRequest, layout: Layout) -> bool:
-    return needed(estimate_memory(ask, layout)) <= ask.gpu.memory
+    return total_bytes(estimate_memory(ask, layout)) <= ask.gpu.memory
 
 
 def _tensors(ask: PlanRequest) -> list[int]:
@@ -205,10 +205,10 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
         tensor: estimate_memory(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert))
         for tensor in possible
     }
-    tensor = min(tightest, key=lambda t: needed(tightest[t]))
+    tensor = min(tightest, key=lambda t: total_bytes(tightest[t]))
     parts = tightest[tensor]
     largest = max(parts, key=lambda part: part.bytes)
-    fixed = needed(part for part in parts if part.name != "reserve")
+    fixed = total_bytes(part for part in parts if part.name != "reserve")
     each = math.ceil(fixed / (1 - RESERVE) / GB)
     answers: list[str] = [Message("plan.larger_gpus", "GPUs of {gb} GB", gb=each)] if each <= LARGEST else []
     more = next((g for g in (2**n for n in range(15)) if g > ask.gpus and _fitting(replace(ask, gpus=g))), None)
@@ -221,7 +221,7 @@ def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
         "Nothing fits. With tensor parallelism {tensor}, blocks recomputed and one sequence at a time, a GPU needs {needed:.1f} GB of its "
         "{memory:.0f} GB, most of it {part} ({part_gb:.1f} GB). Use {answers}.",
         tensor=tensor,
-        needed=needed(parts) / GB,
+        needed=total_bytes(parts) / GB,
         memory=ask.gpu.memory / GB,
         part=largest.name,
         part_gb=largest.bytes / GB,
@@ -259,7 +259,7 @@ def _recomputing(mfu: float, ask: PlanRequest) -> float:
     return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
 
 
-def gathered(ask: PlanRequest, layout: Layout) -> float:
+def gathered_bytes(ask: PlanRequest, layout: Layout) -> float:
     """Bytes that a GPU moves in a micro-batch: rounded weights, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
     the parameters, by dtype). Of routed experts, each group of ``layout.expert`` GPUs moves only its own."""
     if layout.shards <= 1:
@@ -297,7 +297,7 @@ def estimate_effort(ask: PlanRequest, layout: Layout, sequences: int) -> Planned
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
     computing = tokens * model.flops_per_token() / (ask.gpu.peak_flops * mfu)
-    moved, exchange = gathered(ask, layout), exchanged_bytes(ask, layout)
+    moved, exchange = gathered_bytes(ask, layout), exchanged_bytes(ask, layout)
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None

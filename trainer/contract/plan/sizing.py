@@ -61,7 +61,7 @@ class MemoryPart:
     source: str
 
 
-def shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
+def model_shape_of(parameters: float, vocab_size: int, context: int) -> ModelRecipe:
     """The dense model of nearly that many parameters: Llama 3's proportions (arXiv 2407.21783 Table 3).
 
     Width / layers is kept near 128; how near matters little (Kaplan et al., arXiv 2001.08361 §3.1: a few per cent of loss
@@ -143,7 +143,7 @@ def activation_elements(model: ModelRecipe, layer: int, tensor: int = 1) -> floa
     return (2 * D + attention + 3 * experts.d_ff * used) / tensor + 2 * D + 2 * experts.per_token * D
 
 
-def kinds(model: ModelRecipe) -> list[tuple[int, int]]:
+def layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
     """(number of layers, index of one) for each kind of layer."""
     dense = model.layers if model.experts is None else model.experts.dense_layers
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
@@ -152,7 +152,7 @@ def kinds(model: ModelRecipe) -> list[tuple[int, int]]:
 def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> MemoryPart:
     """The memory that the forward pass keeps for the backward pass of one micro-batch."""
     tokens = layout.micro_sequences * model.context
-    kept = [(n, activation_elements(model, layer, layout.tensor)) for n, layer in kinds(model)]
+    kept = [(n, activation_elements(model, layer, layout.tensor)) for n, layer in layer_kinds(model)]
     if layout.recompute == "block":
         most = max(each for _, each in kept)
         elements = model.layers * model.d_model / layout.tensor + most
@@ -284,6 +284,6 @@ def memory_parts(
     ]
 
 
-def needed(parts: Iterable[MemoryPart]) -> float:
+def total_bytes(parts: Iterable[MemoryPart]) -> float:
     """The sum of the parts, in bytes."""
     return sum(part.bytes for part in parts)

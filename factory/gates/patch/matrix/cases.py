@@ -342,6 +342,6 @@ TOOLS = (
 )
 
 
-def name_of(tool: MatrixTool) -> str:
+def tool_name(tool: MatrixTool) -> str:
     """The tool's name in reports."""
     return " ".join(word for word in (tool.module, *tool.arguments) if not word.startswith("OUT"))

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 
-from factory.gates.patch.executed import ExecutedCode, iterate_code_objects, name_of
+from factory.gates.patch.executed import ExecutedCode, code_name, iterate_code_objects
 
 # Instructions of the compiler that no part of the source causes.
 SILENT = {
@@ -45,19 +45,19 @@ class UnexecutedPart:
         return f"{self.path}:{self.line}: {self.source}"
 
 
-def unexecuted(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
+def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
     """The changed parts of a Python file that were not executed, one per line, in order. Raises: SyntaxError."""
-    new = changed_lines(base, text)
+    new = find_changed_lines(base, text)
     lines = text.splitlines()
     found: dict[int, UnexecutedPart] = {}
     tree = ast.parse(text)
-    exempt = list(harmless(tree))
+    exempt = list(find_exempt_spans(tree))
     tests = {_span(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
     traced = {((a, b), (c, d)) for a, b, c, d in executed.traced.get(path, ())}
     for first, last in executed.launched.get(path, ()):
         new -= set(range(first, last + 1))
     for code in iterate_code_objects(compile(text, path, "exec", dont_inherit=True)):
-        own = name_of(code)
+        own = code_name(code)
         noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
         instructions = list(dis.get_instructions(code))
         # The compiler copies some code: a loop's test, a finally.
@@ -84,7 +84,7 @@ def unexecuted(path: str, base: str, text: str, executed: ExecutedCode) -> list[
     return [found[line] for line in sorted(found)]
 
 
-def changed_lines(base: str, text: str) -> set[int]:
+def find_changed_lines(base: str, text: str) -> set[int]:
     """The numbers of the lines of ``text`` that ``base`` does not have at that place."""
     old, new = base.splitlines(), text.splitlines()
     blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
@@ -92,7 +92,7 @@ def changed_lines(base: str, text: str) -> set[int]:
     return set(range(1, len(new) + 1)) - same
 
 
-def harmless(tree: ast.Module) -> Iterator[Span]:
+def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
     """Spans of ``raise`` statements and of ``assert`` messages that only put words together, and of imports for type checkers."""
     classes = find_exception_names(tree)
     for node in ast.walk(tree):

@@ -29,11 +29,11 @@ import numpy as np
 import torch
 
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, name_of
+from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, tool_name
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, run_cases
-from factory.runs.distance import TensorDistance, between, find_value_differences, together
+from factory.runs.distance import TensorDistance, find_value_differences, sum_distances, tensor_distance
 from factory.runs.trace import read_lines_in
-from factory.runs.untrusted_files import UntrustedFileError, read_bytes, read_object, tensors_of
+from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_object
 from kernels.contract.message import Message
 
 FILE_BYTES = 1 << 26
@@ -105,8 +105,8 @@ def compare_runs(
     for case in cases:
         if not case.exit_code:  # a refused run left nothing
             parts = find_discrepancies(plan, case, baseline, candidate)
-            found.append((case.name, parts, farthest(case, parts), case.rounding))
-    for name in map(name_of, tools):
+            found.append((case.name, parts, find_largest_discrepancy(case, parts), case.rounding))
+    for name in map(tool_name, tools):
         parts = _tool_differs(name, baseline, candidate)
         found.append((name, parts, _worst(parts), ROUNDING))
     return [
@@ -136,12 +136,12 @@ def find_discrepancies(
     """All differences of two runs, read through the folders that were opened before the runs."""
     opened = baseline.opened[case.name], candidate.opened[case.name]
     try:
-        return list(_differences(*opened, plan.weights_before(case)))
+        return list(_differences(*opened, plan.start_weights(case)))
     except UntrustedFileError as error:
         return [Discrepancy(error.message)]
 
 
-def farthest(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
+def find_largest_discrepancy(case: MatrixCase, found: Sequence[Discrepancy]) -> Discrepancy:
     """The largest difference, as the case is judged. An anomaly's onset is a step that rounding may move: it counts only if nothing else differs."""
     lasting = [part for part in found if ": onset: " not in part.what] or found
     weighed = _weighed(lasting, case.rounding)
@@ -235,7 +235,7 @@ def _checkpoint(name: str, baseline: int, candidate: int, start: Weights | None)
             )
         if not file.endswith(".safetensors"):
             continue
-        ours, theirs = (tensors_of(content, file) for content in stored)
+        ours, theirs = (parse_tensors(content, file) for content in stored)
         if ours.keys() != theirs.keys():
             yield Discrepancy(
                 Message(
@@ -298,7 +298,7 @@ def _apart(key: str, ours: torch.Tensor, theirs: torch.Tensor, start: Weights | 
     where = ours.isfinite()
     begun = start.get(key) if start is not None else None
     whole = begun is not None and begun.shape == ours.shape  # else it is a rank's part of the tensor
-    return between(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
+    return tensor_distance(ours[where], theirs[where], *([begun[where]] * 2 if begun is not None and whole else []))
 
 
 def _weighed(parts: Sequence[Discrepancy], allowed: float) -> Iterator[Discrepancy]:
@@ -326,7 +326,7 @@ def _totals(parts: Iterable[Discrepancy]) -> Iterator[Discrepancy]:
             sums[part.total].append(part.far)
         elif math.isinf(part.far.apart) or part.what.endswith((": loss", ": lr")):
             yield part
-    yield from (Discrepancy(f"{total} together", together(each)) for total, each in sums.items())
+    yield from (Discrepancy(f"{total} together", sum_distances(each)) for total, each in sums.items())
 
 
 def _values(where: str, one: Any, other: Any, ignored: Set[str] = frozenset()) -> Iterator[Discrepancy]:
@@ -400,6 +400,6 @@ class _Twins:
         twins = run_cases(self.plan, replace(self.side, folder=folder, disturbed=self.runs), cases)
         self.problem = twins.failed
         for case in cases if not self.problem else ():
-            share = farthest(case, find_discrepancies(self.plan, case, self.baseline, twins)).share
+            share = find_largest_discrepancy(case, find_discrepancies(self.plan, case, self.baseline, twins)).share
             was = self.worst[case.name]
             self.worst[case.name] = replace(was, allowed=max(was.allowed, MARGIN * share))

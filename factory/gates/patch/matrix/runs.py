@@ -29,21 +29,21 @@ from factory.gates.patch.matrix.cases import (
     LONG_STEPS,
     MatrixCase,
     MatrixTool,
-    name_of,
     recipe_with,
+    tool_name,
 )
 from factory.gates.patch.matrix.starts import (
     ANNEAL_CASE,
     OTHER,
     TRUNK,
-    interrupt,
+    copy_interrupted_run,
     make_data_plans,
     make_derived_checkpoints,
 )
 from factory.runs.arm import Arm
 from factory.runs.untrusted_files import UntrustedFileError, read_bytes
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoints
 
@@ -68,13 +68,13 @@ class MatrixRuns:
     out_of_time: bool = False
     seconds: float = 0.0
 
-    def hold(self, name: str, folder: Path, after: ExitStack) -> None:
+    def open_folder(self, name: str, folder: Path, after: ExitStack) -> None:
         """Open the folder of a run, before the run."""
         self.folders[name] = folder
         self.opened[name] = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         after.callback(os.close, self.opened[name])
 
-    def add(self, part: MatrixRuns) -> None:
+    def add_runs(self, part: MatrixRuns) -> None:
         self.folders |= part.folders
         self.opened |= part.opened
         self.executed.merge(part.executed)
@@ -136,7 +136,7 @@ class MatrixPlan:
         seed = case.recipe()["seed"] + self.seed
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
-    def together(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
+    def arm_of_all(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
         """All runs of one side as one arm with the steps of all, for one row of the ledger."""
         one = self.arm(cases[0])
         steps = sum(case.steps for case in cases)
@@ -146,8 +146,8 @@ class MatrixPlan:
     def arguments(self, tool: MatrixTool, out: Path) -> list[str]:
         """The tool's arguments with paths in place of the capital words."""
         trunk, other, annealed = self.made
-        (_, first), *_, (_, last) = checkpoints.steps_in(trunk / "checkpoints")
-        (_, foreign), *_ = checkpoints.steps_in(other / "checkpoints")
+        (_, first), *_, (_, last) = checkpoints.saved_steps(trunk / "checkpoints")
+        (_, foreign), *_ = checkpoints.saved_steps(other / "checkpoints")
         paths = {"OUT": out, "TRUNK": trunk, "OTHER": foreign, "FIRST": first, "LAST": last, "ANNEALED": annealed}
         shard = Path(self.data[1]["token_shards"][0]["path"])
         paths |= {"RECIPE": self.folder / "recipe.yaml", "SHARDS": self.folder / "data", "SHARD": shard}
@@ -157,7 +157,7 @@ class MatrixPlan:
             for first, _, rest in [word.partition("/")]
         ]
 
-    def weights_before(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
+    def start_weights(self, case: MatrixCase) -> dict[str, torch.Tensor] | None:
         """The weights that the run starts from; None if it makes its own."""
         if case.begin in ("nothing", *INTERRUPTED):
             return None
@@ -181,21 +181,21 @@ def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPla
     first = run_cases(plan, replace(side, folder=folder / "trunk"), cases, fresh=True)
     if first.failed:
         return plan, first
-    trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.name_of(steps[TRUNK.name])
+    trunk = first.folders[TRUNK.name] / "checkpoints" / checkpoints.checkpoint_name(steps[TRUNK.name])
     starts = {"trunk": trunk, **make_derived_checkpoints(trunk, folder / "derived")}
     second = run_cases(replace(plan, starts=starts), replace(side, folder=folder / "annealed"), [ANNEAL_CASE])
     if second.failed:
         return plan, second
     last = steps[TRUNK.name] + steps[ANNEAL_CASE.name]
-    starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.name_of(last)
+    starts["annealed"] = second.folders[ANNEAL_CASE.name] / "checkpoints" / checkpoints.checkpoint_name(last)
     made = first.folders[TRUNK.name], first.folders[OTHER.name], second.folders[ANNEAL_CASE.name]
     recipe = recipe_with({"mixture.weights": {**BASE["mixture"]["weights"], "a domain without shards": 0.1}})
     (folder / "recipe.yaml").write_text(json.dumps(recipe))  # JSON is YAML
     starts |= {begin: folder / "interrupted" / begin for begin in INTERRUPTED}
     for begin, case in interrupted.items():
-        interrupt(first.folders[case.name], starts[begin], damaged=begin == "damaged")
+        copy_interrupted_run(first.folders[case.name], starts[begin], damaged=begin == "damaged")
     reached = FAR_STEPS[0] + secrets.randbelow(FAR_STEPS[1] - FAR_STEPS[0])
-    interrupt(first.folders[interrupted["half"].name], starts["far"], step=reached)
+    copy_interrupted_run(first.folders[interrupted["half"].name], starts["far"], step=reached)
     return replace(plan, starts=starts, steps=steps | {far.name: reached + far.steps}, made=made), second
 
 
@@ -221,9 +221,9 @@ def run_cases(
             if lane or (tools and n == CONCURRENT_LANES - 1)
         ]
         for job in jobs:
-            found.add(job.result())
+            found.add_runs(job.result())
     if several and not found.failed:
-        found.add(_run_lane(plan, side, fresh, several, (), "ranks"))
+        found.add_runs(_run_lane(plan, side, fresh, several, (), "ranks"))
     found.seconds = time.monotonic() - began
     return found
 
@@ -241,19 +241,19 @@ def _run_lane(
         if case.begin in INTERRUPTED and not fresh:
             shutil.copytree(plan.starts[case.begin], own, dirs_exist_ok=True)
         (own / "segment.json").write_text(json.dumps(plan.arm(case).spec(side.kernels[case.kernels])))
-        found.hold(case.name, own, side.after)
+        found.open_folder(case.name, own, side.after)
         segments.append(
             {"folder": str(own)} | {key: getattr(case, key) for key in ("stop_after", "waits", "slow_threads")}
         )
     for number, tool in enumerate(tools):
         own = folder / "tools" / str(number)
         (own / "checkpoints").mkdir(parents=True)
-        found.hold(name_of(tool), own, side.after)
+        found.open_folder(tool_name(tool), own, side.after)
         uses.append({"folder": str(own), "module": tool.module, "arguments": plan.arguments(tool, own)})
     if side.compiled is not None and side.compiled.is_dir():
         copy_libraries(side.compiled, folder / "cache" / "inductor" / side.compiled.name)
     ranks = cases[0].ranks if cases else 1
-    wanted = {case.name: case.exit_code for case in cases} | {name_of(tool): tool.exit_code for tool in tools}
+    wanted = {case.name: case.exit_code for case in cases} | {tool_name(tool): tool.exit_code for tool in tools}
     notes, request = folder / "notes", folder / "request.json"
     notes.mkdir()
     asked = {"folders": segments, "tools": uses, "instructions": list(side.instructions), "ranks": ranks}
@@ -261,13 +261,13 @@ def _run_lane(
     request.write_text(json.dumps(asked))
     descriptor = os.open(notes, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        result = sandbox.run(
+        result = sandbox.run_in_sandbox(
             [sys.executable, str(DRIVER), str(RECORDER_FILE), str(request), str(notes)],
             output=folder,
             readonly=[side.code, DRIVER, RECORDER_FILE, plan.folder, *side.kernels.values()],
             cwd=side.code,
             environment={"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-            limits=Limits(wall_seconds=side.wall_seconds),
+            limits=SandboxLimits(wall_seconds=side.wall_seconds),
         )
         if not result.ok:
             found.failed, found.out_of_time = result.why(), result.timed_out

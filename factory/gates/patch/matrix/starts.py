@@ -74,11 +74,11 @@ def make_derived_checkpoints(trunk: Path, folder: Path) -> dict[str, Path]:
     found = {name: checkpoints.save(folder / name, checkpoint) for name, checkpoint in changed.items()}
     found["broken"] = folder / "broken"
     shutil.copytree(trunk, found["broken"])
-    damage(found["broken"])
+    damage_checkpoint(found["broken"])
     return found
 
 
-def damage(checkpoint: Path) -> None:
+def damage_checkpoint(checkpoint: Path) -> None:
     """Change the last bit of a checkpoint's weights."""
     with (checkpoint / "model.safetensors").open("r+b") as file:
         file.seek(-1, 2)
@@ -87,7 +87,7 @@ def damage(checkpoint: Path) -> None:
         file.write(bytes([last ^ 1]))
 
 
-def interrupt(finished: Path, folder: Path, damaged: bool = False, step: int | None = None) -> None:
+def copy_interrupted_run(finished: Path, folder: Path, damaged: bool = False, step: int | None = None) -> None:
     """Copy a finished run to ``folder`` as a kill would have left it: the newest checkpoint is missing, or ``damaged``.
 
     The weights of the checkpoint before are changed, so that a run that begins anew ends elsewhere than a resumed run. ``step``: a new step for
@@ -95,9 +95,9 @@ def interrupt(finished: Path, folder: Path, damaged: bool = False, step: int | N
     """
     shutil.copytree(finished, folder, dirs_exist_ok=True)
     (folder / "result.json").unlink()
-    (_, before), (_, newest) = checkpoints.steps_in(folder / "checkpoints")[-2:]
+    (_, before), (_, newest) = checkpoints.saved_steps(folder / "checkpoints")[-2:]
     if damaged:
-        damage(newest)
+        damage_checkpoint(newest)
     else:
         shutil.rmtree(newest)
     whole = checkpoints.load(before)

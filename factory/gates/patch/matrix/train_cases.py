@@ -40,21 +40,21 @@ def train(folder: Path, stop_after: int, waits: bool, slow_threads: bool) -> int
         with delay_threads():
             return main([str(folder)])
     if waits:
-        codes = [program("trainer", ["--wait", str(folder)]) for _ in range(2)]
+        codes = [run_program("trainer", ["--wait", str(folder)]) for _ in range(2)]
         return max(codes)
     if not stop_after:
         return main([str(folder)])
-    asked, left = stopping.asked, [stop_after + 1]  # asked once before the segment, then at every step
+    asked, left = stopping.is_stop_requested, [stop_after + 1]  # asked once before the segment, then at every step
 
     def soon() -> bool:
         left[0] -= 1
         return left[0] <= 0
 
-    stopping.asked = soon
+    stopping.is_stop_requested = soon
     try:
         first = main([str(folder)])
     finally:
-        stopping.asked = asked
+        stopping.is_stop_requested = asked
     return main([str(folder)]) if first == 75 else 1000 + first
 
 
@@ -74,13 +74,13 @@ def delay_threads() -> Iterator[None]:
         threading.Thread.run = run  # type: ignore[method-assign]
 
 
-def use(folder: Path, module: str, arguments: list[str]) -> int:
+def run_tool(folder: Path, module: str, arguments: list[str]) -> int:
     """Run a tool and return its exit code. Its output goes to ``folder``."""
     with open(folder / "printed.txt", "w") as out, contextlib.redirect_stdout(out):
-        return program(module, arguments)
+        return run_program(module, arguments)
 
 
-def program(module: str, arguments: list[str]) -> int:
+def run_program(module: str, arguments: list[str]) -> int:
     """Run ``python -m module`` in this process and return the exit code."""
     kept, sys.argv = sys.argv, [module, *arguments]
     try:
@@ -150,14 +150,14 @@ def disturb_ops(seed: int) -> None:
 
         return written_to if op.writes else called
 
-    bind = registry.bind
+    bind = registry.bind_ops
 
     def bind_disturbed(*arguments: Any, **named: Any) -> registry.Ops:
         ops = bind(*arguments, **named)
         # Not the functions that prepare an op's arguments, which round nothing.
-        return replace(ops, **{name: disturbed(registry.get(name), getattr(ops, name)) for name in registry.OPS})
+        return replace(ops, **{name: disturbed(registry.find_op(name), getattr(ops, name)) for name in registry.OPS})
 
-    registry.bind = bind_disturbed
+    registry.bind_ops = bind_disturbed
 
 
 def run_as_ranks(count: int) -> int:
@@ -199,7 +199,7 @@ if __name__ == "__main__":
         disturb_ops(request["disturbed"])
     recorder.start()
     codes = []
-    for work, entries in ((train, request["folders"]), (use, request["tools"])):
+    for work, entries in ((train, request["folders"]), (run_tool, request["tools"])):
         for entry in entries:
             try:
                 codes.append(work(**entry | {"folder": Path(entry["folder"])}))

@@ -5,8 +5,8 @@ Apart because each stage of the gate is one file.
 
 from __future__ import annotations
 
-from factory.gates.case import NOTHING_HELD_OUT, PatchCase, StageResult, passed
-from factory.gates.patch.held_out import gains, held_out_texts, scores
+from factory.gates.case import NOTHING_HELD_OUT, PatchCase, StageResult, passed_evidence
+from factory.gates.patch.held_out import gains_by_document, read_held_out_texts, score_weights
 from factory.gates.patch.policy import PatchPolicy
 from kernels.contract.message import Message
 
@@ -14,11 +14,13 @@ from kernels.contract.message import Message
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
     policy, start = case.policy.evals, case.start
     assert start is not None  # the training stage passed
-    texts, eval_policy = held_out_texts(policy.documents, policy.document_bytes, case.plant)
+    texts, eval_policy = read_held_out_texts(policy.documents, policy.document_bytes, case.plant)
     if not texts:
         return StageResult(NOTHING_HELD_OUT)
-    candidate, baseline = (scores(run.weights, start.recipe, texts, eval_policy) for run in case.handed_on["training"])
-    found = gains(candidate, baseline)
+    candidate, baseline = (
+        score_weights(run.weights, start.recipe, texts, eval_policy) for run in case.handed_on["training"]
+    )
+    found = gains_by_document(candidate, baseline)
     means = {domain: sum(values) / len(values) for domain, values in found.items()}
     worst = min(means, key=means.__getitem__)
     reason = Message(
@@ -26,4 +28,4 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
         "{documents} held-out documents were scored. The worst domain is {domain}, {change:+.4f} bits per byte.",
         documents=len(texts), domain=worst, change=-means[worst],
     )  # fmt: skip
-    return StageResult(passed(reason, gains=found))
+    return StageResult(passed_evidence(reason, gains=found))

@@ -18,9 +18,9 @@ from factory.gates.staged_gate import StagedGate
 STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, matrix, training, evals)
 
 
-def patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
+def make_patch_gate(workspace: Workspace) -> StagedGate[PatchPolicy]:
     """Raises: ConfigError."""
-    return StagedGate("patch", PatchPolicy.load(workspace.policy("gates/patch.yaml")), STAGES, judge_patch, _gain)
+    return StagedGate("patch", PatchPolicy.load(workspace.policy_path("gates/patch.yaml")), STAGES, judge_patch, _gain)
 
 
 def _gain(policy: PatchPolicy, stages: Mapping[str, Any], tries: int) -> StepGain | None:

@@ -20,17 +20,17 @@ from factory.gates.case import (
     PatchCase,
     StageEvidence,
     StageResult,
-    failed,
-    missing,
+    failed_evidence,
+    missing_evidence,
     not_needed_evidence,
-    passed,
+    passed_evidence,
 )
-from factory.gates.patch.changed_ops import ChangedOp, ops_of
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops_of_patch
 from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
 from factory.gates.patch.stages.training import gate_recipe
-from factory.gates.patience import baseline_stopped_message, out_of_time
+from factory.gates.patience import baseline_stopped_message, out_of_time_evidence
 from factory.sandbox import sandbox
-from factory.sandbox.sandbox import Limits
+from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
 UNLIKE = 1.02  # A/A ratio beyond which the clock is not trusted
@@ -48,12 +48,12 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
             )
         )
     # Only approved code runs, so its compiled files may be used.
-    work = case.workspace.root / "cache" / f"workbench{devices.label()}"
+    work = case.workspace.root / "cache" / f"workbench{devices.device_suffix()}"
     recipe = gate_recipe(case, case.start, case.baseline)
-    return StageResult(compare(case.policy.isolated, ops_of(case), recipe, case.baseline, work))
+    return StageResult(time_switched_ops(case.policy.isolated, changed_ops_of_patch(case), recipe, case.baseline, work))
 
 
-def compare(
+def time_switched_ops(
     policy: IsolatedPolicy, ops: Sequence[ChangedOp], recipe: dict[str, Any], baseline: Path, work: Path
 ) -> StageEvidence:
     """Raises: IsolationError."""
@@ -66,13 +66,13 @@ def compare(
     found: dict[str, Any] = {}
     for op in switched:
         command = [sys.executable, "-m", "kernels.contract.bench", "--op", op.op, "--against", op.before]
-        command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--device", devices.kind()]
+        command += ["--recipe", str(recipe_path), "--pairs", str(policy.pairs), "--device", devices.device_kind()]
         command += ["--implementation"]
         for _ in range(policy.tries):
             answers = []
             for implementation in (op.after, op.before):  # A/B, then A/A
-                limits = Limits(wall_seconds=policy.wall_seconds)
-                timed = sandbox.run(
+                limits = SandboxLimits(wall_seconds=policy.wall_seconds)
+                timed = sandbox.run_in_sandbox(
                     [*command, implementation],
                     output=work,
                     readonly=[baseline, recipe_path],
@@ -84,9 +84,11 @@ def compare(
                 except ValueError:
                     if timed.timed_out:
                         what = f"timing of {op.op}"
-                        return out_of_time(baseline_stopped_message(what, policy.wall_seconds, "isolated.wall_seconds"))
+                        return out_of_time_evidence(
+                            baseline_stopped_message(what, policy.wall_seconds, "isolated.wall_seconds")
+                        )
                     why = timed.why()
-                    return missing(
+                    return missing_evidence(
                         Message("patch.not_timed_alone", "{op} could not be timed alone: {why}", op=op.op, why=why)
                     )
             changed, control = answers
@@ -105,7 +107,7 @@ def compare(
                 "other programs and judge the patch again.",
                 op=op.op, tries=policy.tries, slower=untrusted, ratio=control["ratio"],
             )  # fmt: skip
-            return missing(reason, ops=found)
+            return missing_evidence(reason, ops=found)
         if changed["ratio_high"] < policy.min_ratio:  # a difference within the noise is left to the whole step
             reason = Message(
                 "patch.slower_alone",
@@ -113,12 +115,12 @@ def compare(
                 "{least:.2f}× is needed.",
                 op=op.op, after=op.after, before=op.before, ratio=changed["ratio"], high=changed["ratio_high"], least=policy.min_ratio,
             )  # fmt: skip
-            return failed(reason, ops=found)
+            return failed_evidence(reason, ops=found)
     alone = [
         Message("patch.alone", "{op}: {ratio:.2f}× alone (A/A {a_a:.2f})", op=name, ratio=n["ratio"], a_a=n["a_a"])
         for name, n in found.items()
     ]
-    return passed(*alone, ops=found)
+    return passed_evidence(*alone, ops=found)
 
 
 def _unlike_itself(control: Mapping[str, float]) -> str:

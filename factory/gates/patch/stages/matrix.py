@@ -14,14 +14,21 @@ from typing import Any
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
-from factory.gates.case import PatchCase, StageResult, failed, missing, not_needed_evidence, passed
+from factory.gates.case import (
+    PatchCase,
+    StageResult,
+    failed_evidence,
+    missing_evidence,
+    not_needed_evidence,
+    passed_evidence,
+)
 from factory.gates.patch.executed import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
-from factory.gates.patch.matrix.changed import UnexecutedPart, unexecuted
+from factory.gates.patch.matrix.changed import UnexecutedPart, find_unexecuted_parts
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
-from factory.gates.patience import baseline_stopped_message, out_of_time, run_with_limits, stopped
+from factory.gates.patience import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.git import repository
 from factory.runs.running import Runs
 from kernels.contract.message import Message
@@ -56,7 +63,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
                 )
             if rounding.problem:
                 return StageResult(
-                    missing(
+                    missing_evidence(
                         Message(
                             "patch.rounding_not_measured",
                             "The effect of rounding could not be measured: {problem}",
@@ -76,18 +83,20 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
                 )
                 for name in undecided
             ]  # fmt: skip
-            return StageResult(failed(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured))
+            return StageResult(
+                failed_evidence(*listed[:MOST_REASONS], differences=[str(one) for one in listed], **measured)
+            )
         cases, tools = [one for one in CASES if one.name in undecided], ()
         if not cases:
             break
     if same < runs and not rounds:
-        return StageResult(failed(_rounds(runs - same, runs), **measured))
+        return StageResult(failed_evidence(_rounds(runs - same, runs), **measured))
     if answers := case.handed_on.get("oracle"):
         executed.merge(answers.executed)
     if left_out := find_unexecuted_changes(case, executed):
-        return StageResult(missing(*_reasons(left_out), **_unexecuted(left_out), **measured))
+        return StageResult(missing_evidence(*_reasons(left_out), **_unexecuted(left_out), **measured))
     return StageResult(
-        passed(
+        passed_evidence(
             Message(
                 "patch.runs_alike",
                 "{runs} tiny runs are alike, {same} of them to the bit. All of the patch was executed.",
@@ -103,8 +112,12 @@ def _draw(
 ) -> tuple[MatrixPlan, SideCode, MatrixRuns, MatrixRuns] | StageResult:
     """Newly drawn data, the approved code, and the runs of baseline and candidate; or the stage's result if these cannot be made."""
     policy = case.policy.matrix
-    compiled = devices.compiled(case.workspace.root, case.start.commit) / "inductor" / NATIVE if case.start else None
-    kernels = kernels_of(case, case.baseline, work / "a")
+    compiled = (
+        devices.compiled_code_folder(case.workspace.root, case.start.commit) / "inductor" / NATIVE
+        if case.start
+        else None
+    )
+    kernels = write_kernels_files(case, case.baseline, work / "a")
     approved = SideCode(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
         recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
@@ -117,7 +130,7 @@ def _draw(
             return _approved_failed(policy, baseline)
         task.advance(1, f"baseline {baseline.seconds:.0f} s")
         limits = policy.patience.limits(baseline.seconds)
-        kernels = kernels_of(case, case.candidate, work / "b")
+        kernels = write_kernels_files(case, case.candidate, work / "b")
         files = [path for path in case.paths if path.endswith(".py")]
 
         def attempt(number: int, limit: float) -> MatrixRuns:
@@ -127,10 +140,12 @@ def _draw(
         candidate = run_with_limits(limits, attempt, lambda side: side.out_of_time)
         task.advance(1, f"candidate {candidate.seconds:.0f} s")
     if candidate.out_of_time:
-        return StageResult(out_of_time(stopped("tiny runs", limits, baseline.seconds, "matrix.patience")))
+        return StageResult(
+            out_of_time_evidence(stopped_message("tiny runs", limits, baseline.seconds, "matrix.patience"))
+        )
     if candidate.failed:
         return StageResult(
-            failed(Message("patch.runs_failed", "Tiny training runs: {problem}", problem=candidate.failed))
+            failed_evidence(Message("patch.runs_failed", "Tiny training runs: {problem}", problem=candidate.failed))
         )
     return plan, approved, baseline, candidate
 
@@ -146,14 +161,14 @@ def _side(
     """``run_cases`` with a row in the ledger."""
     code = case.applied.commit if side.instructions else case.applied.base
     runs = Runs(case.plant, side.folder, "patch gate", case.subject)
-    arm = plan.together(cases, code, who)
-    with runs.noted({side.folder: arm}) as ends:
+    arm = plan.arm_of_all(cases, code, who)
+    with runs.record_rows({side.folder: arm}) as ends:
         found = run_cases(plan, side, cases, tools)
         ends[arm.key] = found.failed
     return found
 
 
-def kernels_of(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
+def write_kernels_files(case: PatchCase[PatchPolicy], code: Path, folder: Path) -> Mapping[str, Path]:
     """Two kernels.yaml for one side's runs: one without choices, and the choices of ``code`` here."""
     folder.mkdir(parents=True)
     chosen = case.start.kernels_of(code) if case.start else (code / KERNELS).read_text()
@@ -168,7 +183,7 @@ def may_round_differently(case: PatchCase[PatchPolicy]) -> bool:
     """True if results may round differently. The oracle judges ops. Other code may round differently only if the proposal says so."""
     if any(path.startswith("kernels/") for path in case.paths):
         return True
-    message = repository.message(case.workspace.repository, case.applied.commit)
+    message = repository.read_commit_message(case.workspace.repository, case.applied.commit)
     return re.search(r"\brounding\b", message, re.IGNORECASE) is not None
 
 
@@ -178,17 +193,17 @@ def find_unexecuted_changes(case: PatchCase[PatchPolicy], executed: ExecutedCode
     for change in case.changes:
         if change.path.endswith(".py") and change.content is not None:
             base = (case.base_bytes(change.path) or b"").decode("utf-8", "replace")
-            found += unexecuted(change.path, base, change.content.decode("utf-8", "replace"), executed)
+            found += find_unexecuted_parts(change.path, base, change.content.decode("utf-8", "replace"), executed)
     return found
 
 
 def _approved_failed(policy: MatrixPolicy, side: MatrixRuns) -> StageResult:
     if side.out_of_time:
         return StageResult(
-            out_of_time(baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds"))
+            out_of_time_evidence(baseline_stopped_message("tiny runs", policy.wall_seconds, "matrix.wall_seconds"))
         )
     return StageResult(
-        missing(
+        missing_evidence(
             Message("patch.baseline_runs_failed", "The baseline's own tiny runs failed: {problem}", problem=side.failed)
         )
     )
@@ -207,7 +222,7 @@ def _unexecuted(left_out: Sequence[UnexecutedPart]) -> dict[str, Any]:
     """Evidence. ``waits_for``: the device on which the patch is judged again, if that device may execute all remaining parts."""
     found: dict[str, Any] = {"unexecuted": [str(part) for part in left_out]}
     (device, *others) = {part.device for part in left_out}
-    return found | ({"waits_for": device} if device not in ("", devices.kind()) and not others else {})
+    return found | ({"waits_for": device} if device not in ("", devices.device_kind()) and not others else {})
 
 
 def _reasons(left_out: Sequence[UnexecutedPart]) -> list[Message]:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from factory.gates.case import PatchCase, StageEvidence, StageResult
-from factory.gates.patch.changed_ops import NO_OP, ChangedOp, ops_of
-from factory.gates.patch.op_answers import OpAnswers, answered, check_tests_unchanged
+from factory.gates.patch.changed_ops import NO_OP, ChangedOp, changed_ops_of_patch
+from factory.gates.patch.op_answers import OpAnswers, answer_jobs, check_tests_unchanged
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
-from factory.gates.patch.stages.exploits import calls
+from factory.gates.patch.stages.exploits import make_exploit_calls
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
@@ -23,22 +23,22 @@ HOSTILE = ("normal", "large", "tiny", "zero", "constant", "outlier")
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    ops = ops_of(case)
+    ops = changed_ops_of_patch(case)
     if not ops:
         return StageResult(NO_OP)
     policy, work = case.policy.oracle, case.work / "oracle"
     recipe = case.start.recipe if case.start else Recipe.load(case.workspace.recipe_path()).model_dump()
     jobs = make_oracle_jobs(policy, ops, recipe["precision"])
-    jobs += calls(case.policy.exploits, ops, recipe, random.SystemRandom())
+    jobs += make_exploit_calls(case.policy.exploits, ops, recipe, random.SystemRandom())
     files = [change.path for change in case.changes if change.path.endswith(".py")]
-    answers = case.after_stages.enter_context(answered(jobs, policy, case.baseline, case.candidate, work, files))
-    found = evidence(answers)
+    answers = case.after_stages.enter_context(answer_jobs(jobs, policy, case.baseline, case.candidate, work, files))
+    found = oracle_evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.paths):
         found |= check_tests_unchanged(answers, policy.patience, case.candidate, work)
     return StageResult(found, answers)
 
 
-def evidence(answers: OpAnswers) -> StageEvidence:
+def oracle_evidence(answers: OpAnswers) -> StageEvidence:
     """The evidence of the answers to ``make_oracle_jobs``. The end of the process counts here only if there are no other jobs after them."""
     numbers = [number for number, job in enumerate(answers.jobs) if "case" in job]
     last = len(numbers) == len(answers.jobs)
@@ -55,8 +55,8 @@ def run_quick_check(
 ) -> StageEvidence:
     """The evidence of the oracle's checks alone. Raises: IsolationError."""
     jobs = make_oracle_jobs(policy, ops, precision)
-    with answered(jobs, policy, baseline, candidate, work) as answers:
-        return evidence(answers)
+    with answer_jobs(jobs, policy, baseline, candidate, work) as answers:
+        return oracle_evidence(answers)
 
 
 def make_oracle_jobs(policy: OraclePolicy, ops: Sequence[ChangedOp], precision: str) -> list[dict[str, Any]]:

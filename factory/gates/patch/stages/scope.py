@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.gates.case import PatchCase, StageResult, failed, passed
+from factory.gates.case import PatchCase, StageResult, failed_evidence, passed_evidence
 from factory.git import repository
-from factory.git.scope import problems
+from factory.git.scope import find_scope_problems
 from kernels.contract.message import Message
 
 
 def run(case: PatchCase[Any]) -> StageResult:
-    modes = repository.modes(case.workspace.repository, case.applied.base)
-    if found := problems(case.agents, case.changes, modes):
+    modes = repository.read_modes(case.workspace.repository, case.applied.base)
+    if found := find_scope_problems(case.agents, case.changes, modes):
         outside = [Message("scope.outside", "Out of scope: {problem}", problem=problem) for problem in found]
-        return StageResult(failed(*outside))
+        return StageResult(failed_evidence(*outside))
     inside = Message("scope.inside", "All changed files are in scope ({files:|file|files}).", files=len(case.changes))
-    return StageResult(passed(inside))
+    return StageResult(passed_evidence(inside))

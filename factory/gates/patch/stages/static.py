@@ -9,12 +9,12 @@ Apart because each stage of the gate is one file.
 from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
-from factory.gates.case import PatchCase, StageResult, failed, missing, passed
+from factory.gates.case import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
 from factory.gates.patch.changed_ops import find_changed_sections, find_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patch.source_rules import problems
-from factory.gates.recipe_changes import RECIPES, find_unused_recipes, learnt, recipe_changes
-from factory.git.scope import Change
+from factory.gates.patch.source_rules import find_source_problems
+from factory.gates.recipe_changes import RECIPES, find_unused_recipes, read_recipe_changes, select_learning_keys
+from factory.git.scope import FileChange
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
@@ -22,22 +22,24 @@ MOST_REASONS = 8
 
 
 def run(case: PatchCase[PatchPolicy]) -> StageResult:
-    found = [problem for change in case.changes for problem in problems(change, case.base_bytes(change.path))]
+    found = [
+        problem for change in case.changes for problem in find_source_problems(change, case.base_bytes(change.path))
+    ]
     found = found or [problem for change in case.changes for problem in _settings(case, change)]
     if found:
-        return StageResult(failed(*found[:MOST_REASONS]))
+        return StageResult(failed_evidence(*found[:MOST_REASONS]))
     unmeasured = find_unused_recipes(case.workspace, case.paths)
     for change in case.changes:
         if change.path == KERNELS:
             unmeasured += find_other_devices(case.base_bytes(KERNELS), change.content)
     return StageResult(
-        missing(*unmeasured[:MOST_REASONS])
+        missing_evidence(*unmeasured[:MOST_REASONS])
         if unmeasured
-        else passed(Message("patch.static_passed", "No rule objects to the source."))
+        else passed_evidence(Message("patch.static_passed", "No rule objects to the source."))
     )
 
 
-def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[Message]:
+def _settings(case: PatchCase[PatchPolicy], change: FileChange) -> list[Message]:
     """The problems of a changed recipe or ``kernels.yaml``."""
     base = case.base_bytes(change.path) or b""
     if change.path == KERNELS and "fallback" in find_changed_sections(base, change.content):
@@ -53,7 +55,7 @@ def _settings(case: PatchCase[PatchPolicy], change: Change) -> list[Message]:
     if not change.path.startswith(RECIPES):
         return []
     try:
-        keys = learnt(recipe_changes(change, base.decode("utf-8", "replace")))
+        keys = select_learning_keys(read_recipe_changes(change, base.decode("utf-8", "replace")))
     except TrainerError as error:
         return [Message("patch.wrong_recipe", "{error}", error=error.message)]
     found = [

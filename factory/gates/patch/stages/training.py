@@ -1,6 +1,6 @@
 """Runs N real training steps of baseline and candidate in the sandbox (``session``), and compares their weights and times.
 
-Time. A run is timed from outside, from the reveal of its data to its weights; ``timing`` computes the seconds of a step. The CPU seconds of the
+Time. A run is timed from outside, from the reveal of its data to its weights; ``step_seconds_evidence`` computes the seconds of a step. The CPU seconds of the
 sandbox's processes are read at the same moments. The sessions alternate: baseline, candidate, baseline, candidate. So a machine that slows down
 shows as noise of the baseline, and properties of one process (its memory layout, its compilation) do not decide. If new code looks faster in
 its first session, the second session of each side ends with a run that is ``long`` times as long. A gain that would promote is measured again with
@@ -27,10 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from factory.core import devices
-from factory.core.removal import remove
-from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed, missing
+from factory.core.removal import remove_path
+from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed_evidence, missing_evidence
 from factory.gates.patch.judge import CPU_CLOCKS, is_training_different, judge_measurement, training_difference_message
-from factory.gates.patch.likeness import differs, drift, squares
+from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances, weight_drift
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
 from factory.gates.patch.session import PatchSession, TimedRun, train_timed_session
 from factory.gates.patch.timing import (
@@ -40,12 +40,12 @@ from factory.gates.patch.timing import (
     cpu_overhead,
     find_timing_doubt,
     long_run_gain,
-    timing,
+    step_seconds_evidence,
 )
-from factory.gates.patience import baseline_stopped_message, out_of_time, run_with_limits, stopped
+from factory.gates.patience import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.gates.recipe_changes import used_recipe_path
 from factory.gates.release.judge import PROMOTE
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
 from factory.runs.running import Runs
@@ -58,7 +58,7 @@ from trainer.contract.recipe import Recipe
 BASELINE, CANDIDATE = "baseline", "candidate"
 DRAWN = 5  # the policy's number of steps grows at random, by at most one step in DRAWN
 WARM_STEPS = 20  # warm-up steps of a process, at most; before them its runs are some percent slower
-Pair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
+RunPair = tuple[TimedRun, TimedRun]  # candidate and baseline, on the same data
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     return StageResult(*compare_training(runs, policy, case.start, baseline, candidate, new_code, case.tries))
 
 
-def gate_recipe(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[str, Any]:
+def gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) -> dict[str, Any]:
     """The trunk's recipe with the gate's batch. If the patch changes how the recipe's step is computed, with the settings of ``code``.
 
     The trunk may be older than a merged change, and this patch must not be credited with the gain of that change.
@@ -112,18 +112,18 @@ def gate_recipe(case: PatchCase[PatchPolicy], start: Start, code: Path) -> dict[
 def compare_training(
     runs: Runs,
     policy: TrainingPolicy,
-    start: Start,
+    start: TrainingStart,
     baseline: TrainingSide,
     candidate: TrainingSide,
     new_code: bool,
     tries: int,
-) -> tuple[StageEvidence, Pair | None]:
+) -> tuple[StageEvidence, RunPair | None]:
     """The stage's evidence, and the pair of runs whose weights are furthest apart. Raises: IsolationError.
 
     ``new_code``: the candidate has code that was not approved before, so long runs must show its gain too.
     ``tries``: the judge's number of tries on this target.
     """
-    compiled = devices.compiled(runs.plant.workspace.root, start.commit)  # by approved code during training
+    compiled = devices.compiled_code_folder(runs.plant.workspace.root, start.commit)  # by approved code during training
     origin = checkpoint_files.read_tensors(start.checkpoint, "model")
     comparison = _Comparison(
         runs, policy, start, {BASELINE: baseline, CANDIDATE: candidate}, new_code, compiled, origin
@@ -133,7 +133,7 @@ def compare_training(
     found, pair = comparison.measure_steadily()
     if found["state"] != "passed" or judge_measurement(policy, found, tries).outcome != PROMOTE:
         return found, pair
-    runs.plant.say(
+    runs.plant.print_line(
         Message(
             "patch.measure_again", "  training: a gain was measured. It is measured again, with the candidate first"
         )
@@ -218,7 +218,7 @@ class _Comparison:
 
     runs: Runs
     policy: TrainingPolicy
-    start: Start
+    start: TrainingStart
     sides: dict[str, TrainingSide]
     new_code: bool
     compiled: Path  # by approved code
@@ -227,7 +227,7 @@ class _Comparison:
         0.0  # of the baseline's first session in the repeated measurement; 0: this is the first measurement
     )
 
-    def measure_steadily(self) -> tuple[StageEvidence, Pair | None]:
+    def measure_steadily(self) -> tuple[StageEvidence, RunPair | None]:
         """``measure``, and measure again on new data while the baseline's own runs differ too much, at most ``tries`` times within the budget."""
         policy = self.policy
         discarded: list[dict[str, Any]] = []
@@ -251,14 +251,14 @@ class _Comparison:
                         )
                     ]  # fmt: skip
                 return found, pair
-            self.runs.plant.say(
+            self.runs.plant.print_line(
                 Message("patch.measured_again", "  training: {doubt}. It is measured again", doubt=doubt)
             )
             noise = baseline_noise(found) if "baseline_seconds" in found else None
             seconds = {key: found[key] for key in ("total_seconds", "overhead_seconds")}
             discarded.append({"doubt": doubt, "noise": noise} | seconds)
 
-    def measure(self) -> tuple[StageEvidence, Pair | None]:
+    def measure(self) -> tuple[StageEvidence, RunPair | None]:
         """Run four sessions on new data. Returns the evidence and the pair that is furthest apart; None if the sessions ended early."""
         plan = MeasurementPlan.draw(self.policy, candidate_first=bool(self.repeated_s))
         runs = {BASELINE: SideRuns(), CANDIDATE: SideRuns()}
@@ -286,12 +286,12 @@ class _Comparison:
                 left.session_s.append(session.seconds)
                 if name == BASELINE:  # after the warm-up and the control
                     left.overheads += [run.seconds - _recorded_span(at) for run, at in zip(done, session.folders[2:])]
-                remove(folder / "segments")
+                remove_path(folder / "segments")
                 task.advance(len(done), f"{name}: {min(run.seconds for run in done):.1f} s a run")
                 if number == 1:  # one pair of sessions is enough to show a difference
                     found, _ = self._weights(plan, runs)
                     if is_training_different(self.policy, found):
-                        raise _EndedEarly(failed(training_difference_message(self.policy, found), **found))
+                        raise _EndedEarly(failed_evidence(training_difference_message(self.policy, found), **found))
 
     def _session(self, name: str, runs: Sequence[PlannedRun], before_s: float) -> tuple[PatchSession, Path]:
         """A session of one side and its folder. A stopped session of the candidate is tried again with a longer limit. Raises: _EndedEarly."""
@@ -305,20 +305,22 @@ class _Comparison:
         def attempt(number: int, limit: float) -> tuple[PatchSession, Path]:
             if number:  # the first attempt saw this data, so nothing that it wrote may remain
                 for written in side.folder.glob("*/cache"):
-                    remove(written.parent)
+                    remove_path(written.parent)
                 copy_cache(self.compiled, side.folder / secrets.token_hex(4) / "cache")
             return self._train(name, [PlannedRun(_seed(), min(policy.steps, WARM_STEPS)), *runs], limit)
 
         session, folder = run_with_limits(limits, attempt, lambda ended: ended[0].out_of_time)
         if session.out_of_time and name == BASELINE:
             raise _EndedEarly(
-                out_of_time(baseline_stopped_message("training session", limits[0], "training.wall_seconds"))
+                out_of_time_evidence(baseline_stopped_message("training session", limits[0], "training.wall_seconds"))
             )
         if session.out_of_time:
-            raise _EndedEarly(out_of_time(stopped("training session", limits, before_s, "training.patience")))
+            raise _EndedEarly(
+                out_of_time_evidence(stopped_message("training session", limits, before_s, "training.patience"))
+            )
         if session.failed:
             says = (
-                failed if name == CANDIDATE else missing
+                failed_evidence if name == CANDIDATE else missing_evidence
             )  # a failure of the baseline says nothing about the candidate
             failure = Message(
                 "patch.training_failed", "The {side}'s training failed: {problem}", side=name, problem=session.failed
@@ -348,32 +350,32 @@ class _Comparison:
         whole = [number for number, run in enumerate(runs) if run.whole]
         early = {number: start.step + run.early for number, run in enumerate(runs) if run.early}
         longest = max(arms, key=lambda arm: arm.last)
-        with self.runs.noted({folder: longest}) as ends:
+        with self.runs.record_rows({folder: longest}) as ends:
             session = train_timed_session(folder, side.code, arms, self.origin, wall_seconds, whole, early)
             ends[longest.key] = session.failed
         return session, folder
 
-    def _evidence(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, Pair]:
+    def _evidence(self, plan: MeasurementPlan, runs: dict[str, SideRuns]) -> tuple[StageEvidence, RunPair]:
         """The evidence of all four sessions. Raises: _EndedEarly if training could not continue from a checkpoint."""
         policy, baseline, candidate = self.policy, runs[BASELINE], runs[CANDIDATE]
         evidence, drifts = self._weights(plan, runs)
         pairs = list(zip(candidate.timed, baseline.timed, strict=True))
-        away = squares(baseline.controls[0].rest, baseline.timed[plan.whole[0]].rest)
+        away = squared_moment_distances(baseline.controls[0].rest, baseline.timed[plan.whole[0]].rest)
         for number in plan.whole:
             ours, theirs = pairs[number]
-            if wrong := differs(ours.rest, theirs.rest, away, policy.max_drift):
+            if wrong := find_checkpoint_difference(ours.rest, theirs.rest, away, policy.max_drift):
                 reason = Message(
                     "patch.checkpoint_differs",
                     "Training would not continue from the candidate's checkpoint as from the baseline's: {difference}",
                     difference=wrong,
                 )
-                raise _EndedEarly(failed(reason, **evidence))
+                raise _EndedEarly(failed_evidence(reason, **evidence))
         evidence |= _times(policy, baseline, candidate)
-        evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.kind()}
+        evidence |= {"steps": policy.steps, "new_code": self.new_code, "device": devices.device_kind()}
         evidence |= {"session_seconds": baseline.session_s[0]}
         furthest = pairs[drifts.index(max(drifts))]
         if doubt := evidence.get("doubt"):
-            return missing(
+            return missing_evidence(
                 Message("patch.doubt", "The times cannot be used: {doubt}.", doubt=doubt), **evidence
             ), furthest
         if baseline.long and candidate.long:
@@ -381,8 +383,8 @@ class _Comparison:
             evidence["long"] = long_run_gain(
                 baseline.long.seconds, candidate.long.seconds, plan.long.steps, overhead
             ) | {
-                "drift": drift(candidate.long.weights, baseline.long.weights, self.origin),
-                "control_drift": drift(baseline.long.early, baseline.long.weights, self.origin, of_one=False),
+                "drift": weight_drift(candidate.long.weights, baseline.long.weights, self.origin),
+                "control_drift": weight_drift(baseline.long.early, baseline.long.weights, self.origin, of_one=False),
             }
         reason = Message(
             "patch.trained",
@@ -395,9 +397,9 @@ class _Comparison:
         """Evidence with the distance of the weights, and the distance of each pair."""
         baseline, candidate = runs[BASELINE], runs[CANDIDATE]
         fewer, all_steps = baseline.controls[0], baseline.timed[plan.whole[0]]  # the same data, without some steps
-        control = drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
+        control = weight_drift(fewer.weights, all_steps.weights, self.origin, of_one=False)
         pairs = zip(candidate.timed, baseline.timed, strict=True)
-        drifts = [drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
+        drifts = [weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
         totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}
         evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control}
         return evidence | {"left_out": self.policy.left_out}, drifts
@@ -411,7 +413,7 @@ def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> d
         base, ours, brief = ([clock(r) for r in runs] for runs in (baseline.timed, candidate.timed, candidate.controls))
         if overhead is None:
             overhead = cpu_overhead(policy, base, clock(twice))
-        return timing(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
+        return step_seconds_evidence(policy, RunSeconds(base, ours, brief, clock(twice), overhead))
 
     evidence = by(lambda run: run.seconds, sum(baseline.overheads) / len(baseline.overheads))
     if all(run.cpu is not None for run in (*baseline.timed, *candidate.timed, *candidate.controls, twice)):

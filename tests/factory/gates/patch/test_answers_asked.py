@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from factory.core import devices
 from factory.gates.patch import op_answers
 from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
-from factory.gates.patch.op_answers import DRIVER, OpAnswers, answered, check_tests_unchanged, compare
+from factory.gates.patch.op_answers import DRIVER, OpAnswers, answer_jobs, check_tests_unchanged, compare_answer
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patience import TimeLimits
 from factory.runs.untrusted_files import UntrustedFileError
@@ -35,17 +35,17 @@ NOTED = {"lines": {"kernels/a.py": [3]}, "instructions": {}, "traced": {}, "laun
 Acts = Callable[[Path], object]
 
 
-def ended(code: int = 0, stopped: str | None = None) -> sandbox.Result:
-    return sandbox.Result(code, "", "x" * 3000 + "\nlast words", 20.0, stopped, 0, 0)
+def ended(code: int = 0, stopped: str | None = None) -> sandbox.SandboxResult:
+    return sandbox.SandboxResult(code, "", "x" * 3000 + "\nlast words", 20.0, stopped, 0, 0)
 
 
 class Processes:
     """Stands for the sandbox, whose processes take seconds to import torch: each acts on its output folder, and ends as it is told."""
 
-    def __init__(self, *runs: tuple[Acts, sandbox.Result]) -> None:
+    def __init__(self, *runs: tuple[Acts, sandbox.SandboxResult]) -> None:
         self.runs, self.asked = list(runs), list[dict[str, Any]]()
 
-    def run(self, command: list[str], **how: Any) -> sandbox.Result:
+    def run(self, command: list[str], **how: Any) -> sandbox.SandboxResult:
         self.asked.append(how | {"command": command})
         act, result = self.runs[len(self.asked) - 1]
         act(how["output"])
@@ -62,7 +62,7 @@ def notes(folder: Path) -> None:
 
 @pytest.fixture
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Processes]:
-    def made(*runs: tuple[Acts, sandbox.Result]) -> Processes:
+    def made(*runs: tuple[Acts, sandbox.SandboxResult]) -> Processes:
         told = Processes(*runs)
         monkeypatch.setattr(sandbox, "run", told.run)
         return told
@@ -76,12 +76,12 @@ JOB = {"op": "swiglu", "implementation": "fast", "case": "small", "dtype": "fp32
 def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[..., Processes], tmp_path: Path) -> None:
     told = processes((nothing, ended()), (notes, ended()))
     base, patch, work = tmp_path / "base", tmp_path / "patch", tmp_path / "deep" / "work"
-    with answered([JOB], POLICY, base, patch, work, ["kernels/a.py"]) as answers:
+    with answer_jobs([JOB], POLICY, base, patch, work, ["kernels/a.py"]) as answers:
         os.fstat(answers.folder)
     with pytest.raises(OSError):
         os.fstat(answers.folder)
     request, question, given = work / "request.json", work / "question.json", work / "given"
-    asked = {"device": devices.kind(), "jobs": [JOB]}
+    asked = {"device": devices.device_kind(), "jobs": [JOB]}
     assert json.loads(request.read_text()) == asked
     assert json.loads(question.read_text()) == asked | {
         "recorder": str(RECORDER_FILE),
@@ -124,7 +124,7 @@ def test_early_ends_are_reported(
 ) -> None:
     told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
     (tmp_path / "work").mkdir()  # as it may be
-    with answered([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
+    with answer_jobs([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
         pass
     for said, expected in ((answers.missing, missing), (answers.died, died)):
         assert bool(said) == bool(expected), said
@@ -182,7 +182,7 @@ def test_problems_of_an_answer_are_named(tmp_path: Path, left: dict[str, torch.T
     save_file(ONE, tmp_path / "eager-7.safetensors")
     save_file(left, tmp_path / "answer-7.safetensors")
     with opened(tmp_path) as folder:
-        wrong, share = compare(tmp_path, folder, 7)
+        wrong, share = compare_answer(tmp_path, folder, 7)
     assert codes(wrong) == expected, wrong
     assert all(one.data.get("result", "output 0") == "output 0" for one in wrong)
     assert (share == float("inf")) == ("raised" in left)
@@ -216,7 +216,7 @@ def test_an_answer_is_at_most_twice_as_large_as_the_truth_and_a_little(tmp_path:
             right = {"output 0": torch.ones(2 + truth // 8), "padding": padding}
             save_file(UNCHANGED | right, tmp_path / "answer-0.safetensors")
             with contextlib.nullcontext() if fits else pytest.raises(UntrustedFileError):
-                assert compare(tmp_path, folder, 0)[0] == []
+                assert compare_answer(tmp_path, folder, 0)[0] == []
 
 
 # -- does the patch change an op's tests? ------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def test_only_people_may_change_an_ops_tests(
     (how,) = told.asked
     request = json.loads((tmp_path / "request-again.json").read_text())
     assert request == {
-        "device": devices.kind(),
+        "device": devices.device_kind(),
         "jobs": JOBS,
         "recorder": str(RECORDER_FILE),
         "instructions": ["kernels/a.py"],

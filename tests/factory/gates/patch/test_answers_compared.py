@@ -236,7 +236,9 @@ def test_the_oracle_and_the_exploit_checks_each_read_their_own_answers(answers: 
         ([*found.jobs], ("failed", "failed"), (3, 0)),
     ):
         both = OpAnswers(jobs, found.truth, found.folder, 2.0, 1.0, died=KILLED)
-        told = oracle.evidence(both), exploits.evidence(both)
+        told = oracle.oracle_evidence(both), exploits.exploit_evidence(both)
         assert tuple(one["state"] for one in told) == states and tuple(one["checks"] for one in told) == checks, told
-    whole = exploits.evidence(OpAnswers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0))
+    whole = exploits.exploit_evidence(
+        OpAnswers([call, call | {"op": "swiglu"}, call], found.truth, found.folder, 2.0, 1.0)
+    )
     assert whole["state"] == "passed" and tells(whole["reasons"], expect("patch.calls_right", calls=3, ops=2))

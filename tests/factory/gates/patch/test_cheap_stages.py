@@ -19,16 +19,16 @@ from factory.gates.case import NO_START, PatchCase
 from factory.gates.patch.changed_ops import (
     NO_OP,
     ChangedOp,
-    changed_ops,
+    find_changed_ops,
     find_changed_sections,
     find_other_devices,
     find_unknown_ops,
 )
 from factory.gates.patch.policy import IsolatedPolicy, OraclePolicy, PatchPolicy
 from factory.gates.patch.stages import exploits, isolated, oracle, static
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.git.repository import AppliedPatch
-from factory.git.scope import Change
+from factory.git.scope import FileChange
 from factory.sandbox import sandbox
 from kernels.contract.message import Message
 from kernels.contract.oracle import HOSTILE
@@ -50,7 +50,7 @@ def case_of(folder: Path, files: Files, own_recipe: bool = False, **others: Any)
                 (folder / side / path).parent.mkdir(parents=True, exist_ok=True)
                 (folder / side / path).write_bytes(text.encode("utf-8", "surrogateescape"))
     changes = [
-        Change(path, None if after is None else after.encode("utf-8", "surrogateescape"))
+        FileChange(path, None if after is None else after.encode("utf-8", "surrogateescape"))
         for path, (_, after) in files.items()
     ]
     own = folder / "own.yaml"
@@ -131,7 +131,7 @@ def test_changed_sections_are_found(
 ) -> None:
     assert find_changed_sections(before, after) == sections
     told = find_other_devices(before, after)
-    assert len(told) == others and not any(f"section {devices.kind()!r}" in one for one in told)
+    assert len(told) == others and not any(f"section {devices.device_kind()!r}" in one for one in told)
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_changed_sections_are_found(
 def test_changed_ops_are_found(
     before: str, after: str, paths: list[str], device: str, tuned: dict[str, str], found: list[tuple[str, str, str]]
 ) -> None:
-    told = changed_ops(before.encode(), after.encode(), paths, device, tuned)
+    told = find_changed_ops(before.encode(), after.encode(), paths, device, tuned)
     assert told == [ChangedOp(*one) for one in found]
 
 
@@ -208,7 +208,7 @@ def test_the_oracle_asks_for_the_changed_ops(
     monkeypatch.setattr(oracle, "check_tests_unchanged", again_made)
     recipe = yaml.safe_load(RECIPE) | {"precision": "bf16"}
     tuned = {"swiglu": "native"}
-    case = case_of(tmp_path, files, start=Start(tmp_path, 6, recipe, {}, tuned) if started else None)
+    case = case_of(tmp_path, files, start=TrainingStart(tmp_path, 6, recipe, {}, tuned) if started else None)
     found = oracle.run(case)
     policy, work = case.policy.oracle, tmp_path / "work" / "oracle"
     assert asked.pop(0) == (
@@ -270,16 +270,16 @@ def test_hostile_values_are_those_that_the_driver_knows() -> None:
 
 
 # -- isolated ----------------------------------------------------------------------------------------------------------
-def clock(*told: Any) -> tuple[list[dict[str, Any]], Callable[..., sandbox.Result]]:
+def clock(*told: Any) -> tuple[list[dict[str, Any]], Callable[..., sandbox.SandboxResult]]:
     """A sandbox that tells these timings, one after the other; text as it is."""
     asked: list[dict[str, Any]] = []
 
-    def run(command: list[str], **how: Any) -> sandbox.Result:
+    def run(command: list[str], **how: Any) -> sandbox.SandboxResult:
         asked.append(how | {"command": command})
         said = told[len(asked) - 1]
         if isinstance(said, tuple):
             said = json.dumps(dict(zip(("ratio", "ratio_low", "ratio_high"), said, strict=True)))
-        return sandbox.Result(0 if said else 1, said, "broken", 1.0, "wall" if said == "late" else None, 0, 0)
+        return sandbox.SandboxResult(0 if said else 1, said, "broken", 1.0, "wall" if said == "late" else None, 0, 0)
 
     return asked, run
 
@@ -301,7 +301,9 @@ def test_switched_ops_are_timed_by_approved_code_alone(
     work, recipe = tmp_path / "cache" / "bench", tmp_path / "cache" / "bench-recipe.yaml"
     if there:
         work.mkdir(parents=True)
-    found = isolated.compare(IsolatedPolicy(pairs=5, wall_seconds=70.0), OPS, {"name": "tiny"}, tmp_path / "base", work)
+    found = isolated.time_switched_ops(
+        IsolatedPolicy(pairs=5, wall_seconds=70.0), OPS, {"name": "tiny"}, tmp_path / "base", work
+    )
     assert yaml.safe_load(recipe.read_text()) == {"name": "tiny"} and work.is_dir()
     for how, (op, against, name) in zip(
         asked,
@@ -309,7 +311,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
         strict=True,
     ):
         assert how.pop("limits").wall_seconds == 70.0
-        command = f"-m kernels.contract.bench --op {op} --against {against} --recipe {recipe} --pairs 5 --device {devices.kind()}"
+        command = f"-m kernels.contract.bench --op {op} --against {against} --recipe {recipe} --pairs 5 --device {devices.device_kind()}"
         assert how == {
             "command": [sys.executable, *command.split(), "--implementation", name],
             "output": work, "readonly": [tmp_path / "base", recipe], "cwd": tmp_path / "base",
@@ -351,7 +353,7 @@ def test_timings_become_evidence(
     asked, run = clock(*told)
     monkeypatch.setattr(sandbox, "run", run)
     policy = IsolatedPolicy(tries=tries, min_ratio=1.25, wall_seconds=70.0)
-    found = isolated.compare(policy, OPS[:2], {}, tmp_path, tmp_path / "bench")
+    found = isolated.time_switched_ops(policy, OPS[:2], {}, tmp_path, tmp_path / "bench")
     assert (found["state"], found.get("out_of_time", False)) == (state, late), found
     assert tells(found["reasons"][:1], expected), found
     assert ("ops" in found) == (told[-1] not in ("late", "", "{"))
@@ -359,12 +361,12 @@ def test_timings_become_evidence(
 
 
 def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = Start(tmp_path, 6, yaml.safe_load(RECIPE), {})
+    start = TrainingStart(tmp_path, 6, yaml.safe_load(RECIPE), {})
     setting: Files = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
     asked, run = clock(QUICK, SAME)
     monkeypatch.setattr(sandbox, "run", run)
     monkeypatch.setattr(isolated, "gate_recipe", lambda case, start, code: {"name": f"{start.step} {code.name}"})
-    told: list[tuple[str, Files, Start | None, str]] = [
+    told: list[tuple[str, Files, TrainingStart | None, str]] = [
         ("a", setting, None, NO_START["state"]), ("b", {**setting, CODE: (None, "x = 1\n")}, start, "not needed"),
         ("c", {KERNELS: (CPU, CPU + "\n")}, start, "not needed"), ("d", setting, start, "passed"),
     ]  # fmt: skip
@@ -372,5 +374,8 @@ def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: py
         found = isolated.run(case_of(tmp_path / name, files, start=begun)).evidence
         assert found["state"] == state and len(asked) == 2 * (name == "d"), name
     folder = tmp_path / "d" / "cache"
-    assert asked[0]["output"] == folder / f"workbench{devices.label()}" and asked[0]["cwd"] == tmp_path / "d" / "base"
+    assert (
+        asked[0]["output"] == folder / f"workbench{devices.device_suffix()}"
+        and asked[0]["cwd"] == tmp_path / "d" / "base"
+    )
     assert yaml.safe_load(next(folder.glob("*-recipe.yaml")).read_text()) == {"name": "6 base"}

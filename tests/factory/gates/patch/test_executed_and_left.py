@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from factory.evals.tasks import EvalItem, ratio_bits
-from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder, iterate_code_objects, name_of
-from factory.gates.patch.held_out import bits_per_byte_by_domain, gains, held_out_texts, scores
-from factory.gates.patch.likeness import differs, drift, squares
-from factory.gates.training_start import find_start
+from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
+from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder, code_name, iterate_code_objects
+from factory.gates.patch.held_out import gains_by_document, measure_weights, read_held_out_texts, score_weights
+from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import make
 from tests.support.gates.reasons import Expected, expect, tells
@@ -79,7 +79,7 @@ def test_lines_of_the_trainer_and_the_kernels_are_noted(tmp_path: Path, thread: 
     assert found["lines"] == {"trainer/a.py": [1, 2, 4], "kernels/b.py": [1, 2, 4]}
     assert found["traced"] == found["launched"] == {} and found["instructions"].keys() == {"trainer/a.py"}
     (double,) = (code for code in iterate_code_objects(files["trainer/a.py"]["code"]) if code.co_name == "double")
-    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {name_of(double)}
+    assert {name for name, _ in found["instructions"]["trainer/a.py"]} == {code_name(double)}
     assert found["instructions"]["trainer/a.py"] == sorted(found["instructions"]["trainer/a.py"])
     assert json.loads(json.dumps(found))["instructions"]["trainer/a.py"], "no set and no tuple in it"
 
@@ -109,10 +109,10 @@ def test_a_file_that_is_not_python_has_no_code(tmp_path: Path) -> None:
 
 def test_names_tell_functions_of_one_line_apart() -> None:
     lines = "f, g = (lambda x: x), (lambda x: x)\n"
-    names = [name_of(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
+    names = [code_name(code) for code in iterate_code_objects(compile(lines, "a", "exec"))]
     assert len(set(names)) == 3 and [name.split(":")[:2] for name in names[1:]] == [["<lambda>", "1"]] * 2
     assert all(len(name.rpartition(":")[2]) == 8 for name in names)
-    assert names == [name_of(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
+    assert names == [code_name(code) for code in iterate_code_objects(compile(lines, "b", "exec"))]
 
 
 def test_records_of_several_processes_are_added() -> None:
@@ -200,12 +200,12 @@ def test_the_distance_of_weights_is_a_share_of_their_movement(
     candidate: Any, baseline: Any, of_one: bool, found: float
 ) -> None:
     origin = {name: torch.zeros(len(value)) for name, value in baseline.items()}
-    assert drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
+    assert weight_drift(weights(**candidate), weights(**baseline), origin, of_one) == pytest.approx(found)
     if of_one:
-        assert drift(weights(**candidate), weights(**baseline), origin) == pytest.approx(found)
+        assert weight_drift(weights(**candidate), weights(**baseline), origin) == pytest.approx(found)
     moved = {name: tensor + 7 for name, tensor in origin.items()}
     ours, theirs = ({name: tensor + 7 for name, tensor in weights(**side).items()} for side in (candidate, baseline))
-    assert drift(ours, theirs, moved, of_one) == pytest.approx(found, rel=1e-4)
+    assert weight_drift(ours, theirs, moved, of_one) == pytest.approx(found, rel=1e-4)
 
 
 EQUAL = ("step", "kind", "first_step", "data_plan", "sampler", "skipped")
@@ -218,7 +218,7 @@ MOMENTS = weights(**{"exp_avg.w": [1.0, 1.0], "exp_avg.v": [1.0], "exp_avg_sq.w"
 
 def test_moments_are_apart_by_kind() -> None:
     other = weights(**{"exp_avg.w": [1.0, 3.0], "exp_avg.v": [0.0], "exp_avg_sq.w": [1.0, 1.5], "step.w": [3.0]})
-    found = squares(Checkpoint({}, MOMENTS, {}), Checkpoint({}, other, {}))
+    found = squared_moment_distances(Checkpoint({}, MOMENTS, {}), Checkpoint({}, other, {}))
     assert found == {"exp_avg": pytest.approx(5.0), "exp_avg_sq": pytest.approx(0.25), "step": 0.0}
 
 
@@ -260,10 +260,10 @@ def test_differences_of_checkpoints_are_found(
     ours = {key: value for key, value in (STATE | state).items() if value is not None}
     kept = MOMENTS | {name: value if value is None else torch.tensor(value) for name, value in moments.items()}
     candidate = Checkpoint({}, {name: value for name, value in kept.items() if value is not None}, ours)
-    found = differs(candidate, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
+    found = find_checkpoint_difference(candidate, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
     assert tells([found], expected) if found and expected else found == expected, found
     double = Checkpoint({}, MOMENTS | {"exp_avg.v": MOMENTS["exp_avg.v"].double()}, STATE)
-    other_dtype = differs(double, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
+    other_dtype = find_checkpoint_difference(double, Checkpoint({}, MOMENTS, STATE), AWAY, 0.5)
     assert other_dtype and other_dtype.code == "patch.optimiser_shape"
 
 
@@ -284,18 +284,21 @@ def test_a_source_document_counts_once() -> None:
         EvalItem(one.task, one.item, one.domain, one.cluster, one.value - more * nat, one.weight)
         for one, more in zip(theirs, (1, 2, 4, -3, 1))
     ]
-    assert gains(ours, theirs) == {"code": [pytest.approx(-3.0)], "docs": [pytest.approx(0.5), pytest.approx(0.5)]}
+    assert gains_by_document(ours, theirs) == {
+        "code": [pytest.approx(-3.0)],
+        "docs": [pytest.approx(0.5), pytest.approx(0.5)],
+    }
     for other in (theirs[:-1], [*theirs[:-1], item("chat", "a", 1.0, 1.0)], [*theirs[:-1], theirs[0]]):
         with pytest.raises((ValueError, AssertionError)):
-            gains(ours, other)
+            gains_by_document(ours, other)
 
 
 def test_held_out_texts_are_few_short_and_of_the_dev_half(tmp_path: Path) -> None:
     made = make()
-    plant, start = Plant(made.workspace, made.ledger), find_start(made.ledger)
+    plant, start = Plant(made.workspace, made.ledger), find_training_start(made.ledger)
     assert start is not None
-    many, policy = held_out_texts(60, 2048, plant)
-    few, short = held_out_texts(1, 2048, plant)[0], held_out_texts(60, 40, plant)[0]
+    many, policy = read_held_out_texts(60, 2048, plant)
+    few, short = read_held_out_texts(1, 2048, plant)[0], read_held_out_texts(60, 40, plant)[0]
     sealed = {row["key"] for row in made.ledger.read("SELECT key FROM held_out WHERE sealed")}
     keys = {text.document.key for text in many}
     assert keys and not keys & sealed and len(keys) == len(many) == len(short)
@@ -303,7 +306,7 @@ def test_held_out_texts_are_few_short_and_of_the_dev_half(tmp_path: Path) -> Non
     assert sorted(domains) == sorted({text.document.domain for text in many}) and len(few) <= len(many)
     assert all(text.bytes <= 40 < 1000 < other.bytes <= 2048 for text, other in zip(short, many, strict=True))
     origin = checkpoints.read_tensors(start.checkpoint, "model")
-    found = scores(origin, start.recipe, short, policy)
+    found = score_weights(origin, start.recipe, short, policy)
     assert [one.weight for one in found] == [text.bytes for text in short]
-    assert bits_per_byte_by_domain(origin, start.recipe, short, policy) == ratio_bits(found)
+    assert measure_weights(origin, start.recipe, short, policy) == bits_per_byte_by_domain(found)
     assert recipe_with().model.vocab_size == start.recipe["model"]["vocab_size"]

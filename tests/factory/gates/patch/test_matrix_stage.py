@@ -13,9 +13,9 @@ import pytest
 import yaml
 
 from factory.core import devices
-from factory.core.progress import SILENT, Task
+from factory.core.progress import SILENT, ProgressTask
 from factory.core.workspace import Workspace
-from factory.gates.patch.executed import ExecutedCode, name_of
+from factory.gates.patch.executed import ExecutedCode, code_name
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.changed import UnexecutedPart
@@ -26,9 +26,9 @@ from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patch.stages import matrix
 from factory.gates.patience import TimeLimits
 from factory.gates.staged_gate import StagedGate
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from factory.git import repository
-from factory.git.scope import AgentsPolicy, Change
+from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
@@ -68,7 +68,7 @@ class Bars:
         self.bars: dict[str, list[float]] = {}  # what each moved by, after what it is to move by
 
     @contextmanager
-    def task(self, title: str, total: float | None = None) -> Iterator[Task]:
+    def task(self, title: str, total: float | None = None) -> Iterator[ProgressTask]:
         moved = self.bars.setdefault(title, [total or 0])
         yield SimpleNamespace(advance=lambda amount=1, note="": moved.append(amount))
 
@@ -98,12 +98,12 @@ def test_the_runs_of_a_patch_are_compared_with_the_baselines(
     monkeypatch.setattr(compare, "MOST_TWINS", compare.TWINS_PER_CASE)
     applied = repository.apply_proposal(
         made.target, made.base, [(path, change((made.target / path).read_text()))], branch=f"factory/test/{number}-x",
-        policy=AgentsPolicy.load(made.workspace.policy("agents.yaml")), message=f"A title\n\n{message}", worktrees=made.workspace.worktrees,
+        policy=AgentsPolicy.load(made.workspace.policy_path("agents.yaml")), message=f"A title\n\n{message}", worktrees=made.workspace.worktrees,
     )  # fmt: skip
     try:
-        policy = PatchPolicy.load(made.workspace.policy("gates/patch.yaml"))
+        policy = PatchPolicy.load(made.workspace.policy_path("gates/patch.yaml"))
         gate = StagedGate("patch", policy, (matrix,), lambda *_: None, lambda *_: None)  # type: ignore[arg-type, return-value]
-        found = gate.gather(plant, Subject("proposal", number), applied, 1)["stages"]["matrix"]
+        found = gate.gather_evidence(plant, Subject("proposal", number), applied, 1)["stages"]["matrix"]
     finally:
         repository.remove_worktree(made.target, applied.worktree)
         repository.remove_branch(made.target, applied.branch)
@@ -218,8 +218,8 @@ def test_a_long_list_is_cut_and_says_so() -> None:
 def test_only_existing_python_must_be_executed() -> None:
     base = {"trainer/a.py": b"# \xff\nx = 1\n"}
     changes = [
-        Change("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), Change("trainer/b.py", b"z = 3\n"), Change("trainer/c.py", None),
-        Change("policies/kernels.yaml", b"cpu: {}\n"),
+        FileChange("trainer/a.py", b"# \xfe\nx = 1\ny = 2\n"), FileChange("trainer/b.py", b"z = 3\n"), FileChange("trainer/c.py", None),
+        FileChange("policies/kernels.yaml", b"cpu: {}\n"),
     ]  # fmt: skip
     case: Any = SimpleNamespace(changes=changes, base_bytes=base.get)
     assert [str(part) for part in matrix.find_unexecuted_changes(case, ExecutedCode())] == [
@@ -264,7 +264,9 @@ class Sides:
         return self.ends.get(side.folder.name) or MatrixRuns(seconds=100.0)
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, plant: Plant, folder: Path, start: Start | None, **ends: MatrixRuns) -> Any:
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, plant: Plant, folder: Path, start: TrainingStart | None, **ends: MatrixRuns
+) -> Any:
     sides = Sides({name.strip("_"): runs for name, runs in ends.items()})
     monkeypatch.setattr(matrix, "make_plan", sides.plan)
     monkeypatch.setattr(matrix, "run_cases", sides.run)
@@ -287,12 +289,15 @@ def drawn(monkeypatch: pytest.MonkeyPatch, plant: Plant, folder: Path, start: St
 def test_the_candidate_runs_with_its_own_code_and_choice(
     tmp_path: Path, workspace: Workspace, ledger: Ledger, monkeypatch: pytest.MonkeyPatch, started: bool
 ) -> None:
-    start = Start(tmp_path, 6, {"name": "mine"}, {}, {"swiglu": "fused"}, "d" * 40) if started else None
+    start = TrainingStart(tmp_path, 6, {"name": "mine"}, {}, {"swiglu": "fused"}, "d" * 40) if started else None
     monkeypatch.setattr(Workspace, "recipe_path", lambda self: ROOT / "policies" / "recipes" / "tiny.yaml")
     found, asked, case = drawn(monkeypatch, Plant(workspace, ledger), tmp_path, start)
     begun, baseline, candidate = asked
     plan, approved, *runs = found
-    work, compiled = tmp_path / "work", devices.compiled(workspace.root, "d" * 40) / "inductor" / "factory-kernels"
+    work, compiled = (
+        tmp_path / "work",
+        devices.compiled_code_folder(workspace.root, "d" * 40) / "inductor" / "factory-kernels",
+    )
     assert begun[1:] == (work / "plan", "mine" if started else "tiny") and plan.recipe_name == begun[2]
     assert [one.seconds for one in runs] == [100.0, 100.0] and baseline[1:] == candidate[1:] == (CASES[:2], TOOLS[:1])
     for side, folder in ((begun[0], "0"), (baseline[0], "1"), (approved, "")):
@@ -353,7 +358,7 @@ def test_failed_runs_are_attributed_to_their_side(
     expected: Any,
     sides: int,
 ) -> None:
-    start = Start(tmp_path, 6, {"name": "mine"}, {})
+    start = TrainingStart(tmp_path, 6, {"name": "mine"}, {})
     found, asked, _ = drawn(monkeypatch, Plant(workspace, ledger), tmp_path, start, **ends)
     assert len(asked) == sides and [side.folder.name for side, *_ in asked] == ["0", "1", "2", "3"][:sides]
     if not state:
@@ -393,7 +398,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     path, text = "trainer/a.py", "x = 1\ny = 2\n"
     code = compile(text, path, "exec")
     at = lambda line: {
-        (name_of(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
+        (code_name(code), i.offset) for i in dis.get_instructions(code) if i.positions and i.positions.lineno == line
     }
     same, far = (
         compare.CaseComparison(True, None),
@@ -409,7 +414,7 @@ def test_code_executed_by_the_op_checks_counts(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(matrix, "may_round_differently", lambda case: False)
     case: Any = SimpleNamespace(
         paths=[path],
-        changes=[Change(path, text.encode())],
+        changes=[FileChange(path, text.encode())],
         base_bytes=lambda _: None,
         work=tmp_path,
         progress=SILENT,

@@ -16,7 +16,7 @@ from factory.gates.patch.policy import ExploitsPolicy, OraclePolicy, PatchPolicy
 from factory.gates.patch.stages import exploits, training
 from factory.gates.patch.stages.oracle import HOSTILE, make_oracle_jobs
 from factory.gates.patch.stages.training import BASELINE, BRIEF_RUN_STEPS, CANDIDATE, MeasurementPlan, gate_recipe
-from factory.gates.training_start import Start
+from factory.gates.training_start import TrainingStart
 from tests.support.trainer.segments import recipe_with
 
 POLICY = TrainingPolicy(
@@ -92,7 +92,7 @@ def test_each_side_trains_with_what_its_code_says_of_how_a_step_is_computed(
         policy=PatchPolicy(training=TrainingPolicy(sequences=sequences)),
         workspace=SimpleNamespace(config=SimpleNamespace(recipe="tiny")), paths=paths,
     )  # fmt: skip
-    found = gate_recipe(case, Start(tmp_path, 6, trunk, {}), tmp_path)
+    found = gate_recipe(case, TrainingStart(tmp_path, 6, trunk, {}), tmp_path)
     assert found["compile"] == compiled and (found["batch"]["sequences"], found["batch"]["micro_sequences"]) == batch
     assert found["stability"] == trunk["stability"] | {"noise_scale_every": 0}
     assert all(found[key] == trunk[key] for key in trunk if key not in ("compile", "batch", "stability"))
@@ -130,7 +130,7 @@ def test_the_stage_trains_both_sides_some_steps_more_than_the_policys(
     monkeypatch.setattr(training, "compare_training", compare)
     sides = {"baseline": tmp_path / "base", "candidate": tmp_path / "patch"}
     case: Any = SimpleNamespace(
-        **sides, start=Start(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
+        **sides, start=TrainingStart(tmp_path, 6, {}, {}), work=tmp_path / "work", applied=SimpleNamespace(base="b", commit="c"), tries=3,
         paths=paths, policy=PatchPolicy(training=TrainingPolicy(steps=11)), plant="plant", subject="subject",
     )  # fmt: skip
     for _ in range(60):
@@ -157,7 +157,7 @@ def test_calls_are_drawn_anew_for_each_verdict() -> None:
     ]
     counts, first = set(), set()
     for seed in range(80):
-        jobs = exploits.calls(policy, ops, recipe, random.Random(seed))
+        jobs = exploits.make_exploit_calls(policy, ops, recipe, random.Random(seed))
         assert list(dict.fromkeys((job["op"], job["implementation"]) for job in jobs)) == [
             (op.op, op.after) for op in ops
         ]

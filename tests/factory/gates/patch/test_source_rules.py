@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from factory.gates.patch.source_rules import problems
-from factory.git.scope import Change
+from factory.gates.patch.source_rules import find_source_problems
+from factory.git.scope import FileChange
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, tells
 
@@ -65,7 +65,7 @@ FOUND = {  # source, after PYTHON → the lines that are found, with a word of e
 
 
 def found(path: str, text: str, base: str | None = None) -> list[Message]:
-    return problems(Change(path, text.encode()), None if base is None else base.encode())
+    return find_source_problems(FileChange(path, text.encode()), None if base is None else base.encode())
 
 
 @pytest.mark.parametrize("source", FOUND)
@@ -100,7 +100,7 @@ def test_only_new_findings_count(base: str | None, count: int) -> None:
 
 
 def test_a_file_that_is_gone_has_no_problem_and_one_that_is_not_python_has_one() -> None:
-    assert problems(Change("kernels/a.py", None), b"import os\n") == []
+    assert find_source_problems(FileChange("kernels/a.py", None), b"import os\n") == []
     (problem,) = found("kernels/a.py", "import os\nx = = 1\n")
     assert tells([problem], expect("patch.not_python"))
 

@@ -15,7 +15,7 @@ from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy
 from factory.gates.patch.session import PatchSession, TimedRun, train_timed_session
 from factory.gates.patch.stages import evals
-from factory.gates.training_start import Start, find_start
+from factory.gates.training_start import TrainingStart, find_training_start
 from factory.ledger.plant import Plant
 from factory.runs.arm import Arm
 from tests.support.factory.code_loop import Made, make
@@ -23,14 +23,14 @@ from tests.support.gates.reasons import expect, tells
 from trainer.contract.checkpoint import format as checkpoints
 
 
-def begun() -> tuple[Made, Start, dict[str, torch.Tensor]]:
+def begun() -> tuple[Made, TrainingStart, dict[str, torch.Tensor]]:
     made = make()
-    start = find_start(made.ledger)
+    start = find_training_start(made.ledger)
     assert start is not None
     return made, start, checkpoints.read_tensors(start.checkpoint, "model")
 
 
-def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[PatchSession, Start]:
+def session(folder: Path, wall_seconds: float = 300.0, **broken: Any) -> tuple[PatchSession, TrainingStart]:
     """A warm-up, a run of two steps, and one of four whose weights after three are wanted; ``broken``: of the second's specification."""
     made, start, origin = begun()
     base = {

@@ -166,9 +166,9 @@ def test_a_row_is_dropped_only_if_ingest_needs_its_unreadable_value(tmp_path: Pa
     assert [row["text"] for row in rows] == ["a", "b", "c", "d"] and rows[1]["score"] == 1.5
     assert [sorted(origin.unreadable) for origin in origins] == [["created", "score"], ["created"], [], ["score"]]
     for origin in origins:
-        origin.refuse(["text"])
+        origin.refuse_unreadable(["text"])
     with refused("reading.unreadable_value", BadRow, key="created"):
-        origins[0].refuse(["text", "created"])
+        origins[0].refuse_unreadable(["text", "created"])
 
 
 def test_columns_without_text_are_not_read(tmp_path: Path) -> None:

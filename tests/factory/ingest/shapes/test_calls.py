@@ -16,9 +16,9 @@ from factory.core.workspace import Workspace
 from factory.evals.contamination import check_contamination
 from factory.evals.policy import EvalPolicy
 from factory.ingest.chain import ShardReport
-from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, defused
+from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, break_special_tokens
 from factory.ingest.document import BadRow, normalise_content, parse_document
-from factory.ingest.shapes.chats import Notes
+from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ingest.tokenizer import SPECIAL, Tokenizer, template_shows_calls
 from factory.ledger.ledger import Ledger
@@ -50,8 +50,8 @@ ZURICH = json.dumps({"name": "get_weather", "arguments": {"town": "Zürich"}})
 HERMES_SYSTEM = f"You may call these: <tools> [{json.dumps(WEATHER)}] </tools>"
 
 
-def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tuple[list[dict[str, Any]], Notes]:
-    notes = Notes(plain)
+def turns_of(row: Any, ignore: tuple[str, ...] = (), plain: bool = False) -> tuple[list[dict[str, Any]], ReadingNotes]:
+    notes = ReadingNotes(plain)
     mapping = FieldMapping(files="*", ignore=list(ignore)) if ignore else None
     parsed = parse_document(json.loads(json.dumps(row)), "text", mapping, notes)
     return normalise_content(parsed.content, code=False)["messages"], notes
@@ -150,7 +150,7 @@ def test_ids_at_ingest_are_those_of_the_exported_template_and_only_the_assistant
     assert tokenizer.decode(ids[mask]) == learned
     answers = sum(turn["role"] == "assistant" and turn.get("weight") != 0 for turn in said)
     assert (ids[mask] == tokenizer.stop_token).sum() == answers
-    assert tokenizer.content(ids.astype(int), mask) == {"messages": said}, "a token shard gives the turns back"
+    assert tokenizer.decode_document(ids.astype(int), mask) == {"messages": said}, "a token shard gives the turns back"
 
 
 def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, hf: Any) -> None:
@@ -161,7 +161,7 @@ def test_the_tools_of_vllm_and_of_a_row_give_the_same_ids(tokenizer: Tokenizer, 
     assert tokenizer.encode_messages(said)[0][:-1].tolist() == served(hf, [ASKED, SAID], [filled])
     line = '{"type": "function", "function": {"name": "get_weather", "parameters": {"b": 1, "a": 2}, "strict": true}}'
     assert line in said[0]["content"].split("\n") and said[0]["role"] == "system"
-    assert codes(notes.said) == ["shapes.tools_listed"] and not notes.unread
+    assert codes(notes.messages) == ["shapes.tools_listed"] and not notes.unread_fields
 
 
 @pytest.mark.parametrize(
@@ -198,9 +198,9 @@ def test_odd_content_gives_the_same_ids_and_no_special_token(
     row = json.loads(json.dumps(messages))
     if as_text:
         row[2]["tool_calls"][0]["function"]["arguments"] = json.dumps(arguments)
-    notes = Notes()
+    notes = ReadingNotes()
     said = parse_document({"messages": row, "tools": [tool]}, "text", None, notes).content["messages"]
-    broken = [turn | {"content": defused(turn["content"])} for turn in said]
+    broken = [turn | {"content": break_special_tokens(turn["content"])} for turn in said]
     found = served(hf, messages, [tool])
     assert tokenizer.encode_messages(broken)[0][:-1].tolist() == found
     assert [token for token in found if token < 3] == [0, *[1, 2] * 4], "those of the frame alone"

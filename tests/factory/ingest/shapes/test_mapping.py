@@ -14,10 +14,10 @@ from factory.ingest.chain import ShardReport
 from factory.ingest.document import BadRow, parse_document
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.chats import Notes
+from factory.ingest.shapes.chats import ReadingNotes
 from factory.ingest.shapes.mapping import FieldMapping
 from factory.ledger.ledger import Ledger, documents, shards
-from factory.show.pages.provenance import of_document
+from factory.show.pages.provenance import trace_document
 from kernels.contract.message import Message
 from tests.support.factory.made_up_text import prose, use_policy
 from tests.support.messages import codes, refused, the
@@ -33,9 +33,9 @@ CHAT = [
 
 
 def parsed(**mapping: object) -> dict[str, object]:
-    notes = Notes()
+    notes = ReadingNotes()
     found = parse_document(MINE, "text", FieldMapping.model_validate({"files": "*", **mapping}), notes)
-    return {**vars(found), "unread": notes.unread}
+    return {**vars(found), "unread": notes.unread_fields}
 
 
 @pytest.mark.parametrize(
@@ -119,13 +119,13 @@ def test_a_column_that_no_row_has_is_named_with_the_nearest_and_nothing_is_store
         "shapes.no_row_has_column", InputError, column="body.wrods", place=0, key="text", pattern="mine*", near=near
     ):
         ingest(rows, "mine-1.jsonl")
-    assert not ledger.rows(sa.select(shards)) and not ledger.rows(sa.select(documents))
+    assert not ledger.select_rows(sa.select(shards)) and not ledger.select_rows(sa.select(documents))
     # the first mapping that matches counts alone, and a column that is always empty is one that there is
     use_policy(workspace, POLICY.replace("TEXT", '"{title}: {body.words}"'))
     report = ingest(rows, "mine-1.jsonl")
     assert report.counts["train"] + report.counts["held_out"] == 30 and report.counts["dropped"] == {"bad_json": 1}
     assert "shapes.unread" not in codes(said(report).data["parts"])
-    (row,) = of_document(ledger, "m7")
+    (row,) = trace_document(ledger, "m7")
     assert row["license"] == "MIT" and row["tokens"] > 100
     assert ingest([{"text": prose(100 + n), "where": "w"} for n in range(20)], "other.jsonl").counts["dropped"] == {}
 
@@ -173,10 +173,12 @@ def test_a_licence_that_holds_releases_back_is_reported_at_ingest(
     assert sum(one["documents"] for one in held.values()) == sum(not row["releasable"] for row in kept)
     line = the(said(report).data["parts"], "shapes.licence_unlisted")
     assert line.data["licence"] == "BSD" and line.endswith("'BSD': {train: true, release: true}")
-    allowed = DataPolicy.load(workspace.policy("data.yaml"))
+    allowed = DataPolicy.load(workspace.policy_path("data.yaml"))
     path = workspace.root / "policies" / "data.yaml"
     path.write_text(path.read_text().replace("  known:\n", "  known:\n    'BSD': {train: true, release: true}\n"))
-    assert not allowed.licences.of("BSD").release and DataPolicy.load(path).licences.of("BSD").release
+    assert (
+        not allowed.licences.find_licence("BSD").release and DataPolicy.load(path).licences.find_licence("BSD").release
+    )
 
 
 def test_the_example_of_the_documentation_is_a_policy(tmp_path: Path) -> None:

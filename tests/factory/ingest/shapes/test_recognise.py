@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.ingest.document import BadRow, content_sha256, normalise_content, parse_document, parse_json
-from factory.ingest.shapes.chats import MEANINGFUL, Notes
+from factory.ingest.document import BadRow, hash_content, normalise_content, parse_document, parse_json
+from factory.ingest.shapes.chats import MEANINGFUL, ReadingNotes
 from factory.ingest.shapes.mapping import FieldMapping
 from tests.support.messages import codes, refused
 
@@ -22,9 +22,9 @@ NO, RESULT = SAID | {"content": "No."}, {"role": "tool", "content": "3"}
 PARTS = [{"type": "text", "text": "Wh"}, {"type": "text", "text": "y?"}]
 
 
-def of(row: Any, **mapping: Any) -> tuple[Any, Notes]:
+def of(row: Any, **mapping: Any) -> tuple[Any, ReadingNotes]:
     """(the content of the document that a row is read as, the notes)."""
-    notes = Notes()
+    notes = ReadingNotes()
     parsed = parse_document(row, "text", FieldMapping(files="*", **mapping) if mapping else None, notes)
     return parsed.content.get("messages", parsed.content.get("text")), notes
 
@@ -67,7 +67,7 @@ SHAPES: list[tuple[str, dict[str, Any], Any, str]] = [
 def test_each_shape_is_read_as_that_document_and_reported(row: dict[str, Any], words: Any, code: str) -> None:
     found, notes = of(json.loads(json.dumps(row)))
     assert found == words
-    assert code in codes(notes.said) if code else not notes.said
+    assert code in codes(notes.messages) if code else not notes.messages
 
 
 def test_rows_of_the_contract_keep_their_content_hash() -> None:
@@ -77,7 +77,7 @@ def test_rows_of_the_contract_keep_their_content_hash() -> None:
         ({"messages": [SYSTEM, ASKED, SAID], "lang": "en"}, "69c275be"),
     ):
         content = normalise_content(parse_document(row, "text").content, code=False)
-        assert content_sha256(content)[:8] == sha256
+        assert hash_content(content)[:8] == sha256
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_ignored_fields_are_dropped_and_reported() -> None:
     row = {"messages": [ASKED, call, answer, SAID], "tools": [{}]}
     words, notes = of(row, ignore=["tools", "tool_calls", "tool_call_id"])
     assert words == [ASKED, {"role": "assistant", "content": "", "weight": 0}, {"role": "tool", "content": "3"}, SAID]
-    assert codes(notes.said) == ["shapes.ignored"] * 3
-    assert {one.data["name"] for one in notes.said} == {"tools", "tool_calls", "tool_call_id"}
+    assert codes(notes.messages) == ["shapes.ignored"] * 3
+    assert {one.data["name"] for one in notes.messages} == {"tools", "tool_calls", "tool_call_id"}
     with refused("shapes.field_not_shown", fields=["tool_call_id"]):
         of(row, ignore=["tools", "tool_calls"])
 
@@ -153,17 +153,17 @@ def test_unread_fields_do_not_drop_the_row_and_are_named() -> None:
         b'{"text": "a", "score": NaN, "big": ' + b"9" * 10_000 + b', "lang": "en", "none": null, "created": 1e400}'
     )
     words, notes = of(row)
-    assert words == "a" and notes.unread == {"score", "big", "lang"}
+    assert words == "a" and notes.unread_fields == {"score", "big", "lang"}
     _, notes = of({"messages": [ASKED | {"time": 3}, SAID]})
-    assert notes.unread == {"messages.time"}
+    assert notes.unread_fields == {"messages.time"}
 
 
 def test_a_number_can_be_a_source_and_a_list_of_licences_becomes_one() -> None:
-    notes = Notes()
+    notes = ReadingNotes()
     parsed = parse_document(
         {"text": "a", "source": 7, "license": ["MIT ", "MIT OR Zlib", "", "MIT "]}, "text", None, notes
     )
-    assert (parsed.source, parsed.license) == ("7", "MIT AND (MIT OR Zlib)") and len(notes.said) == 2
+    assert (parsed.source, parsed.license) == ("7", "MIT AND (MIT OR Zlib)") and len(notes.messages) == 2
 
 
 LEAVES = st.one_of(

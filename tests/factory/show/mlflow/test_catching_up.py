@@ -13,7 +13,7 @@ from factory.runs.arm import Arm
 from factory.runs.running import Runs
 from factory.show.catching_up import show_missing
 from factory.show.mlflow import registry
-from factory.show.mlflow.runs import ARM_SHOWN, ARMS, Tracking
+from factory.show.mlflow.runs import ARM_SHOWN, ARMS, MlflowTracking
 from factory.show.mlflow.store import open_client
 from tests.support.plants.release_scene import (
     add_candidate,
@@ -32,18 +32,18 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     plant = Plant(workspace, ledger, said := Said())
     rejected, good = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     add_verdict(ledger, rejected, "reject")
-    releases.release(plant, add_verdict(ledger, good))
+    releases.release_candidate(plant, add_verdict(ledger, good))
     show_missing(plant)
     client = open_client(workspace)
     version = registry.find_version(client, rejected, CandidateRow.get(ledger, rejected).export_sha256)
-    assert version and registry.aliases(client)["champion"] == "2"
+    assert version and registry.read_aliases(client)["champion"] == "2"
     client.delete_model_version(registry.MODEL, version.version)
-    client.delete_run(Tracking.open(plant).candidate_run(rejected))
+    client.delete_run(MlflowTracking.open(plant).candidate_run(rejected))
     better = add_candidate(workspace, ledger)
-    releases.release(plant, add_verdict(ledger, better, against=good))
+    releases.release_candidate(plant, add_verdict(ledger, better, against=good))
     for _ in range(3):
         show_missing(plant)
-    assert registry.aliases(client)["champion"] == "3"
+    assert registry.read_aliases(client)["champion"] == "3"
     assert len([line for line in said.lines if "Candidate 1 cannot be shown" in line]) == 1
 
 
@@ -95,19 +95,19 @@ def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
         )
         return found.info.status, found.data.tags
 
-    with runs.noted({runs.folder(arm): arm}) as ends:
+    with runs.record_rows({runs.folder(arm): arm}) as ends:
         show_missing(plant)
         assert open_client(workspace).get_experiment_by_name(ARMS) is None, "it still runs"
         ends[arm.key] = "exit 2: no data"
     show_missing(plant)
     status, tags = told()
     assert (status, tags["state"], tags["for"], tags["purpose"]) == ("FAILED", "failed", "segment:3", "certificate")
-    with runs.noted({runs.folder(arm): arm}) as ends:
+    with runs.record_rows({runs.folder(arm): arm}) as ends:
         ends[arm.key] = ""
     for _ in range(2):
         show_missing(plant)
     assert (told()[0], told()[1]["state"]) == ("FINISHED", "done")
-    run = Tracking.open(plant).place(f"arm:{arm.key}")
+    run = MlflowTracking.open(plant).place(f"arm:{arm.key}")
     assert run is not None
     client = open_client(workspace)
     assert client.get_run(run[0]).data.params["recipe.optimizer.lr"] == "0.01"

@@ -8,7 +8,7 @@ import pytest
 from factory.core.errors import InputError
 from factory.core.listening import is_loopback
 from factory.core.workspace import Workspace
-from factory.show.mlflow.login import login
+from factory.show.mlflow.login import make_login
 from factory.show.mlflow.store import mlflow_ui_command
 from tests.support.factory.command import factory
 from tests.support.messages import refused
@@ -24,12 +24,12 @@ def test_other_machines_need_a_login(workspace: Workspace) -> None:
     ]  # fmt: skip
     for name in ("../x", "a b", "a\nb", "x" * 61):
         with refused("login.bad_user", InputError):
-            login(workspace, name)
+            make_login(workspace, name)
 
 
 def test_the_password_is_made_once_and_is_nobody_elses(workspace: Workspace) -> None:
-    first, password = login(workspace, "ada")
-    again, _ = login(workspace, "ada")
+    first, password = make_login(workspace, "ada")
+    again, _ = make_login(workspace, "ada")
     assert first == again and len(first["MLFLOW_AUTH_ADMIN_PASSWORD"]) >= 32
     assert password.stat().st_mode & 0o777 == 0o600 and password.parent.stat().st_mode & 0o777 == 0o700
     assert first["MLFLOW_AUTH_ADMIN_PASSWORD"] not in " ".join(mlflow_ui_command(workspace, 5000, "0.0.0.0", first)[0])
@@ -39,7 +39,7 @@ def test_the_password_is_made_once_and_is_nobody_elses(workspace: Workspace) -> 
 def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
-    secrets, _ = login(workspace, "ada")
+    secrets, _ = make_login(workspace, "ada")
     command, environment = mlflow_ui_command(workspace, port, "127.0.0.1", secrets)
     address = f"http://127.0.0.1:{port}"
     assert not [word for word in command if "allowed" in word], "MLflow's own defaults, which are for loopback"
@@ -57,7 +57,7 @@ def test_a_server_lets_in_who_has_the_password(workspace: Workspace) -> None:
 def test_people_reach_it_by_its_names_and_by_no_other(workspace: Workspace) -> None:
     with_store(workspace)
     port = free_port()
-    secrets, _ = login(workspace, "ada")
+    secrets, _ = make_login(workspace, "ada")
     ada = ("ada", secrets["MLFLOW_AUTH_ADMIN_PASSWORD"])
     names = ["gpu-box", "192.168.1.5", "8.8.8.8", "fd00::5", "https://mlflow.example.org"]
     command, environment = mlflow_ui_command(workspace, port, "0.0.0.0", secrets, names)

@@ -11,7 +11,7 @@ from mlflow.server.security_utils import is_allowed_host_header, should_block_co
 from factory.cli import look
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.show.mlflow.names import Name, mlflow_server_options, names_of_this_machine, server_names
+from factory.show.mlflow.names import HostName, mlflow_server_options, names_of_this_machine, server_names
 from factory.show.mlflow.runs import CANDIDATES
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
@@ -21,7 +21,7 @@ from tests.support.plants.release_scene import with_store
 PORT = 5000
 
 
-def lets_in(names: list[Name], host: str, origin: str) -> bool:
+def lets_in(names: list[HostName], host: str, origin: str) -> bool:
     """Does MLflow take a change from a page of ``origin``, sent to ``host``?"""
     _, hosts, _, origins = mlflow_server_options(names, PORT)
     return is_allowed_host_header(hosts.split(","), host) and not should_block_cors_request(
@@ -50,7 +50,7 @@ def lets_in(names: list[Name], host: str, origin: str) -> bool:
     ],
 )
 def test_a_name_lets_in_who_uses_it(name: str, host: str, origin: str, address: str) -> None:
-    names = [Name.parse(name), Name.parse("another")]
+    names = [HostName.parse(name), HostName.parse("another")]
     assert lets_in(names, host, origin) and names[0].address(PORT) == address
     for own in ("localhost", "localhost:5000", "127.0.0.1:1234", "[::1]:5000"):
         assert lets_in(names, own, f"http://{own}")
@@ -64,7 +64,7 @@ def test_a_name_lets_in_who_uses_it(name: str, host: str, origin: str, address: 
 )  # fmt: skip
 def test_an_invalid_name_is_refused(name: str) -> None:
     with refused("names.no_host", InputError):
-        Name.parse(name)
+        HostName.parse(name)
 
 
 def test_without_a_name_it_is_this_machine_unless_it_listens_on_loopback() -> None:

@@ -16,14 +16,14 @@ from factory.backups.backups import make_backup
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
-from factory.ledger.rows import ReleaseRow, SegmentRow, champion
-from factory.release.serving import served
+from factory.ledger.rows import ReleaseRow, SegmentRow, find_champion
+from factory.release.serving import read_published_note
 from factory.repairs.mending import repair_all
 from factory.show.catching_up import show_missing
 from factory.show.mlflow import outages
-from factory.show.mlflow.outages import TrackingError, shown
+from factory.show.mlflow.outages import TrackingError, try_to_show
 from factory.show.mlflow.registry import CHAMPION, MODEL
-from factory.show.mlflow.runs import Tracking
+from factory.show.mlflow.runs import MlflowTracking
 from factory.show.mlflow.store import open_client
 from tests.support.factory.shown import reconcile, release
 from tests.support.messages import codes, refused
@@ -62,21 +62,21 @@ def test_a_server_that_does_not_answer_costs_one_limit_and_is_left_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     uri, taken = silent_server
-    monkeypatch.setitem(outages._servers, uri, outages.TrackingServer(limit=0.5))
+    monkeypatch.setitem(outages._servers, uri, outages.TrackingServer(request_limit=0.5))
     workspace = replace(workspace, config=replace(workspace.config, mlflow_uri=uri))
     number = add_candidate(workspace, ledger)
-    tracking, said = Tracking.open(Plant(workspace, ledger)), Said()
+    tracking, said = MlflowTracking.open(Plant(workspace, ledger)), Said()
     for _ in range(20):
-        assert shown(said.line, lambda: tracking.candidate_run(number)) is None
+        assert try_to_show(said.line, lambda: tracking.candidate_run(number)) is None
     assert len(taken) == 1, "it is asked once and then left alone"
     assert codes(said.lines) == ["outages.away"]
     with refused("outages.no_answer", TrackingError):
         tracking.candidate_run(number)
     server = outages._servers[uri]
-    assert server.limit == 1.0 and server.rests_until > time.monotonic()
-    server.rests_until = 0.0  # the time has passed
-    assert shown(said.line, lambda: tracking.candidate_run(number)) is None
-    assert len(taken) == 2 and server.limit == 2.0
+    assert server.request_limit == 1.0 and server.pause_until > time.monotonic()
+    server.pause_until = 0.0  # the time has passed
+    assert try_to_show(said.line, lambda: tracking.candidate_run(number)) is None
+    assert len(taken) == 2 and server.request_limit == 2.0
 
 
 def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
@@ -92,8 +92,8 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     number = release(plant, verdict)
     row = ReleaseRow.get(ledger, number)
     assert (row.state, row.mlflow_version) == ("published", None)
-    best = champion(ledger)
-    assert best and best.number == number and (served(workspace) or {})["release"] == number
+    best = find_champion(ledger)
+    assert best and best.number == number and (read_published_note(workspace) or {})["release"] == number
     outage = [line for line in said.lines if codes([line]) == ["outages.away"]]
     assert len(outage) == 1 and outage[0].data["reason"].data["advice"].code == "outages.damaged"
     assert reconcile(Plant(workspace, ledger, said)) == []
@@ -128,7 +128,7 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     with ledger.begin() as tx:
         tx.execute(segments.update().values(state="done"))
     show_missing(Plant(workspace, ledger))
-    run = Tracking.open(Plant(workspace, ledger)).segment_run
+    run = MlflowTracking.open(Plant(workspace, ledger)).segment_run
     segment = SegmentRow.get(ledger, 1)
     first = run(segment)
     assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
@@ -159,11 +159,11 @@ def test_a_moved_workspace_has_its_artifacts(workspace: Workspace, ledger: Ledge
     assert run.info.artifact_uri.startswith(moved.mlflow_artifacts.as_uri())
     assert "report.html" in {one.path for one in client.list_artifacts(version.run_id)}
     again = Ledger.open(moved.ledger_url, moved.root)
-    assert reconcile(Plant(moved, again)) == [] and (served(moved) or {})["release"] == number
+    assert reconcile(Plant(moved, again)) == [] and (read_published_note(moved) or {})["release"] == number
 
 
 def test_other_errors_are_no_outage(workspace: Workspace, ledger: Ledger) -> None:
-    tracking = Tracking.open(Plant(with_store(workspace), ledger))
+    tracking = MlflowTracking.open(Plant(with_store(workspace), ledger))
     act: Callable[[], object] = lambda: tracking.candidate_run(9)
     with pytest.raises(Exception, match="no candidate 9"):
-        shown(print, act)
+        try_to_show(print, act)

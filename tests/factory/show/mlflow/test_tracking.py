@@ -21,10 +21,10 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals, tracked_runs, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.show.mlflow.metrics_follower import clean_metric_key, numbers
-from factory.show.mlflow.runs import SUBJECT, Tracking, _params
-from factory.show.mlflow.store import TrackingError, flush, open_client
-from factory.show.pages.release_facts import flatten
+from factory.show.mlflow.metrics_follower import clean_metric_key, flatten_numbers
+from factory.show.mlflow.runs import SUBJECT, MlflowTracking, _params
+from factory.show.mlflow.store import TrackingError, flush_store, open_client
+from factory.show.pages.release_facts import flatten_keys
 from tests.support.factory.command import FORKS
 from tests.support.messages import codes
 from tests.support.patience import PATIENCE_S
@@ -38,18 +38,18 @@ def _opens(root: Path, out: Path, ready: Barrier) -> None:
     workspace = Workspace.open(root)
     ledger = Ledger.open(workspace.ledger_url)
     ready.wait(PATIENCE_S)
-    print(Tracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)), flush=True)
+    print(MlflowTracking.open(Plant(workspace, ledger)).segment_run(SegmentRow.get(ledger, 1)), flush=True)
 
 
 @pytest.fixture
-def tracking(workspace: Workspace, ledger: Ledger) -> Tracking:
-    return Tracking.open(Plant(with_store(workspace), ledger))
+def tracking(workspace: Workspace, ledger: Ledger) -> MlflowTracking:
+    return MlflowTracking.open(Plant(with_store(workspace), ledger))
 
 
-def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Ledger, tracking: Tracking) -> None:
+def test_who_flushes_the_store_keeps_its_locks(workspace: Workspace, ledger: Ledger, tracking: MlflowTracking) -> None:
     """Another process that closes it is not the last one, and leaves the log in which the next rows go."""
     run = tracking.segment_run(add_segment(workspace, ledger))
-    flush(workspace)
+    flush_store(workspace)
     file = workspace.root / "mlflow.db"
     closes = f"import sqlite3; db = sqlite3.connect({str(file)!r}); db.execute('SELECT COUNT(*) FROM runs').fetchone(); db.close()"
     subprocess.run([sys.executable, "-c", closes], check=True)
@@ -71,7 +71,7 @@ def test_processes_that_start_at_once_make_one_store_and_one_run(
     for process in started:
         process.start()
     ready.wait(PATIENCE_S)
-    tracking = Tracking.open(Plant(workspace, ledger))
+    tracking = MlflowTracking.open(Plant(workspace, ledger))
     ours = tracking.segment_run(segment)
     for process in started:
         process.join(PATIENCE_S)
@@ -94,11 +94,11 @@ def test_a_broken_store_is_a_clear_error_at_once(workspace: Workspace, monkeypat
 
 
 def test_segment_run_carries_the_recipe_and_lineage_once(
-    tracking: Tracking, ledger: Ledger, workspace: Workspace
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
     run = tracking.segment_run(segment)
-    assert tracking.segment_run(segment) == run == Tracking.open(Plant(workspace, ledger)).segment_run(segment)
+    assert tracking.segment_run(segment) == run == MlflowTracking.open(Plant(workspace, ledger)).segment_run(segment)
     data = tracking.client.get_run(run).data
     assert data.params["model.d_model"] == "64" and data.params["phases"] == "[0.5, 0.5]"
     assert data.tags["data_plan"] == "p" * 64 and data.tags["mlflow.source.git.commit"] == "c" * 40
@@ -107,29 +107,31 @@ def test_segment_run_carries_the_recipe_and_lineage_once(
     assert tracking.client.get_run(run).info.status == "FINISHED"
 
 
-def test_a_run_made_just_before_a_kill_is_found_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_a_run_made_just_before_a_kill_is_found_again(
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
+) -> None:
     segment = add_segment(workspace, ledger)
     run = tracking.segment_run(segment)
     with ledger.begin() as tx:  # as if killed between MLflow's commit and the ledger's
         tx.execute(tracked_runs.delete())
-    assert Tracking.open(Plant(workspace, ledger)).segment_run(segment) == run
+    assert MlflowTracking.open(Plant(workspace, ledger)).segment_run(segment) == run
 
 
-def test_a_deleted_store_gets_everything_again(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_a_deleted_store_gets_everything_again(tracking: MlflowTracking, ledger: Ledger, workspace: Workspace) -> None:
     candidate = add_candidate(workspace, ledger)
     tracking.candidate_run(candidate)
     elsewhere = Workspace(workspace.root, type(workspace.config)(mlflow_uri=f"sqlite:///{workspace.root}/other.db"))
     (workspace.root / "other.db").write_bytes((with_store(workspace).root / "mlflow.db").read_bytes())
-    again = Tracking.open(Plant(elsewhere, ledger))
+    again = MlflowTracking.open(Plant(elsewhere, ledger))
     assert again.client.get_run(again.candidate_run(candidate)).data.metrics["bpb/code"] == 2.1
 
 
-def history(tracking: Tracking, run: str, key: str = "loss/all") -> list[tuple[int, float]]:
+def history(tracking: MlflowTracking, run: str, key: str = "loss/all") -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in tracking.client.get_metric_history(run, key)]
 
 
 def test_follower_sees_lines_as_they_come_each_step_once(
-    tracking: Tracking, ledger: Ledger, workspace: Workspace
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
     path = Path(segment.folder) / "metrics.jsonl"
@@ -147,13 +149,13 @@ def test_follower_sees_lines_as_they_come_each_step_once(
     assert history(tracking, run) == [(s, json.loads(metrics_line(s))["loss"]) for s in range(4)]
 
     write_metrics(path, 4, 6)
-    restarted = Tracking.open(Plant(workspace, ledger)).follow_segment(segment)
+    restarted = MlflowTracking.open(Plant(workspace, ledger)).follow_segment(segment)
     assert restarted.poll() == 2, "a new process goes on where MLflow stands"
     assert [step for step, _ in history(tracking, run, "loss/docs")] == list(range(6))
 
 
 def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
-    tracking: Tracking, ledger: Ledger, workspace: Workspace
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     segment = add_segment(workspace, ledger)
     path = Path(segment.folder) / "metrics.jsonl"
@@ -168,7 +170,7 @@ def test_a_resumed_trainer_that_cut_its_file_back_adds_nothing_twice(
     assert [step for step, _ in history(tracking, tracking.segment_run(segment))] == list(range(70))
 
 
-def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_hostile_metrics_do_not_stop_the_others(tracking: MlflowTracking, ledger: Ledger, workspace: Workspace) -> None:
     segment = add_segment(workspace, ledger)
     path = Path(segment.folder) / "metrics.jsonl"
     many = {f"loss/domain {i}": float(i) for i in range(2500)}
@@ -197,7 +199,7 @@ def test_hostile_metrics_do_not_stop_the_others(tracking: Tracking, ledger: Ledg
 
 
 def test_a_locked_store_never_stops_training_and_is_reported_once(
-    tracking: Tracking, ledger: Ledger, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segment = add_segment(workspace, ledger)
     write_metrics(Path(segment.folder) / "metrics.jsonl", 0, 10)
@@ -215,7 +217,7 @@ def test_a_locked_store_never_stops_training_and_is_reported_once(
     assert len(said) == 2 and "locked" in said[0] and codes(said) == ["outages.away", "outages.back"]
 
 
-def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_candidate_run_has_the_evaluation_once(tracking: MlflowTracking, ledger: Ledger, workspace: Workspace) -> None:
     candidate = add_candidate(workspace, ledger)
     run = tracking.candidate_run(candidate)
     assert tracking.candidate_run(candidate) == run
@@ -228,7 +230,7 @@ def test_candidate_run_has_the_evaluation_once(tracking: Tracking, ledger: Ledge
 
 
 def test_proposal_run_shows_verdict_evidence_and_report(
-    tracking: Tracking, ledger: Ledger, workspace: Workspace
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
 ) -> None:
     report = workspace.reports / "proposal-1.html"
     report.write_text("<!doctype html><title>1</title>")
@@ -253,9 +255,13 @@ def test_proposal_run_shows_verdict_evidence_and_report(
 
 
 def test_flatten_and_numbers_and_keys() -> None:
-    assert flatten({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
+    assert flatten_keys({"a": {"b": [1], "c": None}, "d": 2}) == {"a.b": "[1]", "a.c": None, "d": 2}
     assert _params({"weights": {"*": 0.1}}) == {"weights.others": 0.1}, "MLflow refuses a * in a name"
-    assert numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {"a/b": 1.0, "a/c": 1.0, "f": 2.5}
+    assert flatten_numbers({"a": {"b": 1, "c": True, "d": "x", "e": [1]}, "f": 2.5}) == {
+        "a/b": 1.0,
+        "a/c": 1.0,
+        "f": 2.5,
+    }
     assert [clean_metric_key(k) for k in ("loss/code", "/x", "a//b", "..", "é$")] == [
         "loss/code",
         "_x",
@@ -265,9 +271,11 @@ def test_flatten_and_numbers_and_keys() -> None:
     ]
 
 
-def test_only_the_stores_own_connections_flush_less(tracking: Tracking, ledger: Ledger, workspace: Workspace) -> None:
+def test_only_the_stores_own_connections_flush_less(
+    tracking: MlflowTracking, ledger: Ledger, workspace: Workspace
+) -> None:
     tracking.client.search_experiments()
-    assert Ledger.open(ledger.url).rows(sa.text("PRAGMA synchronous")) == [{"synchronous": 2}]
+    assert Ledger.open(ledger.url).select_rows(sa.text("PRAGMA synchronous")) == [{"synchronous": 2}]
     other = sa.create_engine(f"sqlite:///{workspace.root / 'mlflow.db'}")
     with other.connect() as connection:
         assert connection.execute(sa.text("PRAGMA synchronous")).scalar() == 2

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from scipy.special import stdtrit
 
-from agents.core.pages import number, text
+from agents.core.pages import html_text, number_text
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import (
     Ledger,
@@ -28,9 +28,9 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.show.pages import proposal_report
-from factory.show.pages.pictures import bars, curves, draw_intervals
-from factory.show.pages.release_pictures import files
-from factory.show.pages.release_report import release_report
+from factory.show.pages.pictures import draw_bars, draw_curves, draw_intervals
+from factory.show.pages.release_pictures import draw_pictures
+from factory.show.pages.release_report import render_report
 from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}
@@ -112,7 +112,7 @@ def test_release_report_says_everything_the_ledger_knows(ledger: Ledger, candida
     with ledger.begin() as tx:
         row = {"number": 7, "candidate": candidate, "verdict": verdict, "state": "decided", "approved_by": "ada"}
         tx.execute(releases.insert().values(created_at=1.0, **row))
-    words = read(release_report(ledger, candidate))
+    words = read(render_report(ledger, candidate))
     for expected in (
         "Release 7", "promote", "bpb over all domains fell by 0.12", "ada", "absolute floors",
         "2.100", "2.900", "3.400", "33.0 %", "✓ tokenizer", "✗ smoke", "did not stop by itself; its code parses",
@@ -134,7 +134,7 @@ def test_a_comparison_shows_the_champion_and_the_intervals(
     gain = {"gain": 0.12, "error": 0.02 / 1.959964, "clusters": 10**6, "effective": 1e6}
     with ledger.begin() as tx:
         tx.execute(verdicts.update().values(evidence={"target": gain, "guards": {"code": gain, "docs": None}}))
-    words = read(release_report(ledger, second))
+    words = read(render_report(ledger, second))
     assert "candidate 1" in words and "1.912" in words and "2.100" in words
     assert words.count("+0.1200 (+0.1000 … +0.1400)") == 2
 
@@ -165,7 +165,7 @@ def test_the_first_screen_answers_what_a_release_manager_asks(
                 key="d", row=0, fate="train", token_shard="t" * 64, supervised_tokens=9000, license="MIT", **key
             )
         )
-    words = read(release_report(ledger, second))
+    words = read(render_report(ledger, second))
     glance = words[: words.index("Gain over the champion")]
     for expected in (
         "Better code 2.120 → 2.000 bits per byte", "Worse docs 2.000 → 2.100 bits per byte", "Not shown cloze 30.0 % → 31.0 % right",
@@ -175,11 +175,11 @@ def test_the_first_screen_answers_what_a_release_manager_asks(
         assert expected in glance, expected
     with ledger.begin() as tx:
         tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(outcome="hold"))
-    assert "The reasons are below." in read(release_report(ledger, second))
+    assert "The reasons are below." in read(render_report(ledger, second))
     todo = "To do: train on ('factory run')."
     with ledger.begin() as tx:
         tx.execute(verdicts.update().where(verdicts.c.id == verdict).values(reasons=[todo, "Not shown to be better."]))
-    assert f"Nothing is released. {todo} " in read(release_report(ledger, second))
+    assert f"Nothing is released. {todo} " in read(render_report(ledger, second))
 
 
 def test_pictures_are_files_with_the_interval_of_each_level(
@@ -191,7 +191,7 @@ def test_pictures_are_files_with_the_interval_of_each_level(
         for number, nats in enumerate((10.0, 12.0, 14.0, 16.0)):
             item = {"task": "bpb", "item": f"s{number}:1", "domain": "code", "cluster": f"s{number}", "value": nats}
             tx.execute(eval_items.insert().values(evaluation=1, weight=10.0, **item))
-    made = files(ledger, candidate)
+    made = draw_pictures(ledger, candidate)
     assert set(made) == {"bits_per_byte.svg", "loss.svg"}, "nothing to gain over"
     for svg in made.values():
         assert ElementTree.fromstring(svg).tag == "{http://www.w3.org/2000/svg}svg"
@@ -210,13 +210,13 @@ def test_missing_measurements_and_files_are_left_out_of_the_report(
     with ledger.begin() as tx:
         tx.execute(sa.text("DELETE FROM eval_items"))
         tx.execute(evaluations.delete())
-    words = read(release_report(ledger, candidate))
+    words = read(render_report(ledger, candidate))
     assert "Candidate 1 not judged" in words and "Bits per byte" not in words and "Checks" not in words
     assert "Training loss" not in words
 
 
 def test_hostile_text_is_text(ledger: Ledger, candidate: int) -> None:
-    made = release_report(ledger, candidate)
+    made = render_report(ledger, candidate)
     words = read(made)
     assert "<script>alert(1)</script>" in words and "&lt;script&gt;alert(1)" in made
     assert "\x1b" not in made and "\u202e" not in made and "onerror=alert(2)&gt;" in made
@@ -228,7 +228,7 @@ def test_broken_files_and_odd_shapes_do_not_stop_a_report(workspace: Workspace, 
     odd = {"bpb": {"code": None, "<b>": float(3)}, "samples": {"no": "list"}, "cloze": [], "parity": {"x": False}}
     with ledger.begin() as tx:
         tx.execute(evaluations.update().values(summary=odd))
-    words = read(release_report(ledger, candidate))
+    words = read(render_report(ledger, candidate))
     assert "3.000" in words and "✗ x" in words
 
 
@@ -253,7 +253,7 @@ def test_proposal_report_shows_hypothesis_stages_and_patch() -> None:
         "largest_error": 3.2e-6,
         "stage_seconds": 4.5,
     }
-    made = proposal_report.page(stages(scope=scope, step_timing=timing))
+    made = proposal_report.render_proposal(stages(scope=scope, step_timing=timing))
     words = read(made)
     for expected in ("Proposal 3: fuse <loss>", "reject", "within the noise", "31 %", "1.180×", "in scope", "4.5"):
         assert expected in words, expected
@@ -273,7 +273,7 @@ def test_proposal_report_shows_hypothesis_stages_and_patch() -> None:
 def test_a_repeated_measurement_stands_beside_the_first() -> None:
     first = {"state": "passed", "reasons": ["a"], "drift": 0.125, "seconds": {"baseline": [1.5, 2.5]}, "noise": 0.5}
     again = {"state": "passed", "reasons": ["b"], "drift": 0.25, "seconds": {"baseline": [3.5, 4.5]}}
-    made = proposal_report.page(stages(training=first | {"again": again}))
+    made = proposal_report.render_proposal(stages(training=first | {"again": again}))
     words = read(made)
     assert "first again drift 0.125 0.25 " in words
     assert "baseline 1.5, 2.5 baseline 3.5, 4.5" in words and "noise 0.5 –" in words
@@ -284,7 +284,9 @@ def test_a_repeated_measurement_stands_beside_the_first() -> None:
 @given(st.recursive(st.none() | st.booleans() | st.floats() | st.text(max_size=8) | st.integers(),
                     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3)))  # fmt: skip
 def test_a_proposal_report_takes_measurements_of_any_shape(value: Any) -> None:
-    assert "Proposal 3" in read(proposal_report.page(stages(oracle={"state": "passed", "reasons": [], "found": value})))
+    assert "Proposal 3" in read(
+        proposal_report.render_proposal(stages(oracle={"state": "passed", "reasons": [], "found": value}))
+    )
 
 
 @settings(max_examples=60, deadline=None)
@@ -292,9 +294,9 @@ def test_a_proposal_report_takes_measurements_of_any_shape(value: Any) -> None:
 @example("http://elsewhere url(x)")
 def test_any_text_is_carried_as_text(words: str) -> None:
     hostile = {"title": words, "hypothesis": words, "patch": words, "reasons": [words], "agent": words}
-    made = proposal_report.page(FACTS | hostile)
+    made = proposal_report.render_proposal(FACTS | hostile)
     shown = read(made)
-    assert "<" not in text(words) and made.count("<script") == 0
+    assert "<" not in html_text(words) and made.count("<script") == 0
     assert " ".join(words.split()).replace("\x00", "\ufffd") in shown or not words.isprintable()
 
 
@@ -308,8 +310,8 @@ def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: di
     big = lambda value: abs(value) > 1e100
     values = {name: value for name, value in values.items() if not big(value)}
     drawn = [
-        curves({"all": points}),
-        bars({"<g>": values}, list(values)),
+        draw_curves({"all": points}),
+        draw_bars({"<g>": values}, list(values)),
         draw_intervals({n: (v, v, v) for n, v in values.items()}),
     ]
     made = "".join(drawn)
@@ -318,4 +320,4 @@ def test_pictures_take_any_numbers(points: list[tuple[float, float]], values: di
 
 
 def test_number_says_what_is_missing() -> None:
-    assert [number(v) for v in (None, float("nan"), True, 1234567, 1.5)] == ["–", "–", "–", "1,234,567", "1.500"]
+    assert [number_text(v) for v in (None, float("nan"), True, 1234567, 1.5)] == ["–", "–", "–", "1,234,567", "1.500"]

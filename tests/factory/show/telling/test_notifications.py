@@ -22,15 +22,15 @@ import pytest
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.duties.runner import run
-from factory.ledger.ledger import Ledger, anomalies, record
+from factory.duties.runner import run_daemon
+from factory.ledger.ledger import Ledger, anomalies, record_event
 from factory.ledger.plant import Plant
-from factory.ledger.reader import Reader
+from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import Subject
-from factory.release.approvals import reject
+from factory.release.approvals import record_rejection
 from factory.show.telling.delivery import Notifier
-from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, receivers
-from factory.status.waiting import ACTION_FAILED, waiting
+from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
+from factory.status.waiting import ACTION_FAILED, list_waiting_for_person
 from tests.support.factory.command import FORKS
 from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_candidate, add_verdict, approval
@@ -98,7 +98,7 @@ def write_policy(workspace: Workspace, **keys: Any) -> None:
 def happens(ledger: Ledger, *kinds: str) -> None:
     with ledger.begin() as tx:
         for kind in kinds:
-            record(tx, kind, "daemon", {"what": "judge 1", "error": "no space", "failures": 1})
+            record_event(tx, kind, "daemon", {"what": "judge 1", "error": "no space", "failures": 1})
 
 
 def subjects(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -107,7 +107,7 @@ def subjects(messages: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def test_by_default_nobody_is_told_and_nothing_is_written(workspace: Workspace, ledger: Ledger) -> None:
     happens(ledger, ACTION_FAILED)
-    Notifier(Plant(workspace, ledger, Said())).look()
+    Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert not (workspace.root / "notified.json").exists()
 
 
@@ -119,20 +119,20 @@ def test_what_is_told_in_order_from_now_on_and_signed(
     write_policy(workspace, webhook=hook.url)
     happens(ledger, ACTION_FAILED)  # before anybody was to be told
     notifier = Notifier(Plant(workspace, ledger, Said()))
-    notifier.look()
+    notifier.deliver_new_events()
     assert hook.got == []
     add_candidate(workspace, ledger)
     verdict = add_verdict(ledger, 1)
     with ledger.begin() as tx:
-        record(tx, "judged", Subject("candidate", 1), {"verdict": verdict, "outcome": "promote"})
-        record(tx, "evaluated", Subject("candidate", 1), {})  # nothing to tell
+        record_event(tx, "judged", Subject("candidate", 1), {"verdict": verdict, "outcome": "promote"})
+        record_event(tx, "evaluated", Subject("candidate", 1), {})  # nothing to tell
         tx.execute(anomalies.insert().values(segment=1, step=7, kind="loss_spike", detail={}))
-        record(tx, "segment_done", Subject("segment", 1), {"loss": float("nan")})
-        record(tx, "segment_failed", Subject("segment", 99), {})  # there is no such segment
+        record_event(tx, "segment_done", Subject("segment", 1), {"loss": float("nan")})
+        record_event(tx, "segment_failed", Subject("segment", 99), {})  # there is no such segment
     happens(ledger, ACTION_FAILED, "works_again")
-    notifier.look()
-    reject(Plant(workspace, ledger), verdict, "ada", "too early")
-    notifier.look()
+    notifier.deliver_new_events()
+    record_rejection(Plant(workspace, ledger), verdict, "ada", "too early")
+    notifier.deliver_new_events()
     assert subjects(hook.got) == [
         ("judged", "candidate:1"), ("segment_done", "segment:1"), ("segment_failed", "segment:99"), ("action_failed", "daemon"),
         ("works_again", "daemon"), ("rejected", "verdict:1"),
@@ -148,7 +148,7 @@ def test_what_is_told_in_order_from_now_on_and_signed(
     assert [int(sent["X-Factory-Event"]) for sent in hook.headers] == sorted({m["id"] for m in hook.got})
     write_policy(workspace, webhook=hook.url, kinds=["release"])
     happens(ledger, ACTION_FAILED)
-    notifier.look()
+    notifier.deliver_new_events()
     assert len(hook.got) == 6
 
 
@@ -160,12 +160,12 @@ def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
     said = Said()
     notifier = Notifier(Plant(workspace, ledger, said))
     write_policy(workspace, webhook=hook.url, command=words)
-    notifier.look()
+    notifier.deliver_new_events()
     happens(ledger, ACTION_FAILED, ACTION_FAILED, "works_again")
     write_policy(workspace, webhook=hook.url, timeout_seconds=1.0, command=words)
     hook.answers = [500, 302, NEVER_S, 200, 503]
     for _ in range(3):
-        notifier.look()
+        notifier.deliver_new_events()
         assert hook.got == []
         time.sleep(0.05)
     failures = [
@@ -175,10 +175,12 @@ def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
     ]
     assert codes(failures)[:2] == ["telling.receiver_failed", "telling.slow"]
     assert failures[0].data["reason"].endswith("500") and failures[1].data["seconds"] == 1.0
-    waits = the([one["what"] for one in waiting(workspace, Reader(workspace))], "waiting.notifications")
+    waits = the(
+        [one["what"] for one in list_waiting_for_person(workspace, LedgerReader(workspace))], "waiting.notifications"
+    )
     assert waits.data["receiver"] == "webhook" and waits.data["reason"].startswith("the webhook at 127.0.0.1 ")
     for _ in range(3):
-        notifier.look()
+        notifier.deliver_new_events()
         time.sleep(0.05)
     assert subjects(hook.got) == [("action_failed", "daemon")] * 2 + [("works_again", "daemon")]
     assert len({message["id"] for message in hook.got}) == 3 and "telling.works_again" in codes(said.lines)
@@ -186,14 +188,16 @@ def test_a_receiver_that_fails_gets_the_same_message_again_and_holds_up_nobody(
         len(told.read_text().splitlines() if told.exists() else []) < 3
     ):  # a busy machine may need longer for it than the limit
         write_policy(workspace, webhook=hook.url, command=words, timeout_seconds=30.0)
-        notifier.look()
+        notifier.deliver_new_events()
         time.sleep(0.05)
     ids = [json.loads(line)["id"] for line in told.read_text().splitlines()]
     assert sorted(set(ids)) == ids[-3:] == [message["id"] for message in hook.got]
-    assert "waiting.notifications" not in codes(one["what"] for one in waiting(workspace, Reader(workspace)))
+    assert "waiting.notifications" not in codes(
+        one["what"] for one in list_waiting_for_person(workspace, LedgerReader(workspace))
+    )
     hook.close()
     happens(ledger, ACTION_FAILED)
-    notifier.look()
+    notifier.deliver_new_events()
     assert "ConnectionRefusedError" in said.lines[-1]
 
 
@@ -205,11 +209,11 @@ def test_a_command_that_fails_hangs_or_is_not_there(workspace: Workspace, ledger
         "cannot be run: No such file": ["no-such-program-anywhere"],
     }
     write_policy(workspace, command=["true"])
-    Notifier(Plant(workspace, ledger, said)).look()
+    Notifier(Plant(workspace, ledger, said)).deliver_new_events()
     happens(ledger, ACTION_FAILED)
     for why, words in cases.items():
         write_policy(workspace, command=words, timeout_seconds=1.0)
-        Notifier(Plant(workspace, ledger, said)).look()
+        Notifier(Plant(workspace, ledger, said)).deliver_new_events()
         assert why in said.lines[-1], said.lines
     with pytest.raises(ProcessLookupError):
         os.kill(int(child.read_text()), 0)
@@ -247,11 +251,11 @@ def test_apprise_tells_a_server_and_sends_mail(
         mail = f"mailto://127.0.0.1:{port}?smtp=127.0.0.1&from=factory@example.org&to=team@example.org"
         write_policy(workspace, receivers={"chat": f"json://{at}&:room=$ROOM", "mail": mail}, timeout_seconds=60.0)
         notifier = Notifier(Plant(workspace, ledger, said := Said()))
-        notifier.look()
+        notifier.deliver_new_events()
         happens(ledger, ACTION_FAILED, "works_again")
         hook.answers = [302, 500]
         for _ in range(3):
-            notifier.look()
+            notifier.deliver_new_events()
             time.sleep(0.05)
     assert [sent["title"] for sent in hook.got] == ["workspace: judge 1 failed", "workspace: judge 1 works again"], (
         said.lines
@@ -288,17 +292,17 @@ def test_a_secret_stands_in_no_log_no_words_and_no_file(
         workspace, receivers={f"r{number}": address for number, address in enumerate(cases)}, timeout_seconds=60.0
     )
     notifier = Notifier(Plant(workspace, ledger, said := Said()))
-    notifier.look()
+    notifier.deliver_new_events()
     happens(ledger, ACTION_FAILED)
     hook.answers = [500]
-    notifier.look()
+    notifier.deliver_new_events()
     for number, why in enumerate(cases.values()):
         assert why in said.about(f"notification to r{number} failed")[0], said.lines
     assert len(hook.bodies) == 1
     shown = "\n".join(said.lines) + (workspace.root / "notified.json").read_text()
     assert "7f3a" not in shown and "7f3a" not in repr(ledger.read("SELECT * FROM events"))
     policy = NotificationPolicy(receivers={"r": str(held)})
-    assert "7f3a" not in repr(receivers(policy, tmp_path)), "nor in the words of the process"
+    assert "7f3a" not in repr(make_receivers(policy, tmp_path)), "nor in the words of the process"
     echo = Receiver("it", (sys.executable, "-c", "import sys; sys.exit(sys.stdin.read())"), 60.0, tmp_path, str(held))
     with pytest.raises(NotDeliveredError) as failed:
         echo.deliver({"id": 1})
@@ -318,7 +322,7 @@ if first:
 
 def delivers(root: Path) -> None:
     workspace = Workspace.open(root)
-    Notifier(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))).look()
+    Notifier(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root))).deliver_new_events()
 
 
 def test_killed_between_delivery_and_position_it_is_delivered_again(
@@ -327,7 +331,7 @@ def test_killed_between_delivery_and_position_it_is_delivered_again(
     """The command itself kills whoever delivers, after it has the message."""
     told = tmp_path / "told"
     write_policy(workspace, command=[sys.executable, "-c", KILLER, str(told)], timeout_seconds=60.0)
-    Notifier(Plant(workspace, ledger, Said())).look()
+    Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     happens(ledger, ACTION_FAILED, "works_again")
     ends = []
     for _ in range(2):
@@ -342,27 +346,29 @@ def test_killed_between_delivery_and_position_it_is_delivered_again(
 
 def test_a_ledger_that_was_restored_goes_on_by_time(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
     write_policy(workspace, webhook=hook.url)
-    Notifier(Plant(workspace, ledger, Said())).look()
+    Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     happens(ledger, *[ACTION_FAILED] * 3)
-    Notifier(Plant(workspace, ledger, Said())).look()
+    Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     with ledger.begin() as tx:  # a backup that lacks the last two; another one happens since
         tx.exec_driver_sql("DELETE FROM events WHERE id > 1")
     happens(ledger, "works_again")
-    Notifier(Plant(workspace, ledger, Said())).look()
+    Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
     assert [message["event"] for message in hook.got] == [ACTION_FAILED] * 3 + ["works_again"]
     (workspace.root / "notified.json").write_text('{"webhook": {"event": "7"}}')
     with refused("telling.unread_positions", ConfigError, file=workspace.root / "notified.json"):
-        Notifier(Plant(workspace, ledger, Said())).look()
-    assert codes([waiting(workspace, Reader(workspace))[-1]["what"]]) == ["waiting.unread_positions"]
+        Notifier(Plant(workspace, ledger, Said())).deliver_new_events()
+    assert codes([list_waiting_for_person(workspace, LedgerReader(workspace))[-1]["what"]]) == [
+        "waiting.unread_positions"
+    ]
 
 
 def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger: Ledger, hook: Hook) -> None:
     write_policy(workspace, webhook=hook.url)
     (workspace.inbox / "broken.jsonl").write_text("no json\n")
-    run(Plant(workspace, ledger, Said()), once=True)
+    run_daemon(Plant(workspace, ledger, Said()), once=True)
     assert (workspace.root / "notified.json").exists()
     happens(ledger, ACTION_FAILED)
-    run(Plant(workspace, ledger, Said()), once=True)
+    run_daemon(Plant(workspace, ledger, Said()), once=True)
     assert ("action_failed", "daemon") in subjects(hook.got)
 
 
@@ -387,7 +393,7 @@ def test_run_once_tells_what_happened_while_it_ran(workspace: Workspace, ledger:
 def test_a_policy_that_is_wrong_is_named(workspace: Workspace, keys: dict[str, Any], why: str) -> None:
     write_policy(workspace, **keys)
     with pytest.raises(ConfigError, match="notifications.yaml") as wrong:
-        NotificationPolicy.load(workspace.policy("notifications.yaml"))
+        NotificationPolicy.load(workspace.policy_path("notifications.yaml"))
     assert why in str(wrong.value)
 
 

@@ -19,14 +19,14 @@ from tests.support.failing.limits import few_handles
 from tests.support.messages import codes, refused
 from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, write_spec
-from trainer.checkpoint_writer import Writer
+from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.checkpoint.region import Region
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.parallel.ranks import Ranks
-from trainer.segment import find_start
+from trainer.segment import find_start_checkpoint
 
 pytestmark = pytest.mark.portable
 
@@ -53,9 +53,11 @@ def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> No
     whole = {"a": torch.arange(20.0).view(5, 4), "b": torch.arange(6, dtype=torch.bfloat16), "c": torch.tensor(7)}
     parts = [{"a": Region((5, 4), (0, 0), (3, 4)), "b": Region((6,), (2,), (4,))}]
     parts.append({"a": Region((5, 4), (3, 0), (2, 4)), "b": Region((6,), (0,), (2,))})
-    assert Region.of(whole["a"]) == Region((5, 4), (0, 0), (5, 4)) and Region.of(whole["c"]) == Region((), (), ())
+    assert Region.region_of_tensor(whole["a"]) == Region((5, 4), (0, 0), (5, 4)) and Region.region_of_tensor(
+        whole["c"]
+    ) == Region((), (), ())
     for rank in (1, 0):  # the first waits for the others
-        held = {name: parts[rank][name].cut(tensor) for name, tensor in whole.items() if name in parts[rank]}
+        held = {name: parts[rank][name].view_of(tensor) for name, tensor in whole.items() if name in parts[rank]}
         held |= {} if rank else {"c": whole["c"]}
         state = None if rank else {"step": 4}
         path = checkpoints.save_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)
@@ -66,7 +68,7 @@ def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> No
         found = checkpoints.read_tensors(path, "model", wanted)
         assert found.keys() == whole.keys()
         for name, tensor in whole.items():
-            expected = wanted[name].cut(tensor) if name in wanted else tensor
+            expected = wanted[name].view_of(tensor) if name in wanted else tensor
             assert torch.equal(found[name], expected) and found[name].dtype == tensor.dtype, (wanted, name)
     with refused("trainer.other_shape", CheckpointError, tensor="a", wanted="[4, 5]", found="[5, 4]"):
         checkpoints.read_tensors(path, "model", {"a": Region((4, 5), (0, 0), (4, 5))})
@@ -130,27 +132,27 @@ def test_a_run_starts_from_the_newest_good_checkpoint_and_renames_bad_ones(
 ) -> None:
     spec = SegmentSpec.load(write_spec(tmp_path, plan_of(make_shard())))
     alone, own = Ranks(0, 1, torch.device("cpu")), tmp_path / "checkpoints"
-    assert find_start(tmp_path, spec, alone) == (None, [])
+    assert find_start_checkpoint(tmp_path, spec, alone) == (None, [])
     for step in (1, 2, 3):
         checkpoints.save(own, make(step))
     (own / "step-00000003" / "state.json").unlink()
-    found, skipped = find_start(tmp_path, spec, alone)
+    found, skipped = find_start_checkpoint(tmp_path, spec, alone)
     assert found == own / "step-00000002"
     assert len(skipped) == 1 and "step-00000003/state.json: No such file" in skipped[0].reason
     assert (own / "bad-step-00000003").is_dir()
-    assert find_start(tmp_path, spec, alone) == (found, [])
+    assert find_start_checkpoint(tmp_path, spec, alone) == (found, [])
 
 
 def test_a_writer_keeps_the_newest_and_its_copy_is_not_changed_by_later_steps(tmp_path: Path) -> None:
     weight = torch.zeros(1000)
-    writer = Writer(tmp_path, keep=2)
+    writer = CheckpointWriter(tmp_path, keep=2)
     for step in range(1, 5):
         writer.wait_until_copied()
         weight += 1
         writer.submit(step, {"model": {"w": weight}, "optimizer": {}}, {}, {"step": step})
     assert writer.wait() == tmp_path / "step-00000004"
     writer.close()
-    assert [step for step, _ in checkpoints.steps_in(tmp_path)] == [3, 4]
+    assert [step for step, _ in checkpoints.saved_steps(tmp_path)] == [3, 4]
     assert float(checkpoints.load(tmp_path / "step-00000003").model["w"][0]) == 3
 
 
@@ -190,7 +192,7 @@ def test_a_save_killed_anywhere_leaves_only_whole_checkpoints(tmp_path: Path) ->
             for _ in range(chance.randrange(1, 12)):
                 writer.stdout.readline()
             writer.kill()
-        named = checkpoints.steps_in(folder)
+        named = checkpoints.saved_steps(folder)
         assert named
         for step, path in named:
             assert float(checkpoints.load(path).model["w"][0]) == step

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from factory.evals.reference_model import ReferenceModel
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from tests.support.trainer.families import FAMILIES, ODD
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
@@ -41,7 +41,7 @@ def test_transformers_and_the_judge_load_it_and_give_the_same_logits(
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     loaded = checkpoints.load(checkpoint)
     shape = Recipe.parse(loaded.state["recipe"]).model
-    ours = Decoder(shape, bind({}), torch.float32)
+    ours = Decoder(shape, bind_ops({}), torch.float32)
     ours.load_state_dict(loaded.model)
     assert all(float(b.abs().max()) > 0 for name, b in ours.named_buffers()), "biases that do not move prove nothing"
     tokens = torch.randint(512, (3, 32), generator=torch.Generator().manual_seed(0))

@@ -35,9 +35,9 @@ MATHS_LATER = plan({"code": 0.6, "chat": 0.4}, (100, {"code": 0.5, "maths": 0.5}
 def test_domains_without_documents_are_left_out(
     held: set[str], first: int, last: int, weights: dict[str, float], phases: list[int], left_out: list[str]
 ) -> None:
-    kept, names = MATHS_LATER.of_arrived(held, first, last)
+    kept, names = MATHS_LATER.without_missing_domains(held, first, last)
     assert kept.weights == weights and [p.from_step for p in kept.phases] == phases and names == left_out
-    kept.refuse_absent(held)
+    kept.refuse_missing_domains(held)
     for step in range(first, last, 10):
         asked = {d: w for d, w in MATHS_LATER.weights_at(step).items() if d in held}
         assert kept.weights_at(step) == asked
@@ -54,21 +54,21 @@ def test_domains_without_documents_are_left_out(
 )
 def test_a_mixture_without_documents_is_refused(held: set[str], first: int, last: int, key: str) -> None:
     with refused("data_plan.nothing_to_train_on", DataPlanError, key=key, held=sorted(held) or ["nothing"]):
-        MATHS_LATER.of_arrived(held, first, last)
+        MATHS_LATER.without_missing_domains(held, first, last)
 
 
 def test_a_star_stands_for_any_domain_not_named() -> None:
     open_plan = plan({"code": 0.9, "*": 0.1})
-    assert open_plan.of_arrived({"wiki"}, 0, 10) == (plan({"*": 0.1}), ["code"])
-    assert open_plan.of_arrived({"code"}, 0, 10) == (open_plan, [])
+    assert open_plan.without_missing_domains({"wiki"}, 0, 10) == (plan({"*": 0.1}), ["code"])
+    assert open_plan.without_missing_domains({"code"}, 0, 10) == (open_plan, [])
     with refused("data_plan.nothing_to_train_on", DataPlanError, key="weights"):
-        plan({"code": 0.0, "*": 0.1}).of_arrived({"code"}, 0, 10)
+        plan({"code": 0.0, "*": 0.1}).without_missing_domains({"code"}, 0, 10)
 
 
 def test_a_domain_without_weight_may_be_missing() -> None:
-    plan({"code": 1.0, "chat": 0.0}).refuse_absent({"code"})
+    plan({"code": 1.0, "chat": 0.0}).refuse_missing_domains({"code"})
     with refused("data_plan.absent_domain", DataPlanError, key="weights.cod", near="; did you mean 'code'?"):
-        plan({"cod": 1.0}).refuse_absent({"code", "chat"})
+        plan({"cod": 1.0}).refuse_missing_domains({"code", "chat"})
 
 
 def test_a_plan_takes_all_of_a_recipes_mixture() -> None:

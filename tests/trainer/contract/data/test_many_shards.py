@@ -11,7 +11,13 @@ import pytest
 
 from tests.support.messages import refused
 from tests.support.trainer.segments import plan_of, recipe_with, run_trainer, write_spec
-from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, document_ranges, rows_of, write_token_shard
+from trainer.contract.data.token_shard import (
+    TokenizedDocument,
+    TokenShard,
+    document_ranges,
+    document_rows,
+    write_token_shard,
+)
 from trainer.contract.errors import TokenShardError
 from trainer.contract.json_lines import read_lines
 
@@ -59,5 +65,5 @@ def test_a_file_of_too_few_tokens_is_named(tmp_path: Path) -> None:
 
 def test_rows_as_text_and_back() -> None:
     rows = [0, 3, 4, 5, 9, 11, 12]
-    assert document_ranges(reversed(rows)) == "0,3-5,9,11-12" and rows_of("0,3-5,9,11-12") == rows
-    assert document_ranges([]) == "" and rows_of("") == []
+    assert document_ranges(reversed(rows)) == "0,3-5,9,11-12" and document_rows("0,3-5,9,11-12") == rows
+    assert document_ranges([]) == "" and document_rows("") == []

@@ -30,7 +30,7 @@ def test_only_the_weights_of_masked_documents_change(make_shard: MakeShard) -> N
     keys = {first.streams[p.stream].key(p.document) for row in first.next_rows() for p in row}
     chat = sorted(key for key in keys if key.startswith("chat"))[:1]
     masked = {*sorted(keys)[:2], *chat}
-    half = order_of(plan.masking(masked))
+    half = order_of(plan.with_masked(masked))
     touched = 0
     for _ in range(6):
         a, b = make_batch(whole), make_batch(half)
@@ -49,14 +49,14 @@ def test_only_the_weights_of_masked_documents_change(make_shard: MakeShard) -> N
 
 def test_a_plan_without_masks_is_the_plan_that_it_always_was(make_shard: MakeShard) -> None:
     plan = plan_of(make_shard())
-    assert "masked" not in json.loads(plan.to_json()) and plan.masking([]).id == plan.id
-    some = plan.masking(["code-0-1"])
+    assert "masked" not in json.loads(plan.to_json()) and plan.with_masked([]).id == plan.id
+    some = plan.with_masked(["code-0-1"])
     assert some.id != plan.id and DataPlan.from_json(some.to_json()) == some
 
 
 def test_a_document_that_no_shard_holds_is_named(make_shard: MakeShard) -> None:
     with refused("document_stream.masked_document", DataPlanError, document="nobody"):
-        order_of(plan_of(make_shard()).masking(["nobody"]))
+        order_of(plan_of(make_shard()).with_masked(["nobody"]))
 
 
 def test_masked_documents_leave_no_trace_in_a_run(tmp_path: Path, make_shard: MakeShard) -> None:
@@ -64,7 +64,7 @@ def test_masked_documents_leave_no_trace_in_a_run(tmp_path: Path, make_shard: Ma
     shard = make_shard(counts={"code": 60, "docs": 30})
     plan = plan_of(shard, weights={"code": 0.5, "docs": 0.5})
     docs = [key for key in shard.documents["key"].to_pylist() if key.startswith("docs")]
-    folder = write_spec(tmp_path / "run", plan.masking(docs), last_step=4)
+    folder = write_spec(tmp_path / "run", plan.with_masked(docs), last_step=4)
     assert train_here(folder) == (0, "")
     lines = read_lines(folder / "metrics.jsonl")
     assert all("loss/code" in line and "loss/docs" not in line for line in lines)

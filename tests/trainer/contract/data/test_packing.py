@@ -13,10 +13,10 @@ from trainer.contract.data.packing import (
     SMALL_PIECES,
     STRATEGIES,
     Packed,
-    Part,
-    complete,
+    RowPart,
+    choose_row_pieces,
     count_pieces,
-    cut,
+    cut_piece,
     fill_gaps,
     find_best_fit_rows,
 )
@@ -29,7 +29,9 @@ every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 def pieces_of(documents: Sequence[int]) -> tuple[list[int], list[bool]]:
     """Lengths of the pieces of documents of so many positions, and whether their documents are longer than a row."""
     cuts = [
-        (cut(n + 1, CONTEXT, i).positions, n > CONTEXT) for n in documents for i in range(count_pieces(n + 1, CONTEXT))
+        (cut_piece(n + 1, CONTEXT, i).positions, n > CONTEXT)
+        for n in documents
+        for i in range(count_pieces(n + 1, CONTEXT))
     ]
     return [positions for positions, _ in cuts], [long for _, long in cuts]
 
@@ -44,7 +46,7 @@ def all_parts(packed: Packed) -> list[tuple[int, int, int]]:
 
 @given(tokens=st.integers(1, 1000), context=st.integers(1, 100))
 def test_pieces_cover_every_pair_once_and_cut_nothing_that_fits(tokens: int, context: int) -> None:
-    parts = [cut(tokens, context, i) for i in range(count_pieces(tokens, context))]
+    parts = [cut_piece(tokens, context, i) for i in range(count_pieces(tokens, context))]
     covered = [p.start + i for p in parts for i in range(p.positions)]
     assert covered == list(range(tokens - 1))  # inputs; the target of input i is token i + 1
     assert all(1 <= p.positions <= context for p in parts)
@@ -113,7 +115,7 @@ def test_best_fit_takes_the_fullest_row_that_fits() -> None:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9))
 def test_a_row_is_completed_as_well_as_it_can_be(sizes: list[int]) -> None:
-    row = complete(sizes, 40, 0, range(1, len(sizes)))
+    row = choose_row_pieces(sizes, 40, 0, range(1, len(sizes)))
     every = itertools.chain.from_iterable(itertools.combinations(sizes[1:], n) for n in range(len(sizes)))
     assert row[0] == 0 and len(set(row)) == len(row)
     assert sum(sizes[i] for i in row) == max(s for s in (sizes[0] + sum(some) for some in every) if s <= 40)
@@ -151,16 +153,16 @@ def test_long_documents_fill_the_gaps_that_short_ones_leave() -> None:
 
 @pytest.mark.parametrize(("crumb", "filled"), [(2, True), (3, False)])
 def test_a_gap_of_a_crumb_stays(crumb: int, filled: bool) -> None:
-    rows = [[Part(0, 0, 6)]]
+    rows = [[RowPart(0, 0, 6)]]
     fill_gaps(rows, [6, 2], [1], context=8, crumb=crumb)
-    assert rows == [[Part(0, 0, 6), *([Part(1, 0, 2)] if filled else [])]]
+    assert rows == [[RowPart(0, 0, 6), *([RowPart(1, 0, 2)] if filled else [])]]
 
 
 @given(st.lists(st.integers(0, CONTEXT), max_size=12), lengths, st.integers(1, 8))
 def test_pouring_makes_no_crumbs(gaps: list[int], sizes: list[int], crumb: int) -> None:
     held = [size for size in sizes if size >= 2 * crumb]
     solid = len(held)
-    rows = [[Part(solid, 0, CONTEXT - gap)] if gap < CONTEXT else [] for gap in gaps]
+    rows = [[RowPart(solid, 0, CONTEXT - gap)] if gap < CONTEXT else [] for gap in gaps]
     fill_gaps(rows, held, range(solid), CONTEXT, crumb)
     parts = [part for row in rows for part in row if part.piece < solid]
     assert all(part.positions >= crumb for part in parts)

@@ -83,7 +83,7 @@ def test_padding_needs_no_data(make_shard: MakeShard) -> None:
     recipe = recipe_with(batch__packing="document")
     order = order_of(plan, recipe)
     refuse_impossible(order, recipe, 0, 80)
-    walked = order.fork()
+    walked = order.copy_at_step()
     while walked.step < 80:
         walked.next_rows()
     assert order.positions_left() < 0.7 * recipe.tokens_between(0, 80)

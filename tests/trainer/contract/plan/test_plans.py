@@ -15,9 +15,9 @@ from tests.support.trainer.published_runs import DEEPSEEK_V3, QWEN3_30B
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import shape_of_config
-from trainer.contract.plan.plan_report import lines, plan_warnings
-from trainer.contract.plan.run_plan import PlanRequest, SizingError, gathered, plan_run
-from trainer.contract.plan.sizing import Layout, kinds, needed, shape_of
+from trainer.contract.plan.plan_report import plan_warnings, report_lines
+from trainer.contract.plan.run_plan import PlanRequest, SizingError, gathered_bytes, plan_run
+from trainer.contract.plan.sizing import Layout, layer_kinds, model_shape_of, total_bytes
 from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
@@ -47,16 +47,17 @@ def lines_now() -> Iterator[str]:
             f"{key} {value:.6g}" for key, value in asdict(gpu).items() if isinstance(value, float | int)
         )
     for size in SIZES:
-        shape = shape_of(size, 50_000, 2048)
-        yield f"{size:.6g} parameters: {shape.model_dump(exclude_defaults=True)}; kinds of layers {kinds(shape)}"
+        shape = model_shape_of(size, 50_000, 2048)
+        yield f"{size:.6g} parameters: {shape.model_dump(exclude_defaults=True)}; kinds of layers {layer_kinds(shape)}"
     for title, ask in ASKS.items():
         plan = plan_run(ask)
         yield f"{title}: {plan.layout}, {plan.sequences} sequences"
         yield from (
-            f"  {line.name} {line.value:.6g}: {line.text} | {line.formula} | {line.source}" for line in lines(plan)
+            f"  {line.name} {line.value:.6g}: {line.text} | {line.formula} | {line.source}"
+            for line in report_lines(plan)
         )
         yield from (f"  {part.name} {part.bytes:.6g}: {part.formula} | {part.source}" for part in plan.memory)
-        yield f"  in all {needed(plan.memory):.6g}"
+        yield f"  in all {total_bytes(plan.memory):.6g}"
         yield from (f"  · {remark}" for remark in plan_warnings(plan))
 
 
@@ -81,13 +82,13 @@ def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: PlanReque
 
 
 def test_one_gpu_gathers_nothing() -> None:
-    assert gathered(ASKS["one node"], Layout(1)) == 0.0 < gathered(ASKS["one node"], Layout(2))
+    assert gathered_bytes(ASKS["one node"], Layout(1)) == 0.0 < gathered_bytes(ASKS["one node"], Layout(2))
 
 
 def test_a_number_of_parameters_that_no_shape_has_is_refused() -> None:
-    assert shape_of(5e5, 1000, 2048).layers == 2  # the fewest
+    assert model_shape_of(5e5, 1000, 2048).layers == 2  # the fewest
     with pytest.raises(RecipeError):
-        shape_of(1e5, 50_000, 2048)
+        model_shape_of(1e5, 50_000, 2048)
 
 
 if __name__ == "__main__":

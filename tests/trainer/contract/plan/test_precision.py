@@ -20,14 +20,14 @@ from trainer.contract.plan.precision import (
     Probe,
     TimedPart,
     _grown,
-    choose,
-    decide,
+    choose_precision,
+    decide_from_probe,
     has_fp8,
-    parts,
     precisions,
-    probe,
-    refuse_missing,
-    resolved,
+    refuse_unsupported_precision,
+    time_precisions,
+    timed_parts,
+    with_chosen_precision,
 )
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
@@ -67,7 +67,7 @@ def test_a_part_that_would_exceed_the_time_limit_is_not_timed() -> None:
     ],
 )
 def test_choice(asked: str, fp32: float, bf16: float, before: str, chosen: str, warned: bool) -> None:
-    found = decide(asked, Probe("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
+    found = decide_from_probe(asked, Probe("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
     assert found.precision == chosen
     assert bool(found.warning) == warned
     if warned:
@@ -75,11 +75,11 @@ def test_choice(asked: str, fp32: float, bf16: float, before: str, chosen: str, 
 
 
 def test_probe_measures_every_part_in_every_precision_of_the_device() -> None:
-    found = probe(tiny(), CPU)
+    found = time_precisions(tiny(), CPU)
     assert set(found.seconds) == set(precisions(CPU)) == {"fp32", "bf16"}
     for rates in found.rates.values():
         assert set(rates) == {"products", "attention", "loss head"} and min(rates.values()) > 0
-    whole = {name: part.flops for name, part in parts(tiny(), CPU, torch.float32).items()}
+    whole = {name: part.flops for name, part in timed_parts(tiny(), CPU, torch.float32).items()}
     threads = torch.get_num_threads()
     for name, seconds in found.seconds.items():
         assert seconds == pytest.approx(sum(whole[part] / found.rates[name][part] for part in whole) / threads)
@@ -87,7 +87,7 @@ def test_probe_measures_every_part_in_every_precision_of_the_device() -> None:
 
 def test_probe_leaves_random_numbers_and_threads_alone() -> None:
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    probe(tiny(), CPU, seconds=0.1)
+    time_precisions(tiny(), CPU, seconds=0.1)
     assert torch.equal(state, torch.get_rng_state()) and torch.get_num_threads() == threads
 
 
@@ -96,7 +96,7 @@ def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
     large = {"vocab_size": 65536, "d_model": 4096, "layers": 40, "heads": 32, "kv_heads": 8, "head_dim": 128}
     recipe = tiny(model=tiny().model.model_dump() | large | {"d_ff": 14336, "context": 2048})
     began = time.thread_time()
-    found = probe(recipe, CPU, seconds=1.0)
+    found = time_precisions(recipe, CPU, seconds=1.0)
     spent = time.thread_time() - began
     assert min(found.seconds.values()) > 10 * spent
 
@@ -104,7 +104,7 @@ def test_probe_of_a_large_model_computes_no_more_than_it_may() -> None:
 def test_flops_of_the_parts_are_those_of_the_recipe() -> None:
     model = tiny().model
     tokens = tiny().tokens_per_step
-    found = parts(tiny(), CPU, torch.float32)
+    found = timed_parts(tiny(), CPU, torch.float32)
     assert found["products"].flops + found["loss head"].flops == 6.0 * tokens * model.matmul_parameters
 
 
@@ -113,7 +113,7 @@ def test_a_gpu_without_bf16_refuses_a_recipe_that_asks_for_it(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "GTX 1080")
     assert precisions(torch.device("cuda")) == ("fp32",)
     with refused("plan.no_precision", RecipeError, name="'GTX 1080'", precision="bf16", other="fp32", auto="auto"):
-        choose(tiny(precision="bf16"), torch.device("cuda"))
+        choose_precision(tiny(precision="bf16"), torch.device("cuda"))
 
 
 @pytest.mark.parametrize(("capability", "has"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
@@ -124,23 +124,31 @@ def test_a_gpu_before_ada_refuses_fp8(capability: tuple[int, int], has: bool, mo
     gpu, recipe = torch.device("cuda"), tiny(precision="fp8")
     assert has_fp8(gpu) is has
     if has:
-        refuse_missing(recipe, gpu)
+        refuse_unsupported_precision(recipe, gpu)
         return
-    for refuses in (refuse_missing, choose):
+    for refuses in (refuse_unsupported_precision, choose_precision):
         with refused("plan.no_precision", RecipeError, name="'A100'", precision="fp8", other="bf16") as found:
             refuses(recipe, gpu)
         assert found.value.data["needed"].code == "plan.fp8_gpu"
-    refuse_missing(tiny(precision="bf16"), gpu)
+    refuse_unsupported_precision(tiny(precision="bf16"), gpu)
 
 
 def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
     assert has_fp8(CPU) and "fp8" not in precisions(CPU)
-    found = choose(tiny(precision="fp8"), CPU, before="bf16", seconds=0.3)
+    found = choose_precision(tiny(precision="fp8"), CPU, before="bf16", seconds=0.3)
     assert found.precision == found.asked == "fp8"
     assert set(found.probe.rates["fp8"]) == {"products", "attention", "loss head"}
-    assert set(choose(tiny(precision="auto"), CPU, before="fp8", seconds=0.1).probe.seconds) == {"fp32", "bf16"}
+    assert set(choose_precision(tiny(precision="auto"), CPU, before="fp8", seconds=0.1).probe.seconds) == {
+        "fp32",
+        "bf16",
+    }
     slow = Probe("cuda", {"fp32": 3.0, "bf16": 1.0, "fp8": 1.5}, {})
-    assert {**decide("fp8", slow).warning.data} == {"precision": "fp8", "fastest": "bf16", "ratio": 1.5, "auto": "auto"}
+    assert {**decide_from_probe("fp8", slow).warning.data} == {
+        "precision": "fp8",
+        "fastest": "bf16",
+        "ratio": 1.5,
+        "auto": "auto",
+    }
 
 
 def test_a_torch_without_fp8_products_refuses_it_when_a_run_starts(
@@ -157,7 +165,7 @@ def test_a_torch_without_fp8_products_refuses_it_when_a_run_starts(
 
 def test_an_explicit_precision_is_not_measured() -> None:
     recipe = tiny(precision="bf16")
-    assert resolved(recipe, CPU) is recipe
+    assert with_chosen_precision(recipe, CPU) is recipe
 
 
 def test_a_segment_names_its_precision(tmp_path: Path, make_shard: MakeShard) -> None:

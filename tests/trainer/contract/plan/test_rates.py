@@ -41,7 +41,7 @@ def test_a_measurement_on_a_gpu_ends_with_a_run_that_is_long_enough_and_warmed_u
         asked.append(count)
         return 0.002 * count + (0.2 if len(asked) == 1 else 0.0)  # the first loads the kernel
 
-    assert rates.settled(seconds_of) == 0.002
+    assert rates.time_until_stable(seconds_of) == 0.002
     assert asked == [2, 4, 8, 16, 32, 64, 128, 256] and 0.002 * asked[-2] < rates.GPU_SECONDS <= 0.002 * asked[-1]
 
 

@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.trainer.published import model_of, shape
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS, MFU, Gpu
-from trainer.contract.plan.plan_report import as_json, lines, plan_warnings
+from trainer.contract.plan.plan_report import as_json, plan_warnings, report_lines
 from trainer.contract.plan.run_plan import (
     MFU_NODES,
     RECOMPUTED,
@@ -29,10 +29,10 @@ from trainer.contract.plan.run_plan import (
     lr_by_rule,
     plan_run,
 )
-from trainer.contract.plan.sizing import GB, Layout, needed, shape_of
+from trainer.contract.plan.sizing import GB, Layout, model_shape_of, total_bytes
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
 
-EIGHT_BILLION = PlanRequest(shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
+EIGHT_BILLION = PlanRequest(model_shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
 
 
 def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> float:
@@ -162,7 +162,7 @@ def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
-    ask = PlanRequest(shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
+    ask = PlanRequest(model_shape_of(70e9, 128_256, 4096), 1.4e12, 8, GPUS["h100"])
     with refused("plan.nothing_fits", SizingError, memory=80.0, part="optimiser") as error:
         plan_run(ask)
     assert plan_run(replace(ask, gpus=error.value.data["gpus"]))
@@ -182,29 +182,29 @@ def test_the_layout_is_the_first_that_fits(
     parameters: float, gpus: int, memory: float, context: int, rows: int | None
 ) -> None:
     gpu = replace(GPUS["h100"], memory=memory * GB)
-    ask = PlanRequest(shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
+    ask = PlanRequest(model_shape_of(parameters, 32_000, context), 40 * parameters, gpus, gpu, logit_rows=rows)
     try:
         found = plan_run(ask)
     except SizingError:
         for tensor in (t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0):
-            assert needed(estimate_memory(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
+            assert total_bytes(estimate_memory(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
         return
     layout = found.layout
-    assert layout.tensor * layout.data == gpus and needed(found.memory) <= gpu.memory
+    assert layout.tensor * layout.data == gpus and total_bytes(found.memory) <= gpu.memory
     assert found.sequences % (layout.data * layout.micro_sequences) == 0
     per_rank = max(1, round(batch_by_rule(ask.model, ask.tokens) / context / layout.data))
     if layout.micro_sequences < per_rank:
         larger = replace(layout, micro_sequences=layout.micro_sequences + 1)
-        assert needed(estimate_memory(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
+        assert total_bytes(estimate_memory(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
     if layout.recompute == "block":
-        assert needed(estimate_memory(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
+        assert total_bytes(estimate_memory(ask, replace(layout, recompute="none", micro_sequences=1))) > gpu.memory
 
 
 @given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
 @settings(deadline=None, max_examples=40)
 def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: int) -> None:
     batch = BatchRecipe(sequences=sequences, warmup=[SmallerBatch(until_step=5, sequences=warm)])
-    ask = PlanRequest(shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
+    ask = PlanRequest(model_shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
     try:
         found = plan_run(ask)
     except RecipeError as error:
@@ -251,7 +251,7 @@ def test_one_node_gathers_over_its_links() -> None:
 # -- what it says --------------------------------------------------------------------------------------------------------
 def test_every_line_has_its_formula(tmp_path: Path) -> None:
     found = plan_run(EIGHT_BILLION)
-    for line in lines(found):
+    for line in report_lines(found):
         assert line.text and line.formula, line.name
     for part in found.memory:
         assert part.bytes > 0 and part.formula and part.source, part.name
@@ -274,7 +274,7 @@ def test_a_mixture_counts_active_parameters() -> None:
     weights = next(part.bytes for part in found.memory if part.name == "weights")
     assert weights == 4 * ask.model.parameters / 512
     assert found.effort.flops == pytest.approx(6 * 12.8e9 * 1e12, rel=0.2)
-    assert "an active parameter" in plan_warnings(found)[0] and "active" in [line.name for line in lines(found)]
+    assert "an active parameter" in plan_warnings(found)[0] and "active" in [line.name for line in report_lines(found)]
 
 
 @pytest.mark.parametrize("name", ["demo", "tiny"])

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kernels.contract.registry import bind
+from kernels.contract.registry import bind_ops
 from tests.support.messages import refused
 from tests.support.trainer.published import MODELS, Published, model_of
 from trainer.contract.errors import RecipeError
@@ -23,8 +23,8 @@ from trainer.contract.plan.sizing import (
     activation_elements,
     activation_part,
     memory_parts,
-    needed,
-    shape_of,
+    model_shape_of,
+    total_bytes,
 )
 from trainer.contract.recipe import ModelRecipe
 from trainer.model.transformer import Decoder
@@ -61,21 +61,21 @@ def test_active_parameters_of_a_mixture() -> None:
     ("name", "layers", "d_model"), [("Llama 3 8B", 32, 4096), ("Llama 3 70B", 80, 8192), ("Llama 3 405B", 126, 16384)]
 )
 def test_shapes_are_near_llama_3s(name: str, layers: int, d_model: int) -> None:
-    found = shape_of(model_of(name).parameters, 128_256, 8192)
+    found = model_shape_of(model_of(name).parameters, 128_256, 8192)
     assert found.d_model == pytest.approx(d_model, rel=0.13) and found.layers == pytest.approx(layers, rel=0.21)
 
 
 @given(st.floats(2e7, 1e12), st.sampled_from([512, 32_000, 128_256]))
 @settings(deadline=None, max_examples=60)
 def test_any_count_has_a_shape_near_it(parameters: float, vocab_size: int) -> None:
-    found = shape_of(parameters, vocab_size, 4096)
+    found = model_shape_of(parameters, vocab_size, 4096)
     assert found.parameters == pytest.approx(parameters, rel=0.05)
     assert found.warnings() == [], "nothing that matrix units pad"
 
 
 def test_an_embedding_can_be_too_large() -> None:
     with refused("plan.too_few_parameters", RecipeError, parameters=3e6, vocab=128_256):
-        shape_of(3e6, 128_256, 4096)
+        model_shape_of(3e6, 128_256, 4096)
 
 
 # -- states --------------------------------------------------------------------------------------------------------------
@@ -85,13 +85,13 @@ def test_states_are_zeros_figure_1(gpus: int, gigabytes: float) -> None:
 
     ZeRO's 16 are 2 + 2 + 12; ours are 4 fp32 weights + 4 fp32 gradients + 8 moments, the bf16 copies counted apart.
     """
-    model = shape_of(7.5e9, 32_000, 4096)
+    model = model_shape_of(7.5e9, 32_000, 4096)
     assert states(model, Layout(gpus)) * 7.5e9 / model.parameters / GB == pytest.approx(gigabytes, rel=0.02)
 
 
 def test_states_of_a_trillion_on_1024() -> None:
     """'16TB divided by 1024 is 16GB' (arXiv 1910.02054 §1), however the GPUs share."""
-    model = shape_of(1e12, 32_000, 4096)
+    model = model_shape_of(1e12, 32_000, 4096)
     for tensor in (1, 8):
         assert states(model, Layout(1024, tensor)) / GB == pytest.approx(16, rel=0.05)
 
@@ -169,7 +169,7 @@ FUSED: dict[str, Any] = {
 
 def kept_by_torch(model: ModelRecipe, tokens: int) -> int:
     """Elements of the distinct storages that autograd keeps for the blocks, weights left out."""
-    decoder = Decoder(model, replace(bind({}), **FUSED), torch.float32)
+    decoder = Decoder(model, replace(bind_ops({}), **FUSED), torch.float32)
     decoder.initialise(0)
     weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
     kept: dict[int, Tensor] = {}
@@ -202,7 +202,7 @@ def test_memory_that_torchtitan_measured() -> None:
     model = model_of("Llama 3 70B")
     parts = memory_parts(model, Layout(256, 8, 16, "block"), 80 * GB, logit_rows=None)
     # They split the embedding by TP as well; our tensor ranks split the tokens of the head, and each holds it whole.
-    theirs = needed(parts) - (2 + 10) * model.vocab_size * model.d_model * (1 - 1 / 8)
+    theirs = total_bytes(parts) - (2 + 10) * model.vocab_size * model.d_model * (1 - 1 / 8)
     assert theirs / GIB == pytest.approx(71.9, rel=0.05)
 
 
@@ -210,7 +210,7 @@ def test_torchtitans_measurements_lie_between_none_and_all_recomputed() -> None:
     """Table 3, compiled: 62.0 GiB on 128 GPUs with every second product recomputed."""
     model = model_of("Llama 3 8B")
     all_of_it, none = (
-        needed(memory_parts(model, Layout(128, 1, 2, recompute), 80 * GB, logit_rows=None)) / GIB  # type: ignore[arg-type]
+        total_bytes(memory_parts(model, Layout(128, 1, 2, recompute), 80 * GB, logit_rows=None)) / GIB  # type: ignore[arg-type]
         for recompute in ("block", "none")
     )
     assert all_of_it < 62.0 < none

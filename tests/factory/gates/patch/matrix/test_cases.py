@@ -21,7 +21,7 @@ from factory.gates.patch.matrix.cases import (
 )
 from factory.gates.patch.matrix.runs import MatrixPlan
 from factory.gates.patch.matrix.starts import make_data_plans
-from factory.runs.arm import refuse_impossible
+from factory.runs.arm import check_arms
 from trainer.contract.recipe import Recipe
 
 # What no trainer reads, or what is drawn for each verdict.
@@ -180,7 +180,7 @@ def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
             case.name,
         )
         assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
-        refuse_impossible([arm])
-    whole = plan.together(CASES[2:], "decaf", "candidate")
+        check_arms([arm])
+    whole = plan.arm_of_all(CASES[2:], "decaf", "candidate")
     assert (whole.first, whole.last, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
     assert whole.name == f"candidate, {len(CASES) - 2} tiny runs" and whole.base["initial_checkpoint"] is None

@@ -13,7 +13,7 @@ import pytest
 
 from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder
 from factory.gates.patch.matrix import changed
-from factory.gates.patch.matrix.changed import unexecuted
+from factory.gates.patch.matrix.changed import find_unexecuted_parts
 
 
 def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
@@ -31,7 +31,7 @@ def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
         recorder.stop()
     executed = ExecutedCode()
     executed.add(recorder.to_json())
-    found = unexecuted("trainer/part.py", dedent(base), dedent(text), executed)
+    found = find_unexecuted_parts("trainer/part.py", dedent(base), dedent(text), executed)
     return [f"{part.line}: {part.source}" for part in found]
 
 
@@ -120,7 +120,7 @@ WORDS = "from trainer.contract.errors import Odd\nimport json as Plain\nfrom mat
 def test_code_that_only_puts_words_together_need_not_be_executed(code: str, harmless: bool) -> None:
     tree = ast.parse(f"{WORDS}def f(x):\n    {code}\n")
     first, last = 6, 5 + len(code.splitlines())
-    spans = [(begin[0], end[0]) for begin, end in changed.harmless(tree)]
+    spans = [(begin[0], end[0]) for begin, end in changed.find_exempt_spans(tree)]
     assert bool(spans) == harmless and all(first <= begin <= end <= last for begin, end in spans), spans
 
 
@@ -136,7 +136,7 @@ def test_code_that_only_puts_words_together_need_not_be_executed(code: str, harm
     ],
 )
 def test_changed_lines_are_found(base: str, text: str, lines: set[int]) -> None:
-    assert changed.changed_lines(base, text) == lines
+    assert changed.find_changed_lines(base, text) == lines
 
 
 COMPILED = """
@@ -169,13 +169,13 @@ def test_traced_code_counts_as_executed(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     executed = ExecutedCode()
     executed.add(json.loads(done.stdout))
-    left = unexecuted("trainer/part.py", "", path.read_text(), executed)
+    left = find_unexecuted_parts("trainer/part.py", "", path.read_text(), executed)
     assert [(part.line, part.source) for part in left] == [(7, "x"), (8, "x")]
 
 
 def test_a_launched_kernel_counts_as_a_whole() -> None:
     text = "def kernel(x):\n    y = x + 1\n    return y\n"
     executed = ExecutedCode()
-    assert [part.line for part in unexecuted("kernels/part.py", "", text, executed)] == [1, 2, 3]
+    assert [part.line for part in find_unexecuted_parts("kernels/part.py", "", text, executed)] == [1, 2, 3]
     executed.launched["kernels/part.py"] = {(1, 3)}
-    assert unexecuted("kernels/part.py", "", text, executed) == []
+    assert find_unexecuted_parts("kernels/part.py", "", text, executed) == []

@@ -97,13 +97,15 @@ MOMENTS = [part("a", 0.3, "exp_avg"), part("b", 0.4, "exp_avg"), part("c", 0.1, 
 def test_a_case_is_judged_by_its_largest_difference(
     found: list[Discrepancy], totals: bool, what: str, share: float
 ) -> None:
-    worst = compare.farthest(MatrixCase("x", totals=totals), found)
+    worst = compare.find_largest_discrepancy(MatrixCase("x", totals=totals), found)
     assert worst.what == what and worst.share == pytest.approx(share)
 
 
 def test_a_missing_noise_scale_is_rounding_only_in_coarse_runs() -> None:
     found = [part(SCALE, math.inf), part(LOSS, 0.01)]
-    assert [compare.farthest(MatrixCase("x", rounding=bound), found).what for bound in (2e-4, 0.0299, 0.03)] == [
+    assert [
+        compare.find_largest_discrepancy(MatrixCase("x", rounding=bound), found).what for bound in (2e-4, 0.0299, 0.03)
+    ] == [
         SCALE,
         SCALE,
         LOSS,

@@ -12,12 +12,12 @@ import pytest
 
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.executed import ExecutedCode, iterate_code_objects
-from factory.gates.patch.matrix.changed import harmless
-from factory.gates.patch.op_answers import answered, check_tests_unchanged
+from factory.gates.patch.matrix.changed import find_exempt_spans
+from factory.gates.patch.op_answers import answer_jobs, check_tests_unchanged
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patch.stages.oracle import make_oracle_jobs
 from kernels.attention import cpp as attention_cpp
-from kernels.contract.registry import OPS, get
+from kernels.contract.registry import OPS, find_op
 from tests.support.factory.matrix import judge, prepare
 from tests.support.paths import ROOT
 
@@ -85,7 +85,7 @@ NATIVE = "cpu: {swiglu: native, attention: native, linear_cross_entropy: native,
 
 def files() -> Iterator[str]:
     """Patchable files that this machine can execute."""
-    elsewhere = [] if attention_cpp.usable(64) else ["kernels/attention/cpp.py"]  # it needs bf16 products
+    elsewhere = [] if attention_cpp.is_usable(64) else ["kernels/attention/cpp.py"]  # it needs bf16 products
     for top in ("trainer", "kernels"):
         for path in sorted((ROOT / top).rglob("*.py")):
             name = str(path.relative_to(ROOT))
@@ -102,12 +102,12 @@ def executed_by_ops(work: Path) -> ExecutedCode:
     ops = [
         ChangedOp(name, "reference", implementation)
         for name in OPS
-        for implementation, found in get(name).implementations.items()
-        if found.runs_on("cpu") and ("compiled" not in implementation or name in COMPILED)
+        for implementation, found in find_op(name).implementations.items()
+        if found.can_run_on("cpu") and ("compiled" not in implementation or name in COMPILED)
     ]
     policy = OraclePolicy(cases=["small"])
     jobs = make_oracle_jobs(policy, ops, "bf16")  # fp32 and fp64 are among them
-    with answered(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
+    with answer_jobs(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
         assert not answers.missing and not answers.died, answers.missing or answers.died
         assert check_tests_unchanged(answers, policy.patience, ROOT, work) == {}
         return answers.executed
@@ -126,7 +126,9 @@ def test_the_gates_runs_execute_the_trainer_and_the_kernels(tmp_path: Path) -> N
         source = (ROOT / path).read_text()
         text = source.splitlines()
         lines = lines_of(compile(source, path, "exec", dont_inherit=True))
-        words_only = {n for (first, _), (last, _) in harmless(ast.parse(source)) for n in range(first, last + 1)}
+        words_only = {
+            n for (first, _), (last, _) in find_exempt_spans(ast.parse(source)) for n in range(first, last + 1)
+        }
         lines -= words_only  # a raise that only puts words together: the gate does not ask for it either
         here = {n for n in lines if not any(word in text[n - 1] for word in NOT_HERE.get(path, ()))}
         total += len(here)

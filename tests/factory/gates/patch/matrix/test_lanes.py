@@ -34,7 +34,7 @@ class Process:
         self.asked: dict[str, dict[str, Any]] = {}
         self.ends: dict[str, dict[str, Any]] = {}
 
-    def run(self, command: list[str], **how: Any) -> sandbox.Result:
+    def run(self, command: list[str], **how: Any) -> sandbox.SandboxResult:
         name = how["output"].name
         request = json.loads(Path(command[3]).read_text())
         self.asked[name] = how | {"command": command, "request": request}
@@ -43,7 +43,7 @@ class Process:
         for rank in range(end["ranks"]):
             told = {"executed": NOTES | {"lines": {f"{name}.py": [rank]}}, "codes": codes if rank == 0 else []}
             (Path(command[4]) / f"rank-{rank}.json").write_text(end.get("notes") or json.dumps(told))
-        return sandbox.Result(end["code"], "", end["stderr"], 1.0, end["stopped"], 0, 0)
+        return sandbox.SandboxResult(end["code"], "", end["stderr"], 1.0, end["stopped"], 0, 0)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_long_runs_share_time_with_short_runs_and_ranks_come_last(
     assert segments == {"0": ["00001", "00000"], "1": ["00002"], "ranks": ["00003"]}
     assert [len(process.asked[name]["request"]["tools"]) for name in ("0", "1", "ranks")] == [0, 1, 0]
     assert found.executed.lines == {"0.py": {0}, "1.py": {0}, "ranks.py": {0, 1}}
-    assert list(found.folders) == list(found.opened) == ["long", "one", "half", lanes.name_of(TOOL), "ranks"]
+    assert list(found.folders) == list(found.opened) == ["long", "one", "half", lanes.tool_name(TOOL), "ranks"]
     assert all(os.path.samestat(os.fstat(found.opened[name]), folder.stat()) for name, folder in found.folders.items())
     side.after.close()
     for held in found.opened.values():
@@ -130,7 +130,7 @@ def test_the_request_of_a_process_is_complete(process: Process, planned: Any, tm
     out = tmp_path / "runs" / "1" / "tools" / "0"
     first = tmp_path / "trunk" / "checkpoints" / "step-00000002"
     assert tool == {"folder": str(out), "module": TOOL.module, "arguments": [str(out / "x"), str(first), "5"]}
-    assert (out / "checkpoints").is_dir() and found.folders[lanes.name_of(TOOL)] == out
+    assert (out / "checkpoints").is_dir() and found.folders[lanes.tool_name(TOOL)] == out
     assert (ranks["ranks"], ranks["tools"]) == (2, [])
     for case in (ONE, LONG, RANKS):
         spec = json.loads((found.folders[case.name] / "segment.json").read_text())
@@ -159,7 +159,7 @@ def test_an_interrupted_run_resumes(process: Process, planned: Any, tmp_path: Pa
         ("0", {"codes": [3], "stderr": " a\nb \n"}, False, "run 'long' ended with code 3: b"),
         ("0", {"codes": [3], "stderr": "e" * 900}, False, "run 'long' ended with code 3: " + "e" * 400),
         ("0", {"codes": [3]}, False, "run 'long' ended with code 3: "),
-        ("1", {"codes": [0, 0]}, False, f"run '{lanes.name_of(TOOL)}' ended with code 0"),
+        ("1", {"codes": [0, 0]}, False, f"run '{lanes.tool_name(TOOL)}' ended with code 0"),
         ("1", {"codes": [0]}, False, "cannot be read"),
         ("0", {"codes": [0, 0]}, False, "cannot be read"),
         ("0", {"notes": "{"}, False, "cannot be read"),
@@ -198,7 +198,7 @@ def test_errors_of_code_take_precedence_over_time_limits(
 ) -> None:
     whole = MatrixRuns()
     for said, out_of_time in parts:
-        whole.add(MatrixRuns(failed=said, out_of_time=out_of_time))
+        whole.add_runs(MatrixRuns(failed=said, out_of_time=out_of_time))
     assert (whole.failed, whole.out_of_time) == (failed, late)
 
 

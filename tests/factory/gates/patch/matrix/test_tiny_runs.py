@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import torch
 
-from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, MatrixCase, name_of
+from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, MatrixCase, tool_name
 from factory.gates.patch.matrix.compare import compare_runs, find_discrepancies
 from factory.gates.patch.matrix.runs import INTERRUPTED, MatrixRuns
-from factory.gates.patch.matrix.starts import damage
-from factory.gates.patch.matrix.train_cases import train, use
+from factory.gates.patch.matrix.starts import damage_checkpoint
+from factory.gates.patch.matrix.train_cases import run_tool, train
 from tests.support.factory.matrix import Prepared
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.token_shard import TokenShard
@@ -50,7 +50,7 @@ def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, numb
         return
     arm = prepared.plan.arm(case)
     steps = [line["step"] for line in read_lines(folder / "metrics.jsonl")]
-    assert steps[-1] == arm.last - 1 == checkpoints.steps_in(folder / "checkpoints")[-1][0] - 1
+    assert steps[-1] == arm.last - 1 == checkpoints.saved_steps(folder / "checkpoints")[-1][0] - 1
     if case.begin not in INTERRUPTED:
         assert steps == list(range(arm.first, arm.last)) and len(steps) == case.steps
     result = json.loads((folder / "result.json").read_text())
@@ -64,7 +64,7 @@ def test_a_case_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, numb
 def test_a_tool_ends_with_its_exit_code(prepared: Prepared, tmp_path: Path, number: int) -> None:
     tool = TOOLS[number]
     (tmp_path / "checkpoints").mkdir()
-    assert use(tmp_path, tool.module, prepared.plan.arguments(tool, tmp_path)) == tool.exit_code
+    assert run_tool(tmp_path, tool.module, prepared.plan.arguments(tool, tmp_path)) == tool.exit_code
     left = bool((tmp_path / "printed.txt").read_text()) + len(list((tmp_path / "checkpoints").iterdir()))
     assert bool(left) == (not tool.exit_code)
 
@@ -77,7 +77,7 @@ def test_refusals_of_tools_are_distinct(prepared: Prepared, tmp_path: Path, caps
         assert not any(word.isupper() for word in arguments), arguments
         if tool.exit_code:
             (tmp_path / str(number)).mkdir()
-            use(tmp_path / str(number), tool.module, arguments)
+            run_tool(tmp_path / str(number), tool.module, arguments)
             said.append(capsys.readouterr().err.strip().splitlines()[-1])
     assert len(set(said)) == len(said) == 11 and not any("unrecognized" in words for words in said), said
 
@@ -87,7 +87,7 @@ def test_a_stopped_run_resumes_where_it_stopped(prepared: Prepared, tmp_path: Pa
     for stop_after in (0, 3):
         folder = begun(prepared, CASES[0], tmp_path / str(stop_after))
         assert train(folder, stop_after, waits=False, slow_threads=False) == 0
-        left.append(dict(checkpoints.steps_in(folder / "checkpoints")))
+        left.append(dict(checkpoints.saved_steps(folder / "checkpoints")))
     assert [list(steps) for steps in left] == [[2, 4, 6], [3, 4, 6]]
     straight, stopped = (checkpoints.load(steps[6]).model for steps in left)
     assert all(torch.equal(weights, stopped[name]) for name, weights in straight.items())
@@ -118,12 +118,12 @@ def test_runs_begin_with_the_derived_checkpoints(prepared: Prepared) -> None:
     with pytest.raises(CheckpointError):
         checkpoints.load(plan.starts["broken"])
     _, other, _ = plan.made
-    assert checkpoints.steps_in(other / "checkpoints")[-1][0] == 2
+    assert checkpoints.saved_steps(other / "checkpoints")[-1][0] == 2
 
 
 def test_an_interrupted_copy_looks_like_a_killed_run(prepared: Prepared) -> None:
     plan = prepared.plan
-    left = {name: dict(checkpoints.steps_in(plan.starts[name] / "checkpoints")) for name in INTERRUPTED}
+    left = {name: dict(checkpoints.saved_steps(plan.starts[name] / "checkpoints")) for name in INTERRUPTED}
     assert [max(left[name]) for name in ("half", "damaged")] == [4, 6]
     assert not any((plan.starts[name] / "result.json").exists() for name in INTERRUPTED)
     with pytest.raises(CheckpointError):
@@ -178,7 +178,7 @@ def saved(change: Callable[[dict[str, torch.Tensor], dict[str, Any]], object]) -
     """Saves the last checkpoint anew, with its weights and state changed; the result names it as the trainer would have."""
 
     def again(folder: Path) -> None:
-        _, last = checkpoints.steps_in(folder / "checkpoints")[-1]
+        _, last = checkpoints.saved_steps(folder / "checkpoints")[-1]
         whole = checkpoints.load(last)
         shutil.rmtree(last)
         change(whole.model, whole.state)
@@ -212,7 +212,7 @@ ALIKE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "parameters.txt").unlink(), "parameters.txt"),
     (lambda folder: shutil.rmtree(folder / "checkpoints" / "step-00000004"), "checkpoints [step-00000002, step-00000006]"),
     (lambda folder: shutil.rmtree(folder / "checkpoints"), "there is no folder checkpoints"),
-    (lambda folder: damage(folder / "checkpoints" / "step-00000004"), "model.safetensors differs from its"),
+    (lambda folder: damage_checkpoint(folder / "checkpoints" / "step-00000004"), "model.safetensors differs from its"),
     (times(1 + 1e-6), "rounds"),
     (times(1.01), "step-00000006: embedding differs by"),
     (saved(lambda model, state: model.update(embedding=model["embedding"].bfloat16().float())), "holds numbers of a lower precision"),
@@ -233,7 +233,7 @@ def test_all_files_of_a_run_are_compared_except_clocks(
     change(folder)
     candidate = MatrixRuns()
     with ExitStack() as after:
-        candidate.hold(case.name, folder, after)
+        candidate.open_folder(case.name, folder, after)
         (found,) = compare_runs(prepared.plan, prepared.baseline, candidate, [case], [])
     if words in ("", "rounds"):
         assert found.worst is None and found.same_bits == (not words), found
@@ -244,7 +244,7 @@ def test_all_files_of_a_run_are_compared_except_clocks(
 def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
     case = CASES[0]
     folder = shutil.copytree(prepared.baseline.folders[case.name], tmp_path / "run")
-    damage(folder / "checkpoints" / "step-00000002")
+    damage_checkpoint(folder / "checkpoints" / "step-00000002")
 
     def change(model: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
         names = sorted(model)
@@ -262,7 +262,7 @@ def test_all_differences_are_found(prepared: Prepared, tmp_path: Path) -> None:
         of(folder)
     candidate = MatrixRuns()
     with ExitStack() as after:
-        candidate.hold(case.name, folder, after)
+        candidate.open_folder(case.name, folder, after)
         found = find_discrepancies(prepared.plan, case, prepared.baseline, candidate)
     weights = sorted(checkpoints.load(prepared.baseline.folders[case.name] / "checkpoints" / "step-00000006").model)
     last = "step-00000006"
@@ -301,6 +301,6 @@ def test_output_and_checkpoints_of_a_tool_are_compared(
             if left:
                 shutil.copytree(of, folder / "checkpoints" / of.name)
             sides.append(MatrixRuns())
-            sides[-1].hold(name_of(tool), folder, after)
+            sides[-1].open_folder(tool_name(tool), folder, after)
         (found,) = compare_runs(prepared.plan, *sides, [], [tool])
     assert found.same_bits == (not words) and words in str(found.worst or ""), found

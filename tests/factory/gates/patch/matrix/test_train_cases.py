@@ -65,7 +65,7 @@ def test_a_program_ends_with_the_code_that_it_would_end_a_process_with(
     (tmp_path / "tool.py").write_text(f"import sys\nprint('said')\n{body}\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     before = sys.argv
-    assert train_cases.use(tmp_path, "tool", ["a", "b"]) == PROGRAMS[body] and sys.argv is before
+    assert train_cases.run_tool(tmp_path, "tool", ["a", "b"]) == PROGRAMS[body] and sys.argv is before
     assert (tmp_path / "printed.txt").read_text() == "said\n"
     (tmp_path / "tool.py").unlink()
 
@@ -77,11 +77,11 @@ def test_a_disturbed_op_is_some_roundings_off_by_seed(
 
     def made(seed: int) -> list[torch.Tensor]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(registry, "bind", registry.bind)  # put back
+            patched.setattr(registry, "bind", registry.bind_ops)  # put back
             if seed:
                 train_cases.disturb_ops(seed)
             given = gate.clone().requires_grad_()
-            result = registry.bind({}).swiglu(given, up)
+            result = registry.bind_ops({}).swiglu(given, up)
             (result * up).sum().backward()
             assert given.grad is not None
             return [result.detach(), given.grad]
@@ -96,16 +96,16 @@ def test_a_disturbed_op_is_some_roundings_off_by_seed(
 
 
 def test_in_place_results_are_disturbed_by_shares() -> None:
-    op = registry.get("adamw")
+    op = registry.find_op("adamw")
 
     def written(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(registry, "bind", registry.bind)
+            patched.setattr(registry, "bind", registry.bind_ops)
             if seed:
                 train_cases.disturb_ops(seed)
             inputs = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), list(op.inputs(op.cases[0])))
             before = [x.clone() for x in tree_leaves([inputs[n] for n in op.writes])]
-            registry.bind({}).adamw(*inputs)
+            registry.bind_ops({}).adamw(*inputs)
             return before, tree_leaves([inputs[n] for n in op.writes])
 
     (before, plain), (_, off), (_, other) = written(0), written(1), written(2)
@@ -118,10 +118,10 @@ def test_in_place_results_are_disturbed_by_shares() -> None:
 
 
 def test_only_floats_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "bind", registry.bind)
-    plain = registry.bind({})
+    monkeypatch.setattr(registry, "bind", registry.bind_ops)
+    plain = registry.bind_ops({})
     train_cases.disturb_ops(3)
-    disturbed, ids = registry.bind({}), torch.tensor([[1, 2]])
+    disturbed, ids = registry.bind_ops({}), torch.tensor([[1, 2]])
     assert disturbed.prepare_attention is plain.prepare_attention
     table = torch.ones(4, 8, dtype=torch.float64)
     assert torch.allclose(disturbed.embedding(ids, table), plain.embedding(ids, table), rtol=1e-14)
@@ -136,19 +136,19 @@ def test_a_run_is_told_to_stop_after_its_steps_and_started_once_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int, ends: list[int], code: int, looks: int
 ) -> None:
     seen: list[list[str]] = []
-    asked = stopping.asked
+    asked = stopping.is_stop_requested
 
     def main(words: list[str]) -> int:
         seen.append(words)
         if stop_after and len(seen) == 1:
-            assert [stopping.asked() for _ in range(looks + 1)] == [False] * (looks - 1) + [True] * 2
+            assert [stopping.is_stop_requested() for _ in range(looks + 1)] == [False] * (looks - 1) + [True] * 2
         else:
-            assert stopping.asked is asked
+            assert stopping.is_stop_requested is asked
         return ends[len(seen) - 1]
 
     monkeypatch.setattr("trainer.__main__.main", main)
     assert train_cases.train(tmp_path, stop_after, waits=False, slow_threads=False) == code
-    assert seen == [[str(tmp_path)]] * len(ends) and stopping.asked is asked
+    assert seen == [[str(tmp_path)]] * len(ends) and stopping.is_stop_requested is asked
 
 
 def test_a_run_that_waits_is_a_program_twice_and_its_worst_end_counts(
