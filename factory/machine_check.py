@@ -79,7 +79,7 @@ def _machine() -> CheckResult:
 def _releasable(workspace: Workspace) -> CheckResult:
     """Whether models trained on the ingested data could be released."""
     from factory.ledger.ledger import Ledger
-    from factory.releasable.gathering import make_report, report_lines, summary_line
+    from factory.releasable.report import make_report, report_lines, summary_line
 
     lines = make_report(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root)))
     if not lines:
@@ -138,7 +138,7 @@ def _gpu(number: int) -> str:
 
 def _measured(workspace: Workspace | None) -> tuple[Any, dict[str, Any]]:
     """(the recipe, the fastest precision on this machine, measured now)."""
-    from factory.computing.computing import measure_precision
+    from factory.computing.compute_settings import measure_precision
     from factory.training.planning import load_recipe
     from trainer.contract.recipe import Recipe
 
@@ -193,7 +193,7 @@ def _kernels(workspace: Workspace | None, recipe: Any, measured: dict[str, Any])
 def _computing(
     workspace: Workspace | None, path: Path, recipe: Any, measured: dict[str, Any]
 ) -> tuple[bool | None, list[str]]:
-    from factory.computing.computing import decide_computing
+    from factory.computing.compute_settings import decide_computing
     from kernels.contract.bench import BenchSetting
     from kernels.contract.precision import DTYPES
     from kernels.contract.registry import OPS, KernelError, find_implementations_in_use, load_choice, load_fallback

@@ -24,7 +24,7 @@ from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import Capture, Graphs, OnDevice, uses_graphs
+from trainer.cuda_graphs import Capture, Graphs, OnDevice, uses_graphs
 from trainer.model.transformer import Decoder
 from trainer.monitor.hook import Hook, Outcome, Update, copy_to_host
 from trainer.monitor.metrics import device_name, memory_bytes
@@ -261,7 +261,7 @@ class Run:
         return load
 
     def use_graphs(self, capture: Capture) -> None:
-        """Replay micro-batches from now on (``trainer.graphed``). Only for one rank of a dense model."""
+        """Replay micro-batches from now on (``trainer.cuda_graphs``). Only for one rank of a dense model."""
 
         def kept(part: dict[str, Any]) -> LayerInputs:
             """Run a micro-batch. Returns the tensors that its layers left for ``signals``."""

@@ -215,9 +215,9 @@ except OSError as error:
 def sandbox(context: Context) -> None:
     """Live training's: is the device in it, and does a segment train there?"""
     from factory.core import devices
-    from factory.sandbox import filter, live
+    from factory.sandbox import live_sandbox, seccomp_filter
 
-    if refusal := live.find_refusal():
+    if refusal := live_sandbox.find_refusal():
         context.not_run("a segment in the live sandbox", refusal)
         return
     folder = Path(context.settings.scratch) / "sandbox"
@@ -230,7 +230,7 @@ def sandbox(context: Context) -> None:
 
     def inside(words: list[str], log: Path) -> int:
         with open(log, "wb") as out:
-            process = live.start_in_sandbox(
+            process = live_sandbox.start_in_sandbox(
                 [sys.executable, *words],
                 writable=[made],
                 readonly=[folder / "shards", *map(Path, libraries)],
@@ -257,10 +257,10 @@ def sandbox(context: Context) -> None:
             hinders = what_hinders(answer)
             says = f"it is without {', '.join(hinders)}" if hinders else "nor without one of its walls"
             context.wrong("the live sandbox", f"the device is not seen in it: cuInit answers {found}; {says}")
-            if not (calls := [name for name in hinders if name in filter.CALLS]):
+            if not (calls := [name for name in hinders if name in seccomp_filter.CALLS]):
                 return
-            filter.CALLS.pop(calls[0])  # in this process: is that all that hinders?
-            filter.assemble_filter.cache_clear()
+            seccomp_filter.CALLS.pop(calls[0])  # in this process: is that all that hinders?
+            seccomp_filter.assemble_filter.cache_clear()
     began = time.monotonic()
     code = inside(["-m", "trainer", str(made)], folder / "log")
     if code:
@@ -275,21 +275,21 @@ def sandbox(context: Context) -> None:
 def what_hinders(answer: Callable[[], str]) -> list[str]:
     """Which of the sandbox's walls the driver does not pass, by taking them away one by one: two that hide each other are not found. ``answer``
     makes a sandbox and asks in it."""
-    from factory.sandbox import bubblewrap, filter, view
+    from factory.sandbox import bubblewrap, seccomp_filter, view
 
-    every = dict(filter.CALLS)
+    every = dict(seccomp_filter.CALLS)
     found = []
 
     def without(what: str, module: Any, name: str, value: Any) -> None:
         usual = getattr(module, name)
         setattr(module, name, value)
-        filter.assemble_filter.cache_clear()
+        seccomp_filter.assemble_filter.cache_clear()
         try:
             if answer() == "0":
                 found.append(what)
         finally:
             setattr(module, name, usual)
-            filter.assemble_filter.cache_clear()
+            seccomp_filter.assemble_filter.cache_clear()
 
     without("any filter of system calls", filter, "ARCHITECTURES", {})
     if found and found[0] == "any filter of system calls":

@@ -40,8 +40,8 @@ from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import evidence_of_evaluations
 from factory.gates.release.guards import detectable_gain, guard_floors, guard_names, guards_set_aside
+from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
-from factory.gates.release.memorising import TASK
 from factory.gates.release.policy import ReleasePolicy
 
 DOMAINS = ("chat", "code", "docs")

@@ -33,7 +33,6 @@ from benchmarks.loss_doctor.documents import VOCABULARY, good
 from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
 from benchmarks.loss_doctor.injecting import CODE, FAULTY, order_of, run_here
 from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
-from factory.diagnosis.bench import Episode, WindowBench
 from factory.diagnosis.diagnosing import (
     RECENT_STEPS,
     EpisodeSpan,
@@ -42,11 +41,12 @@ from factory.diagnosis.diagnosing import (
     find_episodes,
     find_previous_weights,
 )
+from factory.diagnosis.replay_bench import Episode, WindowBench
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.runs.arm import Arm
-from factory.runs.live import prepare_folder
-from factory.runs.sandboxed import ArmEnd
+from factory.runs.live_training import prepare_folder
+from factory.runs.sandboxed_training import ArmEnd
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from agents.line_profiler.report.words import profile_summary
+from agents.line_profiler.report.summary_text import profile_summary
 from agents.line_profiler.table import Profile
 from benchmarks.support.best_here import ROOT
 

@@ -28,7 +28,7 @@ import factory.serving.serve as serving
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.serving.engines import Engine, native_engine_kind
-from factory.serving.swap import Supervisor
+from factory.serving.supervisor import Supervisor
 from tests.support.paths import ROOT
 from tests.support.serving.kills import BEFORE, NEW, OLD, Outcome, kill_in_swap, outcome
 from tests.support.serving.load import Load

@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from factory.backups.keys import KEYS, copy_keys
+from factory.backups.signing_keys import KEYS, copy_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, find_fault_in
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace, list_factory_work
-from factory.ingest.compared import FOLDER
+from factory.ingest.hash_index import FOLDER
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
 from factory.ledger.journal import ABOUT, BACKUPS_FOLDER, list_backups
@@ -57,7 +57,7 @@ def time_for_name() -> str:
 def make_backup(plant: Plant, folder: Path | None = None, keys: bool = False) -> tuple[Path, list[str]]:
     """Make a backup in ``folder``, by default a new one below the workspace's ``backups/``. Returns its folder and lines for a person.
 
-    With ``keys``, the backup has the key that signs bundles. After a kill at any moment the new backup is whole or absent, and so is the
+    With ``signing_keys``, the backup has the key that signs bundles. After a kill at any moment the new backup is whole or absent, and so is the
     oldest backup, which this function removes.
 
     Raises: WorkspaceError when the ledger is damaged or in PostgreSQL, or another process makes a backup; InputError.

@@ -23,8 +23,8 @@ from factory.bundles.files.folder import (
 from factory.core.exports import export_files_sha256
 from factory.core.launching import make_die_with_parent
 from factory.core.workspace import checkout_root
-from factory.gates.release.licences import NONE
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.trained_licences import NONE
 from kernels.contract.message import Message
 from trainer.contract.strict import parse
 

@@ -18,9 +18,14 @@ from factory.evals.evaluator import read_items_of_evaluation
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import hash_held_out_document, hash_suite, read_held_out_documents
 from factory.evals.tasks import DEV, EvalItem
-from factory.gates.release.licences import NONE, count_tokens_by_licence, find_masked_documents, shares_not_releasable
-from factory.gates.release.memorising import TASK
+from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.trained_licences import (
+    NONE,
+    count_tokens_by_licence,
+    find_masked_documents,
+    shares_not_releasable,
+)
 from factory.ingest.document import read_maker
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import list_anomalies

@@ -21,7 +21,7 @@ from factory.bundles.files.folder import (
     printable,
     unexpected_key,
 )
-from factory.bundles.two_verdicts import VerdictComparison
+from factory.bundles.verdict_comparison import VerdictComparison
 from factory.core.errors import InputError
 from factory.core.policy_file import hash_policy
 from factory.evals.statistics import Gain
@@ -30,7 +30,7 @@ from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.gate import evidence_of_evaluations
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded import evidence_sha256, judge_again, read_evidence
+from factory.gates.release.recorded_verdict import evidence_sha256, judge_again, read_evidence
 from factory.tasks.comparing import TaskEvidence, compare_evaluations, score_metrics
 from kernels.contract.files import finite_values
 from kernels.contract.message import Message

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from factory.core.errors import InputError
-from factory.gates.release.licences import NONE, find_masked_documents
+from factory.gates.release.trained_licences import NONE, find_masked_documents
 from factory.ingest.document import SYNTHETIC_PREFIX, read_maker
-from factory.ingest.rules.claims import find_relicensed_documents
+from factory.ingest.rules.licence_claims import find_relicensed_documents
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger

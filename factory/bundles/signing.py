@@ -15,7 +15,7 @@ import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factory.backups.keys import KEY, KEYS, PUBLIC
+from factory.backups.signing_keys import KEY, KEYS, PUBLIC
 from factory.bundles.files.folder import BundleError, printable
 from factory.bundles.files.layout import SIGNATURE
 from factory.core.errors import InputError

@@ -24,8 +24,8 @@ from factory.bundles.shards import releasable_documents, to_json_line
 from factory.bundles.verifying import VerifyResult, verify_bundle
 from factory.core.errors import InputError
 from factory.core.exports import export_folder_sha256
-from factory.core.left_files import DEPTH, open_regular_file
 from factory.core.removal import remove_path
+from factory.core.untrusted_trainer_files import DEPTH, open_regular_file
 from factory.evals.probes.checks import join_sentences
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer

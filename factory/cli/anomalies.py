@@ -128,7 +128,7 @@ def accept_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
     A diagnosis may propose to quarantine documents and rewind, or to rewind and train with another learning rate for a while. Where it
     proposes nothing, the anomaly is only closed.
     """
-    from factory.diagnosis.acting import accept_diagnosis
+    from factory.diagnosis.remedies import accept_diagnosis
 
     said = accept_diagnosis(plant.ledger, number, current_user())
     say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")
@@ -140,7 +140,7 @@ def reject_diagnosis(plant: Plant, say: AnswerPrinter, number: Number) -> None:
 
     From the next segment on, the documents quarantined for this diagnosis are trained on again, and a learning rate lowered for it is back.
     """
-    from factory.diagnosis.acting import reject_diagnosis
+    from factory.diagnosis.remedies import reject_diagnosis
 
     said = reject_diagnosis(plant.ledger, number, current_user())
     say({"anomaly": number, "says": said}, f"  anomaly {number}: {said}")

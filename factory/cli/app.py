@@ -19,7 +19,7 @@ from factory.cli.core.options import (
     print_json,
     register_command,
 )
-from factory.core import devices, stopping
+from factory.core import devices, stop_signals
 from factory.core.errors import FactoryError
 from factory.core.faults import find_fault_in
 from kernels.contract.message import Message, plain, titled
@@ -76,7 +76,7 @@ def read_global_options(
 
 def main() -> None:
     """The entry point. A ``FactoryError`` or a fault of the machine ends with one message; any other exception is a bug and keeps its traceback."""
-    end_if_stopped = stopping.handle_signals()
+    end_if_stopped = stop_signals.handle_signals()
     for name, value in (SPINS | devices.COMPILER_SETTINGS).items():
         os.environ.setdefault(name, value)
     # Child processes must not import modules from the folder that they run in.

@@ -261,8 +261,8 @@ def audit(
     Prints all audits. A difference opens a proposal that undoes the patch. The daemon audits by itself when it has nothing else to do.
     While it runs, this command asks it to audit in its next pass.
     """
-    from factory.audit.auditing import audit_segment
-    from factory.audit.drawing import find_due_audits, list_audits
+    from factory.audit.audit_segment import audit_segment
+    from factory.audit.audit_windows import find_due_audits, list_audits
     from factory.audit.policy import AuditPolicy
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.code_loop.reverting import open_reverts

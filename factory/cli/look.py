@@ -27,7 +27,7 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show the factory's state and everything that waits for you: daemon, training, data, segments, candidates, champion, proposals, disk."""
-    from factory.core.moments import replace_moments_by_iso
+    from factory.core.time_formats import replace_moments_by_iso
     from factory.status.status import status_facts, status_lines
 
     workspace = Workspace.open(where)
@@ -55,7 +55,7 @@ def duties(plant: Plant, say: AnswerPrinter) -> None:
 
     For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
     """
-    from factory.core.moments import replace_moments_by_iso
+    from factory.core.time_formats import replace_moments_by_iso
     from factory.duties.listing import duty_facts, duty_lines
 
     found = duty_facts(plant)
@@ -72,7 +72,7 @@ def log(
     as_json: JsonOption = False,
 ) -> None:
     """Print the daemon's log, logs/daemon.log. Tracebacks are in logs/errors.log, and the output of trainers is in logs/segment-N.log."""
-    from factory.status import log as daemon_log
+    from factory.status import daemon_log
 
     workspace = Workspace.open(where)
     show = (lambda entry: json.dumps(entry, ensure_ascii=False)) if as_json else daemon_log.format_entry
@@ -102,9 +102,9 @@ def ui(
     show: Annotated[bool, typer.Option("--print", help="Print the command instead of running it.")] = False,
 ) -> None:
     """Serve the MLflow UI of this workspace, and print the pages to begin with: releases, candidates, training, proposals."""
-    from factory.core.listening import is_loopback, open_listening_socket
+    from factory.core.listening_socket import is_loopback, open_listening_socket
+    from factory.show.mlflow.host_names import bracket_ipv6, server_names
     from factory.show.mlflow.login import make_login
-    from factory.show.mlflow.names import bracket_ipv6, server_names
     from factory.show.mlflow.registry import list_start_pages
     from factory.show.mlflow.store import mlflow_ui_command
 
@@ -192,7 +192,7 @@ def check(
     done: list[str] = []
     if mend and workspace:
         from factory.ledger.ledger import Ledger
-        from factory.repairs.mending import repair_all
+        from factory.repairs.repairing import repair_all
         from factory.show.catching_up import show_missing
 
         done = repair_all(workspace, deep, progress)

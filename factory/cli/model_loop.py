@@ -56,7 +56,7 @@ def init(
 ) -> None:
     """Make a workspace, the folder that holds all state of one factory. Running it again changes nothing."""
     from factory.core.console import Terminal
-    from factory.presets.making import InitOptions, make_workspace
+    from factory.presets.new_workspace import InitOptions, make_workspace
 
     code = Path(repository).resolve() if repository else None
     workspace = make_workspace(where, InitOptions(preset, recipe, vocabulary, tokenizer, force), code)
@@ -112,7 +112,7 @@ def run(
     from factory.core.console import Terminal
     from factory.duties.back_off import retry_faults
     from factory.duties.runner import run_daemon as run_daemon
-    from factory.status.log import LoggedProgress
+    from factory.status.daemon_log import LoggedProgress
     from factory.status.metrics import serve_metrics
 
     def start() -> None:
@@ -144,9 +144,9 @@ def train(
     """Train the trunk for one more segment, on all ingested shards."""
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.training import train_segment as train_segment
-    from factory.repairs.mending import call_with_repairs
-    from factory.retrying.asking import refuse_paused
-    from factory.retrying.tries import find_open_segment
+    from factory.repairs.repairing import call_with_repairs
+    from factory.retrying.requests import refuse_paused
+    from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.planning import plan_trunk
 
     plant, terminal = open_plant(where)
@@ -210,9 +210,9 @@ def anneal(where: WorkspaceOption = DEFAULT) -> None:
     from factory.core.workspace import MODEL_LOOP
     from factory.duties.releasing import find_unexported_segments
     from factory.duties.training import train_segment as train_segment
-    from factory.repairs.mending import call_with_repairs
-    from factory.retrying.asking import refuse_paused
-    from factory.retrying.tries import find_open_segment
+    from factory.repairs.repairing import call_with_repairs
+    from factory.retrying.requests import refuse_paused
+    from factory.retrying.trainer_deaths import find_open_segment
     from factory.training.exporting import export_candidate
     from factory.training.planning import plan_anneal
 

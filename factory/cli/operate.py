@@ -30,9 +30,11 @@ def pause(
 
     The pause survives a restart of the factory.
     """
-    from factory.retrying import asking
+    from factory.retrying import requests
 
-    found = asking.pause_daemon(plant.ledger, asking.EVERYTHING if everything else asking.TRAINING, current_user(), why)
+    found = requests.pause_daemon(
+        plant.ledger, requests.EVERYTHING if everything else requests.TRAINING, current_user(), why
+    )
     say(vars(found), f"  {found}")
     say.line(
         Message(
@@ -45,9 +47,9 @@ def pause(
 @register_command(app)
 def resume(plant: Plant, say: AnswerPrinter) -> None:
     """End a pause that 'factory pause' began."""
-    from factory.retrying import asking
+    from factory.retrying import requests
 
-    ended = asking.resume_daemon(plant.ledger, current_user())
+    ended = requests.resume_daemon(plant.ledger, current_user())
     said = Message("operate.resumed", "  The pause of {what} by {by} is over.", what=ended.what, by=ended.by)
     say({"resumed": vars(ended)}, said)
 
@@ -61,9 +63,9 @@ def retry(
     ] = None,
 ) -> None:
     """Retry at once all actions that wait after a failure. With a segment's number, also continue that parked segment."""
-    from factory.retrying import tries
+    from factory.retrying import trainer_deaths
 
-    said = tries.request_retry(plant.ledger, segment, current_user())
+    said = trainer_deaths.request_retry(plant.ledger, segment, current_user())
     say({"segment": segment, "says": said}, f"  {said}")
 
 
@@ -72,9 +74,9 @@ def abandon(
     plant: Plant, say: AnswerPrinter, segment: Annotated[int, typer.Argument(help="A parked segment.")]
 ) -> None:
     """Give up a parked segment: its steps are dropped, and training continues from the segment before it."""
-    from factory.retrying import tries
+    from factory.retrying import trainer_deaths
 
-    said = tries.abandon_segment(plant.ledger, segment, current_user())
+    said = trainer_deaths.abandon_segment(plant.ledger, segment, current_user())
     say({"segment": segment, "says": said}, f"  {said}")
 
 
@@ -91,9 +93,9 @@ def rewind(
 
     Their candidates are not released any more. The command works while the daemon runs; the daemon stops a trainer of a rewound segment.
     """
-    from factory.diagnosis import acting
+    from factory.diagnosis import remedies
 
-    said = acting.rewind_segment(plant.ledger, segment, current_user(), why)
+    said = remedies.rewind_segment(plant.ledger, segment, current_user(), why)
     say({"segment": segment, "says": said}, f"  {said}")
 
 
@@ -111,12 +113,12 @@ def quarantine(
 
     The command works while the daemon runs.
     """
-    from factory.diagnosis import acting
+    from factory.diagnosis import remedies
 
     said = (
-        acting.free_documents(plant.ledger, names, current_user())
+        remedies.free_documents(plant.ledger, names, current_user())
         if undo
-        else acting.quarantine_documents(plant.ledger, names, current_user(), why)
+        else remedies.quarantine_documents(plant.ledger, names, current_user(), why)
     )
     say({"documents": names, "says": said}, f"  {said}")
 

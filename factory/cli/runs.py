@@ -24,7 +24,7 @@ def runs(
 
     Certificates, preflights, audits, diagnoses, replicas and the gates of patches start such runs.
     """
-    from factory.runs.running import list_runs, run_line
+    from factory.runs.task_runs import list_runs, run_line
 
     found = list_runs(plant.ledger, lines)
     nothing = Message(

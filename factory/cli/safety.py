@@ -34,7 +34,7 @@ def backup(
     copied either: use pg_dump.
     """
     from factory.backups.backups import make_backup
-    from factory.backups.keys import has_private_key
+    from factory.backups.signing_keys import has_private_key
 
     has = has_private_key(plant.workspace.root)
     if keys and not has:

@@ -35,7 +35,7 @@ from agents.loop.checkpoints import SavedRunError
 from agents.loop.graph import LoopRun, delete_run, run_agent
 from agents.loop.role import Role, TargetError
 from factory.core.errors import ConfigError, FactoryError, InputError
-from factory.core.served import find_served_champion
+from factory.core.served_note import find_served_champion
 from factory.core.workspace import Workspace
 from factory.git.scope import AgentsPolicy
 from factory.ledger.engine import DRIVER

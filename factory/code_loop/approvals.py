@@ -8,7 +8,7 @@ A decision comes from the command line, or from MLflow (the tag ``approval`` of 
 policies/gates/patch.yaml the verdict is enough.
 
 The daemon later has a patch judged again if only a time limit or a missing device held it back. The machine may be less busy then, and the
-limits follow from the time that approved code takes (``factory.gates.patience``); a daemon may run where that device is. A patch that never
+limits follow from the time that approved code takes (``factory.gates.time_limits``); a daemon may run where that device is. A patch that never
 ends is held back each time. After a few times it waits for a person.
 """
 
@@ -32,7 +32,7 @@ from factory.core import devices
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.gates.patch.policy import PatchPolicy
-from factory.gates.patience import find_only_missing_stage, was_out_of_time
+from factory.gates.time_limits import find_only_missing_stage, was_out_of_time
 from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.git.scope import FileChange

@@ -108,7 +108,7 @@ def improvement_facts(db: ReadsSql, policy: Mapping[str, Any], now: float) -> di
 
 def improvement_lines(found: Mapping[str, Any], running: bool) -> list[str]:
     """``improvement_facts`` as lines for a person. ``running``: the daemon runs."""
-    from factory.core.moments import format_local_time
+    from factory.core.time_formats import format_local_time
 
     begun, last, spent = found["begun"], found["last"], found["used"]
     doing: str = ""

@@ -20,20 +20,20 @@ from typing import Any
 
 import yaml
 
-from factory.computing import computing
+from factory.computing import compute_settings
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError, suggest_name
-from factory.core.left_files import read_json_object
 from factory.core.progress import Progress
 from factory.core.removal import remove_path
+from factory.core.untrusted_trainer_files import read_json_object
 from factory.core.workspace import Workspace, checkout_root
 from factory.git import repository
 from factory.ledger.ledger import profiles, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert_row
-from factory.runs.folders import remove_odd_files
 from factory.runs.live_code import LiveCode
+from factory.runs.trainer_folder import remove_odd_files
 from factory.training.planning import last_segment
 from kernels.contract.message import Message
 
@@ -126,10 +126,10 @@ def _as_trained(plant: Plant, path: Path, code: Path, folder: Path) -> list[str]
     last = last_segment(plant.ledger, "trunk")
     before = last.recipe_json["precision"] if last and last.recipe == recipe.name else ""
     kernels = (code / "policies" / "kernels.yaml").read_text("utf-8")
-    recipe, computed, _ = computing.decide_computing(plant.workspace, recipe, kernels, before)
+    recipe, computed, _ = compute_settings.decide_computing(plant.workspace, recipe, kernels, before)
     given = folder / "recipe.yaml"
     given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
-    return ["--recipe", str(given), "--kernels", str(computing.write_kernels(folder, computed))]
+    return ["--recipe", str(given), "--kernels", str(compute_settings.write_kernels(folder, computed))]
 
 
 def profile_checkout(out: Path, progress: Progress, options: ProfileOptions = ProfileOptions()) -> Path:

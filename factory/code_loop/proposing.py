@@ -40,10 +40,10 @@ from factory.code_loop.submitting import WRITTEN, clear_and_get_live_commit, jud
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import run_in_parallel
 from factory.core.errors import InputError, suggest_name
-from factory.gates.case import NOTHING_HELD_OUT
-from factory.gates.patch.held_out import read_held_out_texts
+from factory.gates.patch.held_out_scores import read_held_out_texts
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import find_unused_recipes, used_recipe_path
+from factory.gates.stage_interface import NOTHING_HELD_OUT
 from factory.gates.training_start import find_training_start
 from factory.ledger.ledger import Ledger, anomalies
 from factory.ledger.plant import Plant

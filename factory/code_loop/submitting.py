@@ -19,10 +19,10 @@ from factory.core.errors import FactoryError, WorkspaceError
 from factory.core.faults import find_fault_in
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
-from factory.gates.case import read_reasons
 from factory.gates.patch.stages.gate import make_patch_gate
 from factory.gates.recipe.gate import count_tries, is_recipe_patch, make_recipe_gate
 from factory.gates.release.judge import REJECT, Verdict
+from factory.gates.stage_interface import read_reasons
 from factory.gates.staged_gate import StagedGate, gate_folder
 from factory.git import repository
 from factory.git.repository import AppliedPatch, RepositoryError, ScopeError

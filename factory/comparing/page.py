@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from agents.core.pages import render_page
-from factory.comparing.comparing import ALLOWED_SPREADS, WINDOW, Divergence, MetricComparison
-from factory.comparing.reading import RunCurves
-from factory.show.pages.pictures import draw_curves
+from factory.comparing.curve_comparison import ALLOWED_SPREADS, WINDOW, Divergence, MetricComparison
+from factory.comparing.curve_files import RunCurves
+from factory.show.pages.svg_charts import draw_curves
 from kernels.contract.message import Message
 
 TEMPLATE = Path(__file__).with_name("comparison.html.jinja")

@@ -1,6 +1,6 @@
 """Reads the results of ``factory tune``: one file for each machine class and precision in the workspace's ``tuning/``.
 
-When a segment is planned, the kernels that are ``auto`` in ``kernels.yaml`` come from these files (``factory.computing.computing``).
+When a segment is planned, the kernels that are ``auto`` in ``kernels.yaml`` come from these files (``factory.computing.compute_settings``).
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from factory.core.errors import ConfigError
-from factory.core.left_files import read_tail
+from factory.core.untrusted_trainer_files import read_tail
 from factory.core.workspace import Workspace
 from trainer.contract.errors import TrainerError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from factory.data.selecting import COLUMN_NOUNS
-from factory.ingest.rules.claims import find_licence_conflicts
+from factory.ingest.rules.licence_claims import find_licence_conflicts
 from factory.ledger.ledger import Ledger
 from factory.ledger.removals import NO_LICENCE, REMOVED_FATE, list_removals
 from kernels.contract.message import Message

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from factory.core.left_files import open_regular_file
+from factory.core.untrusted_trainer_files import open_regular_file
 from factory.ledger.rows import SegmentRow
 
 

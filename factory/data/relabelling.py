@@ -22,10 +22,10 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.data.selecting import AT_ONCE, DocumentSelection, find_keys_of_one, select_by_value, unknown_value_error
 from factory.ingest.document import LONGEST_NAME, refuse_domain
+from factory.ingest.rules.held_out_split import KINDS, GroupKind, breaks_tie_to_sealed, name_group, name_unit
 from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.split import KINDS, GroupKind, breaks_tie_to_sealed, name_group, name_unit
-from factory.ingest.shapes.mapping import original_file_name
+from factory.ingest.shapes.field_mapping import original_file_name
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, relabels, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, find_barred_labels

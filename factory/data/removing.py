@@ -15,8 +15,8 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.data.cost import RetrainingCost, estimate_retraining_cost, find_releases_trained_on
 from factory.data.exposure import Exposure
+from factory.data.retraining_cost import RetrainingCost, estimate_retraining_cost, find_releases_trained_on
 from factory.data.selecting import COLUMN_NOUNS, DocumentSelection, removable_fates
 from factory.ingest.document import SYNTHETIC_PREFIX
 from factory.ledger.anomalies import RELEASE_MARKED

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError, suggest_name
-from factory.ingest.rules.claims import COPY_RULES
+from factory.ingest.rules.licence_claims import COPY_RULES
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE
 from kernels.contract.message import Message

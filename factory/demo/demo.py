@@ -115,7 +115,7 @@ def run_demo(
 
 def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float, ingest: float) -> None:
     """Measure this machine, choose the sizes, and write them into the recipe, the kernels and the workspace's policies."""
-    from factory.computing.computing import describe_precision, measure_precision
+    from factory.computing.compute_settings import describe_precision, measure_precision
     from trainer.contract.recipe import Recipe
 
     raw = _read_recipe((checkout_root() / RECIPE).read_text("utf-8"))

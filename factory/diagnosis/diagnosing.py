@@ -17,7 +17,7 @@ from agents.loss_doctor.arms import arms_against_large_steps
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
 from agents.loss_doctor.curves import KINDS, StepPoint, find_onset, points_of_metrics
 from agents.loss_doctor.doctor import Diagnosis, diagnose
-from factory.audit.keeping import ladder_folder
+from factory.audit.kept_checkpoints import ladder_folder
 from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
@@ -27,8 +27,8 @@ from factory.core.policy_file import hash_policy
 from factory.core.progress import Progress
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
-from factory.diagnosis import acting
-from factory.diagnosis.bench import Episode, WindowBench
+from factory.diagnosis import remedies
+from factory.diagnosis.replay_bench import Episode, WindowBench
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
 from factory.ledger.anomalies import (
@@ -44,8 +44,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, recipe_for_one_rank
-from factory.runs.running import Runs
-from factory.runs.sandboxed import ArmEnd
+from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.task_runs import Runs
 from factory.runs.trace import read_step_lines
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import read_data_plan
@@ -159,7 +159,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
     recorded = newest_details_by_anomaly(plant.ledger, DIAGNOSED).get(number)
     if recorded and number not in find_settled_anomalies(plant.ledger):  # killed before it acted on the diagnosis
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
-    acting.refuse_closed(plant.ledger, number)
+    remedies.refuse_closed(plant.ledger, number)
     segment = SegmentRow.get(plant.ledger, row.segment)
     lines: list[StepPoint] = []
     unreadable: InputError | None = None
@@ -240,7 +240,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
 
 def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
     """Act on a recorded diagnosis as the policy says; returns a message."""
-    done = acting.apply_policy(ledger, policy, detail["lead"])
+    done = remedies.apply_policy(ledger, policy, detail["lead"])
     progress.line(
         Message(
             "diagnosis.diagnosed",
@@ -268,7 +268,7 @@ def _replicas_apart(row: AnomalyRow) -> FactoryError:
 
 def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
     try:
-        return acting.find_blamed_patches(
+        return remedies.find_blamed_patches(
             plant, causes, segment.code_commit, find_previous_commit(plant.ledger, segment, 0)
         )
     except FactoryError as error:

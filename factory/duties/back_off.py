@@ -17,14 +17,14 @@ from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
 from factory.core.faults import LOCKED, Fault, find_fault_in, is_machine_fault_of_no_file
-from factory.core.moments import format_duration
+from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
-from factory.retrying.asking import RewoundError
-from factory.retrying.backoff import FailureWait, FailureWaits, append_traceback
+from factory.retrying.failure_waits import FailureWait, FailureWaits, append_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import ASKED, TrainerDiedError
+from factory.retrying.requests import RewoundError
+from factory.retrying.trainer_deaths import ASKED, TrainerDiedError
 from factory.status.waiting import ACTION_FAILED, PASS_FAILED, WORKS_AGAIN, failing_actions
 from kernels.contract.message import Message
 

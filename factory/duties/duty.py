@@ -13,8 +13,8 @@ from factory.core.errors import InputError
 from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, SegmentRow
-from factory.retrying.asking import EVERYTHING, Pause, current_pause
-from factory.retrying.tries import find_open_segment
+from factory.retrying.requests import EVERYTHING, Pause, current_pause
+from factory.retrying.trainer_deaths import find_open_segment
 from kernels.contract.message import Message
 
 

@@ -13,13 +13,13 @@ from itertools import islice
 from typing import Any
 
 from factory.core.faults import find_fault_in
-from factory.core.moments import format_duration, format_local_time
+from factory.core.time_formats import format_duration, format_local_time
 from factory.core.workspace import Workspace
 from factory.duties.duty import Duty, DutyState, Errand
 from factory.duties.table import DUTIES
-from factory.ledger.files import find_low_disk
+from factory.ledger.file_events import find_low_disk
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import FailureWait
+from factory.retrying.failure_waits import FailureWait
 from factory.status.waiting import failing_actions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message

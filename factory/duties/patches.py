@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from factory.audit.auditing import audit_segment
-from factory.audit.drawing import find_due_audits
+from factory.audit.audit_segment import audit_segment
+from factory.audit.audit_windows import find_due_audits
 from factory.audit.policy import AuditPolicy
 from factory.code_loop import revalidating
 from factory.code_loop.approvals import judge_due_patches_again
 from factory.code_loop.reverting import open_reverts
 from factory.duties.duty import Duty, DutyState, always_due
 from factory.ledger.plant import Plant
-from factory.show.mlflow.answering import settle_proposals
+from factory.show.mlflow.approval_answers import settle_proposals
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:

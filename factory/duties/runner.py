@@ -23,10 +23,10 @@ from factory.ingest.inbox import SETTLE_SECONDS
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.repairs.mending import call_with_repairs
+from factory.repairs.repairing import call_with_repairs
 from factory.retention.low_disk import free_space, is_own_disk_full, must_training_wait
-from factory.retrying.asking import PausedError, open_requests, record_request_done
-from factory.retrying.tries import parked_instructions
+from factory.retrying.requests import PausedError, open_requests, record_request_done
+from factory.retrying.trainer_deaths import parked_instructions
 from factory.training.certifying import NotCertifiedError, certificate_instructions, newest_code_verdict
 from kernels.contract.message import Message
 

@@ -7,7 +7,6 @@ improve the factory come last.
 from __future__ import annotations
 
 from factory.duties.anomalies import DIAGNOSE, WORD
-from factory.duties.asked import ASKED
 from factory.duties.duty import Duty
 from factory.duties.patches import (
     AUDIT,
@@ -19,6 +18,7 @@ from factory.duties.patches import (
     OVERDUE_AUDIT,
 )
 from factory.duties.releasing import EXPORT, FINISH_RELEASE, JUDGE, RELEASE
+from factory.duties.requests import ASKED
 from factory.duties.training import PLAN_ANNEAL, PLAN_TRUNK, REPLICATE, TRAIN
 from factory.duties.upkeep import (
     ANSWER_APPROVALS,

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import keep_ladder_during, keep_window_during
+from factory.audit.kept_checkpoints import keep_ladder_during, keep_window_during
 from factory.duties.duty import Duty, DutyState
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED
@@ -17,8 +17,8 @@ from factory.ledger.removals import REMOVED, RETURNED, SHARD_ERASED
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import describe_average
 from factory.ledger.writing import record_event_once
-from factory.repairs.mending import repair_inputs
-from factory.replicas.replicating import find_waiting_anneal, train_next_replica
+from factory.repairs.repairing import repair_inputs
+from factory.replicas.train_replicas import find_waiting_anneal, train_next_replica
 from factory.retention.cleaning import clean_after_segment
 from factory.show.mlflow.runs import MlflowTracking
 from factory.status.status import AHEAD

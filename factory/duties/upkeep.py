@@ -14,10 +14,10 @@ from factory.duties.duty import Duty, always_due
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_inbox
 from factory.ledger.plant import Plant
-from factory.releasable.recorded import update_report
+from factory.releasable.recorded_report import update_report
 from factory.release.releases import finish_releases
 from factory.show.catching_up import show_missing
-from factory.show.mlflow.answering import ApprovalResponder
+from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.telling.delivery import Notifier
 from kernels.contract.message import Message
 

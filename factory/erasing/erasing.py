@@ -31,8 +31,8 @@ from factory.core.workspace import Workspace
 from factory.data.removing import mark_new_releases
 from factory.data.selecting import DocumentSelection
 from factory.ingest.filing import remove_originals
-from factory.ingest.reading.kinds import detect_kind
-from factory.ledger.files import SHARD_FILED, filed_shards, sources_of_shard
+from factory.ingest.reading.file_kinds import detect_kind
+from factory.ledger.file_events import SHARD_FILED, filed_shards, sources_of_shard
 from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, shards, token_shards
 from factory.ledger.plant import Plant
@@ -49,7 +49,7 @@ from factory.ledger.removals import (
 )
 from factory.ledger.rows import SegmentRow, Subject
 from factory.repairs.token_shards import find_raw_shard
-from factory.sandbox.together import remove_unused_links
+from factory.sandbox.linked_mounts import remove_unused_links
 from factory.training.planning import read_data_plan
 from kernels.contract.files import rename_into_place, sync_folder
 from kernels.contract.message import Message

@@ -18,7 +18,7 @@ import sqlalchemy as sa
 
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.checks import Check, join_sentences
-from factory.ingest.shapes.calls import strip_tools
+from factory.ingest.shapes.tool_calls import strip_tools
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import REMOVED_FATE

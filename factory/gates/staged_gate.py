@@ -14,7 +14,8 @@ from agents.core.untrusted import one_line
 from factory.core.errors import FactoryError
 from factory.core.policy_file import hash_policy
 from factory.core.removal import remove_path
-from factory.gates.case import (
+from factory.gates.release.judge import Verdict
+from factory.gates.stage_interface import (
     PatchCase,
     Policy,
     Stage,
@@ -24,7 +25,6 @@ from factory.gates.case import (
     missing_evidence,
     read_reasons,
 )
-from factory.gates.release.judge import Verdict
 from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.git.repository import AppliedPatch

@@ -12,11 +12,11 @@
 ``rules/split``                    choose which documents may be held out
 ``rules/decontaminate``            find overlap of training and held-out documents, in both directions
 ``worker``                         do the per-document work of the modules above in processes
-``compared``                       the hashes that later documents are compared with, and their index
-``index``                          query the documents of earlier shards
-``decide``                         decide over the whole shard: duplicates, held-out split, contamination
+``hash_index``                       the hashes that later documents are compared with, and their index
+``document_index``                          query the documents of earlier shards
+``decisions``                         decide over the whole shard: duplicates, held-out split, contamination
 ``tokenizer`` ``vocabulary``       the tokenizer; its one training
 ``chat_template``                  the Jinja template that exports are served with
-``store``                          write the ledger rows in one transaction
+``ledger_rows``                          write the ledger rows in one transaction
 ``preview``                        show how the first rows of a file are read, without storing anything
 """

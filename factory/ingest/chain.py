@@ -31,20 +31,20 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
-from factory.ingest import store
-from factory.ingest.compared import write_hashes
-from factory.ingest.decide import ShardDecisions, decide_fates
+from factory.ingest import ledger_rows
+from factory.ingest.decisions import ShardDecisions, decide_fates
 from factory.ingest.document import BadRow, Row
+from factory.ingest.document_index import PARAMETERS, DocumentIndex
 from factory.ingest.filing import ASKED, name_filed_file
-from factory.ingest.held_tasks import record_task_ngrams
-from factory.ingest.index import PARAMETERS, DocumentIndex
+from factory.ingest.hash_index import write_hashes
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
 from factory.ingest.reading.rows import UNREADABLE_ROW_RULES
 from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.reading_code import compute_reading_key
-from factory.ingest.rules.claims import CONFLICT_EVENT
+from factory.ingest.reading_key import compute_reading_key
+from factory.ingest.rules.licence_claims import CONFLICT_EVENT
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.told import RowCounts, find_missing_columns, refuse_missing_columns
+from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns, refuse_missing_columns
+from factory.ingest.task_hashes import record_task_ngrams
 from factory.ingest.tokenizer import Tokenizer, template_shows_calls
 from factory.ingest.vocabulary import load_or_train_tokenizer
 from factory.ingest.worker import (
@@ -56,7 +56,7 @@ from factory.ingest.worker import (
     count_row_columns,
     finish_chunk,
 )
-from factory.ledger.files import SHARD_FILED
+from factory.ledger.file_events import SHARD_FILED
 from factory.ledger.ledger import Ledger, meta, record_event, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
@@ -134,7 +134,7 @@ def ingest_shard(
                 raise found
             _copy_to_quarantine(plant.workspace, path, sha256)
         else:
-            compared = store.hash_documents(found.rows, found.decided, found.finished) if found.decided else ()
+            compared = ledger_rows.hash_documents(found.rows, found.decided, found.finished) if found.decided else ()
             write_hashes(plant.workspace.root, f"shard:{sha256[:16]}", compared)
         with plant.ledger.begin() as tx:
             _store(
@@ -195,7 +195,7 @@ class ProcessedShard:
     tokenizer: Tokenizer | None
     token_shard: TokenShard | None
     row_notes: RowCounts
-    held_back: dict[str, dict[str, Any]]  # see ``store.held_back``
+    held_back: dict[str, dict[str, Any]]  # see ``ledger_rows.held_back``
 
 
 def _run(
@@ -264,7 +264,7 @@ def _run(
         shutil.rmtree(token_shard.path)
         return ProcessedShard(rows, decided, finished, tokenizer, None, told, {})
     return ProcessedShard(
-        rows, decided, finished, tokenizer, token_shard, told, store.count_held_back(rows, policy.licences)
+        rows, decided, finished, tokenizer, token_shard, told, ledger_rows.count_held_back(rows, policy.licences)
     )
 
 
@@ -416,7 +416,7 @@ def _store(
             tx, "quarantined", f"shard:{sha256[:16]}", {"name": path.name, "reason": str(found), "read_by": read_by}
         )
         return
-    totals = store.count_rows(found.rows)
+    totals = ledger_rows.count_rows(found.rows)
     totals["counts"] |= found.row_notes.to_shard_counts() | (
         {"not_releasable": found.held_back} if found.held_back else {}
     )
@@ -430,7 +430,7 @@ def _store(
     if tx.execute(sa.select(meta.c.value).where(meta.c.key == PARAMETERS)).scalar() is None:
         tx.execute(meta.insert().values(key=PARAMETERS, value=parameters))
     if found.tokenizer:
-        store.write_tokenizer(tx, found.tokenizer, ledger.to_stored_path(found.tokenizer.folder))
+        ledger_rows.write_tokenizer(tx, found.tokenizer, ledger.to_stored_path(found.tokenizer.folder))
     if made := found.token_shard:
         counts = {name: made.manifest[name] for name in ("documents", "tokens")}
         about = {
@@ -442,7 +442,7 @@ def _store(
             id=made.id, **about, **counts, domains=totals["domains"], created_at=time.time()
         )
         tx.execute(new)
-    store.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
+    ledger_rows.write_documents(tx, found.rows, sha256, found.token_shard.id if found.token_shard else None)
     if found.decided:
-        store.write_held_out(tx, found.rows, found.finished)
+        ledger_rows.write_held_out(tx, found.rows, found.finished)
     record_event(tx, "ingested", f"shard:{sha256[:16]}", {"name": path.name, **totals["counts"]})

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from factory.ingest.shapes.calls import REASONING_KEYS
+from factory.ingest.shapes.tool_calls import REASONING_KEYS
 from factory.ingest.shapes.tools_prompt import TOOL_KEYS, TOOLS_HEAD, TOOLS_TAIL
 
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from factory.core.errors import InputError
-from factory.ingest.rules.split import read_grouping_facts
+from factory.ingest.rules.held_out_split import read_grouping_facts
 from factory.ingest.shapes.bad_row import BadRow as BadRow
-from factory.ingest.shapes.calls import strip_tools
 from factory.ingest.shapes.chats import ROLES as ROLES
 from factory.ingest.shapes.chats import ReadingNotes, carries_loss
-from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.shapes.recognise import to_document_contract
+from factory.ingest.shapes.field_mapping import FieldMapping
+from factory.ingest.shapes.row_shapes import to_document_contract
+from factory.ingest.shapes.tool_calls import strip_tools
 from kernels.contract.message import Message
 
 _RESERVED = frozenset({"cloze", "all", "target"})  # names of the release gate's own measures

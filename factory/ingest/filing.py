@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.ingest.reading.kinds import detect_kind
-from factory.ingest.reading_code import compute_reading_key
-from factory.ledger.files import SHARD_FILED, filed_shards, shards_packed_from, sources_of_shard
+from factory.ingest.reading.file_kinds import detect_kind
+from factory.ingest.reading_key import compute_reading_key
+from factory.ledger.file_events import SHARD_FILED, filed_shards, shards_packed_from, sources_of_shard
 from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, former_file_hashes

@@ -14,7 +14,7 @@ from factory.core.workspace import Workspace
 from factory.ingest.packing import MANY, SMALL_BYTES, Pack
 from factory.ingest.readers import ShardProblem, is_readable_kind
 from factory.ingest.reading.columns import is_dataset
-from factory.ingest.reading.kinds import is_archive
+from factory.ingest.reading.file_kinds import is_archive
 from factory.ingest.remote import fetch_files, is_address
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.plant import Plant

@@ -21,8 +21,8 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError
 from factory.core.faults import is_machine_fault, is_unreadable_now
-from factory.core.moments import format_duration
 from factory.core.progress import Progress
+from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ingest.filing import (
     COMPLETE_AFTER_SECONDS,
@@ -37,18 +37,18 @@ from factory.ingest.filing import (
     return_quarantined_files,
     return_to_inbox,
 )  # fmt: skip
-from factory.ingest.reading_code import compute_reading_key
-from factory.ingest.rules.split import describe_grouping
-from factory.ingest.shapes.mapping import original_file_name
-from factory.ingest.shapes.told import describe_rows
-from factory.ledger.files import HELD, held_files, is_small_vocabulary_allowed
+from factory.ingest.reading_key import compute_reading_key
+from factory.ingest.rules.held_out_split import describe_grouping
+from factory.ingest.shapes.field_mapping import original_file_name
+from factory.ingest.shapes.row_counts import describe_rows
+from factory.ledger.file_events import HELD, held_files, is_small_vocabulary_allowed
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED_FATE, erased_shards
 from factory.ledger.writing import record_event_once
-from factory.retrying.backoff import append_traceback
+from factory.retrying.failure_waits import append_traceback
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import newest_retry_request
+from factory.retrying.trainer_deaths import newest_retry_request
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -181,7 +181,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     """
     from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
     from factory.ingest.readers import is_readable_kind
-    from factory.ingest.reading.kinds import is_archive
+    from factory.ingest.reading.file_kinds import is_archive
     from factory.ingest.rules.policy import DataPolicy
     from factory.ingest.vocabulary import TooLittleTextError
 

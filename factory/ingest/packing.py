@@ -30,10 +30,10 @@ from factory.core.errors import InputError
 from factory.ingest.chain import (
     ShardReport,
     find_bad_share_problem,
+    find_finished_report,
     ingest_shard,
     quarantine_shard,
     read_report,
-    find_finished_report,
 )
 from factory.ingest.document import Row
 from factory.ingest.filing import file_shard
@@ -41,11 +41,11 @@ from factory.ingest.readers import RawRow, ShardProblem, exceeds_one_shard, is_i
 from factory.ingest.reading.columns import list_dataset_files
 from factory.ingest.reading.rows import BadRow, add_path, row_to_line
 from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.reading_code import compute_reading_key
+from factory.ingest.reading_key import compute_reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
-from factory.ingest.shapes.told import RowCounts, find_missing_columns
+from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns
 from factory.ingest.worker import count_row_columns, read_row
-from factory.ledger.files import PACKED, shards_packed_from
+from factory.ledger.file_events import PACKED, shards_packed_from
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards

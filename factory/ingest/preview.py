@@ -13,11 +13,11 @@ from typing import Any
 from agents.core.untrusted import one_line
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Content, Row
+from factory.ingest.ledger_rows import count_held_back, count_rows
 from factory.ingest.packing import Pack, read_pack_rows
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import carries_loss
-from factory.ingest.shapes.told import RowCounts, describe_rows, refuse_missing_columns
-from factory.ingest.store import count_held_back, count_rows
+from factory.ingest.shapes.row_counts import RowCounts, describe_rows, refuse_missing_columns
 from factory.ingest.tokenizer import template_shows_calls
 from factory.ingest.worker import read_row
 from kernels.contract.message import Message

@@ -16,8 +16,8 @@ import pyarrow.parquet as pq
 
 from factory.ingest.reading.archives import read_tar, read_zip
 from factory.ingest.reading.columns import is_dataset, read_arrow, read_dataset, read_parquet
+from factory.ingest.reading.file_kinds import CODE, COMPRESSIONS, TEXT, detect_kind, find_conversion_hint
 from factory.ingest.reading.json_values import has_row_per_line, read_json
-from factory.ingest.reading.kinds import CODE, COMPRESSIONS, TEXT, detect_kind, find_conversion_hint
 from factory.ingest.reading.pages import read_html, read_notebook, read_warc
 from factory.ingest.reading.rows import LeftOutCallback, RawRow, ShardProblem, row_too_long
 from factory.ingest.reading.streams import ReadableFile, decode_text, open_file, read_all, read_blocks, split_lines

@@ -18,13 +18,13 @@ from factory.core.faults import is_unreadable_now
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Row, join_texts
 from factory.ingest.readers import ShardProblem, read_rows
-from factory.ingest.rules import split
+from factory.ingest.rules import held_out_split
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.told import RowCounts
+from factory.ingest.shapes.row_counts import RowCounts
 from factory.ingest.tokenizer import FILES, Tokenizer, train_tokenizer
 from factory.ingest.vocabulary_size import check_planned_vocabulary
 from factory.ingest.worker import FinishTask, read_row, read_spooled_contents
-from factory.ledger.files import is_small_vocabulary_allowed
+from factory.ledger.file_events import is_small_vocabulary_allowed
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
 from kernels.contract.files import write_atomically
@@ -157,8 +157,8 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
             except BadRow:
                 continue
             assert row.content_sha256
-            if row.spells_special_token or not split.is_drawn(
-                split.name_unit(row.group_key, row.content_sha256), policy.held_out.share
+            if row.spells_special_token or not held_out_split.is_drawn(
+                held_out_split.name_unit(row.group_key, row.content_sha256), policy.held_out.share
             ):
                 text = join_texts(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)

@@ -44,12 +44,12 @@ from factory.ingest.document import (
     text_to_compare,
 )
 from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, take_origin
-from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
+from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.words import Hashes, hash_words, winnow
+from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow
 from factory.ingest.shapes.chats import ReadingNotes
-from factory.ingest.shapes.mapping import FieldMapping
-from factory.ingest.shapes.told import RowCounts
+from factory.ingest.shapes.field_mapping import FieldMapping
+from factory.ingest.shapes.row_counts import RowCounts
 from factory.ingest.tokenizer import Tokenizer, spells_special_token
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import UsualTimes, Watchdog
@@ -77,7 +77,7 @@ class AnalysedChunk:
     chunk: int
     rows: list[Row]
     undecided: list[int]
-    signatures: near_dup.Signatures  # [alive, permutations]
+    signatures: near_duplicates.Signatures  # [alive, permutations]
     lengths: npt.NDArray[np.int64]  # [alive], n-grams of each
     row_counts: RowCounts
 
@@ -137,13 +137,13 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
             continue
         words = hash_words(text_to_compare(content))
         assert row.content_sha256
-        shingles.append(near_dup.hash_shingles(words, bytes.fromhex(row.content_sha256)))
-        grams.append(decontaminate.hash_ngrams(words, job.policy.decontamination.ngram))
+        shingles.append(near_duplicates.hash_shingles(words, bytes.fromhex(row.content_sha256)))
+        grams.append(contamination.hash_ngrams(words, job.policy.decontamination.ngram))
         contents.append(content)
         alive.append(offset)
     _spool_write(job.spool, chunk, contents, grams)
     lengths = np.array([len(one) for one in grams], np.int64)
-    return AnalysedChunk(chunk, rows, alive, near_dup.compute_signatures(shingles), lengths, told)
+    return AnalysedChunk(chunk, rows, alive, near_duplicates.compute_signatures(shingles), lengths, told)
 
 
 def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCounts, plain: bool = False) -> Content:
@@ -166,7 +166,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules_of_domain(row.domain)
     row.grouping_facts = parsed.facts
-    row.group_key = split.name_group(rules.group, row.source, row.grouping_facts, row.key.partition(":")[0])
+    row.group_key = held_out_split.name_group(rules.group, row.source, row.grouping_facts, row.key.partition(":")[0])
     licence = policy.licences.find_licence(row.license)
     row.releasable = licence.release
     row.licence_refusal = (
@@ -209,7 +209,7 @@ def _looked_at(
 
 def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
     def one(text: str) -> str:
-        text, counts = pii.replace_personal_data(text, kinds)
+        text, counts = personal_data.replace_personal_data(text, kinds)
         for kind, count in counts.items():
             row.pii[kind] = row.pii.get(kind, 0) + count
         return text
@@ -235,7 +235,7 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         if "messages" in content:
             chat = Message("ingest.contaminated_chat", "the chat shares words with a held-out document")
             return FinishedDocument(task.place, dropped=("contaminated", chat))
-        shorter = decontaminate.cut_spans(content["text"], task.cuts, rules.margin, rules.max_trimmed)
+        shorter = contamination.cut_spans(content["text"], task.cuts, rules.margin, rules.max_trimmed)
         if shorter is None:
             reason = Message(
                 "ingest.contaminated",
@@ -257,7 +257,7 @@ def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenize
         return FinishedDocument(task.place, dropped=("no_round_trip", lossy))
     if task.held_out:
         return FinishedDocument(task.place, tokens, mask, content=content)
-    sampled = winnow(decontaminate.hash_ngrams(hash_words(text_to_compare(content)), rules.ngram), rules.sample_window)
+    sampled = winnow(contamination.hash_ngrams(hash_words(text_to_compare(content)), rules.ngram), rules.sample_window)
     return FinishedDocument(task.place, tokens, mask, sampled, trimmed)
 
 

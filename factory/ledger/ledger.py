@@ -1,6 +1,6 @@
 """The ledger: the only source of truth, as SQL tables to which the factory mostly appends (DESIGN §5).
 
-A ``Ledger`` has ``begin()`` (one write transaction) and ``read()``. Paths are stored relative to the workspace (``factory.ledger.places``).
+A ``Ledger`` has ``begin()`` (one write transaction) and ``read()``. Paths are stored relative to the workspace (``factory.ledger.stored_paths``).
 Tables are SQLAlchemy Core objects. The package that owns a noun (``ingest``, ``training`` …) has the statements on its table. The default is
 an SQLite file (WAL, full sync, foreign keys on). A PostgreSQL URL (``postgresql://user:password@host/database``) works the same. A write
 transaction waits for the end of the one before.
@@ -22,9 +22,9 @@ from factory.core.errors import WorkspaceError
 from factory.core.faults import find_fault_in
 from factory.ledger.engine import ROW_NUMBER, PlainText, check_ledger_exists, make_engine, sqlite_file
 from factory.ledger.journal import append_to_newest_backup, create_triggers
-from factory.ledger.places import to_stored_path
 from factory.ledger.rows import Subject
 from factory.ledger.snapshot import Snapshot
+from factory.ledger.stored_paths import to_stored_path
 from factory.ledger.version import GONE, SCHEMA_VERSION, SERVER_ADVICE, check_version
 
 metadata = sa.MetaData()

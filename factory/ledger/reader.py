@@ -12,8 +12,8 @@ from typing import Any
 from factory.core.errors import WorkspaceError
 from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
-from factory.ledger.places import with_absolute_paths
 from factory.ledger.rows import decode_row
+from factory.ledger.stored_paths import with_absolute_paths
 from factory.ledger.version import GONE, check_version
 
 VERSION = "SELECT value FROM meta WHERE key = 'schema'"

@@ -8,8 +8,8 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from factory.ledger.places import with_absolute_paths
 from factory.ledger.rows import decode_row
+from factory.ledger.stored_paths import with_absolute_paths
 
 
 @dataclass(frozen=True)

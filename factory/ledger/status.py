@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.core.moments import format_local_time
+from factory.core.time_formats import format_local_time
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.reader import LedgerReader

@@ -2,6 +2,6 @@
 
 The report is made from the first shard on, before anything is trained.
 
-``gathering``  makes the report from held-out groups, licences, tasks, vocabulary and recipe, with the release gate's own computation
-``recorded``   keeps the newest report in the ledger, from which ``factory status`` reads it
+``report``  makes the report from held-out groups, licences, tasks, vocabulary and recipe, with the release gate's own computation
+``recorded_report``   keeps the newest report in the ledger, from which ``factory status`` reads it
 """

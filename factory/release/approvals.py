@@ -1,7 +1,7 @@
 """A person's decision about a promoted candidate.
 
 A decision counts for the hash of the judged export only. A person decides with ``factory releases approve | reject``, or with the tag
-``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.answering`` reads.
+``approval`` on the candidate's version in MLflow, which ``factory.show.mlflow.approval_answers`` reads.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 from factory.ledger.writing import record_event_once
 from factory.release.checks import check_verdict_newest, get_promoting_verdict
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from kernels.contract.message import Message
 
 APPROVAL_TAG = "approval"  # a person sets it to 'approved' in MLflow, on a candidate's version or a proposal's run

@@ -9,7 +9,7 @@ from factory.core.exports import export_folder_sha256
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import training_reasons
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.training_now import read_training_evidence
+from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.anomalies import rewound_segments_of_lineage
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger

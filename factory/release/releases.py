@@ -16,15 +16,15 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.workspace import PATIENCE
-from factory.gates.release.recorded import find_hold_reasons, find_not_overridable
-from factory.gates.release.training_now import read_training_evidence
+from factory.gates.release.recorded_verdict import find_hold_reasons, find_not_overridable
+from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.decisions import OVERRIDDEN, REJECTED, WITHDRAWN, find_decision, find_override
 from factory.ledger.ledger import Ledger, record_event, releases
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, Subject, VerdictRow, find_champion
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import insert_row, next_key
-from factory.release import serving
+from factory.release import published_link
 from factory.release.approvals import find_approver, record_approval
 from factory.release.checks import (
     OutOfDateError,
@@ -248,7 +248,7 @@ class _Saga:
         self._publish(row)
 
     def _publish(self, row: ReleaseRow) -> None:
-        serving.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
+        published_link.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         with self.ledger.begin() as tx:
             tx.execute(releases.update().where(releases.c.number == row.number).values(state=PUBLISHED))
             record_event(tx, "promoted", Subject("release", row.number), {"candidate": row.candidate})
@@ -294,11 +294,11 @@ class _Saga:
 
         Returns a line if the link was wrong. Raises: InputError when the champion's export has changed.
         """
-        row, note = find_champion(self.ledger), serving.read_published_note(self.workspace)
+        row, note = find_champion(self.ledger), published_link.read_published_note(self.workspace)
         if row is None or (note and (note["release"], note["export_sha256"]) == (row.number, row.export_sha256)):
             return []
         check_export_unchanged(self.ledger, row.candidate)
-        serving.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
+        published_link.publish_export(self.workspace, row.number, Path(row.export_path), row.export_sha256)
         done = Message(
             "releases.published_again",
             "the served link did not point at release {release}: published again",

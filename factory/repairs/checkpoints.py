@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import audit_folder, copy_checkpoint, ladder_folder
+from factory.audit.kept_checkpoints import audit_folder, copy_checkpoint, ladder_folder
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import export_folder_sha256
 from factory.core.faults import is_unreadable_now
@@ -18,10 +18,10 @@ from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.evals.export_parity import recorded_export
 from factory.ledger.ledger import Ledger, candidates, checkpoints, record_event, segments
-from factory.ledger.places import to_stored_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
-from factory.runs.folders import read_result
+from factory.ledger.stored_paths import to_stored_paths
+from factory.runs.trainer_folder import read_result
 from factory.training.exporting import write_export
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import set_aside

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 from factory.backups.backups import MLFLOW_TABLE, find_database_damage
 from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.compared import INDEX, hashes_file, list_hash_sources, read_hashes
+from factory.ingest.hash_index import INDEX, hashes_file, list_hash_sources, read_hashes
 from factory.ledger.engine import sqlite_file
-from factory.ledger.files import retired_paths
+from factory.ledger.file_events import retired_paths
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
-from factory.release.serving import read_published_note
+from factory.release.published_link import read_published_note
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
 from factory.repairs.token_shards import find_raw_shard, find_token_shard_damage, find_tokenizer_damage
 from factory.training.segment_folder import OWNER_FILE, is_owner, read_owner

@@ -30,7 +30,7 @@ from factory.backups.backups import (
     restore_hashes,
     time_for_name,
 )
-from factory.backups.keys import restore_key
+from factory.backups.signing_keys import restore_key
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.removal import remove_path

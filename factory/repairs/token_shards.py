@@ -25,14 +25,22 @@ from factory.core.faults import is_unreadable_now
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.ingest.chain import split_into_chunks
-from factory.ingest.compared import HELD, HashedDocument, HashIndex, hashes_file, key_prefix, read_hashes, write_hashes
-from factory.ingest.decide import COPY_OF_BARRED
+from factory.ingest.decisions import COPY_OF_BARRED
 from factory.ingest.document import Row, text_to_compare
-from factory.ingest.held_tasks import record_task_ngrams
+from factory.ingest.hash_index import (
+    HELD,
+    HashedDocument,
+    HashIndex,
+    hashes_file,
+    key_prefix,
+    read_hashes,
+    write_hashes,
+)
 from factory.ingest.readers import ShardProblem, read_rows
-from factory.ingest.rules import decontaminate
+from factory.ingest.rules import contamination
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.rules.words import Hashes, hash_words
+from factory.ingest.rules.word_hashes import Hashes, hash_words
+from factory.ingest.task_hashes import record_task_ngrams
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
 from factory.ingest.tokenizer import Tokenizer, template_shows_calls
 from factory.ingest.worker import (
@@ -198,7 +206,7 @@ def _unreadable_raw(raw: Path, problem: ShardProblem) -> Message:
 
 
 def rebuild_hashes(plant: Plant, subject: str) -> str:
-    """Make a file with hashes of documents again (``factory.ingest.compared``). Returns why this is impossible, or ''.
+    """Make a file with hashes of documents again (``factory.ingest.hash_index``). Returns why this is impossible, or ''.
 
     A whole copy in a backup comes first. Without a copy, the new file has all n-grams of a held-out document, also phrases that were common at
     ingest, and nothing of documents whose text was erased. The damaged file is set aside.
@@ -370,7 +378,7 @@ def _again(
             tasks = []
             for place, grams in enumerate(every):
                 if alive[place].key in trained:
-                    cuts = decontaminate.merge_spans(known.find(grams), policy.decontamination.ngram)
+                    cuts = contamination.merge_spans(known.find(grams), policy.decontamination.ngram)
                     tasks.append(FinishTask(place, alive[place].key, False, cuts))
             done = (
                 {one.place: one for one in finish_chunk(job, chunk[0], tasks, plant.workspace.tokenizer)}
@@ -411,7 +419,7 @@ def _with_erased(
     yield from before(float("inf"))
 
 
-def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgrams:
+def _held_out_then(plant: Plant, shard: str, n: int) -> contamination.HeldOutNgrams:
     """Return the n-grams held out when a shard was ingested: of documents of this and earlier shards, and of the tasks' items."""
     before = plant.ledger.read(  # ordered by event, since the clock may have gone back
         "SELECT DISTINCT subject FROM events WHERE kind IN ('ingested', :held) AND id <= "
@@ -419,7 +427,7 @@ def _held_out_then(plant: Plant, shard: str, n: int) -> decontaminate.HeldOutNgr
         shard=f"shard:{shard[:16]}",
         held=HELD,
     )
-    return decontaminate.HeldOutNgrams.build(one for row in before for one in _held_out_of(plant, row["subject"], n))
+    return contamination.HeldOutNgrams.build(one for row in before for one in _held_out_of(plant, row["subject"], n))
 
 
 def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hashes]]:
@@ -429,7 +437,7 @@ def _held_out_of(plant: Plant, subject: str, n: int) -> Iterator[tuple[str, Hash
     except WorkspaceError:
         sql = 'SELECT "key", content FROM held_out WHERE "key" LIKE :of'
         for row in plant.ledger.read(sql, of=f"{key_prefix(subject)}:%"):
-            yield row["key"], np.unique(decontaminate.hash_ngrams(hash_words(text_to_compare(row["content"])), n))
+            yield row["key"], np.unique(contamination.hash_ngrams(hash_words(text_to_compare(row["content"])), n))
     else:
         for row in table.filter(pc.field("held_out")).to_pylist():
             yield row["key"], np.array(row["grams"], np.uint64)

@@ -2,7 +2,7 @@
 
 ``policy``    the keys of ``policies/retention.yaml``
 ``needs``     the files that pending work needs, from the ledger
-``stored``    the files of a workspace that could be removed
+``stored_folders``    the files of a workspace that could be removed
 ``choosing``  decides which files are removed, and why the others stay; a pure function
 ``cleaning``  removes them
 ``disk``      measures the free space on the disk

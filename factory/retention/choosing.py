@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from factory.ledger.rows import SegmentRow
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
-from factory.retention.stored import StoredFolder
+from factory.retention.stored_folders import StoredFolder
 from kernels.contract.message import Message
 
 DAY = 86_400.0  # seconds

@@ -21,14 +21,14 @@ from factory.core.faults import is_disk_full
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.repository import remove_worktree
-from factory.ledger.files import RETIRED
+from factory.ledger.file_events import RETIRED
 from factory.ledger.ledger import record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.retention.choosing import Choice, choose_removals
 from factory.retention.needs import Needs
 from factory.retention.policy import RetentionPolicy
-from factory.retention.stored import list_stored
+from factory.retention.stored_folders import list_stored
 from kernels.contract.message import Message
 
 REMOVED = ".retired-"  # the prefix of a folder while it is being removed

@@ -7,7 +7,7 @@ import os
 import time
 from shutil import disk_usage
 
-from factory.core.left_files import read_tail
+from factory.core.untrusted_trainer_files import read_tail
 from factory.core.workspace import Workspace
 
 SAMPLES_FILE = "disk.jsonl"  # in logs/

@@ -7,7 +7,7 @@ from shutil import disk_usage
 
 from factory.core.faults import is_disk_full
 from factory.core.workspace import Workspace
-from factory.ledger.files import DISK_LOW, DISK_NORMAL, find_low_disk
+from factory.ledger.file_events import DISK_LOW, DISK_NORMAL, find_low_disk
 from factory.ledger.ledger import record_event
 from factory.ledger.plant import Plant
 from factory.retention.cleaning import describe_cleaning, remove_unneeded

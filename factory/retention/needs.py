@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from factory.audit.drawing import DRAWN, AuditWindow, count_tries
+from factory.audit.audit_windows import DRAWN, AuditWindow, count_tries
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.replicas import find_due_anneal
+from factory.gates.release.replica_noise import find_due_anneal
 from factory.git.repository import get_live_commit
 from factory.ledger.anomalies import CLOSED, newest_details_by_anomaly, open_anomalies
 from factory.ledger.plant import Plant

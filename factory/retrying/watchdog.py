@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.core.moments import format_duration
+from factory.core.time_formats import format_duration
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.rows import SegmentRow, Subject
 from factory.retrying.policy import RetryPolicy

@@ -22,15 +22,15 @@ import sqlalchemy as sa
 from factory.core import devices
 from factory.core.errors import ConfigError, IsolationError
 from factory.core.launching import count_ranks, launcher_command, make_die_with_parent
-from factory.core.stopping import TRAINER_STOP_SECONDS
+from factory.core.stop_signals import TRAINER_STOP_SECONDS
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.watchdog import kill_when_idle
 from factory.runs.compile_cache import copy_older_cache
-from factory.sandbox import live
-from factory.sandbox.live import RunningCommand
+from factory.sandbox import live_sandbox
+from factory.sandbox.live_sandbox import RunningCommand
 from factory.sandbox.view import cache_variables
 from kernels.contract.message import Message
 from trainer.contract import stopping
@@ -71,11 +71,11 @@ class LiveCode:
         stderr: IO[bytes] | int,
         lock: int | None = None,
     ) -> RunningCommand:
-        """Start ``command`` in its folder, as ``live.start`` does. The process ends with the factory. Raises: IsolationError; OSError."""
+        """Start ``command`` in its folder, as ``live_sandbox.start`` does. The process ends with the factory. Raises: IsolationError; OSError."""
         own = {"PYTHONPATH": str(self.folder), **environment}
         if self.isolated:
             assert self.cache is not None
-            return live.start_in_sandbox(
+            return live_sandbox.start_in_sandbox(
                 command,
                 writable=writable,
                 readonly=readonly,
@@ -155,7 +155,7 @@ def choose_isolation(plant: Plant) -> tuple[bool, str]:
             file=where,
         )
     else:
-        why = live.find_refusal()
+        why = live_sandbox.find_refusal()
     if not why:
         return True, ""
     advice = Message(

@@ -16,8 +16,8 @@ from typing import Any
 
 from factory.core.errors import SegmentError
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.left_files import parse_json, read_json_object
-from factory.runs.folders import read_result
+from factory.core.untrusted_trainer_files import parse_json, read_json_object
+from factory.runs.trainer_folder import read_result
 from factory.runs.untrusted_files import (
     UntrustedFileError,
     missing_file_error,
@@ -111,7 +111,7 @@ class Trace:
 
 
 def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
-    """A whole checkpoint of an ended trainer. ``folders``: as for ``refuse_links``. Raises: UntrustedFileError; OSError for a fault of the
+    """A whole checkpoint of an ended trainer. ``trainer_folder``: as for ``refuse_links``. Raises: UntrustedFileError; OSError for a fault of the
     machine."""
     refuse_links(path, folders)
     try:
@@ -182,7 +182,7 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
 
 
 def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
-    """Check, before a trainer's files are opened, that ``folders`` and the checkpoint are folders, and that the checkpoint has only regular files.
+    """Check, before a trainer's files are opened, that ``trainer_folder`` and the checkpoint are folders, and that the checkpoint has only regular files.
     A link leads elsewhere, and a pipe blocks. Raises: UntrustedFileError; OSError for a fault of the machine."""
     try:
         for folder in (*folders, checkpoint):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load
 
 from factory.core.faults import is_machine_fault_of_no_file
-from factory.core.left_files import parse_json_object
+from factory.core.untrusted_trainer_files import parse_json_object
 from kernels.contract.message import CodedError
 
 

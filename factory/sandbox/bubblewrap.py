@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from factory.core.errors import IsolationError
-from factory.sandbox import filter as sandbox_filter
+from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.pipes import StartPipes
 from factory.sandbox.view import (
     ETC_FILES,

@@ -5,7 +5,7 @@
 * own user, pid, ipc, network, uts, mount and cgroup namespaces; no capability, no new privileges, no further user namespaces
 * a file system with the interpreter, its packages, ``/usr`` and the caller's inputs (all read-only), one writable output folder, and a small
   ``/tmp`` and ``/dev/shm`` in memory; no home, no ``/sys``, ``/proc/sys`` read-only
-* a clean environment; a seccomp filter (``filter``) and, if the kernel has it, Landlock (``launch``)
+* a clean environment; a seccomp filter (``seccomp_filter``) and, if the kernel has it, Landlock (``launch``)
 * limits: wall and CPU seconds, memory of one process and of the tree, size of one file and of the output folder, processes, log bytes
 
 The kernel limits the tree's tasks: by a control group if possible, else by an rlimit (which does not bind root). A watch outside checks memory,
@@ -35,9 +35,9 @@ from factory.core import devices
 from factory.core.errors import IsolationError
 from factory.sandbox import bubblewrap
 from factory.sandbox import cgroup as sandbox_cgroup
-from factory.sandbox import filter as sandbox_filter
+from factory.sandbox import seccomp_filter as sandbox_filter
+from factory.sandbox.linked_mounts import make_mounts
 from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launcher_words
-from factory.sandbox.together import make_mounts
 from factory.sandbox.usage import free_disk_bytes, measure_deleted_files, measure_folder, read_process_tree
 from factory.sandbox.view import LAUNCHER_INSIDE, clean_environment, writable_system_paths
 from kernels.contract.message import Message

@@ -19,7 +19,7 @@ import httpx
 
 from factory.core.errors import FactoryError
 from factory.core.launching import make_die_with_parent
-from factory.core.left_files import read_tail
+from factory.core.untrusted_trainer_files import read_tail
 from factory.core.workspace import checkout_root
 from factory.serving.champion import Champion
 from kernels.contract.message import Message

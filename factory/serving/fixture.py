@@ -20,7 +20,7 @@ from factory.core.errors import FactoryError
 from factory.core.launching import make_die_with_parent
 from factory.core.workspace import checkout_root
 from factory.evals.probes.engine import EngineClient, make_fixture
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 
 
 class ParityError(FactoryError):

@@ -20,11 +20,11 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.serving.api.disconnects import ClientGone, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.engines import Engine
-from factory.serving.swap import Supervisor, UnavailableError
+from factory.serving.supervisor import Supervisor, UnavailableError
 from kernels.contract.message import Message
 
 PATHS = ("/v1/chat/completions", "/v1/completions")

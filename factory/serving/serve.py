@@ -10,15 +10,15 @@ from typing import Any
 import uvicorn
 
 from factory.core.errors import InputError
-from factory.core.listening import is_loopback, open_listening_socket
-from factory.core.served import note_served_address
+from factory.core.listening_socket import is_loopback, open_listening_socket
+from factory.core.served_note import note_served_address
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.rows import Subject
 from factory.serving.champion import read_champion
 from factory.serving.engines import EngineKind
 from factory.serving.router import make_application
-from factory.serving.swap import Supervisor
+from factory.serving.supervisor import Supervisor
 from kernels.contract.message import Message
 
 CLOSE_SECONDS = 5  # after an interrupt, for requests in flight

@@ -17,7 +17,7 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import checkout_root
 from factory.evals.export_folder import read_config
 from factory.evals.probes.engine_process import why_vllm_cannot_run
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults
 from factory.serving.api.request import ServedModel, check_messages, load_served_model, parse_body, read_request
 from factory.serving.engines import EngineKind

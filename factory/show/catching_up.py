@@ -18,11 +18,11 @@ import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE
 from factory.ledger.anomalies import DIAGNOSED, EXPLAINED, newest_details_by_anomaly
-from factory.ledger.files import MLFLOW_REMADE, RETIRED
+from factory.ledger.file_events import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
-from factory.runs.running import with_real_state
+from factory.runs.task_runs import with_real_state
 from factory.show.mlflow.outages import TrackingError, describe_single_failure, try_to_show
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (

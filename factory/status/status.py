@@ -8,16 +8,16 @@ from typing import Any
 
 from factory.code_loop import improvements
 from factory.core.errors import ConfigError
-from factory.core.moments import format_duration, format_local_time
+from factory.core.time_formats import format_duration, format_local_time
 from factory.core.workspace import Workspace, load_yaml
 from factory.ledger import status as recorded
 from factory.ledger.anomalies import list_anomalies
-from factory.ledger.files import find_low_disk
+from factory.ledger.file_events import find_low_disk
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import ReadsSql
-from factory.releasable.recorded import newest_report
+from factory.releasable.recorded_report import newest_report
 from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, read_samples
-from factory.status.running import current_segment_facts, daemon_facts
+from factory.status.daemon_state import current_segment_facts, daemon_facts
 from factory.status.waiting import (
     ACTION_FAILED,
     PASS_FAILED,

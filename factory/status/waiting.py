@@ -8,16 +8,16 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from factory.core.moments import format_local_time
+from factory.core.time_formats import format_local_time
 from factory.core.workspace import Workspace
 from factory.ingest.rules.task_folder import list_unread_files
 from factory.ledger.anomalies import ASKED, CLOSED, newest_details_by_anomaly
 from factory.ledger.decisions import list_undecided_verdicts
-from factory.ledger.files import find_low_disk, held_files
+from factory.ledger.file_events import find_low_disk, held_files
 from factory.ledger.rows import CandidateRow, ProposalRow, ReadsSql, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.retrying.asking import Pause, current_pause, open_requests
-from factory.retrying.tries import find_parked_segment, parked_commands, parked_instructions, parked_message
-from factory.status.notified import FILE, read_positions
+from factory.retrying.requests import Pause, current_pause, open_requests
+from factory.retrying.trainer_deaths import find_parked_segment, parked_commands, parked_instructions, parked_message
+from factory.status.delivery_positions import FILE, read_positions
 from kernels.contract.message import Message
 
 ACTION_FAILED, PASS_FAILED, WORKS_AGAIN = "action_failed", "pass_failed", "works_again"

@@ -28,7 +28,7 @@ from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
 from factory.git.scope import AgentsPolicy
 from factory.ingest.reading.streams import unreadable_file_error
-from factory.ingest.rules.claims import find_relicensed_documents, strictest_licence
+from factory.ingest.rules.licence_claims import find_relicensed_documents, strictest_licence
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, shards

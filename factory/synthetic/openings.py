@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.ingest.document import SYNTHETIC_PREFIX, Content
-from factory.ingest.rules.claims import find_relicensed_documents
+from factory.ingest.rules.licence_claims import find_relicensed_documents
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, token_shards

@@ -11,7 +11,7 @@ from factory.ingest.document import BadRow, Content, parse_document, parse_json
 from factory.ingest.reading.streams import unreadable_file_error
 from factory.ingest.rules.policy import Licences
 from factory.ingest.shapes.bad_row import not_an_object_error
-from factory.ingest.shapes.calls import TOOLS
+from factory.ingest.shapes.tool_calls import TOOLS
 from kernels.contract.message import Message
 
 JSON_LINES = (".jsonl", ".json", ".ndjson")

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from factory.tasks.units import NOTHING, UNITS, NumberWords, parse_number_words
+from factory.tasks.number_units import NOTHING, UNITS, NumberWords, parse_number_words
 
 LONGEST = 200  # most characters of an answer
 LARGEST_POWER = 1000  # largest power of ten that is computed

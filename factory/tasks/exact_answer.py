@@ -14,7 +14,7 @@ from factory.tasks.answer_forms import (
     is_same_value,
     parse_answer,
 )
-from factory.tasks.units import UNITS
+from factory.tasks.number_units import UNITS
 
 TAIL = 20_000  # characters at a text's end that are searched for a box
 NEAR = 4_000  # characters at a text's end that are searched for a number

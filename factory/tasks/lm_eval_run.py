@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-from factory.core.left_files import open_regular_file
+from factory.core.untrusted_trainer_files import open_regular_file
 from factory.evals.tasks import EvalItem
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits, SandboxResult

@@ -17,7 +17,7 @@ import numpy as np
 from factory.core.progress import Progress
 from factory.evals.evaluator import refuse_damaged_export
 from factory.evals.tasks import EvalItem
-from factory.ingest.index import DocumentIndex
+from factory.ingest.document_index import DocumentIndex
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.task_items import hash_item_ngrams
 from factory.ingest.tokenizer import Tokenizer

@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from factory.core.left_files import open_regular_file
+from factory.core.untrusted_trainer_files import open_regular_file
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from factory.tasks.exact_answer import extract_answer, is_same_answer

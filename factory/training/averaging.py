@@ -32,11 +32,11 @@ from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.policy import ReleasePolicy
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
-from factory.ledger.places import with_absolute_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.runs.folders import remove_odd_files
+from factory.ledger.stored_paths import with_absolute_paths
 from factory.runs.live_code import LiveCode
+from factory.runs.trainer_folder import remove_odd_files
 from factory.training.planning import insert_planned_segment, last_segment
 from factory.training.segment_folder import claim_folder, mark_failed, raise_trainer_failure, record_segment_done
 from kernels.contract.files import write_atomically

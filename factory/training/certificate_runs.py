@@ -14,7 +14,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from factory.computing import computing
+from factory.computing import compute_settings
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.git.repository import CheckoutError, RepositoryError, read_changes
 from factory.ledger.ledger import Ledger
@@ -24,7 +24,7 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
 from factory.runs.distance import Tensors, sum_distances, tensor_distances, tensor_norms
 from factory.runs.live_code import LiveCode
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from factory.runs.trace import Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import SERIES, TRAINING_FILES, CertificateEvidence, CertificatePolicy, RunNumbers
@@ -51,7 +51,7 @@ def gather_certificate_evidence(
     evidence = CertificateEvidence(parent.code_commit, row.code_commit, [])
     try:
         files = changed_files(plant.workspace.repository, parent.code_commit, row.code_commit)
-        changed = files + computing.describe_changes(parent, row)
+        changed = files + compute_settings.describe_changes(parent, row)
         if not changed:
             return evidence
         sides = {name: LiveCode.of_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
@@ -128,7 +128,7 @@ def certificate_arms(
     old, new = (
         Arm(
             f"{side} code", spec | {"code_commit": one.code_commit}, one.code_commit, precision=precision,
-            kernels=computing.format_kernels(one.computing),
+            kernels=compute_settings.format_kernels(one.computing),
         )
         for side, one, precision in zip(("old", "new"), (parent, row), precisions)
     )  # fmt: skip

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.computing.computing import describe_changes
+from factory.computing.compute_settings import describe_changes
 from factory.core.errors import InputError, SegmentError, WaitingError
 from factory.core.policy_file import hash_policy
 from factory.core.removal import remove_path
@@ -27,7 +27,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject, VerdictRow
 from factory.ledger.snapshot import Snapshot
 from factory.ledger.writing import record_verdict
-from factory.retrying.asking import refuse_rewound
+from factory.retrying.requests import refuse_rewound
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,

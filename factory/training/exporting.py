@@ -15,8 +15,8 @@ from factory.ledger.ledger import candidates, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import insert_row, next_key
-from factory.runs.folders import remove_odd_files
 from factory.runs.live_code import LiveCode
+from factory.runs.trainer_folder import remove_odd_files
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_folder, sync_tree
 

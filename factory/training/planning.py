@@ -16,23 +16,23 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from factory.computing import computing
+from factory.computing import compute_settings
 from factory.computing.tuned_kernels import KERNELS
 from factory.core.errors import ConfigError, InputError
 from factory.core.launching import check_ranks_fit
 from factory.core.workspace import Workspace
-from factory.ingest.rules.claims import CONFLICT_EVENT, find_relicensed_documents
+from factory.ingest.rules.licence_claims import CONFLICT_EVENT, find_relicensed_documents
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.vocabulary_size import check_vocabulary
 from factory.ledger.ledger import Ledger, data_plans, record_event, segments, token_shards
-from factory.ledger.places import to_stored_path, to_stored_paths
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, REMOVED_FATE, list_removals, with_replaced_token_shards
 from factory.ledger.rows import ReadsSql, SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
+from factory.ledger.stored_paths import to_stored_path, to_stored_paths
 from factory.ledger.writing import insert_row, next_key
-from factory.retrying.asking import OVERRIDDEN, newest_decision_event, refuse_newer_decision, refuse_rewound
-from factory.retrying.tries import refuse_parked
+from factory.retrying.requests import OVERRIDDEN, newest_decision_event, refuse_newer_decision, refuse_rewound
+from factory.retrying.trainer_deaths import refuse_parked
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError
 
@@ -246,7 +246,7 @@ def _barred(ledger: Ledger, token_shards: set[str], licences: Licences) -> set[s
 
 
 def _left_out(ledger: Ledger, token_shards: set[str]) -> list[str]:
-    """Keys of documents of these shards that are in quarantine (``factory.diagnosis.acting``) or that a person took out."""
+    """Keys of documents of these shards that are in quarantine (``factory.diagnosis.remedies``) or that a person took out."""
     if not ledger.read(f"SELECT id FROM events WHERE kind IN ('documents_quarantined', '{REMOVED}') LIMIT 1"):
         return []  # saves a search of the long table of documents
     listed = ledger.read(f"SELECT key, token_shard FROM documents WHERE fate IN ('quarantined', '{REMOVED_FATE}')")
@@ -301,7 +301,7 @@ def _plan(plant: Plant, kind: str, parent: SegmentRow | None, length: int, shard
     _refuse_padding(plant.ledger, recipe, plan, parent, first + length)
     commit = get_live_commit(plant.workspace.repository)
     kernels = read_file_text(plant.workspace.repository, commit, KERNELS)
-    recipe, computed, of_computing = computing.decide_computing(
+    recipe, computed, of_computing = compute_settings.decide_computing(
         plant.workspace, recipe, kernels, parent.recipe_json["precision"] if parent else ""
     )
     notes += of_computing

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from factory.computing import computing
+from factory.computing import compute_settings
 from factory.core.errors import SegmentError
 from factory.core.faults import is_machine_fault_of_no_file
 from factory.git.repository import CheckoutError, RepositoryError
@@ -26,7 +26,7 @@ from factory.runs.distance import (
     save_perturbed_checkpoint,
 )
 from factory.runs.live_code import LiveCode
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
@@ -161,7 +161,7 @@ class PreflightRuns:
         return Arm(
             name, self.base | ({"last_step": 1} if born else {}), self.row.code_commit,
             recipe={**(way.recipe if way else {}), **(FROZEN_RECIPE if born else {})}, start=None if born or name == "straight" else self.began(name),
-            kernels=computing.format_kernels(kernels), ranks=way.ranks if way else 1,
+            kernels=compute_settings.format_kernels(kernels), ranks=way.ranks if way else 1,
         )  # fmt: skip
 
     def trace(self, name: str) -> Trace:

@@ -12,16 +12,16 @@ from typing import Any, NoReturn
 
 from factory.core.errors import SegmentError
 from factory.core.launching import EXIT_DISK_FULL, LOG_BYTES, find_failure_line
-from factory.core.left_files import parse_object_of_file, read_json_object, read_tail, read_text
+from factory.core.untrusted_trainer_files import parse_object_of_file, read_json_object, read_tail, read_text
 from factory.ledger.anomalies import REPLICAS_DIFFER
 from factory.ledger.ledger import Ledger, anomalies, checkpoints, record_event, segments
-from factory.ledger.places import to_stored_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.snapshot import Snapshot
-from factory.retrying.asking import refuse_rewound
+from factory.ledger.stored_paths import to_stored_paths
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import (
+from factory.retrying.requests import refuse_rewound
+from factory.retrying.trainer_deaths import (
     TrainerDiedError,
     TrainerEnding,
     classify_ending,
@@ -29,7 +29,7 @@ from factory.retrying.tries import (
     newest_checkpoint_step,
     record_death,
 )
-from factory.runs.folders import check_disk_space
+from factory.runs.trainer_folder import check_disk_space
 from factory.training.planning import last_checkpoint, read_data_plan
 from kernels.contract.files import rename_into_place, sync_folder, write_atomically
 from kernels.contract.message import Message

@@ -11,20 +11,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from factory.computing.computing import write_kernels
+from factory.computing.compute_settings import write_kernels
 from factory.core.errors import SegmentError
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED, check_ranks_fit, read_exit_code, remove_exit_codes
-from factory.core.left_files import parse_json, read_tail
+from factory.core.untrusted_trainer_files import parse_json, read_tail
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.asking import refuse_paused, refuse_rewound
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import HUNG, REFUSED, TrainerEnding, count_oom_kills
+from factory.retrying.requests import refuse_paused, refuse_rewound
+from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerEnding, count_oom_kills
 from factory.retrying.watchdog import Watchdog, measure_usual_times, record_first_step
-from factory.runs.folders import check_disk_space, lock_folder, read_result, remove_odd_files, write_spec
-from factory.runs.live import ignore_machine_faults
 from factory.runs.live_code import LiveCode, list_read_paths, start_trainer, stop_trainer, wait_for_end
-from factory.sandbox.live import RunningCommand
+from factory.runs.live_training import ignore_machine_faults
+from factory.runs.trainer_folder import check_disk_space, lock_folder, read_result, remove_odd_files, write_spec
+from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.segment_folder import claim_folder, raise_trainer_failure, record_segment_done, segment_spec
 from kernels.contract.message import Message
 

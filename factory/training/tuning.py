@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from factory.computing.computing import measure_precision
+from factory.computing.compute_settings import measure_precision
 from factory.computing.tuned_kernels import KERNELS, find_tuning, tuning_path
 from factory.core import devices
 from factory.core.errors import FactoryError

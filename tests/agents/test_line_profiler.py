@@ -17,7 +17,7 @@ from agents.line_profiler.__main__ import write_profile
 from agents.line_profiler.capture import Recorder
 from agents.line_profiler.report.page import html_page
 from agents.line_profiler.report.report import profile_table
-from agents.line_profiler.report.words import profile_summary
+from agents.line_profiler.report.summary_text import profile_summary
 from agents.line_profiler.session import ProfileSession, measure_profile
 from agents.line_profiler.table import FORMAT, Profile
 from tests.support.paths import ROOT

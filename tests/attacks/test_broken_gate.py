@@ -19,7 +19,7 @@ from factory.ledger.plant import Plant
 from factory.code_loop.submitting import submit_proposal
 from factory.core.progress import SILENT
 from agents.core.proposal import Edit, Proposal
-from factory.gates.case import PatchCase, StageResult, failed_evidence, passed_evidence
+from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, passed_evidence
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import IsolatedPolicy
 from factory.gates.patch.stages import isolated, oracle, static

@@ -20,7 +20,7 @@ from factory.gates.patch import op_answers
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import exploits, oracle
-from factory.gates.patience import TimeLimits
+from factory.gates.time_limits import TimeLimits
 from factory.core.workspace import checkout_root
 from trainer.contract.recipe import Recipe
 

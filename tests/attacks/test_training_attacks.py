@@ -20,7 +20,7 @@ from factory.gates.patch.stages.training import TrainingSide, compare_training
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from factory.core.workspace import checkout_root
 
 SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")

@@ -54,13 +54,13 @@ class Mutant:
 
 # Calls without a mutant: the files that they protect can be made again, at the cost of time only.
 ONLY_TIME = {
-    ("factory/status/log.py", "os.replace(newer, older)"): "a log",
-    ("factory/status/log.py", "os.replace(aside, self.note)"): "what the daemon does now",
+    ("factory/status/daemon_log.py", "os.replace(newer, older)"): "a log",
+    ("factory/status/daemon_log.py", "os.replace(aside, self.note)"): "what the daemon does now",
     ("factory/retention/disk.py", "os.replace(aside, path)"): "samples of free room",
     ("factory/gates/patch/stages/training.py", 'compiled.rename(folder / "cache")'): "a compile cache",
     ("factory/demo/demo.py", "measured_with.rename(own)"): "a compile cache",
     ("factory/runs/compile_cache.py", "aside.rename(own)"): "a compile cache",
-    ("factory/retrying/backoff.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
+    ("factory/retrying/failure_waits.py", 'os.replace(log, log.with_name("errors.old.log"))'): "a log",
 }
 INGEST, RELEASE, MERGE, SEGMENT, STORE = (Cut(name) for name in ("ingest", "release", "merge", "segment", "store"))
 SHARD = "trainer/contract/data/token_shard.py"
@@ -89,7 +89,7 @@ MUTANTS = (
         Cut("ingest", "rename plant/shards/#"),
     ),
     Mutant(
-        "factory/ingest/compared.py",
+        "factory/ingest/hash_index.py",
         "sync_folder(path.parent.parent)  # also of a folder that a killed process made",
         Cut("ingest", "mkdir plant/shards/raw"),
     ),
@@ -100,9 +100,9 @@ MUTANTS = (
     Mutant(FORMAT, 'os.rename(aside / f".share-{rank:05d}", aside / f"share-{rank:05d}.json")', RANKS),
     Mutant(FORMAT, "path.rename(away)", "tests/trainer/contract/checkpoint/test_checkpoint.py"),
     Mutant("factory/training/segment_folder.py", "sync_folder(folder.parent)", SEGMENT),
-    Mutant("factory/audit/keeping.py", "sync_tree(aside)", SEGMENT),
+    Mutant("factory/audit/kept_checkpoints.py", "sync_tree(aside)", SEGMENT),
     Mutant(
-        "factory/audit/keeping.py",
+        "factory/audit/kept_checkpoints.py",
         "os.rename(aside, target)",
         "tests/factory/diagnosis/test_bench.py::test_the_ladder_keeps_what_the_trainer_removes",
     ),
@@ -113,8 +113,8 @@ MUTANTS = (
         "sync_folder(target.parent)  # also of one that a killed process made",
         Cut("release", "rename plant/exports/segment-#"),
     ),
-    Mutant("factory/release/serving.py", "os.replace(new_link, folder / LINK)", RELEASE),
-    Mutant("factory/release/serving.py", "sync_folder(folder)", RELEASE),
+    Mutant("factory/release/published_link.py", "os.replace(new_link, folder / LINK)", RELEASE),
+    Mutant("factory/release/published_link.py", "sync_folder(folder)", RELEASE),
     Mutant(
         "factory/show/mlflow/store.py",
         'return subprocess.run(["sync", "--", *files], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0',
@@ -189,7 +189,7 @@ MUTANTS = (
         "tests/factory/retention/test_cleaning.py::test_cleaning_keeps_what_the_policy_names",
     ),
     Mutant(
-        "factory/audit/keeping.py",
+        "factory/audit/kept_checkpoints.py",
         "os.rename(target / name_of(step), aside)",
         "tests/factory/audit/test_audit_keeping.py::test_a_rung_that_is_removed_is_whole_or_gone",
     ),
@@ -216,7 +216,7 @@ MUTANTS = (
         "tests/factory/evals/test_server_probe.py",
     ),
     Mutant(
-        "factory/runs/folders.py",
+        "factory/runs/trainer_folder.py",
         'os.rename("segment.json.part", "segment.json", src_dir_fd=folder, dst_dir_fd=folder)',
         "tests/factory/gates/test_patch_training.py",
     ),

@@ -211,7 +211,7 @@ def with_older_ledger(site: Path) -> None:
 
     from factory.core.workspace import Workspace
     from factory.ledger.ledger import Ledger
-    from factory.ledger.places import PLACES, _each
+    from factory.ledger.stored_paths import PLACES, _each
     from tests.support.factory.older_ledger import as_schema_5
 
     plant = site / "plant"

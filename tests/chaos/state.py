@@ -19,7 +19,7 @@ from typing import Any
 from factory.backups.backups import find_database_damage
 from factory.core.exports import export_folder_sha256
 from factory.git.git_store import MARK
-from factory.ingest.compared import key_prefix
+from factory.ingest.hash_index import key_prefix
 from factory.ledger.journal import NAME, describe_damage, list_backup_folders, read_backup_info
 from trainer.contract.json_lines import read_lines
 
@@ -297,7 +297,7 @@ def _folder(folder: Path) -> dict[str, str]:
 
 
 def _served(exports: Path) -> Any:
-    link, note = exports / "champion", exports / "serving.json"
+    link, note = exports / "champion", exports / "published_link.json"
     return [
         str(link.readlink()) if link.is_symlink() else None,
         json.loads(note.read_text()) if note.exists() else None,

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
 from factory.gates.release.policy import ReleasePolicy, Replicas
-from factory.gates.release.replicas import (
+from factory.gates.release.replica_noise import (
     MEASURED,
     find_due_anneal,
     find_newest_measurement,
@@ -27,10 +27,10 @@ from factory.gates.release.replicas import (
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, SegmentRow
-from factory.replicas.replicating import replica_arm, replica_runs, replicas_folder, train_next_replica
+from factory.replicas.train_replicas import replica_arm, replica_runs, replicas_folder, train_next_replica
 from factory.retention.needs import Needs
 from factory.runs.arm import Arm
-from factory.runs.running import Runs, list_runs
+from factory.runs.task_runs import Runs, list_runs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target

@@ -182,15 +182,15 @@ def wait_for_pool(process: int) -> None:
 
 STUBBORN = """
 import signal, subprocess, sys, time
-from factory.core import stopping
+from factory.core import stop_signals
 BEFORE
-end_if_stopped = stopping.handle_signals()
+end_if_stopped = stop_signals.handle_signals()
 try:
     words = ["sh", "-c", "sleep 300 & echo begun; wait"]
     subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True).stdout.readline()
     print("ready", flush=True)
     time.sleep(300)
-except stopping.StopRequested:
+except stop_signals.StopRequested:
     if sys.argv[1] == "orderly":
         end_if_stopped()
 finally:
@@ -208,7 +208,7 @@ def stubborn(how: str, before: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize("how", ["orderly", "twice", "late"])
 def test_a_signal_leaves_no_process_whatever_the_main_thread_does(how: str) -> None:
     """After one signal, the process may clean up for some seconds. Two signals at almost the same time count as one."""
-    process = stubborn(how, "stopping.UNWIND_SECONDS = 1.0" if how == "late" else "")
+    process = stubborn(how, "stop_signals.UNWIND_SECONDS = 1.0" if how == "late" else "")
     started = started_by(process.pid)
     process.terminate()
     process.terminate()

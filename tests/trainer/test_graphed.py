@@ -16,7 +16,7 @@ from tests.support.trainer.segment_runs import assert_same_run
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.graphed import MOST, WARM_UPS, Graphs, uses_graphs
+from trainer.cuda_graphs import MOST, WARM_UPS, Graphs, uses_graphs
 from trainer.parallel.ranks import Ranks
 from trainer.run import Run
 

@@ -473,7 +473,7 @@ class Recipe(Strict):
     precision: Literal["auto", "fp32", "bf16", "fp8"] = "auto"
     compile: bool = True  # torch.compile each block
     # Replay the launches of a micro-batch's forward and backward, on one GPU: for small models, whose GPU waits for its host. auto: if
-    # launches should take longer than kernels (``trainer.graphed.launch_bound``). on: at any size. Not with experts or recomputation.
+    # launches should take longer than kernels (``trainer.cuda_graphs.launch_bound``). on: at any size. Not with experts or recomputation.
     cuda_graphs: Literal["auto", "on", "off"] = "auto"
     checkpoint_every: Positive = 200  # steps
     keep_checkpoints: Annotated[int, Field(ge=1)] = 2  # newest ones kept in a segment's folder

@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import op
 
 from factory.ledger.ledger import metadata
-from factory.ledger.places import JSON_PATH_COLUMNS, PLACES, to_stored_path, to_stored_paths
+from factory.ledger.stored_paths import JSON_PATH_COLUMNS, PLACES, to_stored_path, to_stored_paths
 
 revision = "3"
 down_revision = "2"

@@ -1,4 +1,4 @@
-"""The hashes for comparisons of documents move from the ledger to a file of each shard (``factory.ingest.compared``)."""
+"""The hashes for comparisons of documents move from the ledger to a file of each shard (``factory.ingest.hash_index``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import sqlalchemy as sa
 from alembic import op
 
-from factory.ingest.compared import HELD, HashedDocument, key_prefix, write_hashes
+from factory.ingest.hash_index import HELD, HashedDocument, key_prefix, write_hashes
 from factory.ledger.ledger import events
 
 revision = "6"

@@ -11,8 +11,8 @@ from typing import Any
 
 from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder, FileHash
-from factory.gates.release.licences import NONE
-from factory.release.serving import MODEL_NAME
+from factory.gates.release.trained_licences import NONE
+from factory.release.published_link import MODEL_NAME
 
 # Common identifiers of the SPDX licence list. Any other name becomes a LicenseRef.
 SPDX_LICENCES = frozenset(

@@ -13,7 +13,7 @@ from typing import Any
 
 from factory.bundles.files.layout import DEPTH, FILES_AT_MOST, JSON_BYTES, LINE_BYTES, ROWS_BYTES
 from factory.core.errors import InputError
-from factory.core.left_files import open_regular_file, parse_json
+from factory.core.untrusted_trainer_files import open_regular_file, parse_json
 from kernels.contract.message import Message
 
 NESTED = 50  # levels of nested JSON objects and lists

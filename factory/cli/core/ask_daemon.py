@@ -17,11 +17,11 @@ def lock_or_ask_daemon(held: ExitStack, plant: Plant, errands: Sequence[str], **
     """Take the model loop's lock into ``held`` and return ''. If a daemon holds the lock, ask it for the errands and return what to tell a
     person.
 
-    ``errands``: such as 'judge 3'. ``how``: their options, as ``factory.retrying.asking.asked`` returns them. Raises: WorkspaceError where
+    ``errands``: such as 'judge 3'. ``how``: their options, as ``factory.retrying.requests.asked`` returns them. Raises: WorkspaceError where
     another command holds the lock.
     """
-    from factory.retrying.asking import request_actions
-    from factory.status.running import daemon_facts
+    from factory.retrying.requests import request_actions
+    from factory.status.daemon_state import daemon_facts
 
     try:
         held.enter_context(plant.workspace.hold_lock(MODEL_LOOP))

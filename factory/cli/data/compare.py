@@ -60,9 +60,9 @@ def compare(
 
     The exit code is 1 if they diverge.
     """
-    from factory.comparing.comparing import compare_curves as compare_curves
+    from factory.comparing.curve_comparison import compare_curves as compare_curves
+    from factory.comparing.curve_files import read_file, read_segments
     from factory.comparing.page import comparison_as_json, comparison_lines, earliest_divergence, render_comparison
-    from factory.comparing.reading import read_file, read_segments
     from factory.ledger.rows import SegmentRow
     from factory.training.planning import last_segment
     from kernels.contract.files import finite_values, write_atomically

@@ -30,7 +30,7 @@ def list_data(
 ) -> None:
     """List documents and tokens by shard, domain, source and licence, the removals, and what would hold back a release of a model."""
     from factory.data.listing import format_data_list, list_data
-    from factory.releasable.gathering import make_report, report_lines, summary_line
+    from factory.releasable.report import make_report, report_lines, summary_line
 
     found = list_data(plant.ledger, most)
     report = make_report(plant)
@@ -110,7 +110,7 @@ def list_licence_claims(plant: Plant, say: AnswerPrinter) -> None:
     The strictest licence counts, by data.yaml as it is now. It counts for the release gate and for bundles. If the licence does not allow
     training, later segments are not trained on the text. 'factory data settle' decides which claim is right.
     """
-    from factory.data.settling import format_conflicts, group_conflicts
+    from factory.data.licence_settlement import format_conflicts, group_conflicts
     from factory.ingest.rules.policy import DataPolicy
 
     found = group_conflicts(plant.ledger, DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences)
@@ -134,7 +134,7 @@ def settle_licence(
 
     A later copy with another licence is a new conflict. To take a decision back, settle with the stricter licence.
     """
-    from factory.data.settling import settle_licence
+    from factory.data.licence_settlement import settle_licence
 
     if not document and not shard:
         raise InputError(

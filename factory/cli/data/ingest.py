@@ -67,9 +67,9 @@ def ingest(
     from factory.ingest.filing import list_quarantined_files, request_retry
     from factory.ingest.gathering import gather_files
     from factory.ingest.inbox import read_ingest_times
-    from factory.ledger.files import SMALL_VOCABULARY
+    from factory.ledger.file_events import SMALL_VOCABULARY
     from factory.ledger.ledger import record_event
-    from factory.releasable.recorded import update_report
+    from factory.releasable.recorded_report import update_report
 
     if preview:
         if not paths or again or small_vocabulary:

@@ -47,7 +47,7 @@ def relabel_data(
     from factory.core.errors import suggest_name
     from factory.core.workspace import MODEL_LOOP
     from factory.data.relabelling import DocumentFilter, NewLabels, apply_relabelling, plan_relabelling
-    from factory.ingest.rules.split import KINDS
+    from factory.ingest.rules.held_out_split import KINDS
 
     kind = next((one for one in KINDS if one == group), None)
     if group is not None and kind is None:

@@ -24,7 +24,7 @@ SHOWN_COMMITS = 20
 @register_command(commands, "list")
 def list_releases(plant: Plant, say: AnswerPrinter) -> None:
     """List every release and every other candidate: its state, its verdict, and its gain over the champion at that time."""
-    from factory.core.moments import format_local_time
+    from factory.core.time_formats import format_local_time
     from factory.show.pages.release_facts import list_releases
 
     found = list_releases(plant.ledger)

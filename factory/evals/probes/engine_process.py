@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from factory.core.launching import run_in_background_process
-from factory.core.left_files import read_tail
+from factory.core.untrusted_trainer_files import read_tail
 from factory.core.workspace import checkout_root
 from factory.evals.probes.checks import OF_ENGINE, Check
 from factory.evals.probes.engine import EngineClient, Fixture

@@ -10,8 +10,8 @@ import yaml
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import suggest_name
-from factory.gates.case import PatchCase, not_needed_evidence
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.stage_interface import PatchCase, not_needed_evidence
 from kernels.contract.choice import EVERY_OP, UNTUNED, device_section, implementation_names, replace_auto
 from kernels.contract.message import Message
 

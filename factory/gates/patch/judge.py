@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.gates.case import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy, TrainingPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
+from factory.gates.stage_interface import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "oracle", "exploits", "isolated", "matrix", "training", "evals")

@@ -26,10 +26,10 @@ from safetensors.torch import load_file
 
 from agents.core.untrusted import one_line
 from factory.core import devices
-from factory.gates.case import StageEvidence, failed_evidence, missing_evidence, passed_evidence
-from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patience import (
+from factory.gates.stage_interface import StageEvidence, failed_evidence, missing_evidence, passed_evidence
+from factory.gates.time_limits import (
     TimeLimits,
     baseline_stopped_message,
     out_of_time_evidence,

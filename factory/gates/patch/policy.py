@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from factory.core.policy_file import Count, StrictPolicy, load_policy
-from factory.gates.patience import Ratio, Seconds, TimeLimits
+from factory.gates.time_limits import Ratio, Seconds, TimeLimits
 
 
 class OraclePolicy(StrictPolicy):

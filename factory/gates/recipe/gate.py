@@ -12,12 +12,12 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
-from factory.gates.case import Stage
 from factory.gates.patch.stages import scope
 from factory.gates.recipe import runs, static
 from factory.gates.recipe.judge import RecipeComparison, compare_recipes, judge_recipe
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import RECIPES, Changes, read_recipe_changes, select_learning_keys
+from factory.gates.stage_interface import Stage
 from factory.gates.staged_gate import StagedGate
 from factory.git import repository
 from factory.git.repository import AppliedPatch

@@ -20,10 +20,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.gates.case import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
 from factory.gates.patch.judge import t_quantile
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, Verdict
+from factory.gates.stage_interface import no_evidence_message, read_reasons, stage_failed_message, tries_unknown_message
 from kernels.contract.message import Message
 
 STAGES = ("scope", "static", "runs")

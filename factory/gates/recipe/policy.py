@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from factory.core.policy_file import Count, StrictPolicy, load_policy
-from factory.gates.patience import Ratio, Seconds
+from factory.gates.time_limits import Ratio, Seconds
 
 BitsPerByte = Annotated[float, Field(ge=0)]
 

@@ -28,7 +28,9 @@ from typing import Any, Literal
 
 from factory.core import devices
 from factory.core.removal import remove_path
-from factory.gates.case import (
+from factory.gates.patch.held_out_scores import measure_weights, read_held_out_texts
+from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
+from factory.gates.stage_interface import (
     NO_START,
     NOTHING_HELD_OUT,
     PatchCase,
@@ -37,14 +39,12 @@ from factory.gates.case import (
     missing_evidence,
     passed_evidence,
 )
-from factory.gates.patch.held_out import measure_weights, read_held_out_texts
-from factory.gates.patience import out_of_time_evidence
-from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
+from factory.gates.time_limits import out_of_time_evidence
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
-from factory.runs.running import Runs
-from factory.runs.sandboxed import ArmEnd
+from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.task_runs import Runs
 from factory.runs.trace import read_lines_in, read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message

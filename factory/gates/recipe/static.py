@@ -9,10 +9,10 @@ import math
 
 from factory.core.errors import ConfigError
 from factory.core.launching import check_ranks_fit
-from factory.gates.case import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
 from factory.gates.patch.source_rules import find_source_problems
 from factory.gates.recipe.policy import RecipePolicy
 from factory.gates.recipe_changes import Changes, find_unused_recipes, read_recipe_changes
+from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 

@@ -19,17 +19,17 @@ from factory.evals.statistics import compare_items
 from factory.evals.suite import Suite
 from factory.evals.tasks import EvalItem
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
+from factory.gates.release.held_out_gaps import TASK, compare_gains, count_sealed_looks, find_fresh_documents
 from factory.gates.release.judge import PROMOTE, judge
-from factory.gates.release.judged_by import judge_version
-from factory.gates.release.licences import token_shards_of_lineage
-from factory.gates.release.line import GATE, comparison_number, losses_since_best
-from factory.gates.release.memorising import TASK, compare_gains, count_sealed_looks, find_fresh_documents
+from factory.gates.release.judge_version import judge_version
 from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded import evidence_sha256
-from factory.gates.release.replicas import find_newest_noise
+from factory.gates.release.recorded_verdict import evidence_sha256
+from factory.gates.release.release_line import GATE, comparison_number, losses_since_best
+from factory.gates.release.replica_noise import find_newest_noise
 from factory.gates.release.reward_hacking import add_line_evidence
-from factory.gates.release.training_now import read_training_evidence
+from factory.gates.release.trained_licences import token_shards_of_lineage
+from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY
 from factory.ledger.ledger import Ledger, anomalies, record_event, segments, verdicts
 from factory.ledger.plant import Plant

@@ -22,7 +22,7 @@ from factory.gates.release.guards import (
     promotion_bounds,
     set_aside_message,
 )
-from factory.gates.release.messages import (
+from factory.gates.release.judge_messages import (
     NAMED,
     allowed_loss_message,
     bring_shards_remedy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from factory.gates.release.evidence import ReleaseEvidence, finite_number
-from factory.gates.release.messages import another_candidate_remedy, bring_shards_remedy
+from factory.gates.release.judge_messages import another_candidate_remedy, bring_shards_remedy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message

@@ -84,7 +84,7 @@ class ReleasePolicy(StrictPolicy):
     clusters_min: int = 8
     """The least number of document groups behind every interval. At least 2, because one group has no spread."""
     not_releasable_max: Share = 0.0
-    """The allowed share of a candidate's supervised tokens whose licence, under the current ``licences`` in data.yaml, does not allow the
+    """The allowed share of a candidate's supervised tokens whose licence, under the current ``trained_licences`` in data.yaml, does not allow the
     release of a model."""
     sealed_looks_max: Annotated[float, Field(gt=0)] = 200.0
     """The allowed number of earlier candidates that read a document of the sealed half, on average over the suite. Each candidate reveals a little

@@ -22,8 +22,8 @@ from factory.evals.power import RequiredBound, ScoredGuard, variance_of_share
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence, finite_number
 from factory.gates.release.guards import cloze_guard, detectable_gain, groups_needed, guard_floors, guards_set_aside
-from factory.gates.release.line import GATE
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.release_line import GATE
 from factory.ledger.rows import ReadsSql, VerdictRow
 from factory.tasks.comparing import TaskEvidence
 from factory.tasks.comparing import find_unreliable_metrics as tasks_aside

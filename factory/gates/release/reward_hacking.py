@@ -14,7 +14,7 @@ from typing import Any
 
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.line import GATE
+from factory.gates.release.release_line import GATE
 from factory.ledger.rows import ReadsSql, Subject, VerdictRow
 
 NEWEST = 10  # a new candidate is compared with this many earlier ones

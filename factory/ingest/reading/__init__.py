@@ -2,7 +2,7 @@
 
 ``rows``          the types of a row, and the keys that name its origin
 ``streams``       decompression within the limits of the data policy; lines of text
-``kinds``         the meaning of each suffix; for files that are not read, how to convert them
+``file_kinds``         the meaning of each suffix; for files that are not read, how to convert them
 ``json_values``   JSON arrays and sequences of JSON values, in the memory of one value
 ``tables``        CSV and TSV
 ``columns``       Parquet, Arrow, Feather, Hugging Face data sets on disk

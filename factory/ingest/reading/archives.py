@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import PurePosixPath
 
-from factory.ingest.reading.kinds import detect_kind, is_archive
+from factory.ingest.reading.file_kinds import detect_kind, is_archive
 from factory.ingest.reading.rows import LimitExceeded, RawRow, ShardProblem, add_path
 from factory.ingest.reading.streams import (
     BROKEN,

@@ -9,9 +9,9 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from factory.core.policy_file import Count, Share, StrictPolicy, load_policy
+from factory.ingest.rules.held_out_split import GroupKind
 from factory.ingest.rules.licence_names import LicenceReader, fold_licence_name
-from factory.ingest.rules.split import GroupKind
-from factory.ingest.shapes.mapping import FieldMapping, find_mapping
+from factory.ingest.shapes.field_mapping import FieldMapping, find_mapping
 
 PiiKind = Literal["email", "ip", "phone", "card", "secret"]
 NotNegative = Annotated[int, Field(ge=0)]

@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from factory.core.errors import InputError
-from factory.ingest.rules.decontaminate import hash_ngrams
+from factory.ingest.rules.contamination import hash_ngrams
 from factory.ingest.rules.task_folder import data_suffix, is_numbered_folder
-from factory.ingest.rules.words import Hashes, hash_words
+from factory.ingest.rules.word_hashes import Hashes, hash_words
 from kernels.contract.message import CodedError
 from trainer.contract.data.token_shard import file_sha256
 

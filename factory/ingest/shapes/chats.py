@@ -3,7 +3,7 @@
     >>> read_turns([{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello", "weight": 0}], frozenset(), ReadingNotes())
     [{'role': 'user', 'content': 'Hi'}, {'role': 'assistant', 'content': 'Hello', 'weight': 0}]
 
-The template shows a role and a text, and writes tools, tool calls and reasoning as text (``calls``). This module does the same. It refuses a row
+The template shows a role and a text, and writes tools, tool calls and reasoning as text (``tool_calls``). This module does the same. It refuses a row
 with another field that has a meaning (names, images), since the meaning would be lost. A person can drop such a field: ``ignore`` in
 ``data.yaml: fields``.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from factory.ingest.shapes.bad_row import BadRow
-from factory.ingest.shapes.calls import (
+from factory.ingest.shapes.tool_calls import (
     CALLS,
     REASONING_KEYS,
     TOOLS,

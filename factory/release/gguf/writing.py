@@ -27,7 +27,7 @@ from factory.ledger.rows import ReleaseRow
 from factory.release.checks import check_export_unchanged
 from factory.release.gguf.kind import GgufType
 from factory.release.gguf.tensors import FileTensor, Floats, gguf_architecture, plan_tensors
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import suggest_name
-from factory.core.left_files import parse_json_object
+from factory.core.untrusted_trainer_files import parse_json_object
 from factory.evals.export_config import ExportError
 from factory.evals.export_folder import read_config
 from factory.ingest.chat_template import OLDER_TEMPLATES
 from factory.ingest.document import ROLES
 from factory.ingest.tokenizer import Tokenizer
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.serving.api.defaults import GenerationDefaults, Sampling
 from factory.serving.api.errors import ApiError
 from kernels.contract.message import Message

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from factory.evals.token_bytes import TokenBytes
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.serving.api.request import CompletionRequest
 from factory.serving.native.batch import Token
 

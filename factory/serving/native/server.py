@@ -24,7 +24,7 @@ from starlette.routing import Route
 from factory.core.errors import FactoryError
 from factory.core.exports import export_folder_sha256
 from factory.evals.token_bytes import TokenBytes
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.serving.api.disconnects import ClientGone, cancel_if_gone
 from factory.serving.api.errors import ApiError
 from factory.serving.api.request import (

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from factory.core.left_files import open_regular_file, parse_json
+from factory.core.untrusted_trainer_files import open_regular_file, parse_json
 from factory.core.workspace import Workspace
 from factory.show.mlflow.outages import try_to_show
 from factory.show.mlflow.store import check_writable, convert_mlflow_errors

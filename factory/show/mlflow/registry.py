@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from factory.core.moments import format_iso_time
+from factory.core.time_formats import format_iso_time
 from factory.core.workspace import PATIENCE, Workspace
 from factory.evals.statistics import confidence_interval
 from factory.ledger.decisions import find_override
@@ -20,8 +20,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.removals import list_marked_releases
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.checks import check_export_unchanged, get_newest_verdict
-from factory.release.serving import MODEL_NAME as MODEL
-from factory.show.mlflow.loadable import log_loadable_model
+from factory.release.published_link import MODEL_NAME as MODEL
+from factory.show.mlflow.model_files import log_loadable_model
 from factory.show.mlflow.runs import CANDIDATES, PROPOSALS, TRAINING, MlflowTracking, average_tag
 from factory.show.mlflow.store import convert_mlflow_errors, open_client
 from factory.show.mlflow.version_page import PICTURES, TRAINING_MODE, RunAddress, VersionLinks, render_description

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
 
-from factory.computing.computing import describe_computing
+from factory.computing.compute_settings import describe_computing
 from factory.core.workspace import PATIENCE
 from factory.evals.statistics import confidence_interval
 from factory.ledger.ledger import exchanges, record_event, tracked_runs
@@ -30,9 +30,9 @@ from factory.ledger.rows import (
     VerdictRow,
 )
 from factory.release.approvals import APPROVAL_TAG
-from factory.retention.stored import TRAINING
-from factory.runs.running import run_line
-from factory.runs.running import run_to_json as describe_run
+from factory.retention.stored_folders import TRAINING
+from factory.runs.task_runs import run_line
+from factory.runs.task_runs import run_to_json as describe_run
 from factory.show.mlflow.metrics_follower import (
     METRICS_PER_BATCH,
     MetricsFollower,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import sqlalchemy as sa
 
 from factory.core.workspace import PATIENCE, Workspace
-from factory.show.mlflow.names import mlflow_server_options, server_names
+from factory.show.mlflow.host_names import mlflow_server_options, server_names
 from factory.show.mlflow.outages import TrackingError as TrackingError
 from factory.show.mlflow.outages import note_server_failure, refuse_during_pause, repair_advice
 
@@ -193,7 +193,7 @@ def mlflow_ui_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that serves the MLflow UI of this workspace, and the environment variables to add.
 
-    ``login``: variables from ``factory.show.mlflow.login``. ``names``: the names by which people reach the UI, as ``factory.show.mlflow.names``
+    ``login``: variables from ``factory.show.mlflow.login``. ``host_names``: the names by which people reach the UI, as ``factory.show.mlflow.host_names``
     parses them. Raises: InputError.
     """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]

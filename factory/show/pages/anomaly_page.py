@@ -10,7 +10,7 @@ from agents.core.pages import render_page
 from factory.diagnosis.wording import read_shown_documents
 from factory.ledger.anomalies import describe_explanation, draft_proposal_for_rate, find_explanation
 from factory.ledger.plant import Plant
-from factory.show.pages.pictures import draw_curves
+from factory.show.pages.svg_charts import draw_curves
 from kernels.contract.files import write_atomically
 
 TEMPLATE = Path(__file__).with_name("anomaly.html.jinja")

@@ -9,7 +9,7 @@ from typing import Any
 
 from agents.core.pages import render_page
 from agents.core.proposal import gain_with_unit
-from factory.gates.case import read_reasons
+from factory.gates.stage_interface import read_reasons
 from factory.git import repository
 from factory.ledger.ledger import proposals
 from factory.ledger.plant import Plant

@@ -10,9 +10,9 @@ import sqlalchemy as sa
 from factory.data.exposure import Exposure, ExposureStep, UnknownExposureError, list_contributing_segments
 from factory.data.selecting import find_keys
 from factory.data.synthetic import count_synthetic, count_written_by_release
-from factory.gates.release.licences import count_tokens_by_licence
+from factory.gates.release.trained_licences import count_tokens_by_licence
 from factory.ingest.document import read_maker
-from factory.ingest.rules.claims import find_licence_conflicts
+from factory.ingest.rules.licence_claims import find_licence_conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
 from factory.ledger.removals import (
     REMOVED_FATE,

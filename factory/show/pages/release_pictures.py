@@ -15,7 +15,7 @@ from factory.evals.statistics import compare_items, confidence_interval
 from factory.evals.tasks import EvalItem
 from factory.ledger.ledger import Ledger, eval_items
 from factory.ledger.rows import CandidateRow, EvaluationRow, SegmentRow, Subject, VerdictRow
-from factory.show.pages.pictures import draw_bars, draw_curves, draw_intervals
+from factory.show.pages.svg_charts import draw_bars, draw_curves, draw_intervals
 from kernels.contract.message import Message
 
 CANDIDATE, CHAMPION, TRIGRAM, BIGRAM = "candidate", "champion", "byte trigram", "byte bigram"

@@ -14,7 +14,7 @@ from factory.ledger.ledger import Ledger, releases, shards, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import describe_mark, list_marked_releases
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
-from factory.show.pages.at_a_glance import summarise_candidate
+from factory.show.pages.candidate_summary import summarise_candidate
 from factory.show.pages.release_pictures import (
     ChampionComparison,
     dict_or_empty,

@@ -1,6 +1,6 @@
 """Delivers notifications to each receiver, in the order of the events, each at least once.
 
-Each receiver has its own position in ``notified.json``, which is moved after a delivery. If the process is killed between the two, the notification
+Each receiver has its own position in ``delivery_positions.json``, which is moved after a delivery. If the process is killed between the two, the notification
 is delivered again. A receiver that fails keeps its position and is tried again after a while; the other receivers do not wait for it.
 """
 
@@ -10,13 +10,13 @@ import json
 from typing import Any
 
 from factory.core.errors import ConfigError
-from factory.core.moments import format_duration
+from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import FailureWaits
-from factory.show.telling.messages import notification_of_event
+from factory.retrying.failure_waits import FailureWaits
+from factory.show.telling.notifications import notification_of_event
 from factory.show.telling.receivers import NotDeliveredError, NotificationPolicy, Receiver, make_receivers
-from factory.status.notified import FILE, read_positions
+from factory.status.delivery_positions import FILE, read_positions
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 

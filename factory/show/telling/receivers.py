@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 from pydantic import Field, field_validator
 
 from factory.core.errors import FactoryError
-from factory.core.listening import is_loopback
+from factory.core.listening_socket import is_loopback
 from factory.core.policy_file import StrictPolicy, load_policy
 from kernels.contract.files import finite_json
 from trainer.contract.errors import did_you_mean

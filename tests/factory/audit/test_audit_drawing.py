@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from factory.audit import drawing
-from factory.audit.drawing import (
+from factory.audit import audit_windows
+from factory.audit.audit_windows import (
     AuditWindow,
     choose_patches,
     count_agreements,
@@ -96,13 +96,13 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
         tx.exec_driver_sql("INSERT INTO data_plans (id, plan) VALUES ('plan', '{}')")
         for number in (2, 3, 4):
             tx.execute(segments.insert().values(values | {"id": number, "state": "done" if number < 4 else "planned"}))
-    assert drawing.find_due_audits(plant.ledger, policy) == [] == drawing.list_audits(plant.ledger)
+    assert audit_windows.find_due_audits(plant.ledger, policy) == [] == audit_windows.list_audits(plant.ledger)
     record_window(plant.ledger, 3, AuditWindow(20, 25, (1,)))
     record_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
     record_window(plant.ledger, 4, AuditWindow(25, 30, (1,)))
-    assert drawing.find_due_audits(plant.ledger, policy) == [2, 3]
+    assert audit_windows.find_due_audits(plant.ledger, policy) == [2, 3]
     record_window(plant.ledger, 3, AuditWindow(0, 0, (1,)))  # it could not be kept
-    assert drawing.find_due_audits(plant.ledger, policy) == [2]
+    assert audit_windows.find_due_audits(plant.ledger, policy) == [2]
 
     def judged(outcome: str) -> None:
         hashes = {"policy_sha256": "", "subject_sha256": ""}
@@ -112,12 +112,13 @@ def test_an_audit_waits_for_its_segment_and_for_its_next_try_and_not_for_ever(pl
             )
 
     judged("hold")
-    assert drawing.find_due_audits(plant.ledger, policy) == [2]
-    assert drawing.find_due_audits(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
+    assert audit_windows.find_due_audits(plant.ledger, policy) == [2]
+    assert audit_windows.find_due_audits(plant.ledger, policy.model_copy(update={"again_after_seconds": 1e6})) == []
     judged("hold")
-    assert drawing.find_due_audits(plant.ledger, policy) == []
+    assert audit_windows.find_due_audits(plant.ledger, policy) == []
     judged("promote")
-    assert drawing.find_due_audits(plant.ledger, policy.model_copy(update={"tries": 9})) == []
+    assert audit_windows.find_due_audits(plant.ledger, policy.model_copy(update={"tries": 9})) == []
     assert [
-        (row["segment"], row["verdict"] and row["verdict"]["outcome"]) for row in drawing.list_audits(plant.ledger)
+        (row["segment"], row["verdict"] and row["verdict"]["outcome"])
+        for row in audit_windows.list_audits(plant.ledger)
     ] == [(2, "promote"), (4, None)]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from factory.audit.auditing import find_anomaly_difference, find_metrics_difference, read_whole_trace
+from factory.audit.audit_segment import find_anomaly_difference, find_metrics_difference, read_whole_trace
 from factory.audit.judge import judge_audit
 from factory.audit.policy import AuditPolicy
 from factory.runs.distance import find_unlike_tensor, have_same_bits

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from factory.audit import keeping
-from factory.audit.drawing import AuditWindow, record_window
-from factory.audit.keeping import choose_rungs, copy_checkpoint, keep_window, update_ladder, window_checkpoint
+from factory.audit import kept_checkpoints
+from factory.audit.audit_windows import AuditWindow, record_window
+from factory.audit.kept_checkpoints import choose_rungs, copy_checkpoint, keep_window, update_ladder, window_checkpoint
 from factory.core.removal import remove_path
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
@@ -159,7 +159,7 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
         (path / "manifest.json").unlink()
         raise Killed
 
-    monkeypatch.setattr(keeping, "remove", killed)
+    monkeypatch.setattr(kept_checkpoints, "remove", killed)
     with pytest.raises(Killed):
         update_ladder(source, target, every=5)
     monkeypatch.undo()

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from factory.audit.auditing import audit_segment
-from factory.audit.drawing import AuditWindow, count_agreements, find_due_audits, record_window
-from factory.audit.keeping import audit_folder
+from factory.audit.audit_segment import audit_segment
+from factory.audit.audit_windows import AuditWindow, count_agreements, find_due_audits, record_window
+from factory.audit.kept_checkpoints import audit_folder
 from factory.audit.policy import AuditPolicy
 from factory.cli.app import app
 from factory.code_loop.approvals import approve
@@ -55,15 +55,15 @@ UNTOLD = (
 DIES = """
 import os, signal, sys
 from pathlib import Path
-from factory.audit import auditing
+from factory.audit import audit_segment
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 def compare(*_):
     os.kill(os.getpid(), signal.SIGKILL)
-auditing.same_bits = compare
+audit_segment.same_bits = compare
 workspace = Workspace.open(Path(sys.argv[1]))
-auditing.audit(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
+audit_segment.audit(Plant(workspace, Ledger.open(workspace.ledger_url)), int(sys.argv[2]))
 """
 
 

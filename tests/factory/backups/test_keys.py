@@ -6,7 +6,7 @@ import stat
 from pathlib import Path
 
 from factory.backups.backups import make_backup
-from factory.backups.keys import KEY, KEYS
+from factory.backups.signing_keys import KEY, KEYS
 from factory.bundles.signing import ensure_own_key
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
@@ -44,7 +44,9 @@ def test_a_key_is_copied_with_keys_and_restored(workspace: Workspace, ledger: Le
         path.unlink()
     restore_ledger(workspace.root, "", SILENT)  # none of the workspace's own backups has the key
     assert not key.exists()
-    assert the(restore_ledger(workspace.root, str(elsewhere), SILENT), "keys.restored").data["backup"] == elsewhere
+    assert (
+        the(restore_ledger(workspace.root, str(elsewhere), SILENT), "signing_keys.restored").data["backup"] == elsewhere
+    )
     assert key.read_bytes() == held and mode(key) == 0o600 and mode(key.parent) == 0o700
 
     key.unlink()

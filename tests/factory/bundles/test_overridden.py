@@ -15,7 +15,7 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.verifying import run_check, verify_bundle
 from factory.bundles.writing import BundleOptions, write_bundle
 from factory.gates.release.gate import judge_candidate
-from factory.gates.release.recorded import evidence_sha256
+from factory.gates.release.recorded_verdict import evidence_sha256
 from factory.ledger.plant import Plant
 from factory.ledger.rows import VerdictRow
 from tests.support.factory.exports import save_export, tiny_model
@@ -53,8 +53,8 @@ def test_it_says_who_released_it_and_why(made: Path) -> None:
     found = verify_bundle(made)
     assert found.ok, [check for check in found.checks if not check.ok]
     said = {check.name: check.detail for check in found.checks}["verdict"]
-    assert codes(tree(said)) == ["two_verdicts.same", "two_verdicts.overridden"]
-    assert says(said, ("two_verdicts.overridden", {"by": "ada", "why": WHY}))
+    assert codes(tree(said)) == ["verdict_comparison.same", "verdict_comparison.overridden"]
+    assert says(said, ("verdict_comparison.overridden", {"by": "ada", "why": WHY}))
     told = json.loads((made / layout.VERDICT).read_text())
     assert told["outcome"] == "hold" and (told["override"]["by"], told["override"]["why"]) == ("ada", WHY)
     card = (made / layout.CARD).read_text()
@@ -111,5 +111,5 @@ def test_a_forged_override_of_a_reason_that_nobody_can_override_is_found(
     del told["judge"]
     (bundle / layout.VERDICT).write_text(json.dumps(told))
     found = run_check("verdict", BundleFolder.open(bundle))
-    assert found.ok is False and "two_verdicts.not_overridable" in codes(tree(found.detail)), found.detail
+    assert found.ok is False and "verdict_comparison.not_overridable" in codes(tree(found.detail)), found.detail
     assert mark in found.detail

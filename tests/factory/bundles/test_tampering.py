@@ -78,7 +78,7 @@ def first_item(change: Callable[[dict[str, Any]], object], path: str = layout.IT
 
 def rehashed_evidence(change: Callable[[Any], object]) -> Change:
     """With the hash that is recorded in it made anew."""
-    from factory.gates.release.recorded import evidence_sha256
+    from factory.gates.release.recorded_verdict import evidence_sha256
 
     def both(value: Any) -> None:
         change(value)

@@ -15,8 +15,8 @@ from factory.bundles.files.folder import BundleFolder
 from factory.bundles.judging_again import compare_verdicts
 from factory.bundles.verifying import run_check
 from factory.evals.parity import Check
-from factory.gates.release import judged_by
-from factory.gates.release.recorded import evidence_sha256
+from factory.gates.release import judge_version
+from factory.gates.release.recorded_verdict import evidence_sha256
 from tests.support.messages import codes, says, tree
 from tests.support.paths import ROOT
 
@@ -62,13 +62,13 @@ def test_the_judges_files_are_those_that_it_imports() -> None:
             file = f"{module.replace('.', '/')}.py" if module else ""
             if file.startswith(("factory/", "kernels/")) and file not in found | apart:
                 pending.append(file)
-    assert sorted(found) == list(judged_by.FILES)
+    assert sorted(found) == list(judge_version.FILES)
 
 
 def test_a_verdict_tells_whose_judge_gave_it(bundle: Path) -> None:
     told = json.loads((bundle / layout.VERDICT).read_text())["judge"]
-    assert told == judged_by.judge_version().to_json()
-    assert codes(tree(judged(bundle).detail)) == ["two_verdicts.same", "two_verdicts.promoted"]
+    assert told == judge_version.judge_version().to_json()
+    assert codes(tree(judged(bundle).detail)) == ["verdict_comparison.same", "verdict_comparison.promoted"]
 
 
 def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
@@ -80,23 +80,25 @@ def test_the_same_judge_is_held_to_its_words(bundle: Path) -> None:
 @pytest.mark.parametrize(
     "record, judges",
     [
-        (forget, ("two_verdicts.unknown_judge", {})),
-        (forge, ("two_verdicts.other_judge", {"recorded": "llm-factory 9, sha256 ffffffffffff"})),
+        (forget, ("verdict_comparison.unknown_judge", {})),
+        (forge, ("verdict_comparison.other_judge", {"recorded": "llm-factory 9, sha256 ffffffffffff"})),
     ],
 )
 def test_another_judge_may_give_reasons_in_other_words(
     bundle: Path, record: Change, judges: tuple[str, dict[str, Any]]
 ) -> None:
     found = judged(changed(bundle, layout.VERDICT, record))
-    assert found.ok and codes([found.detail]) == ["two_verdicts.same_by_other_judge"] and says(found.detail, judges)
+    assert (
+        found.ok and codes([found.detail]) == ["verdict_comparison.same_by_other_judge"] and says(found.detail, judges)
+    )
     reasons = json.loads((bundle / layout.VERDICT).read_text())["reasons"]
     found = judged(changed(bundle, layout.VERDICT, reworded))
-    assert found.ok and says(found.detail, judges) and judged_by.judge_version().sha256[:12] in found.detail
-    assert says(found.detail, ("two_verdicts.other_words", {"differing": 1, "reasons": len(reasons)}))
+    assert found.ok and says(found.detail, judges) and judge_version.judge_version().sha256[:12] in found.detail
+    assert says(found.detail, ("verdict_comparison.other_words", {"differing": 1, "reasons": len(reasons)}))
     assert "It beats candidate 1" in found.detail
     facts = compare_verdicts(BundleFolder.open(bundle)).to_json()
     assert not facts["same"] and facts["worded_otherwise"][0].startswith("It beats candidate 1")
-    assert facts["here"] == judged_by.judge_version().to_json()
+    assert facts["here"] == judge_version.judge_version().to_json()
 
 
 # What is done to a bundle → what is said of it, whichever judge the record names.
@@ -144,4 +146,4 @@ def test_a_power_that_another_judge_tells_otherwise_is_named(bundle: Path) -> No
 )
 def test_an_invalid_record_of_the_judge_is_a_failed_check(bundle: Path, judge: Any) -> None:
     found = judged(changed(bundle, layout.VERDICT, lambda verdict: verdict.update(judge=judge)))
-    assert found.ok is False and codes([found.detail]) == ["two_verdicts.odd_judge"]
+    assert found.ok is False and codes([found.detail]) == ["verdict_comparison.odd_judge"]

@@ -20,7 +20,7 @@ from factory.bundles.signing import fingerprint_of_key
 from factory.bundles.verifying import CHECKS
 from factory.bundles.writing import BundleOptions, WrittenBundle, copy_traces, write_bundle
 from factory.core.errors import InputError
-from factory.gates.release.licences import count_tokens_by_licence
+from factory.gates.release.trained_licences import count_tokens_by_licence
 from factory.ingest.document import format_release_maker
 from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts

@@ -15,7 +15,7 @@ from factory.git.repository import RepositoryError
 from factory.ledger.ledger import tracked_runs, verdicts
 from factory.release.approvals import APPROVAL_TAG
 from factory.show.catching_up import show_missing
-from factory.show.mlflow.answering import settle_proposals
+from factory.show.mlflow.approval_answers import settle_proposals
 from factory.show.mlflow.runs import MlflowTracking
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git

@@ -40,7 +40,7 @@ from factory.core.workspace import Workspace, checkout_root
 from factory.ledger.ledger import Ledger, agent_runs, checkpoints, events, exchanges, profiles, proposals, segments
 from factory.ledger.plant import Plant
 from factory.ledger.writing import insert_row
-from factory.show.telling.messages import notification_of_event
+from factory.show.telling.notifications import notification_of_event
 from kernels.contract.message import Message
 from tests.support.factory.approvals import PatchPlant, given_verdict
 from tests.support.git import git

@@ -16,12 +16,12 @@ from factory.code_loop.submitting import submit_proposal
 from factory.core import devices
 from factory.core.policy_file import StrictPolicy
 from factory.core.workspace import checkout_root
-from factory.gates.case import missing_evidence
-from factory.gates.patch.matrix.changed import UnexecutedPart
+from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import matrix
-from factory.gates.patience import out_of_time_evidence, was_out_of_time
 from factory.gates.recipe.policy import RecipePolicy
+from factory.gates.stage_interface import missing_evidence
+from factory.gates.time_limits import out_of_time_evidence, was_out_of_time
 from factory.git import repository
 from factory.ledger.ledger import proposals, verdicts
 from factory.ledger.plant import Plant

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from factory.comparing.comparing import Curve, compare_curves
-from factory.comparing.reading import read_file
+from factory.comparing.curve_comparison import Curve, compare_curves
+from factory.comparing.curve_files import read_file
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
@@ -117,16 +117,16 @@ def test_a_step_column_of_another_name_is_named(tmp_path: Path) -> None:
     path.write_text("Update,loss\n1,2.5\n")
     assert read_file(path, "steps", ["loss"], "update").points == {"loss": [(1.0, 2.5)]}
     for named in (None, "updates"):
-        with refused("reading.no_x_column", file=path, line=2, columns=["'Update'", "'loss'"]) as found:
+        with refused("curve_files.no_x_column", file=path, line=2, columns=["'Update'", "'loss'"]) as found:
             read_file(path, "steps", ["loss"], named)
         assert ("'updates'" if named else "of steps") in found.value.data["wanted"]
-        assert found.value.data["hint"].code == "reading.name_column"
+        assert found.value.data["hint"].code == "curve_files.name_column"
 
 
 def test_two_runs_in_one_export_are_ambiguous(tmp_path: Path) -> None:
     path = tmp_path / "curve.csv"
     path.write_text('"Step","a - train/loss","b - train/loss"\n1,2.5,3.5\n')
-    with refused("reading.several_columns", metric="loss", columns="'a - train/loss', 'b - train/loss'"):
+    with refused("curve_files.several_columns", metric="loss", columns="'a - train/loss', 'b - train/loss'"):
         read_file(path, "steps", ["loss"])
     assert read_file(path, "steps", ["b - train/loss"]).points == {"b - train/loss": [(1.0, 3.5)]}
 
@@ -134,23 +134,23 @@ def test_two_runs_in_one_export_are_ambiguous(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "code", "data"),
     [
-        ("step,loss\n1,2.5\n2,abc\n", "reading.not_a_number", {"line": 3, "column": "loss", "value": "abc"}),
-        ("step,loss\n1,2.5\nx,2.4\n", "reading.not_a_number", {"line": 3, "column": "step", "value": "x"}),
-        ("step,loss\n1,2.5,7\n", "reading.other_width", {"line": 2, "values": 3, "columns": 2}),
-        ("step,loss,loss\n1,2.5,7\n", "reading.column_twice", {"column": "loss"}),
-        ("time,loss\n1,2.5\n", "reading.no_x_column", {"line": 2, "columns": ["'time'", "'loss'"]}),
-        ("tokens,loss\n1,2.5\n", "reading.no_x_column", {"line": 2, "columns": ["'tokens'", "'loss'"]}),
-        ("step,lose\n1,2.5\n", "reading.no_column", {"column": "loss", "nearest": "; did you mean 'lose'?"}),
-        ('{"step": 1, "loss": 2}\n{"step": 2, "lo', "reading.line_not_json", {"line": 2}),
-        ('{"step": 1, "loss": 2}\n[1]\n', "reading.line_not_object", {"line": 2, "type": "list"}),
-        ('{"step": 1, "loss": [2]}\n', "reading.not_a_number", {"line": 1, "column": "loss", "value": "[2]"}),
-        ('{"step": null, "loss": 2}\n', "reading.not_a_number", {"line": 1, "column": "step", "value": "None"}),
-        ("[1]", "reading.no_list", {}),
-        ("[", "reading.not_json", {}),
-        ("", "reading.no_rows", {}),
-        ("step,loss\n", "reading.no_rows", {}),
-        (b"\xff\xfe\x00", "reading.file_not_utf8", {"byte": 0}),
-        ('step,loss\n1,"2\n', "reading.bad_csv", {"line": 2}),
+        ("step,loss\n1,2.5\n2,abc\n", "curve_files.not_a_number", {"line": 3, "column": "loss", "value": "abc"}),
+        ("step,loss\n1,2.5\nx,2.4\n", "curve_files.not_a_number", {"line": 3, "column": "step", "value": "x"}),
+        ("step,loss\n1,2.5,7\n", "curve_files.other_width", {"line": 2, "values": 3, "columns": 2}),
+        ("step,loss,loss\n1,2.5,7\n", "curve_files.column_twice", {"column": "loss"}),
+        ("time,loss\n1,2.5\n", "curve_files.no_x_column", {"line": 2, "columns": ["'time'", "'loss'"]}),
+        ("tokens,loss\n1,2.5\n", "curve_files.no_x_column", {"line": 2, "columns": ["'tokens'", "'loss'"]}),
+        ("step,lose\n1,2.5\n", "curve_files.no_column", {"column": "loss", "nearest": "; did you mean 'lose'?"}),
+        ('{"step": 1, "loss": 2}\n{"step": 2, "lo', "curve_files.line_not_json", {"line": 2}),
+        ('{"step": 1, "loss": 2}\n[1]\n', "curve_files.line_not_object", {"line": 2, "type": "list"}),
+        ('{"step": 1, "loss": [2]}\n', "curve_files.not_a_number", {"line": 1, "column": "loss", "value": "[2]"}),
+        ('{"step": null, "loss": 2}\n', "curve_files.not_a_number", {"line": 1, "column": "step", "value": "None"}),
+        ("[1]", "curve_files.no_list", {}),
+        ("[", "curve_files.not_json", {}),
+        ("", "curve_files.no_rows", {}),
+        ("step,loss\n", "curve_files.no_rows", {}),
+        (b"\xff\xfe\x00", "curve_files.file_not_utf8", {"byte": 0}),
+        ('step,loss\n1,"2\n', "curve_files.bad_csv", {"line": 2}),
     ],
 )
 def test_an_error_in_a_file_has_the_line(tmp_path: Path, content: str | bytes, code: str, data: dict[str, Any]) -> None:
@@ -163,10 +163,10 @@ def test_an_error_in_a_file_has_the_line(tmp_path: Path, content: str | bytes, c
 def test_a_file_with_tokens_alone_is_compared_by_tokens(tmp_path: Path) -> None:
     path = tmp_path / "reference.csv"
     path.write_text("tokens,loss\n1,2.5\n")
-    with refused("reading.no_x_column") as found:
+    with refused("curve_files.no_x_column") as found:
         read_file(path, "steps", ["loss"])
     hint = found.value.data["hint"]
-    assert (hint.code, hint.data) == ("reading.other_unit", {"column": "tokens", "unit": "tokens"})
+    assert (hint.code, hint.data) == ("curve_files.other_unit", {"column": "tokens", "unit": "tokens"})
 
 
 @given(st.binary(max_size=300))
@@ -183,7 +183,7 @@ def test_a_resumed_run_and_a_spreadsheet(tmp_path: Path) -> None:
     path.write_bytes("\ufeffglobal_step;train/loss;note\n1;3.0;a\n2;2.5;\n3;2.0;\n2;2.25;again\n3;;\n".encode())
     found = read_file(path, "steps", ["train/loss"])
     assert found.points["train/loss"] == [(1, 3.0), (2, 2.25), (3, 2.0)]
-    note = the(found.notes, "reading.goes_back")
+    note = the(found.notes, "curve_files.goes_back")
     assert (note.data["x"], note.data["times"]) == ("steps", 1)
 
 
@@ -230,10 +230,10 @@ def test_the_command(trained: Workspace, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "code", "data"),
     [
-        (["nowhere.csv"], "reading.unreadable", {"reason": "No such file or directory"}),
+        (["nowhere.csv"], "curve_files.unreadable", {"reason": "No such file or directory"}),
         (["1", "--run", "abc"], "compare.no_run", {"run": "abc"}),
         (["1", "--run", "abc", "--segment", "1"], "compare.two_runs", {}),
-        (["1", "--metric", "lose"], "reading.no_column", {"column": "lose", "nearest": "; did you mean 'loss'?"}),
+        (["1", "--metric", "lose"], "curve_files.no_column", {"column": "lose", "nearest": "; did you mean 'loss'?"}),
     ],
 )
 def test_mistakes(trained: Workspace, words: list[str], code: str, data: dict[str, Any]) -> None:

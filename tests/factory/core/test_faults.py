@@ -20,7 +20,7 @@ from factory.backups.backups import find_database_damage
 from factory.core import faults
 from factory.core.errors import ConfigError, DiskFullError, SegmentError, WorkspaceError
 from factory.core.faults import Fault, find_fault_in, is_machine_fault, is_machine_fault_of_no_file
-from factory.core.left_files import open_regular_file
+from factory.core.untrusted_trainer_files import open_regular_file
 from factory.core.workspace import Workspace, load_yaml
 from factory.duties import back_off
 from factory.duties.back_off import fault_message

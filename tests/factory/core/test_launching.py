@@ -22,7 +22,7 @@ from factory.git.repository import checkout_live_code
 from factory.ledger.ledger import Ledger, data_plans, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.tries import abandon_segment
+from factory.retrying.trainer_deaths import abandon_segment
 from factory.training.certifying import newest_code_verdict
 from factory.training.planning import plan_trunk
 from factory.training.training import run_segment

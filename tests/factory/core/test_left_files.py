@@ -10,7 +10,7 @@ import pytest
 
 from factory.core.errors import SegmentError
 from factory.core.faults import find_fault_in, is_machine_fault_of_no_file
-from factory.core.left_files import parse_json, parse_json_object, read_text
+from factory.core.untrusted_trainer_files import parse_json, parse_json_object, read_text
 from tests.support.failing.limits import few_handles
 from tests.support.messages import refused
 
@@ -41,7 +41,7 @@ def test_other_json_values_are_not_objects(text: str) -> None:
 @pytest.mark.parametrize("left", [Path.mkdir, os.mkfifo, lambda path: path.write_bytes(b"\xff"), lambda path: None])
 def test_a_trainers_file_never_counts_as_a_fault_of_the_machine(tmp_path: Path, left: Callable[[Path], object]) -> None:
     left(tmp_path / "metrics.jsonl")
-    with refused("left_files.unreadable", SegmentError, path=tmp_path / "metrics.jsonl") as raised:
+    with refused("untrusted_trainer_files.unreadable", SegmentError, path=tmp_path / "metrics.jsonl") as raised:
         read_text(tmp_path / "metrics.jsonl")
     assert not is_machine_fault_of_no_file(raised.value)
 

@@ -36,7 +36,7 @@ runpy.run_module("factory", run_name="__main__")
 """
 
 
-MODULES = ("factory.cli", "typer", "factory.core.stopping", "factory.cli.app", "factory.cli.safety")
+MODULES = ("factory.cli", "typer", "factory.core.stop_signals", "factory.cli.app", "factory.cli.safety")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -76,7 +76,7 @@ def test_process_1_of_a_container_ends_at_sigterm(workspace: Workspace, ledger: 
 # Signals that arrive in callbacks whose exceptions the interpreter drops. Each of the ``losses`` callbacks gets one.
 IN_A_CALLBACK = """
 import os, signal, sys, time, weakref
-from factory.core import stopping
+from factory.core import stop_signals
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored, and stays so
 how, number, losses = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 class Thing:
@@ -97,7 +97,7 @@ def lose():
     thing = Dying() if how == "del" else Thing()
     kept = weakref.ref(thing, strike) if how == "weakref" else None
     del thing
-end_if_stopped = stopping.handle_signals()
+end_if_stopped = stop_signals.handle_signals()
 try:
     lose()
     pause = 0.001
@@ -105,7 +105,7 @@ try:
         lose()  # the repeated signal arrives here
     time.sleep(5)
     print("not told")
-except stopping.StopRequested:
+except stop_signals.StopRequested:
     print("unwound")
     sys.stdout.flush()
     end_if_stopped()
@@ -123,8 +123,8 @@ def test_a_signal_in_a_callback_that_drops_exceptions_is_not_lost(how: str, numb
 
 FAILS_IN_A_CALLBACK = """
 import sys
-from factory.core import stopping
-stopping.handle_signals()
+from factory.core import stop_signals
+stop_signals.handle_signals()
 class Dying:
     def __del__(self):
         raise ValueError("a bug")
@@ -140,23 +140,23 @@ def test_an_error_in_a_callback_without_a_signal_is_still_printed() -> None:
 ASKING = """
 import sys
 from pathlib import Path
-from factory.core import stopping
+from factory.core import stop_signals
 from factory.evals.probes.engine_process import NATIVE, engine_process
-end_if_stopped = stopping.handle_signals()
+end_if_stopped = stop_signals.handle_signals()
 try:
     with engine_process(NATIVE, Path("/nowhere")) as engine:
         engine.check({}, 600)
-except stopping.StopRequested:
+except stop_signals.StopRequested:
     end_if_stopped()
 """
 PROBING = """
 import sys
-from factory.core import stopping
+from factory.core import stop_signals
 from factory.evals.probes.server import probe
-end_if_stopped = stopping.handle_signals()
+end_if_stopped = stop_signals.handle_signals()
 try:
     probe({"memory_mib": 8000}, 600)
-except stopping.StopRequested:
+except stop_signals.StopRequested:
     end_if_stopped()
 """
 

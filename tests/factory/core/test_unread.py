@@ -21,9 +21,9 @@ from factory.ingest.readers import ShardProblem, read_rows
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.repairs.checkpoints import find_checkpoint_damage, find_export_damage
 from factory.repairs.token_shards import find_token_shard_damage
-from factory.replicas import replicating
+from factory.replicas import train_replicas
 from factory.runs.arm import Arm
-from factory.runs.live import prepare_folder
+from factory.runs.live_training import prepare_folder
 from tests.support.factory.exports import save_export, tiny_model
 from tests.support.failing.limits import few_handles
 from tests.support.paths import ROOT
@@ -68,7 +68,7 @@ def of_a_replica(root: Path) -> Callable[[], object]:
     (root / "result.json").write_text(result)
 
     runs, arm = SimpleNamespace(folder=lambda arm: root), SimpleNamespace(last=4)
-    return lambda: replicating._fault(cast(Any, runs), cast(Any, arm))
+    return lambda: train_replicas._fault(cast(Any, runs), cast(Any, arm))
 
 
 def of_a_run(root: Path) -> Callable[[], object]:

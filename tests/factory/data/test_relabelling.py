@@ -17,11 +17,11 @@ from factory.core.errors import InputError, WorkspaceError
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
+from factory.data.licence_settlement import settle_licence
 from factory.data.relabelling import DocumentFilter, NewLabels, apply_relabelling, plan_relabelling
-from factory.data.settling import settle_licence
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.gates.release.licences import count_tokens_by_licence, shares_not_releasable
+from factory.gates.release.trained_licences import count_tokens_by_licence, shares_not_releasable
 from factory.ingest.chain import ShardReport, ingest_shard
 from factory.ingest.inbox import ingest_path
 from factory.ingest.rules.policy import DataPolicy

@@ -11,14 +11,14 @@ from typing import Any
 from factory.bundles.shards import shard_rows
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.data.cost import estimate_retraining_cost
 from factory.data.exposure import Exposure
 from factory.data.removing import PlannedRemoval, apply_removal, mark_new_releases, plan_removal, undo_removal
+from factory.data.retraining_cost import estimate_retraining_cost
 from factory.data.selecting import removable_fates, select_by_name, select_by_value
-from factory.diagnosis.acting import quarantine_documents, rewind_segment
+from factory.diagnosis.remedies import quarantine_documents, rewind_segment
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
-from factory.gates.release.licences import count_tokens_by_licence
+from factory.gates.release.trained_licences import count_tokens_by_licence
 from factory.ingest.chain import ingest_shard
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import RELEASE_MARKED
@@ -26,7 +26,7 @@ from factory.ledger.ledger import Ledger, documents, record_event, releases
 from factory.ledger.plant import Plant
 from factory.ledger.removals import REMOVED, describe_mark, list_marked_releases, list_removals
 from factory.ledger.rows import SegmentRow, Subject
-from factory.releasable.gathering import make_report as releasable
+from factory.releasable.report import make_report as releasable
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client
 from factory.show.pages.provenance import trace_document, trace_release

@@ -6,8 +6,8 @@ import re
 
 from factory.evals.statistics import Gain
 from factory.gates.release.judge import TARGET
-from factory.gates.release.messages import change_message
-from factory.releasable.gathering import ReportLine, report_lines, summary_line
+from factory.gates.release.judge_messages import change_message
+from factory.releasable.report import ReportLine, report_lines, summary_line
 from tests.support.paths import ROOT
 
 NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")

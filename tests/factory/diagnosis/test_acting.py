@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from factory.code_loop.reverting import open_reverts
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.diagnosis.acting import (
+from factory.diagnosis.remedies import (
     accept_diagnosis,
     apply_policy,
     find_blamed_patches,

@@ -16,11 +16,11 @@ from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
 from agents.loss_doctor.curves import points_of_metrics
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import find_suspects, find_typical_of_shards
-from factory.audit.keeping import NEWEST, choose_rungs, update_ladder
-from factory.diagnosis.bench import Episode, WindowBench, graft_checkpoint, has_lost_moments
+from factory.audit.kept_checkpoints import NEWEST, choose_rungs, update_ladder
+from factory.diagnosis.replay_bench import Episode, WindowBench, graft_checkpoint, has_lost_moments
 from factory.runs.arm import Arm
-from factory.runs.live import prepare_folder
-from factory.runs.sandboxed import ArmEnd
+from factory.runs.live_training import prepare_folder
+from factory.runs.sandboxed_training import ArmEnd
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints

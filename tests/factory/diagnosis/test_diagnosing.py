@@ -20,9 +20,9 @@ from factory.cli.app import app
 from factory.core.errors import ConfigError, InputError, SegmentError
 from factory.core.workspace import Workspace
 from factory.diagnosis import diagnosing
-from factory.diagnosis.acting import accept_diagnosis
-from factory.diagnosis.bench import Episode
 from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.diagnosis.remedies import accept_diagnosis
+from factory.diagnosis.replay_bench import Episode
 from factory.git.repository import CheckoutError
 from factory.ledger.anomalies import (
     ASKED,
@@ -38,7 +38,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.status import format_status, read_status
 from factory.runs.arm import Arm
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from factory.training.planning import plan_trunk, read_data_plan
 from factory.training.segment_folder import record_segment_done
 from tests.support.factory.errands import next_due

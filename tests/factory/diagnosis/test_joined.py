@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from factory.diagnosis.diagnosing import NotedAnomaly, changed_recipe_keys, find_episodes, find_previous_weights
-from factory.diagnosis.joined import compare_new_documents
+from factory.diagnosis.new_documents import compare_new_documents
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.token_shard import TokenizedDocument, TokenShard, write_token_shard

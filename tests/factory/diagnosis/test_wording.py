@@ -19,8 +19,8 @@ from typer.testing import CliRunner
 from agents.llm.policy import LlmPolicy
 from factory.cli.app import app
 from factory.core.workspace import Workspace
-from factory.diagnosis.acting import apply_policy
 from factory.diagnosis.diagnosing import diagnose_and_act
+from factory.diagnosis.remedies import apply_policy
 from factory.diagnosis.wording import describe_waiting_diagnoses, make_diagnosis_facts
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import (

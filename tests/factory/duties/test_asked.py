@@ -12,8 +12,8 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.duties.asked import ASKED
 from factory.duties.duty import Duty, Errand
+from factory.duties.requests import ASKED
 from factory.duties.runner import run_pass
 from factory.duties.table import DUTIES
 from factory.ingest.tokenizer import Tokenizer
@@ -23,8 +23,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release_candidate
-from factory.retrying.asking import RewoundError, open_requests, record_request_done, request_actions
-from factory.retrying.tries import REFUSED, TrainerEnding, record_death
+from factory.retrying.requests import RewoundError, open_requests, record_request_done, request_actions
+from factory.retrying.trainer_deaths import REFUSED, TrainerEnding, record_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_segment_done

@@ -20,11 +20,11 @@ from factory.duties.back_off import RetryingAttempts
 from factory.duties.duty import Duty, always_due
 from factory.duties.runner import run_daemon, run_pass
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
-from factory.ledger.files import SMALL_VOCABULARY, held_files
+from factory.ledger.file_events import SMALL_VOCABULARY, held_files
 from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
-from factory.retrying.backoff import FailureWaits
-from factory.retrying.tries import request_retry
+from factory.retrying.failure_waits import FailureWaits
+from factory.retrying.trainer_deaths import request_retry
 from factory.status.waiting import failing_actions
 from tests.support.failing.deaths import plan_row
 from tests.support.failing.nights import Listener, enough, fill, impatient, run_until, small_disk

@@ -28,7 +28,7 @@ from factory.duties.table import DUTIES
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.sandbox import live
+from factory.sandbox import live_sandbox
 from factory.training.averaging import plan_average
 from factory.training.exporting import export_candidate
 from factory.training.planning import plan_anneal, plan_trunk
@@ -129,7 +129,7 @@ def one_fork_server(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Of this process (``tests.support.forks.quick``), for trainers of all that are forked from it: else each would start one."""
     folder, nothing = tmp_path_factory.mktemp("warm"), [sys.executable, "-c", ""]
     away = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    live.start_in_sandbox(
+    live_sandbox.start_in_sandbox(
         nothing, writable=[], readonly=[], cwd=folder, cache=folder, environment={}, nodes=[], **away
     ).wait()
 

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.workspace import Workspace
-from factory.duties.asked import ASKED
 from factory.duties.duty import Duty, DutyState, Errand
 from factory.duties.patches import OVERDUE_AUDIT
+from factory.duties.requests import ASKED
 from factory.duties.runner import find_next_errands
 from factory.duties.table import DUTIES
 from factory.duties.training import TRAIN
@@ -32,7 +32,7 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.ledger.plant import Plant
-from factory.retrying.asking import Pause
+from factory.retrying.requests import Pause
 from factory.training.planning import load_recipe
 from tests.support.factory.errands import next_due
 from trainer.contract.data.data_order import DataOrder

@@ -13,7 +13,7 @@ from factory.data.removing import apply_removal, plan_removal
 from factory.data.selecting import removable_fates, select_by_name, select_by_value
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, cap_sources, select_held_out_documents
-from factory.ingest.rules.split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 
 SEALED = [name for name in (f"s{n}" for n in range(60)) if breaks_tie_to_sealed(name)]

@@ -15,17 +15,6 @@ from factory.core import devices
 from factory.core.errors import FactoryError
 from factory.core.policy_file import hash_policy
 from factory.core.progress import SILENT
-from factory.gates.case import (
-    NO_START,
-    NOTHING_HELD_OUT,
-    PatchCase,
-    StageResult,
-    failed_evidence,
-    missing_evidence,
-    not_needed_evidence,
-    passed_evidence,
-    read_reasons,
-)  # fmt: skip
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import scope
 from factory.gates.recipe import gate as recipe_gate
@@ -39,6 +28,17 @@ from factory.gates.recipe_changes import (
     used_recipe_path,
 )
 from factory.gates.release.judge import Verdict
+from factory.gates.stage_interface import (
+    NO_START,
+    NOTHING_HELD_OUT,
+    PatchCase,
+    StageResult,
+    failed_evidence,
+    missing_evidence,
+    not_needed_evidence,
+    passed_evidence,
+    read_reasons,
+)  # fmt: skip
 from factory.gates.staged_gate import StagedGate, gate_folder, to_stored_evidence
 from factory.gates.training_start import TrainingStart, find_training_start
 from factory.git import repository

@@ -14,10 +14,10 @@ from safetensors.torch import save_file
 
 from agents.core.proposal import Edit, Proposal
 from factory.code_loop.submitting import submit_proposal
-from factory.gates.case import PatchCase, StageResult
 from factory.gates.patch import op_answers, source_rules
 from factory.gates.patch.changed_ops import find_changed_ops
 from factory.gates.patch.stages import oracle, static
+from factory.gates.stage_interface import PatchCase, StageResult
 from factory.git.scope import FileChange
 from factory.ledger.plant import Plant
 from factory.show.catching_up import show_missing

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from factory.gates.patch import driver as patch_driver
+from factory.gates.patch import op_driver as patch_driver
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.executed import RECORDER_FILE
+from factory.gates.patch.execution_recorder import RECORDER_FILE
 from factory.gates.patch.op_answers import compare_answer
 from factory.gates.patch.policy import ExploitsPolicy
 from factory.gates.patch.stages import exploits

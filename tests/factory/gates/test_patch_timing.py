@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from factory.core.workspace import checkout_root
 from factory.gates.patch.judge import judge_measurement, judge_patch, step_gain
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.timing import (
+from factory.gates.patch.step_timing import (
     RunSeconds,
     baseline_noise,
     cpu_overhead,

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from factory.gates.patch.held_out import make_reference_model
-from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances
+from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances
+from factory.gates.patch.held_out_scores import make_reference_model
 from factory.runs.arm import recipe_for_one_rank
-from factory.runs.folders import reveal_spec
 from factory.runs.trace import read_live_checkpoint
+from factory.runs.trainer_folder import reveal_spec
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.registry import bind_ops
 from tests.support.gates.reasons import Expected, expect, tells

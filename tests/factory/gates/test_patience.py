@@ -14,13 +14,13 @@ import torch
 
 from factory.core import devices
 from factory.core.progress import SILENT
-from factory.gates.case import failed_evidence, missing_evidence, not_needed_evidence
 from factory.gates.patch.judge import STAGES, judge_patch
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.session import PatchSession, TimedRun
 from factory.gates.patch.stages import training as patch_training
 from factory.gates.patch.stages.training import TrainingSide, compare_training
-from factory.gates.patience import (
+from factory.gates.patch.timed_session import PatchSession, TimedRun
+from factory.gates.stage_interface import failed_evidence, missing_evidence, not_needed_evidence
+from factory.gates.time_limits import (
     TimeLimits,
     find_only_missing_stage,
     out_of_time_evidence,
@@ -33,8 +33,8 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.runs.arm import Arm
-from factory.runs.running import Runs, list_runs
-from factory.sandbox.clock import CpuSeconds
+from factory.runs.task_runs import Runs, list_runs
+from factory.sandbox.cpu_clock import CpuSeconds
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 from tests.support.gates.reasons import Expected, expect, has, tells

@@ -25,7 +25,7 @@ from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals
 from factory.ledger.plant import Plant
-from factory.runs.running import list_runs
+from factory.runs.task_runs import list_runs
 from factory.show.pages import proposal_report
 from factory.training import planning
 from factory.training.certificate_runs import changed_files

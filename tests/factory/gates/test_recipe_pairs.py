@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from factory.core.workspace import checkout_root
-from factory.gates.case import NO_START, NOTHING_HELD_OUT
 from factory.gates.recipe import runs as stage
 from factory.gates.recipe.policy import RecipePolicy, RunsPolicy
 from factory.gates.recipe.runs import (
@@ -27,8 +26,9 @@ from factory.gates.recipe.runs import (
     train_pairs,
     trained_domains,
 )
+from factory.gates.stage_interface import NO_START, NOTHING_HELD_OUT
 from factory.gates.training_start import TrainingStart
-from factory.runs.sandboxed import ArmEnd
+from factory.runs.sandboxed_training import ArmEnd
 from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import codes, refused
 from tests.support.trainer.segments import make_documents

@@ -20,7 +20,7 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.gate import judge_candidate
-from factory.ingest.rules.split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record_event, releases, verdicts
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow, find_champion
 from kernels.contract.message import Message

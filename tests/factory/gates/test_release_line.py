@@ -10,14 +10,14 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.diagnosis.acting import accept_diagnosis
+from factory.diagnosis.remedies import accept_diagnosis
 from factory.evals.evaluator import load_current_suite
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import judge_candidate
-from factory.gates.release.line import comparison_number, losses_since_best
 from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.release_line import comparison_number, losses_since_best
 from factory.gates.release.reward_hacking import JudgedCandidate, add_line_evidence, rise_since
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.ledger import Ledger, eval_items, releases, verdicts

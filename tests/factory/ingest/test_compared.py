@@ -22,14 +22,14 @@ from factory.data.removing import apply_removal, plan_removal
 from factory.data.selecting import select_by_name
 from factory.erasing.erasing import finish_pending_removals
 from factory.ingest.chain import ingest_shard
-from factory.ingest.compared import INDEX, hashes_file, list_hash_sources, read_hashes
-from factory.ingest.held_tasks import record_task_ngrams
+from factory.ingest.hash_index import INDEX, hashes_file, list_hash_sources, read_hashes
 from factory.ingest.inbox import ingest_and_file
+from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger, events, held_out
 from factory.ledger.plant import Plant
 from factory.repairs.examining import CHECKS
 from factory.repairs.lost_ledger import restore_ledger
-from factory.repairs.mending import repair_all
+from factory.repairs.repairing import repair_all
 from factory.repairs.token_shards import _hashes_from_backup, rebuild_hashes
 from tests.support.factory.hash_index import indexed
 from tests.support.factory.made_up_text import MIT, prose, texts

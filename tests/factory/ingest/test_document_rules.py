@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from factory.ingest.rules import decontaminate, filters, near_dup, pii, split
+from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DomainRules
-from factory.ingest.rules.words import find_word_spans, hash_runs, hash_words, winnow
+from factory.ingest.rules.word_hashes import find_word_spans, hash_runs, hash_words, winnow
 from tests.support.factory.made_up_text import prose
 
 RULES = DomainRules(
@@ -103,9 +103,9 @@ KEYS = ("AKIA" + "Q" * 16, "ASIA" + "7" * 16, *(f"gh{kind}_" + "a" * 36 for kind
 def test_each_kind_of_personal_data_at_its_borders(
     kind: str, becomes: str, found: list[str], passed_over: list[str]
 ) -> None:
-    replaced, counts = pii.replace_personal_data(f" {'; '.join(found)} ", [kind])
+    replaced, counts = personal_data.replace_personal_data(f" {'; '.join(found)} ", [kind])
     assert counts == {kind: len(found)} and replaced == f" {'; '.join([becomes] * len(found))} "
-    assert {one: pii.replace_personal_data(f" {one} ", [kind]) for one in passed_over} == {
+    assert {one: personal_data.replace_personal_data(f" {one} ", [kind]) for one in passed_over} == {
         one: (f" {one} ", {}) for one in passed_over
     }
 
@@ -113,22 +113,24 @@ def test_each_kind_of_personal_data_at_its_borders(
 @given(st.text("4111 -0@a.co+()", max_size=60))
 def test_replacing_twice_changes_nothing_more(text: str) -> None:
     kinds = ("email", "ip", "card", "secret")
-    once, _ = pii.replace_personal_data(text, kinds)
-    assert pii.replace_personal_data(once, kinds) == (once, {})
+    once, _ = personal_data.replace_personal_data(text, kinds)
+    assert personal_data.replace_personal_data(once, kinds) == (once, {})
 
 
 def test_luhn_knows_the_published_numbers() -> None:
-    assert all(map(pii.has_valid_check_digit, ("4111111111111111", "378282246310005", "79927398713")))
-    assert not pii.has_valid_check_digit("79927398710")
+    assert all(map(personal_data.has_valid_check_digit, ("4111111111111111", "378282246310005", "79927398713")))
+    assert not personal_data.has_valid_check_digit("79927398710")
 
 
 def test_the_split_takes_its_share_by_content_or_by_group() -> None:
-    units = [split.name_unit(None, f"{i:064x}") for i in range(4000)]
-    taken = [split.is_drawn(unit, 0.05) for unit in units]
-    assert 150 < sum(taken) < 250 and 1800 < sum(map(split.breaks_tie_to_sealed, units)) < 2200
+    units = [held_out_split.name_unit(None, f"{i:064x}") for i in range(4000)]
+    taken = [held_out_split.is_drawn(unit, 0.05) for unit in units]
+    assert 150 < sum(taken) < 250 and 1800 < sum(map(held_out_split.breaks_tie_to_sealed, units)) < 2200
     for group in ("Lib/a.py", "Lib/b.py", "Lib/c.py"):
-        assert len({split.is_drawn(split.name_unit(group, f"{i:064x}"), 0.5) for i in range(20)}) == 1
-    assert len({split.is_drawn(split.name_unit(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)}) == 2
+        assert len({held_out_split.is_drawn(held_out_split.name_unit(group, f"{i:064x}"), 0.5) for i in range(20)}) == 1
+    assert (
+        len({held_out_split.is_drawn(held_out_split.name_unit(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)}) == 2
+    )
 
 
 def edited(text: str, share: float, seed: int) -> str:
@@ -138,7 +140,7 @@ def edited(text: str, share: float, seed: int) -> str:
 
 
 def jaccard(a: str, b: str) -> float:
-    one, two = (set(hash_runs(hash_words(text), near_dup.SHINGLE).tolist()) for text in (a, b))
+    one, two = (set(hash_runs(hash_words(text), near_duplicates.SHINGLE).tolist()) for text in (a, b))
     return len(one & two) / len(one | two)
 
 
@@ -146,8 +148,10 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
     """Recall at true similarity >= 0.9 and precision at <= 0.7, on pairs over the whole range of edits."""
     pairs = [(prose(i, 300), edited(prose(i, 300), i % 20 / 200, i)) for i in range(200)]
     texts = [text for pair in pairs for text in pair]
-    signed = near_dup.compute_signatures([near_dup.hash_shingles(hash_words(text), b"\0" * 32) for text in texts])
-    near = near_dup.NearDuplicates(signed, 0.8, lambda _: near_dup.StoredDocuments({}, {}))
+    signed = near_duplicates.compute_signatures(
+        [near_duplicates.hash_shingles(hash_words(text), b"\0" * 32) for text in texts]
+    )
+    near = near_duplicates.NearDuplicates(signed, 0.8, lambda _: near_duplicates.StoredDocuments({}, {}))
     found: list[tuple[float, bool]] = []
     for number, (one, two) in enumerate(pairs):
         assert near.match(2 * number) is None
@@ -163,52 +167,52 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
 def test_stored_hashes_are_the_same_in_every_version() -> None:
     """Hashes of an older workspace must stay comparable: a change of this test needs a new index."""
     texts = ("One two three four five six seven.", "one TWO", "", prose(1, 90))
-    sets = [near_dup.hash_shingles(hash_words(text), bytes(range(32))) for text in texts]
+    sets = [near_duplicates.hash_shingles(hash_words(text), bytes(range(32))) for text in texts]
     assert [len(one) for one in sets] == [3, 1, 1, 86]
-    signed = near_dup.compute_signatures(sets)
+    signed = near_duplicates.compute_signatures(sets)
     assert signed.dtype == np.uint32 and signed.shape == (4, 120)
-    stored = (*sets, signed, near_dup.hash_bands(signed), winnow(sets[3], 8))
+    stored = (*sets, signed, near_duplicates.hash_bands(signed), winnow(sets[3], 8))
     assert (
         hashlib.sha256(b"".join(np.ascontiguousarray(part).tobytes() for part in stored)).hexdigest()[:16]
         == "d56b0e3d090a0569"
     )
-    empty = near_dup.compute_signatures([])
-    assert (empty.shape, empty.dtype, near_dup.hash_bands(empty).shape) == ((0, 120), np.uint32, (0, 20))
+    empty = near_duplicates.compute_signatures([])
+    assert (empty.shape, empty.dtype, near_duplicates.hash_bands(empty).shape) == ((0, 120), np.uint32, (0, 20))
 
 
 def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() -> None:
-    signed = near_dup.compute_signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
-    nearest = near_dup.estimate_similarity(signed[0], signed[1])
+    signed = near_duplicates.compute_signatures([np.arange(i, i + 100, dtype=np.uint64) for i in (0, 1, 4, 0)])
+    nearest = near_duplicates.estimate_similarity(signed[0], signed[1])
     for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
-        near = near_dup.NearDuplicates(signed[:3], threshold, lambda _: near_dup.StoredDocuments({}, {}))
+        near = near_duplicates.NearDuplicates(signed[:3], threshold, lambda _: near_duplicates.StoredDocuments({}, {}))
         near.keep(1)
         near.keep(2)
         assert near.match(0) == found
-    bands = near_dup.hash_bands(signed)
-    known = near_dup.StoredDocuments({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
+    bands = near_duplicates.hash_bands(signed)
+    known = near_duplicates.StoredDocuments({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
     asked: list[list[int]] = []
-    near = near_dup.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
+    near = near_duplicates.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
     near.keep(1)
     assert near.match(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
 
 
 def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
     """Only a hash that occurs twice in the shard is kept in memory."""
-    count = near_dup.CANDIDATES + 1
-    signed = np.repeat(near_dup.compute_signatures([np.arange(100, dtype=np.uint64)]), count + 1, axis=0)
+    count = near_duplicates.CANDIDATES + 1
+    signed = np.repeat(near_duplicates.compute_signatures([np.arange(100, dtype=np.uint64)]), count + 1, axis=0)
     signed[count - 1, 6:] += (
         1  # the last of them has the first band of all, and is the most like the one that is asked about
     )
     signed[count] = signed[count - 1]
-    near = near_dup.NearDuplicates(signed, 0.05, lambda _: near_dup.StoredDocuments({}, {}))
+    near = near_duplicates.NearDuplicates(signed, 0.05, lambda _: near_duplicates.StoredDocuments({}, {}))
     for number in range(count - 1):
         near.keep(number)
     assert near.match(count) == (0, 0.05)
     near.keep(count - 1)
     assert near.match(count) == (count - 1, 1.0)  # by its other bands
-    first, *_ = near_dup.hash_bands(signed)[0].tolist()
-    assert len(near._here[first]) == near_dup.CANDIDATES
-    alone = near_dup.NearDuplicates(signed[:1], 0.5, lambda _: near_dup.StoredDocuments({}, {}))
+    first, *_ = near_duplicates.hash_bands(signed)[0].tolist()
+    assert len(near._here[first]) == near_duplicates.CANDIDATES
+    alone = near_duplicates.NearDuplicates(signed[:1], 0.5, lambda _: near_duplicates.StoredDocuments({}, {}))
     alone.keep(0)
     assert alone._here == {}
 
@@ -217,13 +221,13 @@ def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
 def test_a_shared_run_of_44_words_shares_a_sampled_ngram(seed: int, before: int, after: int, shared: int) -> None:
     passage = prose(seed, shared)
     document = f"{prose(seed + 1, before)} {passage} {prose(seed + 2, after)}"
-    sampled = winnow(decontaminate.hash_ngrams(hash_words(document), 13), 32)
-    assert np.isin(decontaminate.hash_ngrams(hash_words(passage), 13), sampled).any()
+    sampled = winnow(contamination.hash_ngrams(hash_words(document), 13), 32)
+    assert np.isin(contamination.hash_ngrams(hash_words(passage), 13), sampled).any()
 
 
-def index_of(*documents: tuple[str, str]) -> decontaminate.HeldOutNgrams:
-    return decontaminate.HeldOutNgrams.build(
-        (key, np.unique(decontaminate.hash_ngrams(hash_words(text), 13))) for key, text in documents
+def index_of(*documents: tuple[str, str]) -> contamination.HeldOutNgrams:
+    return contamination.HeldOutNgrams.build(
+        (key, np.unique(contamination.hash_ngrams(hash_words(text), 13))) for key, text in documents
     )
 
 
@@ -231,23 +235,23 @@ def test_an_overlap_is_cut_out_with_its_margin_and_a_large_one_drops_the_documen
     leaked, own = prose(1, 30), prose(2, 400)
     text = f"{own}\n{leaked}\n{prose(3, 400)}"
     index = index_of(("h:0", prose(4, 40)), ("h:1", leaked), ("h:2", leaked))
-    grams = decontaminate.hash_ngrams(hash_words(text), 13)
+    grams = contamination.hash_ngrams(hash_words(text), 13)
     places = index.find(grams)
     assert len(places) == 30 - 13 + 1 and index.owner(grams[places[0]]) == "h:1"
-    (first, stop), *others = decontaminate.merge_spans(places, 13)
+    (first, stop), *others = contamination.merge_spans(places, 13)
     assert not others and [text[slice(*span)].lower() for span in find_word_spans(text)[first:stop]] == [
         leaked[slice(*span)].lower() for span in find_word_spans(leaked)
     ]
-    rest = decontaminate.cut_spans(text, [(first, stop)], 100, 0.3)
-    assert rest and not len(index.find(decontaminate.hash_ngrams(hash_words(rest), 13)))
+    rest = contamination.cut_spans(text, [(first, stop)], 100, 0.3)
+    assert rest and not len(index.find(contamination.hash_ngrams(hash_words(rest), 13)))
     assert rest.startswith(own[:100]) and rest.endswith(prose(3, 400)[-100:])
-    assert not len(index.find(decontaminate.hash_ngrams(hash_words(own), 13)))
+    assert not len(index.find(contamination.hash_ngrams(hash_words(own), 13)))
 
 
 @given(st.lists(st.integers(0, 9), max_size=6), st.lists(st.integers(0, 9), max_size=6))
 def test_the_index_finds_what_it_holds_and_nothing_else(held: list[int], asked: list[int]) -> None:
     of = lambda values: np.array(values, np.uint64)
-    index = decontaminate.HeldOutNgrams.build([("a", of(held[:3])), ("b", of(held[3:]))])
+    index = contamination.HeldOutNgrams.build([("a", of(held[:3])), ("b", of(held[3:]))])
     found = index.find(of(asked)).tolist()
     assert found == [i for i, value in enumerate(asked) if value in held]
     for i in found:
@@ -258,9 +262,9 @@ def test_the_index_finds_what_it_holds_and_nothing_else(held: list[int], asked: 
 def test_spans_and_what_lies_away_from_them_part_the_words(places: set[int], n: int) -> None:
     """An n-gram after a common phrase counts if its first word comes after the phrase."""
     at, count = np.array(sorted(places), np.int64), 41
-    away = decontaminate.mask_without_overlap(at, count, n)
+    away = contamination.mask_without_overlap(at, count, n)
     assert away.tolist() == [all(abs(i - place) >= n for place in places) for i in range(count)]
-    found = decontaminate.merge_spans(at, n)
+    found = contamination.merge_spans(at, n)
     words = {word for place in places for word in range(place, place + n)}
     assert {word for start, stop in found for word in range(start, stop)} == words
     assert all(before[1] < after[0] for before, after in zip(found, found[1:]))  # two that touch are one
@@ -273,7 +277,7 @@ def test_overlaps_near_each_other_are_cut_once(at: list[tuple[int, int]], margin
     for first, count in at:
         start, end = first * 4 - margin, min(first + count, 30) * 4 - 1 + margin
         cut[0 if start <= margin else start : len(text) if end + margin >= len(text) else end] = True
-    found = decontaminate.cut_spans(text, sorted((first, first + count) for first, count in at), margin, part / 40)
+    found = contamination.cut_spans(text, sorted((first, first + count) for first, count in at), margin, part / 40)
     kept = [
         piece
         for piece in "".join("\0" if gone else letter for letter, gone in zip(text, cut)).split("\0")
@@ -284,7 +288,7 @@ def test_overlaps_near_each_other_are_cut_once(at: list[tuple[int, int]], margin
 
 def test_a_cut_goes_to_the_ends_of_lines_that_are_near() -> None:
     text = "one two three\nfour five six\nseven eight nine"
-    cut = lambda first, stop, margin: decontaminate.cut_spans(text, [(first, stop)], margin, 1)
+    cut = lambda first, stop, margin: contamination.cut_spans(text, [(first, stop)], margin, 1)
     assert cut(4, 5, 0) == "one two three\nfour \n\n six\nseven eight nine"
     assert cut(4, 5, 2) == "one two three\nfou\n\nix\nseven eight nine"
     assert cut(4, 5, 3) == "one two three\n\nseven eight nine"  # 'fo' and 'x' are within three characters
@@ -292,8 +296,8 @@ def test_a_cut_goes_to_the_ends_of_lines_that_are_near() -> None:
     assert cut(0, 9, 0) is None
     words = " ".join("abcdefghijklmnopqrst")
     apart = [(2 * i, 2 * i + 1) for i in range(10)]
-    assert decontaminate.cut_spans(words, apart[:9], 0, 0.9) and decontaminate.cut_spans(words, apart, 0, 0.9) is None
+    assert contamination.cut_spans(words, apart[:9], 0, 0.9) and contamination.cut_spans(words, apart, 0, 0.9) is None
 
 
 def test_short_documents_are_one_ngram_and_tiny_ones_none() -> None:
-    assert [len(decontaminate.hash_ngrams(hash_words(prose(1, n)), 13)) for n in (7, 8, 12, 13, 14)] == [0, 1, 1, 1, 2]
+    assert [len(contamination.hash_ngrams(hash_words(prose(1, n)), 13)) for n in (7, 8, 12, 13, 14)] == [0, 1, 1, 1, 2]

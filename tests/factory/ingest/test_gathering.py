@@ -16,7 +16,7 @@ from factory.core.workspace import Workspace, checkout_root
 from factory.ingest.gathering import gather_files
 from factory.ingest.tokenizer import Tokenizer
 from factory.ingest.vocabulary import TooLittleTextError
-from factory.ledger.files import held_files
+from factory.ledger.file_events import held_files
 from factory.ledger.ledger import Ledger, shards, tokenizers
 from factory.ledger.plant import Plant
 from tests.support.factory.command import command_here

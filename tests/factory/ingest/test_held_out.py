@@ -14,8 +14,8 @@ from factory.evals.suite import build_suite
 from factory.ingest.chain import ShardReport
 from factory.ingest.document import read_maker
 from factory.ingest.inbox import describe_shard
-from factory.ingest.rules import split
-from factory.ingest.rules.split import describe_grouping
+from factory.ingest.rules import held_out_split
+from factory.ingest.rules.held_out_split import describe_grouping
 from factory.ledger.ledger import Ledger, documents, held_out
 from tests.support.factory.made_up_text import prose, texts, use_policy
 from tests.support.messages import the
@@ -101,7 +101,7 @@ def test_a_key_that_makes_one_group_of_a_domain_is_reported_with_the_remedy(
     report = ingest(one, "one.jsonl")
     said = describe_shard(report.name, report.state, report.rows, report.counts, None)
     assert said.data["rows"] == 60 and the(said.data["parts"], "ingest.kept").data == {"train": 44, "held_out": 16}
-    grouped = the(said.data["parts"], "split.single_documents")
+    grouped = the(said.data["parts"], "held_out_split.single_documents")
     assert grouped.data == {"domain": "reviews", "kind": "source", "groups": 1, "documents": 60, "parts": 16}
     assert grouped.endswith("--domain reviews --group document'")
     assert halves(ledger) == {True: 8, False: 8}
@@ -122,7 +122,7 @@ def test_nothing_is_held_out_of_few_documents_of_one_source_and_that_is_reported
     use_policy(workspace, "held_out: {share: 1.0e-9}\ndomains: {default: {group: source}}\n")
     report = ingest([row | {"domain": "reviews", "source": "shop"} for row in texts(0, 3)], "one.jsonl")
     said = describe_shard(report.name, report.state, report.rows, report.counts, None).data["parts"][-1]
-    assert said.code == "split.empty_half" and said.endswith("--domain reviews --group document'")
+    assert said.code == "held_out_split.empty_half" and said.endswith("--domain reviews --group document'")
     assert said.data == {"domain": "reviews", "kind": "source", "groups": 1, "documents": 3, "sealed": 0, "dev": 0}
 
 
@@ -151,7 +151,7 @@ def test_groups_by_a_rows_own_key_and_documents_that_lack_it(
     else:
         assert {row["group_key"] for row in found[:10]} == {None} and counts["groups"]["web"]["lacking"] == 10
         (said,) = describe_grouping("web", counts["groups"]["web"])
-        assert said.code == "split.lacking" and (said.data["lacking"], said.data["documents"]) == (10, 100)
+        assert said.code == "held_out_split.lacking" and (said.data["lacking"], said.data["documents"]) == (10, 100)
     for name in named:
         assert len({row["fate"] for row in found if row["group_key"] == name}) == 1, "whole groups"
     assert halves_of_groups(ledger) == {True: 4, False: 4}
@@ -189,7 +189,7 @@ def test_documents_that_a_model_wrote_do_not_count_for_the_held_out_share(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     use_policy(workspace, "held_out: {share: 1.0e-9}\n")
-    sealed = next(n for n in range(40) if split.breaks_tie_to_sealed(f"s{n}"))
+    sealed = next(n for n in range(40) if held_out_split.breaks_tie_to_sealed(f"s{n}"))
     ingest([row | {"synthetic_by": "a judge"} for row in texts(100, 20)], "made.jsonl")
     assert ingest(texts(sealed, 1), "own.jsonl").counts["held_out"] == 0
 

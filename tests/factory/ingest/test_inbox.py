@@ -20,7 +20,7 @@ from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.reading import streams
-from factory.ledger.files import held_files
+from factory.ledger.file_events import held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from tests.support.factory.command import factory

@@ -21,7 +21,7 @@ from factory.core.errors import ConfigError, DamagedTokenizerError, FactoryError
 from factory.core.workspace import Workspace, checkout_root
 from factory.ingest import chain
 from factory.ingest.chain import ShardReport, ingest_shard
-from factory.ingest.rules.words import hash_words
+from factory.ingest.rules.word_hashes import hash_words
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, metadata, shards, token_shards
 from factory.ledger.plant import Plant
@@ -120,7 +120,7 @@ def test_every_rule_of_the_chain(workspace: Workspace, ledger: Ledger, ingest: I
     assert not document(ledger, "unlicensed")["releasable"] and document(ledger, "private")["releasable"]
     # What was kept holds no 13 words of any held-out document.
     tokenizer = Tokenizer.load(workspace.tokenizer)
-    from factory.ingest.rules.decontaminate import hash_ngrams as of
+    from factory.ingest.rules.contamination import hash_ngrams as of
 
     secrets = {int(gram) for _, text in held_out_texts(ledger) for gram in of(hash_words(text), 13)}
     for path in {row["path"] for row in ledger.select_rows(sa.text("SELECT path FROM token_shards"))}:

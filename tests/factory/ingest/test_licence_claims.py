@@ -11,11 +11,11 @@ import sqlalchemy as sa
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
+from factory.data.licence_settlement import group_conflicts, settle_licence
 from factory.data.selecting import select_by_value
-from factory.data.settling import group_conflicts, settle_licence
 from factory.ingest.chain import ShardReport
 from factory.ingest.inbox import describe_shard
-from factory.ingest.rules.claims import find_licence_conflicts, strictest_licence
+from factory.ingest.rules.licence_claims import find_licence_conflicts, strictest_licence
 from factory.ingest.rules.policy import DataPolicy, Licence, Licences
 from factory.ledger.ledger import Ledger, documents
 from tests.support.factory.command import command_here

@@ -29,7 +29,7 @@ from factory.ingest.packing import Pack, ingest_pack
 from factory.ingest.readers import read_rows
 from factory.ingest.reading.rows import take_origin
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.files import shards_packed_from
+from factory.ledger.file_events import shards_packed_from
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import ingest_raw_shard

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from factory.ingest.rules import split
-from factory.ingest.rules.split import (
+from factory.ingest.rules import held_out_split
+from factory.ingest.rules.held_out_split import (
     HALVES,
     CandidateDocument,
     EarlierHeldOut,
@@ -153,7 +153,7 @@ def test_the_selection_is_the_same_in_every_version() -> None:
 
 def test_a_group_without_a_source_is_named_by_its_fact_alone() -> None:
     facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
-    named = {kind: split.name_group(kind, None, facts, "0011") for kind in split.KINDS}
+    named = {kind: held_out_split.name_group(kind, None, facts, "0011") for kind in held_out_split.KINDS}
     assert named == {
         "document": None, "source": None, "path": "path:a.py", "url-host": "url-host:example.org",
         "conversation": "conversation:7", "none": None,

@@ -14,8 +14,8 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ingest.chain import ShardReport, ingest_shard
-from factory.ingest.compared import FOLDER, HashIndex
-from factory.ingest.held_tasks import record_task_ngrams
+from factory.ingest.hash_index import FOLDER, HashIndex
+from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger, documents, token_shards
 from factory.ledger.plant import Plant
 from factory.repairs.token_shards import rebuild_token_shard

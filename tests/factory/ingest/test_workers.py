@@ -20,11 +20,11 @@ from factory.core.workspace import Workspace
 from factory.ingest import chain
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
 from factory.ingest.worker import WorkerDiedError, WorkerPool
-from factory.ledger.files import held_files
+from factory.ledger.file_events import held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.tries import request_retry
+from factory.retrying.trainer_deaths import request_retry
 from factory.status.waiting import list_waiting_for_person
 from tests.support.factory.inbox import exactly, put, rows, trained_on
 from tests.support.factory.made_up_text import use_small_vocabulary

@@ -17,7 +17,7 @@ from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import SPLIT_PATTERN, Tokenizer, train_tokenizer
 from factory.ledger.ledger import Ledger, tokenizers
 from factory.ledger.plant import Plant
-from factory.presets.making import install_tokenizer, open_tokenizer
+from factory.presets.new_workspace import install_tokenizer, open_tokenizer
 from tests.support.factory.made_up_text import prose
 
 GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}

@@ -13,7 +13,7 @@ from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.tokenizer import train_tokenizer
-from factory.presets import making
+from factory.presets import new_workspace
 from factory.presets.presets import Hardware
 from tests.support.factory.made_up_text import prose
 from tests.support.git import git
@@ -102,7 +102,7 @@ def test_recipe_vocabulary_and_policy_are_set_together(tmp_path: Path, words: li
 
 def test_shipped_comments_and_rules_stay_in_the_copy(tmp_path: Path) -> None:
     init("--preset", "laptop", "-w", str(tmp_path / "w"))
-    shipped = DataPolicy.load(making.checkout_root() / "policies" / "data.yaml")
+    shipped = DataPolicy.load(new_workspace.checkout_root() / "policies" / "data.yaml")
     own = DataPolicy.load(tmp_path / "w" / "policies" / "data.yaml")
     assert own.model_copy(update={"tokenizer": shipped.tokenizer}) == shipped
     assert "# must be the recipe's" in (tmp_path / "w" / "policies" / "data.yaml").read_text()

@@ -13,7 +13,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.presets.making import InitOptions, make_workspace
+from factory.presets.new_workspace import InitOptions, make_workspace
 from factory.training.planning import plan_trunk, read_data_plan
 from factory.training.training import run_segment
 from tests.support.factory.made_up_text import prose

@@ -17,8 +17,8 @@ from factory.duties.runner import run_pass
 from factory.ingest.chain import ShardReport
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.releasable.gathering import ReportLine, make_report, summary_line
-from factory.releasable.recorded import newest_report, update_report
+from factory.releasable.recorded_report import newest_report, update_report
+from factory.releasable.report import ReportLine, make_report, summary_line
 from factory.tasks.policy import TasksPolicy
 from kernels.contract.message import Message
 from tests.support.factory.command import command_here

@@ -26,7 +26,7 @@ from factory.release import releases
 from factory.release.approvals import record_rejection
 from factory.release.checks import OutOfDateError
 from factory.show.catching_up import show_missing
-from factory.show.mlflow.answering import ApprovalResponder
+from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client

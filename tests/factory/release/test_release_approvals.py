@@ -20,7 +20,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import ReleaseRow, find_champion
 from factory.release.approvals import ApprovalNeededError, record_approval, record_rejection
-from factory.show.mlflow.answering import ApprovalResponder
+from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
 from factory.show.mlflow.store import open_client

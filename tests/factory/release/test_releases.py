@@ -15,7 +15,7 @@ from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.ledger import releases as releases_table
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, find_champion
-from factory.release import releases, serving
+from factory.release import published_link, releases
 from factory.show.mlflow import registry, runs, store
 from factory.show.mlflow.registry import MODEL, list_start_pages
 from factory.show.mlflow.releases import ALIAS_SET, register_candidate
@@ -60,7 +60,7 @@ def test_a_release_changes_alias_link_and_ledger_once(workspace: Workspace, ledg
     row = best(ledger)
     assert (row.number, row.state, row.approved_by, row.mlflow_version) == (1, "published", "policy", "1")
     assert in_mlflow(workspace) == ([("1", "promote")], {"champion": "1", "candidate": "1"})
-    assert (serving.read_published_note(workspace) or {})["release"] == 1
+    assert (published_link.read_published_note(workspace) or {})["release"] == 1
     assert kinds(ledger) == ["release_decided", "promoted"]
     assert "Release 1" in Path(row.report or "").read_text()
 
@@ -84,7 +84,7 @@ def test_a_second_release_and_a_rollback(workspace: Workspace, ledger: Ledger) -
     rollback(Plant(workspace, ledger), 1)
     assert best(ledger).number == 1
     assert in_mlflow(workspace)[1] == {"champion": "1", "candidate": "2"}
-    assert (serving.read_published_note(workspace) or {})["release"] == 1
+    assert (published_link.read_published_note(workspace) or {})["release"] == 1
     assert kinds(ledger).count("rolled_back") == 1 and "repaired" not in kinds(ledger)
     assert reconcile(Plant(workspace, ledger)) == []
     with refused("rows.unknown_key", InputError, noun="release", key=7, known=["1", "2"]):
@@ -138,7 +138,7 @@ def test_an_interrupted_release_whose_export_changed_is_reported_and_not_shown(
     release(Plant(workspace, ledger), add_verdict(ledger, first))
     second = add_candidate(workspace, ledger)
     with monkeypatch.context() as broken, pytest.raises(RuntimeError):
-        broken.setattr(serving, "publish_export", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
+        broken.setattr(published_link, "publish_export", lambda *_: (_ for _ in ()).throw(RuntimeError("power")))
         release(Plant(workspace, ledger), add_verdict(ledger, second, against=first))
     assert in_mlflow(workspace)[1]["champion"] == "1", "a release that is not public is not shown as champion"
     (workspace.exports / "candidate-2" / "config.json").write_text("changed")
@@ -166,7 +166,7 @@ def test_changes_by_people_in_mlflow_do_not_change_the_champion(workspace: Works
 
 # -- killed at any instruction ------------------------------------------------------------------------------------------
 KILLS = 6  # spread evenly over the lines that a release executes
-OURS = {Path(module.__file__ or "").name for module in (releases, serving, registry, runs, store)}
+OURS = {Path(module.__file__ or "").name for module in (releases, published_link, registry, runs, store)}
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +196,7 @@ def test_after_a_kill_anywhere_the_release_exists_once(
     ledger = Ledger.open(workspace.ledger_url)
     call = lambda: release(Plant(Workspace.open(workspace.root), Ledger.open(workspace.ledger_url)), verdict)
     killed_at(1 + part * (lines - 1) // KILLS, call, OURS)
-    shown = serving.read_published_note(workspace)
+    shown = published_link.read_published_note(workspace)
     assert shown is None or shown["release"] in (1, 2)
     assert (workspace.exports / "champion" / "config.json").exists(), "a whole model is served at every moment"
 
@@ -205,7 +205,7 @@ def test_after_a_kill_anywhere_the_release_exists_once(
     assert [row["state"] for row in ledger.select_rows(releases_table.select())] == ["published", "published"]
     assert in_mlflow(workspace) == ([("1", "promote"), ("2", "promote")], {"champion": "2", "candidate": "2"})
     assert kinds(ledger).count("promoted") == 2 and best(ledger).number == 2
-    assert (serving.read_published_note(workspace) or {})["release"] == 2
+    assert (published_link.read_published_note(workspace) or {})["release"] == 2
     assert reconcile(Plant(workspace, ledger)) == []
 
 

@@ -22,10 +22,10 @@ from factory.ingest.chat_template import OLDER_TEMPLATES, TEMPLATE_WITHOUT_CALLS
 from factory.ledger.ledger import Ledger, candidates, events
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow
-from factory.repairs import mending
+from factory.repairs import repairing
 from factory.repairs.checkpoints import remake_export, replay_checkpoint
 from factory.repairs.examining import examine_work
-from factory.repairs.mending import call_with_repairs, repair_inputs
+from factory.repairs.repairing import call_with_repairs, repair_inputs
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
 from factory.training.exporting import write_export
 from factory.training.planning import last_checkpoint, plan_anneal, plan_trunk
@@ -129,9 +129,9 @@ def test_a_changed_token_is_never_trained_on(copied: Copy, monkeypatch: pytest.M
     workspace, ledger = copied()
     folders = [Path(row["path"]) for row in token_shards(ledger)]
     hashed: list[str] = []
-    look = mending.find_token_shard_damage
+    look = repairing.find_token_shard_damage
     monkeypatch.setattr(
-        mending, "find_token_shard_damage", lambda path, deep: hashed.append(path.name) or look(path, deep)
+        repairing, "find_token_shard_damage", lambda path, deep: hashed.append(path.name) or look(path, deep)
     )
     first, said = plan_trunk(Plant(workspace, ledger), 4), Said()
     assert not repair_inputs(Plant(workspace, ledger, said), first, every=False) and set(hashed) == {
@@ -262,6 +262,6 @@ def test_a_failed_repair_is_an_error_with_the_reason(copied: Copy) -> None:
     workspace, ledger = copied()
     shutil.rmtree(token_shards(ledger)[0]["path"])
     shutil.rmtree(workspace.shards / "raw")
-    with refused("mending.failed", FactoryError) as raised:
+    with refused("repairing.failed", FactoryError) as raised:
         run_pass(Plant(workspace, ledger, Said()), settle=0.0, endless=True)
     assert the([raised.value.data["why"]], "token_shards.no_raw_shard").data["shard"] == "shard-0.jsonl"

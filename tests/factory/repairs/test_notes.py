@@ -13,7 +13,7 @@ from factory.core.faults import find_fault_in
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.repairs.token_shards import HashedShards
-from factory.retrying.asking import PausedError
+from factory.retrying.requests import PausedError
 from tests.support.factory.command import command_here
 from tests.support.plants.release_scene import add_verdict
 
@@ -65,7 +65,7 @@ def test_a_damaged_note_stops_nothing(copied: Copy, damage: Callable[[Path], Non
     run = lambda *words: command_here(*words, home=workspace)
     assert run("pause").exit_code == 0  # nothing is trained here
     (workspace.root / "cache").mkdir(exist_ok=True)
-    (workspace.exports / "serving.json").write_text("{}")
+    (workspace.exports / "published_link.json").write_text("{}")
     (workspace.root / "cache" / "serve.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": 1}))
     assert run("run", "--once").exit_code == 1  # paused
     noted = HashedShards(workspace)

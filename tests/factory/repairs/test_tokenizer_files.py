@@ -14,12 +14,12 @@ from factory.core.workspace import Workspace
 from factory.duties.runner import run_pass
 from factory.ingest.inbox import ingest_inbox_file
 from factory.ingest.tokenizer import FILES
-from factory.ledger.files import held_files
+from factory.ledger.file_events import held_files
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.repairs.mending import call_with_repairs, repair_all
+from factory.repairs.repairing import call_with_repairs, repair_all
 from factory.repairs.token_shards import find_tokenizer_damage
-from factory.retrying.asking import PausedError, pause_daemon
+from factory.retrying.requests import PausedError, pause_daemon
 from tests.support.file_hashes import file_hashes
 from tests.support.messages import codes, refused, the
 from tests.support.plants.release_scene import add_verdict
@@ -45,7 +45,7 @@ def test_check_repair_restores_the_recorded_tokenizer(copied: Copy, damage: str,
     DAMAGE[damage](workspace)
     assert str(workspace.tokenizer) in find_tokenizer_damage(Plant(workspace, ledger))
     lines = repair_all(workspace, False, Said())
-    assert "tokenizer" in [line.data["name"] for line in lines if codes([line]) == ["mending.repaired"]]  # type: ignore[attr-defined]
+    assert "tokenizer" in [line.data["name"] for line in lines if codes([line]) == ["repairing.repaired"]]  # type: ignore[attr-defined]
     assert file_hashes(workspace.tokenizer) == before and set(before) == set(FILES)
     assert not find_tokenizer_damage(Plant(workspace, ledger))
 
@@ -73,7 +73,7 @@ def test_a_lost_tokenizer_without_a_copy_is_an_error_and_no_shard_is_held(copied
     workspace.exports.mkdir()
     shutil.rmtree(workspace.tokenizer)
     (workspace.inbox / "later.jsonl").write_text(json.dumps({"text": "One more line of text for a model. " * 9}) + "\n")
-    with refused("mending.failed", FactoryError) as raised:
+    with refused("repairing.failed", FactoryError) as raised:
         call_with_repairs(
             Plant(workspace, ledger, Said()),
             lambda: ingest_inbox_file(Plant(workspace, ledger, Said()), workspace.inbox / "later.jsonl"),

@@ -18,8 +18,8 @@ import pytest
 import sqlalchemy as sa
 import yaml
 
-from factory.audit.drawing import find_due_audits
-from factory.audit.keeping import ladder_folder, window_checkpoint
+from factory.audit.audit_windows import find_due_audits
+from factory.audit.kept_checkpoints import ladder_folder, window_checkpoint
 from factory.audit.policy import AuditPolicy
 from factory.core.faults import is_disk_full
 from factory.core.workspace import Workspace, WorkspaceConfig
@@ -27,7 +27,7 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_training_start
 from factory.git.repository import checkout_commit, get_live_commit
 from factory.ledger.anomalies import open_anomalies
-from factory.ledger.files import RETIRED, retired_paths
+from factory.ledger.file_events import RETIRED, retired_paths
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.workspace import Workspace, WorkspaceConfig
-from factory.ledger.files import find_low_disk
+from factory.ledger.file_events import find_low_disk
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.retention.disk import (

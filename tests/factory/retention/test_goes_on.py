@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from factory.duties.training import train_segment
-from factory.ledger.files import retired_paths
+from factory.ledger.file_events import retired_paths
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.repairs.examining import examine_work

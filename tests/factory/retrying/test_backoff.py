@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from factory.retrying.backoff import FailureWaits
+from factory.retrying.failure_waits import FailureWaits
 
 
 def test_waits_double_up_to_the_longest() -> None:

@@ -20,9 +20,9 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.tries import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon_segment
-from factory.runs.folders import lock_folder
-from factory.sandbox.live import RunningCommand
+from factory.retrying.trainer_deaths import HUNG, KILLED, OUT_OF_MEMORY, TrainerDiedError, abandon_segment
+from factory.runs.trainer_folder import lock_folder
+from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.planning import plan_trunk
 from factory.training.training import _kill, run_segment
 from tests.support.factory.code_loop import make_target
@@ -218,7 +218,7 @@ def test_a_trainer_that_survives_sigkill_is_named(tmp_path: Path, ledger: Ledger
         process = subprocess.Popen(["sleep", "600"], pass_fds=[lock])
     with pytest.MonkeyPatch.context() as patch, frozen([process.pid]):
         patch.setattr("factory.training.training.KILL_SECONDS", 0.5)
-        patch.setattr("factory.runs.folders.LOCK_SECONDS", 0.5)
+        patch.setattr("factory.runs.trainer_folder.LOCK_SECONDS", 0.5)
         with refused("training.hung_unkillable", SegmentError, process=process.pid, hung="no step", segment=row.id):
             _kill(RunningCommand(process), row, process.pid, "no step")
         with (

@@ -23,12 +23,12 @@ from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.retrying.tries import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_ending
-from factory.runs import live
+from factory.retrying.trainer_deaths import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_ending
+from factory.runs import live_training
 from factory.runs.arm import Arm
-from factory.runs.folders import max_checkpoint_bytes
-from factory.runs.live import TrainerEnd
-from factory.sandbox.live import RunningCommand
+from factory.runs.live_training import TrainerEnd
+from factory.runs.trainer_folder import max_checkpoint_bytes
+from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import raise_trainer_failure
 from factory.training.training import run_segment
@@ -173,10 +173,10 @@ class Certificate:
         commit: Any = SimpleNamespace(folder=Path("commit"))
         arms = {folder: Arm(folder.name, spec, "c0ffee", repeat=n) for n, folder in enumerate(self.folders)}
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(live, "start_trainer", self.start)
-            patch.setattr(live, "POLL_SECONDS", 0.05)
+            patch.setattr(live_training, "start_trainer", self.start)
+            patch.setattr(live_training, "POLL_SECONDS", 0.05)
             plant = Plant(self.workspace, self.ledger)
-            return live.train_live(plant, commit, self.folders[0].parent, arms, "certificate")
+            return live_training.train_live(plant, commit, self.folders[0].parent, arms, "certificate")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import pytest
 from factory.core.errors import InputError
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
-from factory.retrying import tries
-from factory.retrying.tries import (
+from factory.retrying import trainer_deaths
+from factory.retrying.trainer_deaths import (
     abandon_segment,
     classify_ending,
     find_parked_segment,
@@ -24,7 +24,7 @@ from factory.retrying.tries import (
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes, refused
 
-ENDING = tries.TrainerEnding(tries.REFUSED, "ended with exit 1")
+ENDING = trainer_deaths.TrainerEnding(trainer_deaths.REFUSED, "ended with exit 1")
 
 
 def save(row: SegmentRow, step: int) -> Path:
@@ -37,7 +37,7 @@ def save(row: SegmentRow, step: int) -> Path:
 
 
 def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool = False) -> tuple[int, str]:
-    """(tries, state) after a death with that newest checkpoint."""
+    """(trainer_deaths, state) after a death with that newest checkpoint."""
     if checkpoint is not None:
         save(row, checkpoint)
     after = record_death(ledger, SegmentRow.get(ledger, row.id), ENDING, 1, 3, final)
@@ -47,7 +47,7 @@ def die(ledger: Ledger, row: SegmentRow, checkpoint: int | None, *, final: bool 
 def test_a_segment_with_progress_is_never_parked(ledger: Ledger, tmp_path: Path) -> None:
     row = plan_row(ledger, folder=str(tmp_path))
     assert [die(ledger, row, step) for step in (None, 10, 20, 20, 30, 40, 50, 60)] == [
-        (tries, "planned") for tries in (1, 1, 1, 2, 1, 1, 1, 1)
+        (trainer_deaths, "planned") for tries in (1, 1, 1, 2, 1, 1, 1, 1)
     ]
     assert die(ledger, row, 60) == (2, "planned")
     assert die(ledger, row, 60) == (3, "failed")
@@ -153,26 +153,26 @@ Root Cause (first observed failure):
 @pytest.mark.parametrize(
     ("code", "line", "log", "kills", "kind", "ended", "data"),
     [
-        (-9, "step 4", "", 0, tries.KILLED, "killed", {}),
-        (-9, "", "", -1, tries.OUT_OF_MEMORY, "oom_killer", {}),
-        (-9, "", "", None, tries.KILLED, "killed", {}),
-        (1, "[rank0]: peer closed", TORCHRUN, 0, tries.KILLED, "killed", {}),
-        (1, "[rank0]: peer closed", TORCHRUN, -1, tries.OUT_OF_MEMORY, "oom_killer", {}),
-        (-11, "step 4", "", 0, tries.CRASHED, "signal", {"signal": "SIGSEGV", "cause": ": step 4"}),
-        (1, "CUDA out of memory.", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {"code": 1, "cause": ": CUDA out of memory."}),
-        (1, "torch.OutOfMemoryError", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {"code": 1, "cause": ": torch.OutOfMemoryError"}),
-        (1, "Cannot allocate memory", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {}),
-        (1, "can't allocate memory", "", 0, tries.OUT_OF_MEMORY, "out_of_memory", {}),
-        (1, "RuntimeError: x", "", -1, tries.REFUSED, "exit", {"code": 1, "cause": ": RuntimeError: x"}),
-        (2, "trainer: no domain", TORCHRUN, 0, tries.REFUSED, "exit", {"code": 2, "cause": ": trainer: no domain"}),
-        (0, "", "", 0, tries.REFUSED, "exit", {"code": 0, "cause": ""}),
+        (-9, "step 4", "", 0, trainer_deaths.KILLED, "killed", {}),
+        (-9, "", "", -1, trainer_deaths.OUT_OF_MEMORY, "oom_killer", {}),
+        (-9, "", "", None, trainer_deaths.KILLED, "killed", {}),
+        (1, "[rank0]: peer closed", TORCHRUN, 0, trainer_deaths.KILLED, "killed", {}),
+        (1, "[rank0]: peer closed", TORCHRUN, -1, trainer_deaths.OUT_OF_MEMORY, "oom_killer", {}),
+        (-11, "step 4", "", 0, trainer_deaths.CRASHED, "signal", {"signal": "SIGSEGV", "cause": ": step 4"}),
+        (1, "CUDA out of memory.", "", 0, trainer_deaths.OUT_OF_MEMORY, "out_of_memory", {"code": 1, "cause": ": CUDA out of memory."}),
+        (1, "torch.OutOfMemoryError", "", 0, trainer_deaths.OUT_OF_MEMORY, "out_of_memory", {"code": 1, "cause": ": torch.OutOfMemoryError"}),
+        (1, "Cannot allocate memory", "", 0, trainer_deaths.OUT_OF_MEMORY, "out_of_memory", {}),
+        (1, "can't allocate memory", "", 0, trainer_deaths.OUT_OF_MEMORY, "out_of_memory", {}),
+        (1, "RuntimeError: x", "", -1, trainer_deaths.REFUSED, "exit", {"code": 1, "cause": ": RuntimeError: x"}),
+        (2, "trainer: no domain", TORCHRUN, 0, trainer_deaths.REFUSED, "exit", {"code": 2, "cause": ": trainer: no domain"}),
+        (0, "", "", 0, trainer_deaths.REFUSED, "exit", {"code": 0, "cause": ""}),
     ],
 )  # fmt: skip
 def test_endings_are_distinguished(
     code: int, line: str, log: str, kills: int | None, kind: str, ended: str, data: dict[str, object]
 ) -> None:
     """``kills``: the OOM killer's count at the start, less its count now; None: unknown."""
-    now = tries.count_oom_kills()
+    now = trainer_deaths.count_oom_kills()
     before = None if kills is None or now is None else now + kills
     if kills == -1 and now is None:
         pytest.skip("this kernel does not count")

@@ -26,15 +26,15 @@ from factory.ledger.ledger import Ledger
 from factory.ledger.ledger import runs as ledger_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import RunRow, Subject
-from factory.retrying.asking import TRAINING, PausedError, pause_daemon, resume_daemon
-from factory.runs import live, sandboxed
+from factory.retrying.requests import TRAINING, PausedError, pause_daemon, resume_daemon
+from factory.runs import live_training, sandboxed_training
 from factory.runs.arm import Arm
 from factory.runs.distance import have_same_bits
-from factory.runs.folders import reveal_spec
 from factory.runs.live_code import LiveCode
-from factory.runs.running import Runs, list_runs, run_line
-from factory.runs.sandboxed import ArmEnd
+from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.task_runs import Runs, list_runs, run_line
 from factory.runs.trace import Trace, read_lines_in, read_live_checkpoint
+from factory.runs.trainer_folder import reveal_spec
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
@@ -90,7 +90,7 @@ def counted(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[Any
 def here(root: Path, arm: Arm) -> Trace:
     """The same arm, trained in this process."""
     root.mkdir(exist_ok=True)
-    live.prepare_folder(root, root / arm.key, arm)
+    live_training.prepare_folder(root, root / arm.key, arm)
     assert train_here(root / arm.key) == (0, "")
     return Trace(root / arm.key, arm.first, arm.last)
 
@@ -98,7 +98,7 @@ def here(root: Path, arm: Arm) -> Trace:
 def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     runs: Runs, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started = counted(monkeypatch, live, "start_trainer")
+    started = counted(monkeypatch, live_training, "start_trainer")
     again = replace(arm, name="again", repeat=1)
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
     (runs.home / "gone").mkdir(parents=True)
@@ -139,7 +139,7 @@ def test_arms_run_side_by_side_where_there_are_several_devices(
         free.put("")  # the CPU, twice
     monkeypatch.setattr(devices, "names", lambda: ["", ""])
     monkeypatch.setattr(devices, "_free", lambda: free)
-    started = counted(monkeypatch, live, "start_trainer")
+    started = counted(monkeypatch, live_training, "start_trainer")
     arms = [replace(arm, name=f"seed {seed}", seed=seed) for seed in range(3)]
     assert runs.train_live(code, arms, "three arms").code == 0
     assert len(started) == 2
@@ -153,7 +153,7 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
     def stopped(*_: object) -> None:
         raise SegmentError("stopped by a person")
 
-    monkeypatch.setattr("factory.runs.running.train", stopped)
+    monkeypatch.setattr("factory.runs.task_runs.train", stopped)
     with pytest.raises(SegmentError):
         runs.train_live(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)
@@ -179,14 +179,14 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
 def test_a_pause_stops_them_and_they_go_on(
     runs: Runs, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ledger, start = runs.plant.ledger, live.start_trainer
+    ledger, start = runs.plant.ledger, live_training.start_trainer
 
     def paused(*arguments: Any, **named: Any) -> Any:
         process = start(*arguments, **named)
         pause_daemon(ledger, TRAINING, "ada")
         return process
 
-    monkeypatch.setattr(live, "start_trainer", paused)
+    monkeypatch.setattr(live_training, "start_trainer", paused)
     for _ in range(2):  # while it trains, and before it begins
         with pytest.raises(PausedError):
             runs.train_live(code, [arm], "straight")
@@ -229,7 +229,7 @@ def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) ->
 def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    began = counted(monkeypatch, sandboxed.sandbox, "run")
+    began = counted(monkeypatch, sandboxed_training.sandbox, "run")
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
     expected = here(tmp_path / "here", arm)
     resumed = replace(arm, name="resumed", start=expected.checkpoint.with_name(checkpoint_name(2)))
@@ -301,7 +301,7 @@ def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_code
         with few_handles():
             reveal_spec(folder, spec)
 
-    monkeypatch.setattr(sandboxed, "reveal_spec", without_handles)
+    monkeypatch.setattr(sandboxed_training, "reveal_spec", without_handles)
     arms = {runs.home / str(number): replace(arm, repeat=number) for number in range(2)}
     with pytest.raises(OSError) as error:
         list(runs.train_sandboxed(runs.home, code_of(tmp_path, WAITS), arms, PATIENCE_S))
@@ -328,8 +328,10 @@ def test_the_time_until_a_device_is_free_does_not_count(
     runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock, found, code = [0.0], list[ArmEnd](), code_of(tmp_path, QUICK)
-    monkeypatch.setattr(sandboxed, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
-    train = lambda: found.extend(sandboxed.train_sandboxed(runs.home, code, {runs.home / "1": arm}, PATIENCE_S))
+    monkeypatch.setattr(sandboxed_training, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
+    train = lambda: found.extend(
+        sandboxed_training.train_sandboxed(runs.home, code, {runs.home / "1": arm}, PATIENCE_S)
+    )
     waiting = threading.Thread(target=train)
     with devices.hold_device():
         waiting.start()
@@ -345,7 +347,7 @@ def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
 ) -> None:
     found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)
     assert found.out_of_time and "over its wall limit" in found.failed
-    began = counted(monkeypatch, sandboxed.sandbox, "run")
+    began = counted(monkeypatch, sandboxed_training.sandbox, "run")
     found = runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S)
     assert found == runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
     assert (

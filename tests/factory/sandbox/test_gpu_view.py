@@ -67,10 +67,10 @@ def test_with_a_gpu_init_is_protected_without_landlock(tmp_path: Path, monkeypat
 SEEN_LATER = """
 import subprocess, sys
 from pathlib import Path
-from factory.sandbox import live
+from factory.sandbox import live_sandbox
 folder = Path(sys.argv[1])
 with open(folder / "seen", "wb") as out:
-    started = live.start(["sh", "-c", "until [ -e go ]; do sleep 0.02; done; cat /proc/self/mountinfo"], writable=[folder],
+    started = live_sandbox.start(["sh", "-c", "until [ -e go ]; do sleep 0.02; done; cat /proc/self/mountinfo"], writable=[folder],
                          readonly=[], cwd=folder, cache=folder / "cache", environment={}, nodes=["/dev/full"], stdout=out, stderr=out)
 subprocess.run(["mount", "-t", "tmpfs", "later", "/proc/fs"], check=True)
 (folder / "go").touch()

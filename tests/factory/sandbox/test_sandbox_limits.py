@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from factory.sandbox import cgroup as sandbox_cgroup
-from factory.sandbox import clock as sandbox_clock
+from factory.sandbox import cpu_clock as sandbox_clock
 from factory.sandbox import sandbox
-from factory.sandbox.clock import CpuSeconds
+from factory.sandbox.cpu_clock import CpuSeconds
 from factory.sandbox.sandbox import MIB, SandboxLimits
 from tests.support.factory.sandboxed import PATIENCE, inside, processes_naming, timed_out
 

@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from factory.sandbox import live, sandbox
-from factory.sandbox.together import MOST, make_mounts, remove_unused_links
+from factory.sandbox import live_sandbox, sandbox
+from factory.sandbox.linked_mounts import MOST, make_mounts, remove_unused_links
 
 LOOK = """
 import os, sys
@@ -46,7 +46,7 @@ def test_live_code_sees_the_paths_until_it_ends(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     shards = shown(tmp_path, MOST + 1)
     words = [sys.executable, "-c", LOOK, str(tmp_path / "shards")]
-    running = live.start_in_sandbox(
+    running = live_sandbox.start_in_sandbox(
         words, writable=[tmp_path / "out"], readonly=shards, cwd=tmp_path / "out", cache=tmp_path / "cache",
         environment={}, nodes=(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -14,11 +14,11 @@ import httpx
 import pytest
 import uvicorn
 
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.serving.champion import Champion
 from factory.serving.engines import Engine, EngineKind
 from factory.serving.router import ENDED, MOST_BYTES, MOST_TRIES, make_application
-from factory.serving.swap import Supervisor
+from factory.serving.supervisor import Supervisor
 
 PATH = "/v1/completions"
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

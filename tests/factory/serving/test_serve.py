@@ -11,11 +11,11 @@ import pytest
 from agents.llm.exchange import Request
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import InputError
-from factory.core.served import find_served_champion
+from factory.core.served_note import find_served_champion
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from tests.support.factory.command import factory
 from tests.support.messages import refused
 from tests.support.said import Said
@@ -37,7 +37,7 @@ def test_a_killed_router_leaves_nothing_and_comes_back_with_the_champion(workspa
         first.inner.send_signal(signal.SIGKILL)
         assert gone(engines)
     roll_back(ledger, 1)
-    with refused("served.no_answer", InputError):
+    with refused("served_note.no_answer", InputError):
         find_served_champion(workspace, "")  # its note outlived it
     with served(workspace) as second:
         second.until("elease 1 is served")
@@ -76,11 +76,11 @@ def test_the_server_waits_for_the_first_release(workspace: Workspace, ledger: Le
         error = answer.json()["error"]
         assert answer.status_code == 503 and error["code"] == "no_engine" and "'factory status'" in error["message"]
         assert httpx.get(process.address.replace("/v1", "/health")).json()["ok"] is False
-        with refused("served.no_release", InputError):
+        with refused("served_note.no_release", InputError):
             find_served_champion(workspace, "")
         process.inner.send_signal(signal.SIGTERM)
         assert process.inner.wait(PATIENCE) == 143
-    with refused("served.no_server", InputError):
+    with refused("served_note.no_server", InputError):
         find_served_champion(workspace, "")
 
 
@@ -90,7 +90,9 @@ def test_impossible_options_are_refused_at_once(workspace: Workspace, ledger: Le
         port = str(taken.getsockname()[1])
         done = factory(*words, "--port", port)
         assert (
-            done.returncode == 2 and "error[listening.no_address]" in done.stderr and f"127.0.0.1:{port}" in done.stderr
+            done.returncode == 2
+            and "error[listening_socket.no_address]" in done.stderr
+            and f"127.0.0.1:{port}" in done.stderr
         )
     open_to_all = factory(*words, "--host", "0.0.0.0", "--port", "0")
     assert open_to_all.returncode == 2 and "error[serving.key_required]" in open_to_all.stderr

@@ -16,7 +16,7 @@ import sqlalchemy as sa
 
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, events
-from factory.serving import engines, swap
+from factory.serving import engines, supervisor
 from factory.serving.champion import read_champion
 from factory.serving.engines import Engine, native_engine_kind
 from tests.support.messages import codes
@@ -212,9 +212,9 @@ def test_an_engine_that_hangs_is_replaced(
             first = served.supervisor.current.process.pid
             await asyncio.sleep(3)  # some answers, to know how long they take
             monkeypatch.setattr(
-                swap, "NO_ANSWER_SECONDS", 0.0
+                supervisor, "NO_ANSWER_SECONDS", 0.0
             )  # from now on 5 times the slowest of them, and no minute
-            monkeypatch.setattr(swap, "NO_ANSWER", 5)
+            monkeypatch.setattr(supervisor, "NO_ANSWER", 5)
             os.kill(first, signal.SIGSTOP)
             answer = await served.client.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 4})
             assert answer.status_code == 200 and served.supervisor.current.process.pid != first
@@ -344,7 +344,7 @@ def test_a_replacement_engine_slower_than_a_swap_is_discarded(
     add_release(workspace, ledger, exports[0])
     first = read_champion(workspace)
     add_release(workspace, ledger, exports[1])
-    monkeypatch.setattr(swap, "POLL_SECONDS", 3600.0)  # no look, which would cancel the mend, comes between
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 3600.0)  # no look, which would cancel the mend, comes between
     flips: list[int] = []
     swapped = asyncio.Event()
 
@@ -355,27 +355,27 @@ def test_a_replacement_engine_slower_than_a_swap_is_discarded(
         if now == "flipped":
             flips.append(release)
             swapped.set()
-            while flips == [2] and any(e.champion.release == 1 for e in supervisor.engines):
+            while flips == [2] and any(e.champion.release == 1 for e in router_supervisor.engines):
                 await asyncio.sleep(0.05)
 
-    supervisor = swap.Supervisor(
+    router_supervisor = supervisor.Supervisor(
         native_engine_kind(), lambda: read_champion(workspace), print, workspace.logs, on_stage=order
     )
-    supervisor.serving = first  # and its engine has ended
+    router_supervisor.serving = first  # and its engine has ended
 
     async def scene() -> None:
-        running = asyncio.ensure_future(supervisor.run())
+        running = asyncio.ensure_future(router_supervisor.run())
         try:
             await swapped.wait()
-            while supervisor.current is None or len(supervisor.engines) != 1:
+            while router_supervisor.current is None or len(router_supervisor.engines) != 1:
                 await asyncio.sleep(0.05)
-            assert flips == [2] and supervisor.serving == supervisor.current.champion != first
-            metrics = supervisor.metrics.format_page([])
+            assert flips == [2] and router_supervisor.serving == router_supervisor.current.champion != first
+            metrics = router_supervisor.metrics.format_page([])
             assert "factory_serve_failures_total 0" in metrics, "to be late is no failure"
             assert 'swaps_total{release="2"} 1' in metrics and 'swaps_total{release="1"}' not in metrics
         finally:
             running.cancel()
-            await supervisor.close()
+            await router_supervisor.close()
 
     run(scene)
 
@@ -407,14 +407,14 @@ def test_an_unexpected_error_is_reported_and_tried_again(
     async def start(*_: object) -> Engine:
         raise TypeError("no such engine")
 
-    monkeypatch.setattr(swap.Engine, "start", start)
+    monkeypatch.setattr(supervisor.Engine, "start", start)
     assert champion is not None
-    supervisor = swap.Supervisor(native_engine_kind(), lambda: champion, said.append, workspace.logs)
-    attempt = swap._Attempt(champion)
-    asyncio.run(supervisor._attempt(attempt, mends=False))
+    router_supervisor = supervisor.Supervisor(native_engine_kind(), lambda: champion, said.append, workspace.logs)
+    attempt = supervisor._Attempt(champion)
+    asyncio.run(router_supervisor._attempt(attempt, mends=False))
     (message,) = said
     assert codes(said) == ["serving.tried_again"] and message.data["seconds"] == 1.0  # type: ignore[attr-defined]
-    trouble = supervisor.trouble
+    trouble = router_supervisor.trouble
     assert codes([trouble]) == ["serving.not_served"] and trouble.data["release"] == 1  # type: ignore[attr-defined]
     assert "TypeError: no such engine" in message
     assert attempt.failures == 1 and attempt.next_at > 0

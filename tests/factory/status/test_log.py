@@ -13,9 +13,9 @@ import pytest
 
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.status import log
-from factory.status.log import FILES, NAME, LoggedProgress, format_entry, read_entries
-from factory.status.running import TASK_NOTE
+from factory.status import daemon_log
+from factory.status.daemon_log import FILES, NAME, LoggedProgress, format_entry, read_entries
+from factory.status.daemon_state import TASK_NOTE
 from tests.support.factory.command import factory
 from tests.support.paths import ROOT
 from tests.support.patience import PATIENCE_S
@@ -40,7 +40,7 @@ def test_lines_and_work_are_kept_in_order(workspace: Workspace) -> None:
 
 
 def test_the_log_is_cut_by_size(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "FILE_BYTES", 1000)
+    monkeypatch.setattr(daemon_log, "FILE_BYTES", 1000)
     progress = LoggedProgress(workspace, SILENT)
     for number in range(100):
         progress.line(f"line {number}")
@@ -63,7 +63,7 @@ def test_a_log_that_cannot_be_written_holds_nothing_up(workspace: Workspace) -> 
 
 
 def test_a_person_follows_it_over_a_rotation(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log, "FILE_BYTES", 600)
+    monkeypatch.setattr(daemon_log, "FILE_BYTES", 600)
     progress = LoggedProgress(workspace, SILENT)
     progress.line("before")
     home = ["-w", str(workspace.root)]

@@ -21,7 +21,7 @@ import pytest
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, WorkspaceConfig
 from factory.ledger.anomalies import ASKED, DIAGNOSED
-from factory.ledger.files import HELD
+from factory.ledger.file_events import HELD
 from factory.ledger.ledger import (
     Ledger,
     anomalies,
@@ -36,8 +36,8 @@ from factory.ledger.ledger import (
 )
 from factory.ledger.rows import Subject
 from factory.retention.disk import EVERY_SECONDS, SAMPLES_FILE
+from factory.status.daemon_state import daemon_facts
 from factory.status.metrics import prometheus_text, serve_metrics
-from factory.status.running import daemon_facts
 from factory.status.status import status_facts, status_lines
 from factory.status.waiting import list_waiting_for_person
 from kernels.contract.message import Message
@@ -89,7 +89,7 @@ import sys, time
 from pathlib import Path
 from factory.core.progress import SILENT
 from factory.core.workspace import Workspace
-from factory.status.log import LoggedProgress
+from factory.status.daemon_log import LoggedProgress
 workspace = Workspace.open(Path(sys.argv[1]))
 with workspace.lock("model-loop"):
     with LoggedProgress(workspace, SILENT).task("trunk 100–200", 100):

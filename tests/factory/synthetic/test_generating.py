@@ -22,7 +22,7 @@ from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.plant import Plant
 from factory.ledger.rows import find_champion
-from factory.release.serving import MODEL_NAME
+from factory.release.published_link import MODEL_NAME
 from factory.synthetic.generating import (
     LOCK,
     AnswerJournal,

@@ -17,7 +17,7 @@ from factory.core.errors import DamagedExportError, InputError
 from factory.evals.tasks import EvalItem
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.ingest.compared import HashedDocument, write_hashes
+from factory.ingest.hash_index import HashedDocument, write_hashes
 from factory.ledger.ledger import eval_items, evaluations, record_event
 from factory.ledger.rows import EvaluationRow
 from factory.tasks.comparing import (

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from factory.core.workspace import Workspace
-from factory.ingest.held_tasks import record_task_ngrams
 from factory.ingest.rules.task_folder import SUFFIXES
+from factory.ingest.task_hashes import record_task_ngrams
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.tasks.generation import _prompt as generation_prompt

@@ -22,7 +22,7 @@ from factory.ledger.ledger import Ledger, candidates, checkpoints, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.ledger.status import format_status, read_status
-from factory.retrying.tries import find_open_segment
+from factory.retrying.trainer_deaths import find_open_segment
 from factory.show.pages.provenance import trace_release
 from factory.training import averaging
 from factory.training.averaging import (

@@ -10,7 +10,7 @@ import yaml
 
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace
-from factory.diagnosis import acting
+from factory.diagnosis import remedies
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, segments, tokenizers
@@ -68,7 +68,7 @@ def test_a_changed_shape_of_a_live_trunk_is_refused_with_instructions(trained: t
     assert len(ledger.select_rows(sa.select(segments))) == 1
     own.write_text(before)  # the second way trains anew on the same data
     change_recipe(workspace, model={"d_model": 64})
-    acting.rewind_segment(ledger, 1, "ann")
+    remedies.rewind_segment(ledger, 1, "ann")
     number = plan_trunk(Plant(workspace, ledger), 2)
     run_segment(Plant(workspace, ledger), number)
     row = SegmentRow.get(ledger, number)

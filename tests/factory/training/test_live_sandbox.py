@@ -15,13 +15,13 @@ import sqlalchemy as sa
 
 from factory import machine_check
 from factory.core.errors import IsolationError, SegmentError
-from factory.core.left_files import DEPTH, count_lines, read_tail, remove_special_files
+from factory.core.untrusted_trainer_files import DEPTH, count_lines, read_tail, remove_special_files
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, proposals
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.runs.folders import read_result
 from factory.runs.live_code import LiveCode, choose_isolation
+from factory.runs.trainer_folder import read_result
 from factory.training.training import last_metrics
 from tests.support.factory.code_loop import make_target
 from tests.support.messages import refused

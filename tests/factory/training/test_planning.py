@@ -9,8 +9,8 @@ import sqlalchemy as sa
 
 from factory.core.errors import ConfigError, InputError
 from factory.core.workspace import Workspace
-from factory.data.settling import settle_licence
-from factory.ingest.rules.claims import CONFLICT_EVENT
+from factory.data.licence_settlement import settle_licence
+from factory.ingest.rules.licence_claims import CONFLICT_EVENT
 from factory.ledger.ledger import Ledger, documents, record_event, segments, token_shards
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import factory.cli  # noqa: F401 - its commands
-from factory.computing import computing, tuned_kernels
+from factory.computing import compute_settings, tuned_kernels
 from factory.computing.tuned_kernels import find_tuning, tuning_path
 from factory.core.errors import ConfigError
 from factory.core.progress import SILENT
@@ -112,7 +112,7 @@ def test_best(timed: list[tuple[str, Any, Any, Any]], untuned: str, chosen: str)
 def test_a_plan_takes_what_is_tuned_and_leaves_names_alone(plant: Workspace) -> None:
     put(plant)
     text = (checkout_root() / tuned_kernels.KERNELS).read_text()
-    recipe, decided, notes = computing.decide_computing(
+    recipe, decided, notes = compute_settings.decide_computing(
         plant, load_recipe(plant), text.replace("adamw: auto", "adamw: reference")
     )
     assert recipe.precision == "fp32" and not notes

@@ -29,7 +29,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.demo.demo import use_plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
-from factory.ingest.rules.split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
 from factory.ledger.ledger import (
     Ledger,
     checkpoints,
@@ -41,7 +41,7 @@ from factory.ledger.ledger import (
     shards,
     verdicts,
 )
-from factory.ledger.places import to_stored_paths
+from factory.ledger.stored_paths import to_stored_paths
 from tests.support.git import git
 from tests.support.plants.kept import kept
 from tests.support.plants.trained_plant import close, opened

@@ -19,7 +19,7 @@ from factory.evals.evaluator import evaluate_on_suite, load_current_suite
 from factory.evals.export_config import ExportError
 from factory.evals.export_parity import ExpectedExport, _total, hash_export_tensors
 from factory.evals.parity import CHECKS
-from factory.ingest.rules.split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
 from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from factory.ledger.ledger import (
     Ledger,

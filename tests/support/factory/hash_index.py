@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from typing import Any
 
-from factory.ingest.compared import HashIndex
+from factory.ingest.hash_index import HashIndex
 from factory.ledger.ledger import Ledger
 
 _ROWS = "SELECT h.hash, d.id, d.key FROM {} h JOIN documents d ON d.id = h.document ORDER BY 1, 2"

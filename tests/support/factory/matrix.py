@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, tool_name
-from factory.gates.patch.matrix.changed import find_unexecuted_parts
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
 from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import sqlalchemy as sa
 
-from factory.ingest.compared import FOLDER, INDEX, list_hash_sources, read_hashes
+from factory.ingest.hash_index import FOLDER, INDEX, list_hash_sources, read_hashes
 from factory.ledger.ledger import Ledger, meta
 
 

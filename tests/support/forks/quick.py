@@ -28,7 +28,7 @@ from factory.core import launching
 from factory.evals.probes import engine_process
 from factory.evals.probes import server as server_probe
 from factory.sandbox import bubblewrap
-from factory.sandbox import filter as sandbox_filter
+from factory.sandbox import seccomp_filter as sandbox_filter
 from factory.sandbox.view import clean_environment
 from factory.serving import engines, fixture
 from tests.support.paths import ROOT

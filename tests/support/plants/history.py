@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.audit.keeping import audit_folder, ladder_folder
+from factory.audit.kept_checkpoints import audit_folder, ladder_folder
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED
 from factory.ledger.ledger import (

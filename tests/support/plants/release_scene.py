@@ -12,7 +12,7 @@ from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.judge import judge
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded import evidence_sha256
+from factory.gates.release.recorded_verdict import evidence_sha256
 from factory.ledger.ledger import (
     Ledger,
     candidates,

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.matrix.cases import (
     BASE,
     CASES,
@@ -32,7 +32,7 @@ from factory.gates.patch.matrix.cases import (
     recipe_with,
     tool_name,
 )
-from factory.gates.patch.matrix.starts import (
+from factory.gates.patch.matrix.start_checkpoints import (
     ANNEAL_CASE,
     OTHER,
     TRUNK,

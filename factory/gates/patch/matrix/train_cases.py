@@ -1,6 +1,6 @@
 """Runs inside the sandbox, from a worktree: trains segment folders, and records the executed code of ``trainer/`` and ``kernels/``.
 
-``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.executed``. REQUEST is JSON: ``{"folders":
+``python train_cases.py EXECUTED REQUEST OUT``. EXECUTED: the path of ``factory.gates.patch.execution_recorder``. REQUEST is JSON: ``{"folders":
 [{"folder", "stop_after", "waits", "slow_threads"}], "tools": [{"folder", "module", "arguments"}], "instructions": [paths], "ranks", "disturbed"}``.
 OUT gets
 ``rank-N.json`` of each rank: ``{"executed": …, "codes": [exit code of each folder, then of each tool]}``; a tool's folder its

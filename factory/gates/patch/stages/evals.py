@@ -5,9 +5,9 @@ Apart because each stage of the gate is one file.
 
 from __future__ import annotations
 
-from factory.gates.case import NOTHING_HELD_OUT, PatchCase, StageResult, passed_evidence
-from factory.gates.patch.held_out import gains_by_document, read_held_out_texts, score_weights
+from factory.gates.patch.held_out_scores import gains_by_document, read_held_out_texts, score_weights
 from factory.gates.patch.policy import PatchPolicy
+from factory.gates.stage_interface import NOTHING_HELD_OUT, PatchCase, StageResult, passed_evidence
 from kernels.contract.message import Message
 
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from factory.core.workspace import Workspace
-from factory.gates.case import Stage
 from factory.gates.patch.judge import StepGain, judge_patch, smaller_gain
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.stages import evals, exploits, isolated, matrix, oracle, scope, static, training
+from factory.gates.stage_interface import Stage
 from factory.gates.staged_gate import StagedGate
 
 STAGES: tuple[Stage, ...] = (scope, static, oracle, exploits, isolated, matrix, training, evals)

@@ -15,7 +15,10 @@ from typing import Any
 import yaml
 
 from factory.core import devices
-from factory.gates.case import (
+from factory.gates.patch.changed_ops import ChangedOp, changed_ops_of_patch
+from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
+from factory.gates.patch.stages.training import gate_recipe
+from factory.gates.stage_interface import (
     NO_START,
     PatchCase,
     StageEvidence,
@@ -25,10 +28,7 @@ from factory.gates.case import (
     not_needed_evidence,
     passed_evidence,
 )
-from factory.gates.patch.changed_ops import ChangedOp, changed_ops_of_patch
-from factory.gates.patch.policy import IsolatedPolicy, PatchPolicy
-from factory.gates.patch.stages.training import gate_recipe
-from factory.gates.patience import baseline_stopped_message, out_of_time_evidence
+from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence
 from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message

@@ -14,7 +14,13 @@ from typing import Any
 
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
-from factory.gates.case import (
+from factory.gates.patch.execution_recorder import ExecutedCode
+from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
+from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart, find_unexecuted_parts
+from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
+from factory.gates.stage_interface import (
     PatchCase,
     StageResult,
     failed_evidence,
@@ -22,15 +28,9 @@ from factory.gates.case import (
     not_needed_evidence,
     passed_evidence,
 )
-from factory.gates.patch.executed import ExecutedCode
-from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
-from factory.gates.patch.matrix.changed import UnexecutedPart, find_unexecuted_parts
-from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
-from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
-from factory.gates.patience import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
+from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.git import repository
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from factory.gates.case import PatchCase, StageEvidence, StageResult
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, changed_ops_of_patch
 from factory.gates.patch.op_answers import OpAnswers, answer_jobs, check_tests_unchanged
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import make_exploit_calls
+from factory.gates.stage_interface import PatchCase, StageEvidence, StageResult
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 

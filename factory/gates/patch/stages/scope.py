@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from factory.gates.case import PatchCase, StageResult, failed_evidence, passed_evidence
+from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, passed_evidence
 from factory.git import repository
 from factory.git.scope import find_scope_problems
 from kernels.contract.message import Message

@@ -9,11 +9,11 @@ Apart because each stage of the gate is one file.
 from __future__ import annotations
 
 from factory.computing.tuned_kernels import KERNELS
-from factory.gates.case import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
 from factory.gates.patch.changed_ops import find_changed_sections, find_other_devices, find_unknown_ops
 from factory.gates.patch.policy import PatchPolicy
 from factory.gates.patch.source_rules import find_source_problems
 from factory.gates.recipe_changes import RECIPES, find_unused_recipes, read_recipe_changes, select_learning_keys
+from factory.gates.stage_interface import PatchCase, StageResult, failed_evidence, missing_evidence, passed_evidence
 from factory.git.scope import FileChange
 from kernels.contract.message import Message
 from trainer.contract.errors import TrainerError

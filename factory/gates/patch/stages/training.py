@@ -28,12 +28,10 @@ from typing import Any
 
 from factory.core import devices
 from factory.core.removal import remove_path
-from factory.gates.case import NO_START, PatchCase, StageEvidence, StageResult, failed_evidence, missing_evidence
+from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances, weight_drift
 from factory.gates.patch.judge import CPU_CLOCKS, is_training_different, judge_measurement, training_difference_message
-from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances, weight_drift
 from factory.gates.patch.policy import PatchPolicy, TrainingPolicy
-from factory.gates.patch.session import PatchSession, TimedRun, train_timed_session
-from factory.gates.patch.timing import (
+from factory.gates.patch.step_timing import (
     BRIEF_RUN_STEPS,
     RunSeconds,
     baseline_noise,
@@ -42,13 +40,22 @@ from factory.gates.patch.timing import (
     long_run_gain,
     step_seconds_evidence,
 )
-from factory.gates.patience import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
+from factory.gates.patch.timed_session import PatchSession, TimedRun, train_timed_session
 from factory.gates.recipe_changes import used_recipe_path
 from factory.gates.release.judge import PROMOTE
+from factory.gates.stage_interface import (
+    NO_START,
+    PatchCase,
+    StageEvidence,
+    StageResult,
+    failed_evidence,
+    missing_evidence,
+)
+from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from factory.runs.trace import read_step_lines
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files

@@ -18,10 +18,10 @@ from safetensors.torch import save_file
 
 from factory.core import devices
 from factory.gates.patch import op_answers
-from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode
+from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
 from factory.gates.patch.op_answers import DRIVER, OpAnswers, answer_jobs, check_tests_unchanged, compare_answer
 from factory.gates.patch.policy import OraclePolicy
-from factory.gates.patience import TimeLimits
+from factory.gates.time_limits import TimeLimits
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.sandbox import sandbox
 from kernels.contract.message import Message

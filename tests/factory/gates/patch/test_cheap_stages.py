@@ -15,7 +15,6 @@ import yaml
 
 from factory.core import devices
 from factory.core.progress import SILENT
-from factory.gates.case import NO_START, PatchCase
 from factory.gates.patch.changed_ops import (
     NO_OP,
     ChangedOp,
@@ -26,6 +25,7 @@ from factory.gates.patch.changed_ops import (
 )
 from factory.gates.patch.policy import IsolatedPolicy, OraclePolicy, PatchPolicy
 from factory.gates.patch.stages import exploits, isolated, oracle, static
+from factory.gates.stage_interface import NO_START, PatchCase
 from factory.gates.training_start import TrainingStart
 from factory.git.repository import AppliedPatch
 from factory.git.scope import FileChange

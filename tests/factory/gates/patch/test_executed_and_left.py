@@ -16,9 +16,15 @@ import pytest
 import torch
 
 from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
-from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder, code_name, iterate_code_objects
-from factory.gates.patch.held_out import gains_by_document, measure_weights, read_held_out_texts, score_weights
-from factory.gates.patch.likeness import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.gates.patch.execution_recorder import (
+    RECORDER_FILE,
+    ExecutedCode,
+    ExecutionRecorder,
+    code_name,
+    iterate_code_objects,
+)
+from factory.gates.patch.held_out_scores import gains_by_document, measure_weights, read_held_out_texts, score_weights
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from tests.support.factory.code_loop import make

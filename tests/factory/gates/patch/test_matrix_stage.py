@@ -15,24 +15,24 @@ import yaml
 from factory.core import devices
 from factory.core.progress import SILENT, ProgressTask
 from factory.core.workspace import Workspace
-from factory.gates.patch.executed import ExecutedCode, code_name
+from factory.gates.patch.execution_recorder import ExecutedCode, code_name
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
-from factory.gates.patch.matrix.changed import UnexecutedPart
 from factory.gates.patch.matrix.compare import RoundingEffect
 from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode
-from factory.gates.patch.matrix.starts import make_data_plans
+from factory.gates.patch.matrix.start_checkpoints import make_data_plans
+from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.patch.stages import matrix
-from factory.gates.patience import TimeLimits
 from factory.gates.staged_gate import StagedGate
+from factory.gates.time_limits import TimeLimits
 from factory.gates.training_start import TrainingStart
 from factory.git import repository
 from factory.git.scope import AgentsPolicy, FileChange
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.running import list_runs
+from factory.runs.task_runs import list_runs
 from tests.support.factory.code_loop import make
 from tests.support.factory.matrix import Prepared
 from tests.support.gates.reasons import Expected, expect, tells

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from factory.gates.case import NO_START
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.policy import ExploitsPolicy, OraclePolicy, PatchPolicy, TrainingPolicy
 from factory.gates.patch.stages import exploits, training
 from factory.gates.patch.stages.oracle import HOSTILE, make_oracle_jobs
 from factory.gates.patch.stages.training import BASELINE, BRIEF_RUN_STEPS, CANDIDATE, MeasurementPlan, gate_recipe
+from factory.gates.stage_interface import NO_START
 from factory.gates.training_start import TrainingStart
 from tests.support.trainer.segments import recipe_with
 

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from factory.gates.case import NOTHING_HELD_OUT
 from factory.gates.patch.policy import EvalsPolicy, PatchPolicy
-from factory.gates.patch.session import PatchSession, TimedRun, train_timed_session
 from factory.gates.patch.stages import evals
+from factory.gates.patch.timed_session import PatchSession, TimedRun, train_timed_session
+from factory.gates.stage_interface import NOTHING_HELD_OUT
 from factory.gates.training_start import TrainingStart, find_training_start
 from factory.ledger.plant import Plant
 from factory.runs.arm import Arm

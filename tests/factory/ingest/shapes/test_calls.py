@@ -19,7 +19,7 @@ from factory.ingest.chain import ShardReport
 from factory.ingest.chat_template import TEMPLATE_WITHOUT_CALLS, break_special_tokens
 from factory.ingest.document import BadRow, normalise_content, parse_document
 from factory.ingest.shapes.chats import ReadingNotes
-from factory.ingest.shapes.mapping import FieldMapping
+from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.tokenizer import SPECIAL, Tokenizer, template_shows_calls
 from factory.ledger.ledger import Ledger
 from tests.support.factory.made_up_text import prose

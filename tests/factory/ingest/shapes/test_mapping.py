@@ -15,7 +15,7 @@ from factory.ingest.document import BadRow, parse_document
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.chats import ReadingNotes
-from factory.ingest.shapes.mapping import FieldMapping
+from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.show.pages.provenance import trace_document
 from kernels.contract.message import Message

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from factory.ingest.document import BadRow, hash_content, normalise_content, parse_document, parse_json
 from factory.ingest.shapes.chats import MEANINGFUL, ReadingNotes
-from factory.ingest.shapes.mapping import FieldMapping
+from factory.ingest.shapes.field_mapping import FieldMapping
 from tests.support.messages import codes, refused
 
 ASKED, SAID = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}

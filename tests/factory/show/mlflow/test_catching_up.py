@@ -10,7 +10,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject
 from factory.release import releases
 from factory.runs.arm import Arm
-from factory.runs.running import Runs
+from factory.runs.task_runs import Runs
 from factory.show.catching_up import show_missing
 from factory.show.mlflow import registry
 from factory.show.mlflow.runs import ARM_SHOWN, ARMS, MlflowTracking

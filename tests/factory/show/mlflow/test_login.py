@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from factory.core.errors import InputError
-from factory.core.listening import is_loopback
+from factory.core.listening_socket import is_loopback
 from factory.core.workspace import Workspace
 from factory.show.mlflow.login import make_login
 from factory.show.mlflow.store import mlflow_ui_command

@@ -11,7 +11,7 @@ from mlflow.server.security_utils import is_allowed_host_header, should_block_co
 from factory.cli import look
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.show.mlflow.names import HostName, mlflow_server_options, names_of_this_machine, server_names
+from factory.show.mlflow.host_names import HostName, mlflow_server_options, names_of_this_machine, server_names
 from factory.show.mlflow.runs import CANDIDATES
 from factory.show.mlflow.store import open_client
 from tests.support.factory.command import factory
@@ -63,7 +63,7 @@ def test_a_name_lets_in_who_uses_it(name: str, host: str, origin: str, address: 
     ["", "*", "*.example.org", "a,b", "http://a/b", "ada@a", "ftp://a", "a:0", "a:99999", "a:", "a b", "[::zz]", "fe80::1%eth0", "a?", "-a"],
 )  # fmt: skip
 def test_an_invalid_name_is_refused(name: str) -> None:
-    with refused("names.no_host", InputError):
+    with refused("host_names.no_host", InputError):
         HostName.parse(name)
 
 

@@ -17,8 +17,8 @@ from factory.core.workspace import Workspace
 from factory.ledger.ledger import Ledger, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, find_champion
-from factory.release.serving import read_published_note
-from factory.repairs.mending import repair_all
+from factory.release.published_link import read_published_note
+from factory.repairs.repairing import repair_all
 from factory.show.catching_up import show_missing
 from factory.show.mlflow import outages
 from factory.show.mlflow.outages import TrackingError, try_to_show

@@ -28,9 +28,9 @@ from factory.ledger.ledger import (
     verdicts,
 )
 from factory.show.pages import proposal_report
-from factory.show.pages.pictures import draw_bars, draw_curves, draw_intervals
 from factory.show.pages.release_pictures import draw_pictures
 from factory.show.pages.release_report import render_report
+from factory.show.pages.svg_charts import draw_bars, draw_curves, draw_intervals
 from tests.support.plants.release_scene import add_candidate, add_segment, add_shard, add_verdict, write_metrics
 
 VOID = {"meta", "rect", "line", "circle", "polyline", "br"}

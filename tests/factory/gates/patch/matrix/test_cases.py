@@ -20,7 +20,7 @@ from factory.gates.patch.matrix.cases import (
     MatrixCase,
 )
 from factory.gates.patch.matrix.runs import MatrixPlan
-from factory.gates.patch.matrix.starts import make_data_plans
+from factory.gates.patch.matrix.start_checkpoints import make_data_plans
 from factory.runs.arm import check_arms
 from trainer.contract.recipe import Recipe
 

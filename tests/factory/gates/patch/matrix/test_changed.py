@@ -11,9 +11,9 @@ from textwrap import dedent
 
 import pytest
 
-from factory.gates.patch.executed import RECORDER_FILE, ExecutedCode, ExecutionRecorder
-from factory.gates.patch.matrix import changed
-from factory.gates.patch.matrix.changed import find_unexecuted_parts
+from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode, ExecutionRecorder
+from factory.gates.patch.matrix import unexecuted_code
+from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
 
 
 def parts(folder: Path, base: str, text: str, call: str) -> list[str]:
@@ -120,7 +120,7 @@ WORDS = "from trainer.contract.errors import Odd\nimport json as Plain\nfrom mat
 def test_code_that_only_puts_words_together_need_not_be_executed(code: str, harmless: bool) -> None:
     tree = ast.parse(f"{WORDS}def f(x):\n    {code}\n")
     first, last = 6, 5 + len(code.splitlines())
-    spans = [(begin[0], end[0]) for begin, end in changed.find_exempt_spans(tree)]
+    spans = [(begin[0], end[0]) for begin, end in unexecuted_code.find_exempt_spans(tree)]
     assert bool(spans) == harmless and all(first <= begin <= end <= last for begin, end in spans), spans
 
 
@@ -136,7 +136,7 @@ def test_code_that_only_puts_words_together_need_not_be_executed(code: str, harm
     ],
 )
 def test_changed_lines_are_found(base: str, text: str, lines: set[int]) -> None:
-    assert changed.find_changed_lines(base, text) == lines
+    assert unexecuted_code.find_changed_lines(base, text) == lines
 
 
 COMPILED = """

@@ -11,8 +11,8 @@ from types import CodeType
 import pytest
 
 from factory.gates.patch.changed_ops import ChangedOp
-from factory.gates.patch.executed import ExecutedCode, iterate_code_objects
-from factory.gates.patch.matrix.changed import find_exempt_spans
+from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects
+from factory.gates.patch.matrix.unexecuted_code import find_exempt_spans
 from factory.gates.patch.op_answers import answer_jobs, check_tests_unchanged
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patch.stages.oracle import make_oracle_jobs
@@ -28,7 +28,7 @@ ELSEWHERE = ("triton.py", "rows_in_triton.py", "varlen.py", "flex.py", "locked_m
 NOT_HERE = {
     "trainer/checkpoint_writer.py": ("torch.cuda", "ready", "stream", "non_blocking", "copied", "memory", "start +="),
     "trainer/batch.py": ("replace(self", "moved", "blocks", "held", "tensors.items()"),
-    # CUDA graphs of micro-batches (``trainer.graphed``), and the single step that the line profiler asks for
+    # CUDA graphs of micro-batches (``trainer.cuda_graphs``), and the single step that the line profiler asks for
     "trainer/run.py": (
         "use_graphs(OnDevice())",
         "self.signals.look_at(",

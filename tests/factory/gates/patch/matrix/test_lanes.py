@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from factory.gates.patch.executed import RECORDER_FILE
+from factory.gates.patch.execution_recorder import RECORDER_FILE
 from factory.gates.patch.matrix import runs as lanes
 from factory.gates.patch.matrix.cases import MatrixCase, MatrixTool
 from factory.gates.patch.matrix.runs import DRIVER, MatrixPlan, MatrixRuns, SideCode, run_cases
-from factory.gates.patch.matrix.starts import make_data_plans
+from factory.gates.patch.matrix.start_checkpoints import make_data_plans
 from factory.sandbox import sandbox
 
 ONE = MatrixCase("one", steps=2, stop_after=1, waits=True)

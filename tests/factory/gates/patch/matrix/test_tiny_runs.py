@@ -18,7 +18,7 @@ import torch
 from factory.gates.patch.matrix.cases import CASES, DOMAINS, TOOLS, VOCABULARY, MatrixCase, tool_name
 from factory.gates.patch.matrix.compare import compare_runs, find_discrepancies
 from factory.gates.patch.matrix.runs import INTERRUPTED, MatrixRuns
-from factory.gates.patch.matrix.starts import damage_checkpoint
+from factory.gates.patch.matrix.start_checkpoints import damage_checkpoint
 from factory.gates.patch.matrix.train_cases import run_tool, train
 from tests.support.factory.matrix import Prepared
 from trainer.contract.checkpoint import format as checkpoints

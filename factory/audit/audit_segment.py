@@ -1,0 +1,428 @@
+"""One audit: replay the drawn window without the patches, compare, judge, record.
+
+After a kill at any moment, the same call continues: the window and finished replays are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from factory.audit.audit_windows import AuditWindow, count_tries
+from factory.audit.judge import find_differences, judge_audit, max_distance_share
+from factory.audit.kept_checkpoints import audit_folder, keep_window, window_checkpoint
+from factory.audit.policy import AuditPolicy
+from factory.code_loop.revalidating import AUDIT
+from factory.code_loop.reverting import AUDITED
+from factory.computing.tuned_kernels import KERNELS
+from factory.core import devices
+from factory.core.errors import FactoryError, InputError
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.launching import count_ranks
+from factory.core.policy_file import hash_policy
+from factory.core.removal import remove_path
+from factory.core.workspace import Workspace
+from factory.gates.patch.checkpoint_difference import find_checkpoint_difference, squared_moment_distances, weight_drift
+from factory.git import repository
+from factory.ledger.ledger import Ledger, record_event
+from factory.ledger.plant import Plant
+from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
+from factory.ledger.writing import record_verdict
+from factory.runs.arm import Arm, recipe_for_one_rank
+from factory.runs.distance import find_unlike_tensor, have_same_bits
+from factory.runs.task_runs import Runs
+from factory.runs.trace import Trace
+from factory.runs.untrusted_files import UntrustedFileError
+from factory.training.segment_folder import segment_spec
+from kernels.contract.choice import text_without_auto
+from kernels.contract.files import finite_values
+from kernels.contract.message import CodedError, Message
+from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
+from trainer.contract.errors import TrainerError
+
+
+def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
+    """Audit the window that was drawn for a segment. Returns the verdict; None if no window of the segment could be kept.
+
+    Raises: InputError if no window was drawn or the segment is not done; ConfigError.
+    """
+    policy = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))
+    row, window = SegmentRow.get(plant.ledger, segment), AuditWindow.of_segment(plant.ledger, segment)
+    if window is None or not window.steps:
+        raise InputError(
+            "audit.not_drawn",
+            "Segment {segment} is not audited: no window of it was drawn while it trained.",
+            segment=segment,
+        )
+    if row.state != "done":
+        raise InputError(
+            "audit.not_done",
+            "Segment {segment} is {state}: only segments that are done are audited.",
+            segment=segment, state=row.state,
+        )  # fmt: skip
+    settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
+    if settled is not None and settled.outcome != "hold":
+        return settled
+    window = keep_window(plant, row, window)
+    if not window.steps:
+        return None
+    number = count_tries(plant.ledger, segment) + 1
+    title = Message(
+        "audit.task",
+        "audit of segment {segment}, steps {first}–{last}",
+        segment=segment, first=window.first, last=window.last,
+    )  # fmt: skip
+    with plant.progress.task(title):
+        evidence = finite_values(gather_audit_evidence(plant, row, window, policy, number * policy.wall_seconds))
+    verdict = judge_audit(policy, evidence)
+    subject = Subject("segment", segment)
+    detail = {"outcome": verdict.outcome, "patches": list(window.patches), "suspects": evidence.get("suspects", [])}
+    with plant.ledger.begin() as tx:
+        recorded = record_verdict(
+            tx, AUDIT, subject, against=evidence["against"], policy_sha256=hash_policy(policy), subject_sha256=evidence["subject_sha256"],
+            outcome=verdict.outcome, reasons=verdict.reasons, evidence=evidence,
+        )  # fmt: skip
+        record_event(tx, AUDITED, subject, detail)
+    words = {"promote": "agrees", "hold": "not measured", "reject": "DIFFERS"}[verdict.outcome]
+    plant.progress.line(
+        Message(
+            "audit.judged",
+            "  audit of segment {segment} (steps {first}–{last} without proposals {patches}): {outcome}. {reason}",
+            segment=segment, first=window.first, last=window.last, patches=list(window.patches), outcome=words, reason=verdict.reasons[0],
+        )
+    )  # fmt: skip
+    if verdict.outcome != "reject":
+        _clear(audit_folder(plant.workspace, segment), all_of_it=verdict.outcome == "promote")
+    return VerdictRow.get(plant.ledger, recorded)
+
+
+def _clear(folder: Path, all_of_it: bool) -> None:
+    """Remove the replays, so that the next try begins anew. ``all_of_it``: remove the window too."""
+    for path in folder.iterdir() if folder.exists() else ():
+        if path.name != "live" or all_of_it:
+            remove_path(path)
+
+
+# -- evidence ----------------------------------------------------------------------------------------------------------
+class _NotMeasured(CodedError):
+    """The comparison lacks something, which says nothing about the patches."""
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The files of live training, with everything that the comparison with replays needs."""
+
+    policy: AuditPolicy
+    runs: Runs
+    row: SegmentRow
+    window: AuditWindow
+    tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
+    wall_seconds: float
+    live: Trace | None  # None: unreadable
+    origin: Tensors
+    claims: dict[str, Any]
+
+    def arm(self, name: str, commit: str, code: Path, until: int) -> Arm:
+        """The arm of a replay: the same specification, checkpoint and data. It differs in the kernels, which the code chooses, and in what one
+        rank cannot do. The code's tree stands for the commit: undoing the same patches makes a new commit of the same tree each time."""
+        plant, row, window = self.runs.plant, self.row, self.window
+        spec = segment_spec(plant.ledger, row)
+        if count_ranks(plant.workspace) > 1:
+            spec["recipe"] = recipe_for_one_rank(spec["recipe"])
+        kernels = (
+            text_without_auto((code / KERNELS).read_bytes(), devices.device_kind(), self.tuned)
+            if row.computing is not None
+            else ""
+        )
+        return Arm(
+            name, spec, repository.git_line(plant.workspace.repository, "rev-parse", f"{commit}^{{tree}}"),
+            recipe={} if until == window.last else {"checkpoint_every": until, "keep_checkpoints": 2},
+            start=window_checkpoint(plant, row, window.first) if window.first > row.first_step else None, until=until, kernels=kernels,
+            repeat=name == "again",
+        )  # fmt: skip
+
+    def trace(self, name: str, commit: str, until: int) -> Trace:
+        """Replay the window and return its trace. Raises: _NotMeasured, IsolationError."""
+        workspace = self.runs.plant.workspace
+        code = repository.checkout_commit(workspace.repository, commit, workspace.worktrees / f"audit-{self.row.id}")
+        arm = self.arm(name, commit, code, until)
+        found = self.runs.train_alone(arm, code, Path(self.row.folder).name, self.wall_seconds)
+        if found.failed:
+            if found.out_of_time:
+                raise _NotMeasured(
+                    "audit.replay_stopped",
+                    "The replay '{name}' failed: {problem}. Its limit was {seconds:.0f} s (wall_seconds in policies/gates/audit.yaml).",
+                    name=name, problem=found.failed, seconds=self.wall_seconds,
+                )  # fmt: skip
+            raise _NotMeasured(
+                "audit.replay_failed", "The replay '{name}' failed: {problem}", name=name, problem=found.failed
+            )
+        try:
+            return read_whole_trace(Trace(found.folder, self.window.first, until, ends=False))
+        except UntrustedFileError as error:
+            raise _NotMeasured(
+                "audit.replay_unreadable",
+                "The replay '{name}' left nothing to compare with: {error}",
+                name=name, error=error.message,
+            ) from error  # fmt: skip
+
+    def compare(self, base: Trace, shorter: Checkpoint | None) -> dict[str, Any]:
+        """Evidence of how live training differs from a replay. ``shorter``: the checkpoint of a replay without the last step."""
+        live, window = self.live, self.window
+        assert live is not None
+        found: dict[str, Any] = {"same_bits": have_same_bits(live.left, base.left)}
+        if missing := find_unlike_tensor(live.left, base.left):
+            unlike_tensor = Message(
+                "audit.tensor_unlike",
+                "The checkpoint's {tensor} is missing, or has another shape or dtype.",
+                tensor=missing,
+            )
+            return found | {"told": [unlike_tensor]}
+        share = max_distance_share(self.policy, self.claims | {"steps": window.steps})
+        away: dict[str, float] = {}
+        if shorter is not None:
+            away = squared_moment_distances(without_layout(shorter), without_layout(base.left))
+            found |= {
+                "drift": weight_drift(live.left.model, base.left.model, self.origin),
+                "control_drift": weight_drift(shorter.model, base.left.model, self.origin, of_one=False),
+            }
+        told = shorter is not None or found["same_bits"]
+        state = (
+            find_checkpoint_difference(without_layout(live.left), without_layout(base.left), away, share)
+            if told
+            else None
+        )
+        each = (state, find_metrics_difference(live, base, self.policy.lines), find_anomaly_difference(live, base))
+        return found | {"told": [one for one in each if one]}
+
+
+def gather_audit_evidence(
+    plant: Plant, row: SegmentRow, window: AuditWindow, policy: AuditPolicy, wall_seconds: float
+) -> dict[str, Any]:
+    """The evidence for ``judge_audit``. ``missing``: why a replay was not possible."""
+    patches = [ProposalRow.get(plant.ledger, number) for number in window.patches]
+    evidence: dict[str, Any] = {
+        "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
+        "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
+    }  # fmt: skip
+    runs = Runs(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
+    tuned = _tuned(plant, row, patches[0])
+    end = window_checkpoint(plant, row, window.last)
+    try:
+        evidence["subject_sha256"] = manifest_sha256(end)
+        origin = load(window_checkpoint(plant, row, window.first)).model
+        base_commit = _without(plant.workspace, row.code_commit, patches)
+        if not Path(row.folder).is_dir():
+            raise _NotMeasured(
+                "audit.folder_missing",
+                "The folder of segment {segment} is missing: {folder}. Mount or restore the folder, then audit again: 'factory audit {segment}'.",
+                segment=row.id, folder=row.folder,
+            )  # fmt: skip
+        live = None
+        try:
+            live = read_whole_trace(Trace(Path(row.folder), window.first, window.last, ends=False, where=end))
+        except UntrustedFileError as error:
+            unreadable = Message(
+                "audit.segment_unreadable",
+                "The files of segment {segment} cannot be read: {error}",
+                segment=row.id, error=error.message,
+            )  # fmt: skip
+            evidence["told"] = [unreadable]
+        measured = _Measured(policy, runs, row, window, tuned, wall_seconds, live, origin, evidence)
+        return evidence | _replay(measured, evidence, base_commit, patches)
+    except (
+        _NotMeasured,
+        FactoryError,
+        TrainerError,
+        OSError,
+    ) as error:  # no sandbox, or files that people changed since
+        if isinstance(error, repository.CheckoutError) or is_machine_fault_of_no_file(error):
+            raise  # a fault of the machine, such as a full disk: the audit is made afterwards
+        return evidence | {"missing": error.message if isinstance(error, CodedError) else str(error)}
+    finally:
+        repository.remove_worktree(plant.workspace.repository, plant.workspace.worktrees / f"audit-{row.id}")
+
+
+def _replay(
+    measured: _Measured, evidence: dict[str, Any], commit: str, patches: Sequence[ProposalRow]
+) -> dict[str, Any]:
+    """Make as many replays as are needed and return their evidence. Raises: _NotMeasured, FactoryError."""
+    window, row, policy = measured.window, measured.row, measured.policy
+    base = measured.trace("without", commit, window.last)
+    if measured.live is None:
+        return {"again": {"same_bits": True}, "suspects": list(window.patches)}
+    found = measured.compare(base, None)
+    shorter = None
+    if not found["same_bits"] and not find_unlike_tensor(measured.live.left, base.left):
+        left_out = window.last - 1
+        if left_out > window.first:
+            shorter = measured.trace("shorter", commit, left_out).left
+        else:  # a window of one step
+            shorter = replace(base.left, model=measured.origin)
+        found = measured.compare(base, shorter)
+    claims_bits = (
+        evidence.get("claimed") == 0
+        and devices.device_kind() == "cpu"
+        and count_ranks(measured.runs.plant.workspace) == 1
+    )
+    if claims_bits and not found["same_bits"] and not find_differences(policy, evidence | found):
+        again = measured.trace("live-code", row.code_commit, window.last)
+        found["exact"] = have_same_bits(measured.live.left, again.left)
+    if not find_differences(policy, evidence | found):
+        return found
+    again = measured.trace("again", commit, window.last)
+    off = weight_drift(again.left.model, base.left.model, measured.origin)
+    found["again"] = {"same_bits": have_same_bits(again.left, base.left), "drift": off}
+    found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
+    return found
+
+
+def _suspect(
+    measured: _Measured, evidence: dict[str, Any], shorter: Checkpoint | None, patches: Sequence[ProposalRow]
+) -> ProposalRow:
+    """The patch that made the difference: the newest patch without which, and without later patches, there is a difference."""
+    workspace, row = measured.runs.plant.workspace, measured.row
+    exact = {"exact": evidence["exact"]} if "exact" in evidence else {}
+    for count in range(1, len(patches)):
+        commit = _without(workspace, row.code_commit, patches[-count:])
+        other = measured.trace(f"without-{count}", commit, measured.window.last)
+        if find_differences(measured.policy, evidence | measured.compare(other, shorter) | exact):
+            return patches[-count]
+    return patches[0]
+
+
+def _without(workspace: Workspace, commit: str, patches: Sequence[ProposalRow]) -> str:
+    """A commit like ``commit`` without these patches, the newest undone first. Raises: RepositoryError if people changed the files since."""
+    for patch in reversed(patches):
+        message = f"without proposal {patch.number}"
+        commit = repository.make_revert_commit(
+            workspace.repository, commit, patch.base_commit, patch.patch_commit, message
+        )
+    return commit
+
+
+def _claims(ledger: Ledger, patches: Sequence[ProposalRow]) -> dict[str, Any]:
+    """``claimed``: the distance of the patches' weights from their baselines' in the gate, as a share of the effect of a left-out step;
+    ``gate_steps``: after this many steps. None: not known of every patch."""
+    shares, steps = [], 0
+    for patch in patches:
+        found = (patch.evidence(ledger).get("stages") or {}).get("training") or {}
+        measured = [one for one in (found, found.get("again") or {}) if one.get("control_drift")]
+        if not measured:
+            return {"claimed": None, "gate_steps": None}
+        shares.append(max(one["drift"] / one["control_drift"] for one in measured))
+        steps = max(steps, found.get("steps") or 0)
+    return {"claimed": sum(shares), "gate_steps": steps}
+
+
+def _tuned(plant: Plant, row: SegmentRow, oldest: ProposalRow) -> dict[str, str]:
+    """The implementations that ``auto`` stood for in the newest segment before the patches, else in this segment."""
+    for before in SegmentRow.select(plant.ledger, "WHERE id < :id AND kind <> 'average' ORDER BY id DESC", id=row.id):
+        if before.computing and not repository.is_ancestor(
+            plant.workspace.repository, before.code_commit, oldest.patch_commit
+        ):
+            return dict(before.computing["kernels"])
+    return dict(row.computing["kernels"]) if row.computing else {}
+
+
+# Keys of metrics.jsonl that depend on the clock and the machine's memory.
+TIME_KEYS = {"tokens_per_s", "flops_per_s", "mfu", "first_step_s", "data_wait_s", "time", "memory"}
+MACHINE_ANOMALIES = (
+    "throughput_drop",
+    "rank_grad_norm",
+)  # anomalies that a replay by one rank at another speed may lack
+# Results of the step, which must agree. Other numbers are diagnoses, some of them small differences of large numbers.
+LEARNT = ("loss", "grad_norm", "lr")
+LAYOUT = {
+    "parallel": None,
+    "checkpoint_every": None,
+    "keep_checkpoints": None,
+}  # keys of a recipe that may differ in a replay
+
+
+def read_whole_trace(trace: Trace) -> Trace:
+    """The trace with all its parts read. Raises: UntrustedFileError for a missing or wrong part."""
+    if not all(bool(tensor.isfinite().all()) for tensor in trace.left.model.values() if tensor.is_floating_point()):
+        raise UntrustedFileError(
+            "audit.not_finite", "the weights of {checkpoint} are not finite", checkpoint=trace.checkpoint.name
+        )
+    assert trace.lines is not None and trace.anomalies is not None
+    return trace
+
+
+def without_layout(left: Checkpoint) -> Checkpoint:
+    """The checkpoint without the keys of state.json that may differ in a replay."""
+    recipe = left.state["recipe"] | LAYOUT
+    return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # a stopped run may have skipped steps
+
+
+def find_metrics_difference(live: Trace, base: Trace, share: float) -> Message | None:
+    """The first difference of metrics.jsonl between live training and the replay. None: no difference.
+
+    A line of live training may have more keys. Counts must be equal. A loss, a gradient's norm or a rate may differ by ``share``.
+    """
+    if lost := sorted(base.lines.keys() - live.lines.keys()):
+        return Message(
+            "audit.lines_missing",
+            "metrics.jsonl lacks the line of step {step}. In all, {missing:|line is|lines are} missing.",
+            step=lost[0], missing=len(lost),
+        )  # fmt: skip
+    for step, theirs in sorted(base.lines.items()):
+        ours = live.lines[step]
+        for key, value in theirs.items():
+            if key in TIME_KEYS:
+                continue
+            if key not in ours:
+                return Message("audit.key_missing", "metrics.jsonl lacks {key} of step {step}.", key=key, step=step)
+            other = ours[key]
+            learnt = key.partition("/")[0] in LEARNT
+            if isinstance(value, float) or isinstance(other, float):
+                if learnt and not _near(value, other, share):
+                    return _other_value(key, step, other, value)
+            elif other != value and (learnt or not isinstance(value, list | dict)):
+                return _other_value(key, step, other, value)
+    return None
+
+
+def _other_value(key: str, step: int, live: object, replay: object) -> Message:
+    return Message(
+        "audit.value_differs",
+        "metrics.jsonl has {key} {live!r:.200} of step {step}, the replay has {replay!r:.200}.",
+        key=key, step=step, live=live, replay=replay,
+    )  # fmt: skip
+
+
+def _near(one: object, other: object, share: float) -> bool:
+    numbers = [x for x in (one, other) if isinstance(x, int | float) and math.isfinite(x)]
+    if len(numbers) < 2:  # at most one of them is a finite number
+        return not numbers
+    return abs(numbers[0] - numbers[1]) <= share * max(map(abs, numbers))
+
+
+def find_anomaly_difference(live: Trace, base: Trace) -> Message | None:
+    """The first anomaly that only live training or only the replay has. None: no difference."""
+    ours, theirs = (
+        Counter(
+            (one["step"], str(one.get("kind"))) for one in trace.anomalies if one.get("kind") not in MACHINE_ANOMALIES
+        )
+        for trace in (live, base)
+    )
+    if lost := theirs - ours:
+        step, kind = min(lost)
+        return Message(
+            "audit.anomaly_missing",
+            "anomalies.jsonl lacks the {kind} of step {step}, which the replay has.",
+            kind=kind[:60], step=step,
+        )  # fmt: skip
+    if more := ours - theirs:
+        step, kind = min(more)
+        return Message(
+            "audit.anomaly_added",
+            "anomalies.jsonl has the {kind} of step {step}, which the replay lacks.",
+            kind=kind[:60], step=step,
+        )  # fmt: skip
+    return None

@@ -1,0 +1,260 @@
+"""Copies checkpoints of a segment while it trains, before the trainer removes them: the two of a drawn window, and a ladder for diagnoses.
+
+The trainer may be hostile. It sees no link to its files and no time of access, so it cannot learn which window was drawn. No link of the trainer is
+followed. A copy must equal its manifest byte for byte, or it is not kept.
+
+The ladder has the last ``NEWEST`` checkpoints, then one at each doubling of the distance. So an anomaly that is noticed late has a checkpoint from
+before its onset that is not much further away than the onset.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import IO
+
+from factory.audit.audit_windows import AuditWindow, draw_window, list_windows, record_window
+from factory.core.errors import FactoryError
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.removal import remove_path
+from factory.core.untrusted_trainer_files import parse_json
+from factory.core.workspace import Workspace
+from factory.ledger.plant import Plant
+from factory.ledger.rows import SegmentRow
+from factory.training.planning import last_checkpoint
+from kernels.contract.files import sync_tree
+from kernels.contract.message import Message
+from trainer.contract.checkpoint.format import checkpoint_name, saved_steps
+
+POLL_SECONDS = 0.05
+MANIFEST_BYTES = 1 << 24
+CHUNK = 1 << 22
+
+
+def audit_folder(workspace: Workspace, segment: int) -> Path:
+    """The folder of an audit until its verdict. No trainer sees it."""
+    return workspace.root / "audits" / f"{segment:05d}"
+
+
+def window_checkpoint(plant: Plant, row: SegmentRow, step: int) -> Path:
+    """The folder of the checkpoint at which a window begins or ends. The folder may be missing."""
+    if step == row.first_step and row.parent:
+        return Path(last_checkpoint(plant.ledger, row.parent)["path"])
+    return audit_folder(plant.workspace, row.id) / "live" / checkpoint_name(step)
+
+
+@contextmanager
+def keep_window_during(plant: Plant, row: SegmentRow) -> Iterator[None]:
+    """While the block trains a segment, keep the window that was drawn for it. A failure here does not stop training."""
+    try:
+        window = draw_window(plant, row)
+    except FactoryError as error:
+        plant.progress.line(
+            Message(
+                "audit.will_not_be",
+                "  segment {segment} will not be audited: {error}",
+                segment=row.id,
+                error=error.message,
+            )
+        )
+        window = None
+    if window is None or not window.steps:
+        yield
+        return
+    keeper = _Keeper(plant, row, window)
+    with poll_during(keeper.look):
+        yield
+    if SegmentRow.get(plant.ledger, row.id).state == "done":
+        keep_window(plant, row, window)
+
+
+def keep_window(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
+    """Keep the drawn window of a finished segment, else the whole segment. Returns the kept window.
+
+    So a trainer gains nothing by missing or broken checkpoints around steps that it wants to hide. If neither can be kept, the returned window
+    has no steps, and a line tells a person. Raises: a fault of the machine, after which the window can still be kept.
+    """
+    problem = ""
+    whole = [(row.first_step, row.last_step)] if row.parent else list_windows(row)[-1:]
+    for first, last in ((window.first, window.last), *whole):
+        keeper = _Keeper(plant, row, replace(window, first=first, last=last))
+        if keeper.look():
+            return window if keeper.window == window else record_window(plant.ledger, row.id, keeper.window)
+        if keeper.fault:
+            raise keeper.fault
+        problem = problem or keeper.problem
+    no_checkpoints = Message("audit.no_checkpoints", "its checkpoints are missing")
+    plant.progress.line(
+        Message(
+            "audit.not_kept",
+            "  no window of segment {segment} could be kept for its audit: {problem}",
+            segment=row.id, problem=problem or no_checkpoints,
+        )
+    )  # fmt: skip
+    return record_window(plant.ledger, row.id, replace(window, first=0, last=0))
+
+
+@contextmanager
+def poll_during(look: Callable[[], bool]) -> Iterator[None]:
+    """Call ``look`` repeatedly in a thread while the block runs, and once after the block, until it returns True."""
+    over = threading.Event()
+
+    def looks() -> None:
+        while not look():
+            if over.wait(POLL_SECONDS):
+                look()
+                return
+
+    thread = threading.Thread(target=looks, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+class _Keeper:
+    """Looks for the window's checkpoints until both are kept."""
+
+    def __init__(self, plant: Plant, row: SegmentRow, window: AuditWindow) -> None:
+        self.window, self.problem = window, ""
+        self.fault: Exception | None = None  # of the machine, at the last look
+        self.source = Path(row.folder) / "checkpoints"
+        self.targets = [window_checkpoint(plant, row, step) for step in (window.first, window.last)]
+
+    def look(self) -> bool:
+        """Copy the checkpoints that exist. Returns True once both are kept."""
+        self.fault = None
+        for target in self.targets:
+            if not target.exists():
+                try:
+                    copy_checkpoint(self.source / target.name, target)
+                except FileNotFoundError:
+                    pass  # not written yet, or removed again
+                except (OSError, ValueError) as error:  # a full disk, or a broken checkpoint
+                    lease = isinstance(error, BlockingIOError)  # the trainer may hold a lease on its files
+                    self.problem, self.fault = (
+                        str(error),
+                        error if is_machine_fault_of_no_file(error) and not lease else None,
+                    )
+        return all(target.exists() for target in self.targets)
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """Copy a trainer's checkpoint, whole or not at all.
+
+    Raises: FileNotFoundError if it is missing or was removed; ValueError if a file differs from the manifest; OSError.
+    """
+    aside = target.with_name(f".{target.name}")
+    shutil.rmtree(aside, ignore_errors=True)
+    with ExitStack() as opened:
+        folder = os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        opened.callback(os.close, folder)
+        manifest = opened.enter_context(_open(folder, "manifest.json", MANIFEST_BYTES)).read()
+        try:
+            listed = {
+                str(name): (str(f["sha256"]), int(f["bytes"])) for name, f in parse_json(manifest)["files"].items()
+            }
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            raise ValueError(f"{source.name}: its manifest cannot be read") from None
+        if odd := [name for name in listed if "/" in name or name.startswith(".")]:
+            raise ValueError(f"{source.name}: its manifest names {odd[0]!r}")
+        # All files are opened first, so that they stay readable if the trainer removes them.
+        files = {name: opened.enter_context(_open(folder, name, size)) for name, (_, size) in listed.items()}
+        aside.mkdir(parents=True)
+        for name, file in files.items():
+            if _copied(file, aside / name) != listed[name][0]:
+                raise ValueError(f"{source.name}: {name} differs from its manifest")
+        (aside / "manifest.json").write_bytes(manifest)
+    sync_tree(aside)
+    os.rename(aside, target)
+
+
+def _open(folder: int, name: str, size: int) -> IO[bytes]:
+    """Open a regular file of at most ``size`` bytes. Reading leaves no time of access. Raises: OSError, ValueError."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        handle = os.open(name, flags | os.O_NOATIME, dir_fd=folder)
+    except PermissionError:  # another user's file
+        handle = os.open(name, flags, dir_fd=folder)
+    status = os.fstat(handle)
+    if not stat.S_ISREG(status.st_mode) or status.st_size > size:
+        os.close(handle)
+        raise ValueError(f"{name} is not a regular file of at most {size} bytes")
+    return os.fdopen(handle, "rb")
+
+
+def _copied(file: IO[bytes], target: Path) -> str:
+    """Copy a file and return its SHA-256."""
+    digest = hashlib.sha256()
+    with open(target, "xb") as out:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            out.write(chunk)
+    return digest.hexdigest()
+
+
+NEWEST = 3
+
+
+def ladder_folder(workspace: Workspace, segment: int) -> Path:
+    """The folder of a segment's ladder."""
+    return workspace.root / "ladder" / f"{segment:05d}"
+
+
+def choose_rungs(steps: Collection[int], every: int) -> list[int]:
+    """The steps of the checkpoints to keep, oldest first. A step that is left out once is not needed later.
+
+    >>> choose_rungs(range(5, 105, 5), every=5)
+    [40, 80, 90, 95, 100]
+    >>> choose_rungs([40, 80, 90, 95, 100, 105], every=5)
+    [40, 80, 90, 95, 100, 105]
+    """
+    ordered = sorted(steps)
+    kept = set(ordered[-NEWEST:])
+    for step in ordered[:-1]:
+        if step % every == 0:
+            distance = ordered[-1] // every - step // every
+            band = 1 << max(0, distance.bit_length() - 1)  # the greatest power of two up to the distance
+            if (step // every) % band == 0:
+                kept.add(step)
+    return sorted(kept)
+
+
+@contextmanager
+def keep_ladder_during(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
+    """While the block trains a segment, keep its ladder. A failure here does not stop training. Retention removes old ladders."""
+    if row.kind == "average":
+        yield
+        return
+    source, target = Path(row.folder) / "checkpoints", ladder_folder(workspace, row.id)
+    with poll_during(lambda: update_ladder(source, target, row.recipe_json["checkpoint_every"])):
+        yield
+
+
+def update_ladder(source: Path, target: Path, every: int) -> bool:
+    """Copy each wanted checkpoint, and remove unwanted rungs. Returns False: more checkpoints may follow."""
+    for left in target.glob(".*"):  # left by a killed process
+        remove_path(left)
+    held, there = ({step for step, _ in saved_steps(folder)} for folder in (target, source))
+    wanted = choose_rungs(held | there, every)
+    for step in wanted:
+        if step not in held:
+            try:
+                copy_checkpoint(source / checkpoint_name(step), target / checkpoint_name(step))
+            except (OSError, ValueError):
+                continue  # removed, not whole, or the disk is full: the ladder lacks a rung
+    for step in held - set(wanted):
+        with suppress(OSError):
+            aside = target / f".{checkpoint_name(step)}"  # a half-removed rung must not have a rung's name
+            os.rename(target / checkpoint_name(step), aside)
+            remove_path(aside)
+    return False

@@ -1,0 +1,204 @@
+"""Compares a bundle's recorded verdict with this judge's verdict on the same policy and evidence.
+
+The same version of the judge must give the same text. Another version may give reasons in other words, but not another outcome, another
+champion, or another number in a sentence that both give. The smallest visible gain is an estimate that decides nothing; it may differ.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from factory.bundles.files import layout
+from factory.bundles.files.folder import BundleError, first_difference, printable
+from factory.gates.release.guards import ESTIMATE_CODES
+from factory.gates.release.judge import HOLD, PROMOTE, Verdict
+from factory.gates.release.judge_version import JudgeVersion, judge_version
+from factory.gates.release.recorded_verdict import find_not_overridable
+from kernels.contract.message import Message
+
+NUMBER = re.compile(r"[+−-]?\d+(?:\.\d+)?")
+SHA256 = re.compile(r"[0-9a-f]{64}")
+NAMED = 3  # reasons quoted in a message
+OVERRIDE = {"by", "why", "sha256", "evidence_sha256"}
+
+
+@dataclass(frozen=True)
+class VerdictComparison:
+    """``recorded``: the content of ``verdict.json``. ``again``, ``against``: this judge's verdict, and the champion it compared with."""
+
+    recorded: Mapping[str, Any]
+    again: Verdict
+    against: str | None
+    evidence_sha256: str = ""
+
+    @cached_property
+    def override(self) -> dict[str, str] | None:
+        """The override of a held release: its author and reason. None: no override. Raises: BundleError."""
+        told = self.recorded.get("override")
+        if told is None:
+            return None
+        if not isinstance(told, dict) or told.keys() != OVERRIDE or not all(isinstance(v, str) for v in told.values()):
+            raise BundleError(
+                "verdict_comparison.odd_override", "{file}: key 'override' must have exactly these keys, each a text: {keys}",
+                file=layout.VERDICT, keys=OVERRIDE,
+            )  # fmt: skip
+        return told
+
+    @cached_property
+    def by(self) -> JudgeVersion | None:
+        """The version of the judge that the record names. None: an older factory wrote it, or someone removed it. Raises: BundleError."""
+        told = self.recorded.get("judge")
+        if told is None:
+            return None
+        well = isinstance(told, dict) and told.keys() == {"sha256", "version"}
+        if not well or not isinstance(told["version"], str) or not SHA256.fullmatch(str(told["sha256"])):
+            raise BundleError(
+                "verdict_comparison.odd_judge",
+                "{file}: key 'judge' must have a SHA-256 and a version, both texts",
+                file=layout.VERDICT,
+            )
+        return JudgeVersion(**told)
+
+    @property
+    def same_judge(self) -> bool:
+        """Did this version of the judge give the recorded verdict?"""
+        return self.by is not None and self.by.sha256 == judge_version().sha256
+
+    @cached_property
+    def otherwise(self) -> tuple[str, ...]:
+        """The recorded reasons that this judge does not give in the same words. Raises: BundleError."""
+        told = self.recorded.get("reasons")
+        if not isinstance(told, list) or not all(isinstance(reason, str) for reason in told):
+            raise BundleError(
+                "verdict_comparison.odd_reasons",
+                "{file}: key 'reasons' must be a list of sentences",
+                file=layout.VERDICT,
+            )
+        return tuple(reason for reason in told if reason not in self.again.reasons)
+
+    def problems(self) -> list[Message]:
+        """What is wrong with the recorded verdict; empty if it is valid. Raises: BundleError if it cannot be read."""
+        here: dict[str, Any] = {"outcome": self.again.outcome, "against": self.against}
+        if self.same_judge:
+            here["reasons"] = [str(reason) for reason in self.again.reasons]
+        told = {key: self.recorded.get(key) for key in here}
+        found: list[Message] = []
+        if problem := first_difference(told, here):
+            found.append(
+                Message(
+                    "verdict_comparison.other_verdict", "Judged again, the outcome is {outcome}. The bundle differs: {problem}",
+                    outcome=self.again.outcome, problem=problem,
+                )
+            )  # fmt: skip
+        if not self.same_judge and (number := self._other_number()):
+            found.append(number)
+        if found:
+            return found if self.same_judge else [*found, self._judges()]
+        if self.override is not None:
+            return self._override_problems(self.override)
+        if self.again.outcome == PROMOTE:
+            return []
+        return [
+            Message(
+                "verdict_comparison.not_released",
+                "The verdict is {outcome}, which allows no release",
+                outcome=self.again.outcome,
+            )
+        ]
+
+    def _override_problems(self, told: dict[str, str]) -> list[Message]:
+        """What is wrong with a person's override."""
+        if self.again.outcome != HOLD:
+            return [
+                Message(
+                    "verdict_comparison.not_held",
+                    "The verdict is {outcome}. A person can override only a hold",
+                    outcome=self.again.outcome,
+                )
+            ]
+        if not told["by"].strip() or not told["why"].strip():
+            return [Message("verdict_comparison.empty_override", "The override names no person or no reason")]
+        if (told["sha256"], told["evidence_sha256"]) != (self.recorded.get("subject_sha256"), self.evidence_sha256):
+            return [
+                Message(
+                    "verdict_comparison.override_of_other", "The override is for another model or for other evidence"
+                )
+            ]
+        if reason := find_not_overridable(self.again.found.missing):
+            return [
+                Message(
+                    "verdict_comparison.not_overridable",
+                    "Nobody can override the reason for this hold: {reason}",
+                    reason=printable(reason, 300),
+                )
+            ]
+        return []
+
+    def words(self) -> Message:
+        """The text of a valid verdict."""
+        outcome = Message("verdict_comparison.promoted", "the outcome is promote")
+        if over := self.override:
+            outcome = Message(
+                "verdict_comparison.overridden",
+                "the outcome is hold, and {by} overrode it ({why})",
+                by=printable(over["by"]),
+                why=printable(over["why"], 500),
+            )
+        if self.same_judge:
+            return Message(
+                "verdict_comparison.same", "Judged again, {outcome}. All reasons are the same", outcome=outcome
+            )
+        if not self.otherwise:
+            return Message(
+                "verdict_comparison.same_by_other_judge", "Judged again, {outcome}. All reasons are the same. {judges}",
+                outcome=outcome, judges=self._judges(),
+            )  # fmt: skip
+        return Message(
+            "verdict_comparison.other_words",
+            "Judged again, {outcome}. All numbers are the same. {judges}. This version gives {differing} of {reasons} reasons in other words, "
+            "which is allowed. As recorded: {first}",
+            outcome=outcome,
+            judges=self._judges(),
+            differing=len(self.otherwise),
+            reasons=len(self.recorded["reasons"]),
+            first=[printable(reason) for reason in self.otherwise[:NAMED]],
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """The comparison as JSON-ready values."""
+        by = self.by.to_json() if self.by else None
+        facts = {"same": self.same_judge, "recorded": by, "here": judge_version().to_json()}
+        return facts | {"worded_otherwise": [] if self.same_judge else list(self.otherwise)}
+
+    def _judges(self) -> Message:
+        """Names both versions of the judge."""
+        here = _named(judge_version())
+        if self.by is None:
+            return Message(
+                "verdict_comparison.unknown_judge",
+                "The bundle does not name the version of its judge. The judge here is version {here}",
+                here=here,
+            )
+        return Message(
+            "verdict_comparison.other_judge", "The bundle's judge was version {recorded}. The judge here is version {here}",
+            recorded=_named(self.by), here=here,
+        )  # fmt: skip
+
+    def _other_number(self) -> Message | None:
+        """The first sentence that both verdicts give with different numbers, and that can decide. None: no such sentence."""
+        ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATE_CODES}
+        for reason in self.otherwise:
+            if own := ours.get(NUMBER.sub("#", reason)):
+                return Message(
+                    "verdict_comparison.other_number", "Judged again, a reason has other numbers: {recorded!r}, expected {expected!r}",
+                    recorded=printable(reason, 300), expected=own,
+                )  # fmt: skip
+        return None
+
+
+def _named(by: JudgeVersion) -> str:
+    return f"{printable(by.version)}, sha256 {by.sha256[:12]}"

@@ -1,0 +1,146 @@
+"""Decides how a segment is computed (precision, kernels, machine), once, when the segment is planned.
+
+The decision is stored in the segment's row (``compute_settings``) and stays until the segment ends, on any machine. A segment with another
+decision than its parent needs a certificate, as after a change of the code (``factory.training.certifying``).
+
+    {"precision": {"precision": "fp32", "asked": "auto", "probe": {"seconds": {…}, "rates": {…}}, "warning": ""},
+     "kernels": {"attention": "recompute", …}, "fallback": "fail", "tuning": "…/tuning/cpu-avx2-fp32.json",
+     "machine": {"name": "cpu-avx2", …}, "ranks": 1}
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from factory.computing import tuned_kernels
+from factory.core import devices
+from factory.core.errors import ConfigError
+from factory.core.launching import count_ranks, run_python
+from factory.core.workspace import Workspace, checkout_root
+from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
+
+if TYPE_CHECKING:
+    from factory.ledger.rows import SegmentRow
+    from trainer.contract.recipe import Recipe
+
+Computing = dict[str, Any]
+
+
+def decide_computing(
+    workspace: Workspace, recipe: Recipe, kernels: str, before: str = "", measured: dict[str, Any] | None = None
+) -> tuple[Recipe, Computing, list[str]]:
+    """(the recipe with its precision by name, the value of the column ``compute_settings``, notes for a person).
+
+    ``kernels``: the text of the live code's ``kernels.yaml``. ``before``: the precision of the parent segment. ``measured``: the
+    ``measure_precision``, where it is known. Raises: ConfigError for a precision that the device lacks, or an invalid tuning file.
+    """
+    from kernels.contract.choice import auto_ops, device_section, replace_auto
+    from kernels.contract.machine import this_machine
+
+    chosen = measured or measure_precision(recipe, before)
+    notes = [chosen["warning"]] if chosen["warning"] else []
+    resolved = recipe.model_copy(update={"precision": chosen["precision"]})
+    machine, section = this_machine(), device_section(kernels, devices.device_kind())
+    found = tuned_kernels.TunedKernels(None, "")
+    if auto_ops(section):
+        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, kernel_shape(resolved))
+        notes += [found.note] if found.note else []
+    document = yaml.safe_load(kernels) or {}
+    computing = {
+        "precision": chosen,
+        "kernels": replace_auto(section, found.choice, machine.name),
+        "fallback": document.get("fallback", "") if isinstance(document, dict) else "",
+        "tuning": found.source,
+        "machine": machine.to_json(),
+        "ranks": count_ranks(workspace),
+    }
+    return resolved, computing, notes
+
+
+def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
+    """The result of ``trainer.contract.plan.precision.choose`` as JSON. Raises: ConfigError.
+
+    On a GPU it runs in a process of its own, because the factory's process would keep GPU memory until it ends.
+    """
+    from trainer.contract.errors import RecipeError
+
+    if devices.device_kind() == "cpu":
+        import torch
+
+        from trainer.contract.plan.precision import choose_precision
+
+        try:
+            return asdict(choose_precision(recipe, torch.device("cpu"), before))
+        except RecipeError as error:
+            raise ConfigError(error.message) from error
+    with tempfile.TemporaryDirectory() as folder:
+        given = Path(folder) / "recipe.yaml"
+        given.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+        arguments = ("-m", "trainer.contract.plan.precision", str(given), "--json", "--before", before)
+        done = run_python(checkout_root(), *arguments)
+    if done.returncode:
+        raise ConfigError(
+            "compute_settings.precision_not_measured", "The precisions of this machine could not be measured: {error}",
+            error=(done.stderr.strip().splitlines() or ["no message"])[-1],
+        )  # fmt: skip
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def kernel_shape(recipe: Recipe) -> dict[str, int]:
+    """The sizes that kernels are tuned at, as ``kernels.contract.bench`` takes them from a recipe."""
+    keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
+    return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {
+        k: getattr(recipe.model, k) for k in keys
+    }
+
+
+def describe_changes(before: SegmentRow, after: SegmentRow) -> list[str]:
+    """The differences in precision and kernels between two segments, one line each. A row of an older factory has only its precision."""
+    old, new = before.recipe_json["precision"], after.recipe_json["precision"]
+    lines = [f"precision: {old} → {new}"] if old != new else []
+    if before.computing and after.computing:
+        old, new = before.computing["kernels"], after.computing["kernels"]
+        names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+        lines += [f"kernel of {name}: {old.get(name, 'reference')} → {new.get(name, 'reference')}" for name in names]
+    return lines
+
+
+def format_kernels(computing: Computing | None) -> str:
+    """The ``kernels.yaml`` of a segment; empty: the code's own is used."""
+    if computing is None:
+        return ""
+    kept: dict[str, Any] = {computing["machine"]["device"]: computing["kernels"]}
+    if computing["fallback"]:
+        kept["fallback"] = computing["fallback"]
+    return yaml.safe_dump(kept, sort_keys=False)
+
+
+def write_kernels(folder: Path, computing: Computing | None) -> str | None:
+    """Write the ``kernels.yaml`` of a segment into a folder; returns its path, or None where the code's own kernels.yaml is used."""
+    if computing is None:
+        return None
+    write_atomically(folder / "kernels.yaml", format_kernels(computing))
+    return str(folder / "kernels.yaml")
+
+
+def describe_computing(computing: Computing | None) -> str:
+    """One line for a person; empty for a segment of an older factory."""
+    return f"{describe_precision(computing['precision'])} on {computing['machine']['name']}" if computing else ""
+
+
+def describe_precision(found: Mapping[str, Any]) -> str:
+    """The result of ``measure_precision`` as one line."""
+    times = [f"{name} {value * 1e3:.3g} ms" for name, value in found["probe"]["seconds"].items()]
+    how = "measured" if found["asked"] == "auto" else "named in the recipe"
+    return Message(
+        "compute_settings.precision", "precision {precision} ({how}; time of the products, attention and loss head of a step: {times})",
+        precision=found["precision"], how=how, times=times,
+    )  # fmt: skip

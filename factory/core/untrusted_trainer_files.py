@@ -1,0 +1,154 @@
+"""Reads files that a trainer wrote. A trainer runs code that an agent may have written: its files are not trusted.
+
+While a trainer runs, these functions open its files: they follow no link, do not block on a pipe, and read a bounded number of bytes.
+After the trainer ended, ``remove_special_files`` removes all entries that are neither files nor folders. From then on names can be trusted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from factory.core.errors import SegmentError
+from factory.core.faults import is_machine_fault_of_no_file
+from kernels.contract.message import Message
+
+DEPTH = 8  # at most so many nested folders; checkpoints are two deep, those of a certificate's runs five
+JSON_BYTES = 64 << 20  # at most, of one JSON file
+DIGITS = 18  # at most, of an integer: SQLite stores no more
+HALF_PAIR = re.compile(r"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
+
+
+def open_regular_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading.
+
+    Raises: FileNotFoundError, also for an entry that is not a regular file and for a file with a lease; OSError.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except BlockingIOError:
+        why = Message("untrusted_trainer_files.lease", "A process has a lease on {path} (F_SETLEASE)", path=path)
+        raise FileNotFoundError(why) from None
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise FileNotFoundError(
+            Message("untrusted_trainer_files.not_regular", "{path} is not a regular file", path=path)
+        )
+    return os.fdopen(handle, "rb")
+
+
+def read_tail(path: Path, limit: int) -> bytes:
+    """Return the last ``limit`` bytes of a file; no bytes if the file does not exist."""
+    try:
+        with open_regular_file(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - limit))
+            return file.read(limit)
+    except OSError:
+        return b""
+
+
+def count_lines(path: Path) -> int:
+    """Return the number of lines of a file; 0 if the file does not exist. Memory does not grow with the file."""
+    try:
+        with open_regular_file(path) as file:
+            return sum(block.count(b"\n") for block in iter(lambda: file.read(1 << 20), b""))
+    except OSError:
+        return 0
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file of at most ``JSON_BYTES`` of UTF-8.
+
+    Raises: SegmentError when the file is missing, is too long or is not UTF-8; OSError for a fault that no file can cause.
+    """
+    try:
+        with open_regular_file(path) as file:
+            found = file.read(JSON_BYTES + 1)
+        if len(found) <= JSON_BYTES:
+            return found.decode()
+        why = Message("untrusted_trainer_files.too_long", "the file has more than {limit} bytes", limit=JSON_BYTES)
+    except (OSError, UnicodeDecodeError) as error:
+        if is_machine_fault_of_no_file(error):
+            raise
+        why = Message.from_json(error.args[0] if error.args and isinstance(error.args[0], Message) else str(error))
+    raise _unreadable(path, why)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file. Raises: SegmentError when the file is unreadable or is not one JSON object."""
+    return parse_object_of_file(read_text(path), path)
+
+
+def parse_object_of_file(text: str, path: Path) -> dict[str, Any]:
+    """Return the JSON object in ``text``, which was read from the file ``path``. Raises: SegmentError."""
+    try:
+        return parse_json_object(text)
+    except ValueError as error:
+        raise _unreadable(path, str(error)[:300]) from None
+
+
+def _unreadable(path: Path, why: str) -> SegmentError:
+    return SegmentError("untrusted_trainer_files.unreadable", "{path} cannot be read: {why}", path=path, why=why)
+
+
+def remove_special_files(folder: Path) -> list[str]:
+    """Remove each entry below ``folder`` that is neither a regular file nor a folder. Returns their names.
+
+    No process may still write there. Raises: SegmentError for folders nested deeper than any trainer makes them.
+    """
+    removed: list[str] = []
+    pending = [(os.fspath(folder), 0)]
+    while pending:
+        path, depth = pending.pop()
+        if depth > DEPTH:
+            raise SegmentError(
+                "untrusted_trainer_files.too_deep",
+                "{path} is nested deeper than {limit} folders. No trainer makes such a folder: remove it, then try again",
+                path=path[:300],
+                limit=DEPTH,
+            )
+        with contextlib.suppress(FileNotFoundError), os.scandir(path) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append((entry.path, depth + 1))
+                elif not entry.is_file(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    removed.append(os.path.relpath(entry.path, folder))
+    return removed
+
+
+def parse_json_object(text: str | bytes) -> dict[str, Any]:
+    """Return the JSON object in ``text``. Raises: ValueError as ``parse_json`` does, and for any other JSON value."""
+    found = parse_json(text)
+    if not isinstance(found, dict):
+        raise ValueError("it is not a JSON object")
+    return found
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the JSON value in ``text``.
+
+    Raises: ValueError, also for integers of more than 18 digits, halves of surrogate pairs and deep nesting.
+
+    >>> parse_json('{"loss": 2.5}')
+    {'loss': 2.5}
+    """
+    try:
+        text = text.decode() if isinstance(text, bytes) else text
+        found = json.loads(text, parse_int=_integer)
+        if HALF_PAIR.search(text):
+            json.dumps(found, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    return found
+
+
+def _integer(text: str) -> int:
+    if len(text) > DIGITS:
+        raise ValueError(f"an integer of {len(text)} digits")
+    return int(text)

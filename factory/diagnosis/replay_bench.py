@@ -1,0 +1,394 @@
+"""The bench of the loss doctor: replays a window of a segment in an arm, and scores the window's documents with the judge's model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+
+from agents.loss_doctor.arms import (
+    AGAIN,
+    AnomalyCase,
+    ArmOutcome,
+    BudgetSpent,
+    DocumentScore,
+    JoinedShards,
+    ReplayArm,
+    Start,
+)
+from agents.loss_doctor.curves import StepPoint, Symptom, points_of_metrics, quantity_of
+from factory.audit.kept_checkpoints import copy_checkpoint
+from factory.core.removal import remove_path
+from factory.diagnosis.new_documents import compare_new_documents
+from factory.gates.patch.held_out_scores import make_reference_model
+from factory.runs.arm import Arm
+from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.trace import Trace
+from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
+from trainer.contract.checkpoint import format as checkpoints
+from trainer.contract.checkpoint.format import Checkpoint, checkpoint_name
+from trainer.contract.data.data_order import DataOrder
+from trainer.contract.data.data_plan import DataPlan
+from trainer.contract.data.document_stream import DocumentStream, Piece, shard_generation
+from trainer.contract.recipe import Recipe
+
+ArmTrainer = Callable[[Arm], ArmEnd]  # trains an arm
+USUAL_STEPS = 32  # steps before the onset that define the usual values
+SAMPLE = 200  # documents of earlier shards that are scored for comparison
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Anomalies of one segment that belong together, with all that a replay of their window needs."""
+
+    kind: str  # of the first one
+    onset: int
+    last: int
+    spec: Mapping[str, Any]  # of the segment, as it was trained
+    kernels: Mapping[str, str]  # op → implementation, by name; empty: the code's own kernels.yaml
+    device: str  # of the kernels: cpu or cuda
+    lines: Sequence[StepPoint]  # of the live run, with those of the segments before it
+    rungs: Sequence[tuple[int, Path]]  # checkpoints at or before the onset, oldest first
+    code: Path
+    previous_code: Path | None = None
+    previous_commit: str = ""  # the commit of ``previous_code``
+    generation_begins: int | None = None
+    where: str = ""  # domain/<name> or layer/<name> of the anomaly
+    previous_weights: Mapping[str, float] | None = None  # earlier shares of the domains, if they changed recently
+    changed_recipe_keys: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # keys of optimiser and schedule that differ in the segment before, with their earlier values
+    one_rank: bool = False  # replayed on one rank, though the segment was trained by several
+    end: Path | None = None  # the newest checkpoint of the segment, after the window
+    environment_changed: str = ""  # libraries that differ from the segment before
+
+    def code_folder(self, arm: Arm) -> Path:
+        """The folder with the code of an arm."""
+        return self.previous_code if self.previous_code and arm.code == self.previous_commit else self.code
+
+    @property
+    def end_step(self) -> int:
+        return min(self.last + 1, int(self.spec["last_step"]))
+
+    @property
+    def newest_checkpoint(self) -> tuple[int, Path]:
+        return self.rungs[-1]
+
+    def checkpoints_in_segment(self) -> list[tuple[int, Path]]:
+        """The checkpoints from which the segment's own data plan reaches the window."""
+        return [rung for rung in self.rungs if rung[0] >= self.spec["first_step"]]
+
+    def find_older_checkpoint(self) -> tuple[int, Path] | None:
+        """The checkpoint nearest to half of the onset's steps: it is trained enough, and differs enough."""
+        return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
+
+    def symptom(self) -> Symptom:
+        quantity = quantity_of(self.kind, self.where)
+        before = [p for p in self.lines if p.step < self.onset and p.value(quantity) is not None]
+        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.window(self.lines), self.where)
+
+    def window(self, points: Sequence[StepPoint]) -> list[StepPoint]:
+        return [point for point in points if self.onset <= point.step <= self.last]
+
+
+@dataclass
+class WindowBench:
+    """A ``ReplayBench`` in ``folder``. After a kill, finished replays are read again and count for the budget."""
+
+    episode: Episode
+    folder: Path
+    run_trainer: ArmTrainer
+    budget: int  # the most steps that may be replayed
+    before: str = ""  # the Python interpreter of the previous environment
+    told: Callable[[float, str], None] = lambda steps, arm: (
+        None
+    )  # reports progress: (steps since the last call, name of the arm)
+    replayed: int = field(default=0)
+
+    def case(self) -> AnomalyCase:
+        found = self.episode
+        return AnomalyCase(
+            kind=found.kind,
+            onset=found.onset,
+            last=found.last,
+            symptom=found.symptom(),
+            recipe=found.spec["recipe"],
+            live=tuple(p for p in found.lines if found.newest_checkpoint[0] <= p.step < found.end_step),
+            all_reference=set(found.kernels.values()) == {"reference"},
+            has_previous_commit=found.previous_code is not None,
+            has_previous_environment=bool(self.before),
+            environment_changed=found.environment_changed,
+            has_end=found.end is not None,
+            has_earlier=len(found.checkpoints_in_segment()) > 1,
+            has_older=found.find_older_checkpoint() is not None,
+            resumed_at=found.newest_checkpoint[0] if has_lost_moments(found.newest_checkpoint[1]) else None,
+            generation_begins=found.generation_begins,
+            has_previous_mixture=found.previous_weights is not None,
+            was_otherwise=found.changed_recipe_keys,
+            one_rank=found.one_rank,
+        )
+
+    # -- replays -------------------------------------------------------------------------------------------------------
+    def run(self, arm: ReplayArm) -> ArmOutcome:
+        """Raises: BudgetSpent; IsolationError."""
+        name = hashlib.sha256(repr(arm).encode()).hexdigest()[:12]
+        done = self.folder / f"{name}.json"
+        self.told(0, arm.name)
+        if (outcome := _stored(done)) is None:
+            first = self._first(arm.start)
+            approach = self.episode.onset - self.episode.newest_checkpoint[0] if arm == AGAIN[0] else 0
+            steps = self.episode.end_step - first + approach
+            if self.replayed + steps > self.budget:
+                raise BudgetSpent(
+                    Message(
+                        "diagnosis.budget_spent",
+                        "the budget of {budget:,|replayed step|replayed steps} is used up: {replayed:,|step was|steps were} "
+                        "replayed, and '{arm}' needs {needed} more",
+                        budget=self.budget,
+                        replayed=self.replayed,
+                        arm=arm.name,
+                        needed=steps,
+                    )
+                )
+            before = self._approach() if arm.start in ("onset", "older weights") else None
+            if before is not None and before.failed:
+                return replace(before, arm=arm.name)
+            outcome = self._replay(arm, first, self._start(arm.start), self.episode.end_step)
+            if before is not None and approach and not outcome.failed:
+                curve = (*before.curve, *outcome.curve)
+                outcome = replace(outcome, steps=steps, curve=curve, bits=_bits(outcome.bits, curve))
+            _store(done, outcome)
+        self.replayed += outcome.steps
+        self.told(outcome.steps, "")
+        return outcome
+
+    def _approach(self) -> ArmOutcome:
+        """Replay the steps from the newest checkpoint to the onset, once. They make the checkpoint from which most arms start.
+
+        These steps are a part of the arm 'same again'.
+        """
+        done = self.folder / "approach.json"
+        if (outcome := _stored(done)) is None:
+            first, start = self.episode.newest_checkpoint
+            if first == self.episode.onset:
+                return ArmOutcome("approach", None)
+            outcome = self._replay(ReplayArm("approach"), first, start, self.episode.onset)
+            _store(done, outcome)
+        return outcome
+
+    def _first(self, start: Start) -> int:
+        if start == "earlier":
+            return self.episode.checkpoints_in_segment()[-2][0]
+        return self.episode.newest_checkpoint[0] if start == "newest" else self.episode.onset
+
+    def _start(self, start: Start) -> Path:
+        """The checkpoint from which an arm starts."""
+        episode = self.episode
+        if start == "earlier":
+            return episode.checkpoints_in_segment()[-2][1]
+        if start == "end":
+            assert episode.end is not None
+            return episode.end
+        if start == "newest" or (start == "onset" and episode.newest_checkpoint[0] == episode.onset):
+            return episode.newest_checkpoint[1]
+        at_onset = self.folder / "onset" / checkpoint_name(episode.onset)
+        if start == "onset":
+            return at_onset
+        older = episode.find_older_checkpoint()
+        assert older is not None
+        return graft_checkpoint(
+            older[1], at_onset if at_onset.exists() else episode.newest_checkpoint[1], self.folder / "grafted"
+        )
+
+    def _replay(self, arm: ReplayArm, first: int, start: Path, until: int) -> ArmOutcome:
+        episode = self.episode
+        ended = self.run_trainer(self._arm(arm, first, start, until))
+        steps = until - first
+        if ended.failed:
+            remove_path(ended.folder)
+            return ArmOutcome(arm.name, None, steps, failed=ended.failed)
+        left = Trace(ended.folder, first, until, ends=False)
+        curve, bits = tuple(points_of_metrics(list(left.lines.values()))), left.bits
+        if until == episode.onset:
+            at_onset = self.folder / "onset" / checkpoint_name(until)
+            remove_path(at_onset)  # left by a process that was killed before it stored the outcome
+            copy_checkpoint(left.checkpoint, at_onset)
+        remove_path(ended.folder)  # the numbers are kept, not the weights
+        fires = (
+            None
+            if arm.start == "older weights" or until == episode.onset
+            else episode.symptom().is_present(episode.window(curve))
+        )
+        whole = arm.start == "newest" or first == episode.newest_checkpoint[0]
+        return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
+
+    def _arm(self, arm: ReplayArm, first: int, start: Path, until: int) -> Arm:
+        """The run of an arm. The rate of a trunk does not depend on its last step, so an arm of a trunk ends with the window."""
+        episode, base = self.episode, dict(self.episode.spec)
+        if base["kind"] == "trunk":
+            base["last_step"] = until
+        plan: dict[str, Any] = {"reshuffled": arm.reshuffled} if arm.reshuffled else {}
+        if arm.masked:
+            plan["masked"] = DataPlan.from_json(base["data_plan"]).with_masked(arm.masked).masked
+        if arm.previous_mixture and episode.previous_weights is not None:
+            plan |= {"weights": dict(episode.previous_weights), "phases": []}
+        kernels = dict.fromkeys(episode.kernels, "reference") if arm.reference_kernels else dict(episode.kernels)
+        goes_on = (
+            first > base["first_step"]
+            or start != episode.newest_checkpoint[1]
+            or base["initial_checkpoint"] is not None
+        )
+        return Arm(
+            arm.name, base, episode.previous_commit if arm.previous_commit and episode.previous_code else base["code_commit"],
+            recipe={"checkpoint_every": until, "keep_checkpoints": 2, **arm.recipe}, plan=plan, start=start if goes_on else None, until=until,
+            kernels=yaml.safe_dump({episode.device: kernels}) if kernels else "", environment=self.before if arm.previous_environment else "",
+        )  # fmt: skip
+
+    # -- documents -----------------------------------------------------------------------------------------------------
+    def scores(self, start: Start) -> list[DocumentScore]:
+        """The scores of all documents in the window, of ``SAMPLE`` documents of earlier shards, and of as many of the newest shards."""
+        path = self._start(start)
+        stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
+        if stored.exists():
+            return [DocumentScore(*row) for row in json.loads(stored.read_text())]
+        self.told(0, f"documents scored, {start}")
+        found = score_documents(self.episode, path)
+        stored.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(stored, json.dumps([astuple(score) for score in found]))
+        return found
+
+    def joined(self) -> list[JoinedShards]:
+        """For each domain, how the documents that the newest shards bring into the window differ from earlier ones."""
+        order = data_order_at(self.episode, self.episode.onset)
+        keys: dict[str, set[str]] = defaultdict(set)
+        for key, piece in read_pieces_until(order, self.episode.end_step):
+            keys[piece.stream].add(key)
+        return compare_new_documents(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
+
+
+def data_order_at(episode: Episode, step: int) -> DataOrder:
+    """The segment's data order, moved to a step at or after the newest checkpoint."""
+    recipe = Recipe.parse(dict(episode.spec["recipe"]))
+    plan = DataPlan.from_json(episode.spec["data_plan"])
+    first, path = episode.newest_checkpoint
+    restarts = episode.spec.get("restart_data") and first == episode.spec["first_step"]
+    state = None if restarts else checkpoints.read_state(path)["sampler"]
+    sizes = {"context": recipe.model.context, "vocab_size": recipe.model.vocab_size}
+    order = DataOrder(plan, batch=recipe.batch, state=state, **sizes)
+    if restarts:
+        order.step = first
+    while order.step < step:
+        order.next_rows()
+    return order
+
+
+def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
+    """(key of the document, piece) for each piece of the steps before ``step``."""
+    while order.step < step:
+        for piece in (piece for row in order.next_rows() for piece in row):
+            yield order.streams[piece.stream].key(piece.document), piece
+
+
+def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
+    """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``sample_pieces``. Computed on the CPU."""
+    model = make_reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
+    order = data_order_at(episode, episode.onset)
+    pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
+    for key, piece in read_pieces_until(order, episode.end_step):
+        pieces[key, True].append(piece)
+    for piece in sample_pieces(order, SAMPLE):
+        key = order.streams[piece.stream].key(piece.document)
+        if (key, True) not in pieces:
+            pieces[key, False].append(piece)
+    joined = newest_streams(order)
+    every = [order.streams[piece.stream].tokens(piece).astype(np.int64) for parts in pieces.values() for piece in parts]
+    counts = np.bincount(np.concatenate(every), minlength=int(episode.spec["recipe"]["model"]["vocab_size"])) + 1.0
+    nats_of = -np.log(counts / counts.sum())
+    found = []
+    for (key, in_window), parts in sorted(pieces.items()):
+        scored = []
+        for piece in parts:
+            stream = order.streams[piece.stream]
+            targets = np.broadcast_to(stream.target_mask(piece), piece.positions)
+            if targets.any():
+                tokens = torch.from_numpy(stream.tokens(piece).astype(np.int64))
+                scored.append((tokens, torch.from_numpy(targets.copy())))
+        if scored:
+            nats, norm = model.gradient_norm(scored)
+            count = sum(int(targets.sum()) for _, targets in scored)
+            new = any(piece.stream in joined for piece in parts)
+            by_frequency = sum(float(nats_of[tokens[1:][targets]].sum()) for tokens, targets in scored) / count
+            found.append(DocumentScore(key, nats / count, norm, count, in_window, new, by_frequency))
+    return found
+
+
+def newest_streams(order: DataOrder) -> set[str]:
+    """Names of the streams of the newest generation; empty for a single generation."""
+    newest, oldest = (end(map(shard_generation, order.streams)) for end in (max, min))
+    return {name for name in order.streams if shard_generation(name) == newest > oldest}
+
+
+def sample_pieces(order: DataOrder, count: int) -> list[Piece]:
+    """The first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
+    joined, found = newest_streams(order), []
+    for new in (True, False):
+        streams = [stream for name, stream in order.streams.items() if (name in joined) == new]
+        share = min(1.0, count / max(1, sum(len(stream.length) for stream in streams)))
+        for stream in streams:
+            length = len(stream.length)
+            chosen = np.linspace(0, length - 1, max(1, int(share * length))).astype(int)
+            found += [first_piece(stream, int(index)) for index in chosen if stream.length[index] > 1]
+    return found
+
+
+def first_piece(stream: DocumentStream, document: int) -> Piece:
+    """The first piece of a document, as a row would hold it."""
+    shard, first = int(stream.shard[document]), int(stream.start[document])
+    positions = min(stream.context, int(stream.length[document]) - 1)
+    supervised = stream.supervised(shard, first, positions)
+    return Piece(stream.name, 0, document, 0, positions, supervised, shard, first)
+
+
+def _bits(tensors: str, curve: Sequence[StepPoint]) -> str:
+    return hashlib.sha256(json.dumps([tensors, *(point.row() for point in curve)]).encode()).hexdigest()
+
+
+def _stored(path: Path) -> ArmOutcome | None:
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    return ArmOutcome(**found | {"curve": tuple(StepPoint(*point) for point in found["curve"])})
+
+
+def _store(path: Path, outcome: ArmOutcome) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(asdict(replace(outcome, curve=())) | {"curve": [p.row() for p in outcome.curve]}))
+
+
+def graft_checkpoint(older: Path, newest: Path, parent: Path) -> Path:
+    """A checkpoint with the weights and moments of ``find_older_checkpoint`` and the step and data position of ``newest_checkpoint``; returns its path."""
+    target = parent / newest.name
+    if not target.exists():
+        tensors = checkpoints.load(older)
+        parent.mkdir(parents=True, exist_ok=True)
+        checkpoints.save(parent, Checkpoint(tensors.model, tensors.optimizer, checkpoints.read_state(newest)))
+    return target
+
+
+def has_lost_moments(checkpoint: Path) -> bool:
+    """Whether all moments of a checkpoint are zero."""
+    moments = [
+        t
+        for key, t in checkpoints.read_tensors(checkpoint, "optimizer").items()
+        if key.startswith(("exp_avg", "momentum"))
+    ]
+    return bool(moments) and not any(bool(tensor.any()) for tensor in moments)

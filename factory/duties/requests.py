@@ -1,0 +1,42 @@
+"""The duty that does requests of a person, such as 'judge 3', once. It comes after unfinished work and before long work.
+
+Apart because a duty is one file, and one line of the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from factory.core.errors import InputError
+from factory.duties.duty import Duty, DutyState, Errand, always_due
+from factory.ledger.plant import Plant
+from factory.retrying.requests import open_requests, record_request_done
+from kernels.contract.message import Message
+
+
+def _asked(look: DutyState) -> list[Errand]:
+    """The requests, oldest first; those that start no trainer come before the others."""
+    return sorted(_errands(look), key=lambda errand: errand.duty.trains)
+
+
+def _errands(look: DutyState) -> Iterator[Errand]:
+    for request, one in open_requests(look.db).items():
+        try:
+            yield Errand.parse(request, look.duties)
+        except InputError as error:
+            yield Errand(Duty("refuse", "", always_due, partial(_refuse, str(error), one["event"])), request)
+
+
+def _refuse(why: str, event: int, plant: Plant, request: str) -> None:
+    plant.print_line(f"  {why}")
+    record_request_done(plant.ledger, request, event)
+
+
+ASKED = Duty(
+    "asked",
+    Message("duties.asked", "do the requests of a person"),
+    _asked,
+    lambda plant, subject: None,
+    fills_disk=True,
+)

@@ -1,0 +1,154 @@
+"""The parts of a patch that no run executed, instruction by instruction, so that branches within one line count too.
+
+The judge compiles the changed file, never runs it, and looks up the instructions of changed lines that the runs recorded (``executed``).
+Two kinds of code need no execution: a ``raise`` and an ``assert``'s message that only put words together, and the copies of a ``finally``
+body that the compiler makes.
+
+    x = a if fast else b        # 'b' is reported if ``fast`` was true in every run
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import dis
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from factory.gates.patch.execution_recorder import ExecutedCode, code_name, iterate_code_objects
+
+# Instructions of the compiler that no part of the source causes.
+SILENT = {
+    "RESUME", "CACHE", "NOP", "COPY_FREE_VARS", "MAKE_CELL", "RETURN_GENERATOR", "EXTENDED_ARG", "POP_TOP", "PRECALL", "PUSH_NULL",
+    "PUSH_EXC_INFO", "WITH_EXCEPT_START", "RERAISE", "POP_EXCEPT", "COPY", "SWAP", "LOAD_ASSERTION_ERROR", "RAISE_VARARGS", "KW_NAMES",
+    "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "END_FOR", "END_SEND", "CLEANUP_THROW",
+    "POP_JUMP_IF_TRUE", "POP_JUMP_FORWARD_IF_TRUE",
+}  # fmt: skip
+Span = tuple[tuple[int, int], tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class UnexecutedPart:
+    """A part of one changed line that no run executed. ``line`` counts from 1."""
+
+    path: str
+    line: int
+    source: str
+
+    @property
+    def device(self) -> str:
+        """The only device that can execute the part; '': any device. Triton's kernels are in files of that name."""
+        return "cuda" if self.path.endswith("triton.py") else ""
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}: {self.source}"
+
+
+def find_unexecuted_parts(path: str, base: str, text: str, executed: ExecutedCode) -> list[UnexecutedPart]:
+    """The changed parts of a Python file that were not executed, one per line, in order. Raises: SyntaxError."""
+    new = find_changed_lines(base, text)
+    lines = text.splitlines()
+    found: dict[int, UnexecutedPart] = {}
+    tree = ast.parse(text)
+    exempt = list(find_exempt_spans(tree))
+    tests = {_span(node.test) for node in ast.walk(tree) if isinstance(node, ast.Assert)}
+    traced = {((a, b), (c, d)) for a, b, c, d in executed.traced.get(path, ())}
+    for first, last in executed.launched.get(path, ()):
+        new -= set(range(first, last + 1))
+    for code in iterate_code_objects(compile(text, path, "exec", dont_inherit=True)):
+        own = code_name(code)
+        noted = {at for name, at in executed.instructions.get(path, ()) if name == own}
+        instructions = list(dis.get_instructions(code))
+        # The compiler copies some code: a loop's test, a finally.
+        at_places = {i.positions for i in instructions if i.offset in noted}
+        for i in instructions:
+            where = i.positions
+            if i.offset in noted or i.opname in SILENT or where in at_places:
+                continue
+            if where is None or where.lineno is None or where.lineno not in new or where.lineno in found:
+                continue
+            begin = (where.lineno, where.col_offset or 0)
+            end = (where.end_lineno or where.lineno, where.end_col_offset or 0)
+            if (begin, end) in traced:
+                continue
+            if i.opname in ("LOAD_CONST", "RETURN_VALUE", "RETURN_CONST") and begin[1] == end[1]:
+                continue  # the None that a function without return returns
+            if any(first <= begin and end <= last for first, last in exempt):
+                continue
+            if i.opname == "CALL" and (begin, end) in tests:
+                continue  # the call of AssertionError; a call in the test itself has more instructions
+            line = lines[begin[0] - 1]
+            inside = line.encode()[begin[1] : end[1] if end[0] == begin[0] else None].decode(errors="replace")
+            found[where.lineno] = UnexecutedPart(path, where.lineno, inside.strip()[:120] or line.strip()[:120])
+    return [found[line] for line in sorted(found)]
+
+
+def find_changed_lines(base: str, text: str) -> set[int]:
+    """The numbers of the lines of ``text`` that ``base`` does not have at that place."""
+    old, new = base.splitlines(), text.splitlines()
+    blocks = SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks()
+    same = {number + 1 for block in blocks for number in range(block.b, block.b + block.size)}
+    return set(range(1, len(new) + 1)) - same
+
+
+def find_exempt_spans(tree: ast.Module) -> Iterator[Span]:
+    """Spans of ``raise`` statements and of ``assert`` messages that only put words together, and of imports for type checkers."""
+    classes = find_exception_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Raise) and _raises_words(node.exc, classes) and _only_words(node.cause):
+            yield _span(node)
+        elif isinstance(node, ast.Assert) and node.msg is not None and _only_words(node.msg):
+            yield _span(node.msg)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in classes and _named(node.test, "TYPE_CHECKING"):
+            yield from (_span(part) for part in node.body if isinstance(part, ast.Import | ast.ImportFrom))
+
+
+def find_exception_names(tree: ast.Module) -> set[str]:
+    """Builtin exceptions, and names imported from approved code, unless the file binds the name again."""
+    builtin = {
+        name for name, value in vars(builtins).items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
+    approved = ("typing", "trainer.contract.", "kernels.contract.")
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    trusted = [
+        n for n in imports if isinstance(n, ast.ImportFrom) and n in tree.body and (n.module or "").startswith(approved)
+    ]
+    named = lambda nodes: {alias.asname or alias.name for node in nodes for alias in node.names}
+    bound = named(node for node in imports if node not in trusted)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            bound.add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+    return (builtin | named(trusted)) - bound
+
+
+def _named(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _raises_words(node: ast.expr | None, classes: set[str]) -> bool:
+    """An exception by name, or one call of it with words: a code, a template and data by name."""
+    if isinstance(node, ast.Call):
+        named = isinstance(node.func, ast.Name) and node.func.id in classes
+        data = all(word.arg is not None and _only_words(word.value) for word in node.keywords)
+        return named and data and all(map(_only_words, node.args))
+    return _only_words(node)
+
+
+def _only_words(node: ast.expr | None) -> bool:
+    """Names, constants and f-strings of them."""
+    if isinstance(node, ast.JoinedStr):
+        return all(map(_only_words, node.values))
+    if isinstance(node, ast.FormattedValue):
+        return _only_words(node.value)
+    if isinstance(node, ast.Attribute):
+        return _only_words(node.value)
+    return node is None or isinstance(node, ast.Constant | ast.Name)
+
+
+def _span(node: ast.stmt | ast.expr) -> Span:
+    return (node.lineno, node.col_offset), (node.end_lineno or node.lineno, node.end_col_offset or 0)

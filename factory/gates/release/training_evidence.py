@@ -1,0 +1,46 @@
+"""The evidence that people may change after a verdict: the current licences and anomalies of a candidate's training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from factory.gates.release.anomaly_policy import AnomalyPolicy
+from factory.gates.release.trained_licences import count_disputed_tokens, count_tokens_by_licence, shares_not_releasable
+from factory.ingest.rules.policy import DataPolicy
+from factory.ledger.anomalies import open_anomalies_of_lineage, rewound_segments_of_lineage
+from factory.ledger.plant import Plant
+from factory.ledger.rows import CandidateRow
+from kernels.contract.message import Message
+
+
+def read_training_evidence(plant: Plant, candidate_id: int) -> dict[str, Any]:
+    """Values of ``ReleaseEvidence`` by name, from the ledger and the policies. Raises: ConfigError."""
+    licences = DataPolicy.load(plant.workspace.policy_path("data.yaml")).licences
+    segment = CandidateRow.get(plant.ledger, candidate_id).segment
+    tokens = count_tokens_by_licence(plant.ledger, segment, licences)
+    other = shares_not_releasable(licences, tokens)
+    return {
+        "anomalies": _open_anomalies(plant, candidate_id),
+        "releasable": 1 - min(1.0, sum(other.values())) if any(tokens.values()) else None,
+        "not_releasable": other,
+        "disputed": count_disputed_tokens(plant.ledger, segment, licences) / sum(tokens.values()) if other else None,
+    }
+
+
+def _open_anomalies(plant: Plant, candidate_id: int) -> tuple[str, ...]:
+    """The open anomalies and the rewound segments of the training that a candidate comes from."""
+    kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
+    segment = CandidateRow.get(plant.ledger, candidate_id).segment
+    anomalies = [
+        Message(
+            "release.open_anomaly",
+            "{kind} at step {step} of segment {segment} (anomaly {anomaly}, which is open)",
+            kind=row.kind, step=row.step, segment=row.segment, anomaly=row.id,
+        )
+        for row in open_anomalies_of_lineage(plant.ledger, segment, kinds)
+    ]  # fmt: skip
+    rewound = [
+        Message("release.rewound", "segment {segment} was rewound", segment=number)
+        for number in rewound_segments_of_lineage(plant.ledger, segment)
+    ]
+    return (*anomalies, *rewound)

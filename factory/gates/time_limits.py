@@ -1,0 +1,89 @@
+"""Time limits of a candidate's process: multiples of the time that approved code just took for the same work on this machine.
+
+A fixed limit would measure how busy the machine is, not how good a patch is. So only approved code has a fixed, large limit. A process that
+a limit stopped leaves missing evidence, which holds a patch and does not reject it. A stopped candidate is tried once more, with a
+longer limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+from pydantic import Field
+
+from factory.core.policy_file import StrictPolicy
+from factory.gates.stage_interface import StageEvidence, missing_evidence
+from kernels.contract.message import Message
+
+Seconds = Annotated[float, Field(gt=0)]
+Ratio = Annotated[float, Field(ge=1)]
+Found = TypeVar("Found")
+
+
+class TimeLimits(StrictPolicy):
+    """Time limits of a process that runs a candidate's code."""
+
+    times: Ratio = 5.0
+    """The limit, as a multiple of the baseline's time for the same work."""
+    least_seconds: Seconds = 300.0
+    """The limit is never shorter: new code must be compiled first, and the baseline's code is compiled already."""
+    again: Ratio = 3.0
+    """A stopped process is tried once more with this multiple of the limit. 1: no second attempt."""
+    again_seconds: Seconds = 3600.0
+    """The longest limit of the second attempt. If the first limit was longer, no second attempt follows."""
+
+    def limits(self, baseline_seconds: float) -> tuple[float, ...]:
+        """The limits of the attempts in seconds, in order."""
+        first = max(self.least_seconds, self.times * baseline_seconds)
+        second = min(self.again * first, self.again_seconds)
+        return (first, second) if second > first else (first,)
+
+
+def run_with_limits(
+    limits: Sequence[float], attempt: Callable[[int, float], Found], out_of_time: Callable[[Found], bool]
+) -> Found:
+    """The result of the first attempt that was not stopped, else of the last one. ``attempt`` takes its number, from 0, and its limit."""
+    for number, limit in enumerate(limits):
+        found = attempt(number, limit)
+        if not out_of_time(found):
+            break
+    return found
+
+
+def out_of_time_evidence(reason: Message, **measured: Any) -> StageEvidence:
+    """Missing evidence of a stage that a time limit ended. The patch is judged again later."""
+    return missing_evidence(reason, out_of_time=True, **measured)
+
+
+def find_only_missing_stage(evidence: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The evidence of the stage that alone held a patch, because it is missing; else empty. ``evidence``: of the patch's verdict."""
+    stages = evidence.get("stages") or {}
+    found = [stage for stage in stages.values() if stage["state"] not in ("passed", "not needed")]
+    return found[0] if len(found) == 1 and found[0]["state"] == "missing" else {}
+
+
+def was_out_of_time(evidence: Mapping[str, Any]) -> bool:
+    """True if only a time limit held a patch. ``evidence``: of the patch's verdict."""
+    return find_only_missing_stage(evidence).get("out_of_time") is True
+
+
+def stopped_message(what: str, limits: Sequence[float], baseline_seconds: float, key: str) -> Message:
+    """The reason that each limit stopped the candidate's process ``what``. ``key``: the policy's section with the limits."""
+    return Message(
+        "gates.stopped",
+        "The candidate's {what} did not end within the time limit of each attempt ({limits:.0f} s; the baseline took {baseline:.0f} s). Either the "
+        "process never ends, or the machine is too busy. Close other programs and judge the patch again, or raise {key} in "
+        "policies/gates/patch.yaml.",
+        what=what, limits=list(limits), baseline=baseline_seconds, key=key,
+    )  # fmt: skip
+
+
+def baseline_stopped_message(what: str, seconds: float, key: str) -> Message:
+    """The reason that a limit stopped the process ``what`` of approved code."""
+    return Message(
+        "gates.baseline_stopped",
+        "The baseline's {what} did not end within {seconds:.0f} s, which says nothing about the patch. Close other programs and judge the patch "
+        "again, or raise {key} in policies/gates/patch.yaml.",
+        what=what, seconds=seconds, key=key,
+    )  # fmt: skip

@@ -1,0 +1,342 @@
+"""Decisions that need all documents of a shard: duplicates, the held-out split, contamination. In the order of rows.
+
+The input is the analysed chunks and the ledger's index. The output is fates on the rows, and the remaining work for each
+remaining document. This module writes nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from factory.ingest.document import Row
+from factory.ingest.document_index import BARRED, DocumentIndex
+from factory.ingest.rules import contamination, held_out_split
+from factory.ingest.rules.licence_claims import COPY_RULES
+from factory.ingest.rules.licence_names import fold_licence_name
+from factory.ingest.rules.near_duplicates import NearDuplicates, Signatures
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.rules.word_hashes import Hashes
+from factory.ingest.worker import AnalysedChunk, FinishTask, read_spooled_ngrams
+from factory.ledger.removals import REMOVED_FATE
+from kernels.contract.message import Message
+
+# Stands in ``documents.detail``; 'factory check --repair' finds such rows by this text, in ledgers of older versions too.
+COPY_OF_BARRED = Message("ingest.copy_of_barred", "this text came under a licence that does not allow training")
+DRAWS = 4  # selections of held-out documents from a shard at most; each reads all n-grams of the shard
+
+
+@dataclass(frozen=True)
+class ShardDecisions:
+    """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``read_licences``: by shard ('':
+    this one), the number of dropped copies that the shard has under another licence."""
+
+    tasks: list[list[FinishTask]]
+    held_out: dict[str, Hashes]
+    near: NearDuplicates
+    signatures: Signatures  # [alive, permutations], numbered as ``numbers``
+    numbers: dict[str, int]  # key → number among the signatures, of all documents that later shards are compared with
+    licences: dict[str, int]
+    groups: dict[str, Any]  # by domain, the facts about its groups that a person is told (``_grouping``)
+
+
+@dataclass(frozen=True)
+class _Living:
+    """A document that has no fate yet, with the place of its content in the spool and its number in the shard."""
+
+    row: Row
+    number: int
+    chunk: int
+    place: int
+
+
+def decide_fates(
+    analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
+) -> ShardDecisions:
+    """Set the fates that depend on other documents, on the rows of ``analysed``."""
+    signed = np.concatenate([one.signatures for one in analysed])
+    near = NearDuplicates(signed, policy.near_duplicates.threshold, index.find_by_bands)
+    living, barred = _drop_duplicates(list(_living(analysed)), index, near)
+    held_out = _hold_out(living, analysed, index, policy, spool)
+    tasks = _find_contamination(living, analysed, index, policy, spool, held_out)
+    numbers = {one.row.key: one.number for one in (*living, *barred)}
+    rows = {row.key: row for one in analysed for row in one.rows}
+    groups = _grouping([one.row for one in living], index, policy)
+    return ShardDecisions(tasks, held_out, near, signed, numbers, _other_licences(rows, index), groups)
+
+
+def _living(analysed: Sequence[AnalysedChunk]) -> Iterator[_Living]:
+    number = 0
+    for chunk in analysed:
+        for place, at in enumerate(chunk.undecided):
+            yield _Living(chunk.rows[at], number, chunk.chunk, place)
+            number += 1
+
+
+def _drop_duplicates(
+    living: list[_Living], index: DocumentIndex, near: NearDuplicates
+) -> tuple[list[_Living], list[_Living]]:
+    """Drop all but the first of equal or near-equal documents. A copy of a held-out document counts as contamination; a text whose licence
+    does not allow training bars its copies, those before it in this shard too. Returns what is left, and the rows that bar a text."""
+    known = index.find_by_content([one.row.content_sha256 or "" for one in living])
+    fates = index.read_fates(sorted({key for keys in near.stored.keys.values() for key in keys}))
+    here: dict[str, str] = {}  # fate by key, of the first of each text
+    first: dict[str, str] = {}
+    kept: list[_Living] = []
+    barred: list[_Living] = []
+    by_number: dict[int, str] = {}
+    refusal = index.make_refusal_check()
+
+    def match(one: _Living) -> tuple[str, str, str, str] | None:
+        """(rule, fate of the other, how alike they are, its key)"""
+        content = one.row.content_sha256
+        assert content
+        if content in known:
+            key, fate = known[content]
+            return "exact_duplicate", fate, Message("ingest.same", "the same content"), key
+        if content in first:
+            same = Message("ingest.same_here", "the same content, in this shard")
+            return "exact_duplicate", here[first[content]], same, first[content]
+        if found := near.match(one.number):
+            other, similarity = found
+            if isinstance(other, int):
+                key = by_number[other]
+                near_here = Message(
+                    "ingest.near_here", "{similarity:.0%} similar, in this shard", similarity=similarity
+                )
+                return "near_duplicate", here[key], near_here, key
+            said = Message("ingest.near", "{similarity:.0%} similar", similarity=similarity)
+            return "near_duplicate", fates[other], said, other
+        return None
+
+    for one in sorted(
+        living, key=lambda one: not one.row.licence_refusal
+    ):  # barred rows first, else in the order of rows
+        row = one.row
+        if not row.licence_refusal and (why := refusal(row.source, row.license)):
+            row.drop("removed", why)
+            continue
+        found = match(one)
+        if row.licence_refusal:
+            row.drop("licence", row.licence_refusal, found and found[3])
+        elif found:
+            _drop_copy(row, *found)
+        if not found or row.licence_refusal:  # a barred copy may be near to documents that its original is not near to
+            near.keep(one.number)
+            by_number[one.number] = row.key
+            assert row.content_sha256
+            first.setdefault(row.content_sha256, row.key)
+            here[row.key] = BARRED if row.licence_refusal else "train"
+            (barred if row.licence_refusal else kept).append(one)
+    return kept, barred
+
+
+def _other_licences(rows: Mapping[str, Row], index: DocumentIndex) -> dict[str, int]:
+    """By shard ('': this one), the number of this shard's texts that it has under another licence."""
+    copies = [row for row in rows.values() if row.matched and row.rule in COPY_RULES]
+    stored = index.read_licences(sorted({row.matched for row in copies if row.matched and row.matched not in rows}))
+    found: Counter[str] = Counter()
+    for row in copies:
+        assert row.matched
+        here = rows.get(row.matched)
+        licence, shard = (here.license or "", "") if here else stored[row.matched]
+        if fold_licence_name(licence) != fold_licence_name(row.license):
+            found[shard] += 1
+    return dict(found)
+
+
+def _drop_copy(row: Row, rule: str, fate: str, how: str, key: str) -> None:
+    if fate == BARRED:
+        row.drop("licence", Message("ingest.barred", "{what} ({how})", what=COPY_OF_BARRED, how=how), key)
+    elif fate == REMOVED_FATE:
+        said = Message("ingest.copy_of_removed", "a copy of a document that a person took out ({how})", how=how)
+        row.drop("removed", said, key)
+    elif fate == "held_out":
+        row.drop(
+            "contaminated", Message("ingest.copy_of_held_out", "a copy of a held-out document ({how})", how=how), key
+        )
+    else:
+        row.drop(rule, how, key)
+
+
+def _grams(
+    living: Sequence[_Living], analysed: Sequence[AnalysedChunk], spool: Path
+) -> Iterator[tuple[_Living, Hashes]]:
+    """The n-grams of each document, with one chunk in memory at a time."""
+    chunk, loaded = -1, []
+    for one in living:
+        if one.chunk != chunk:
+            chunk, loaded = one.chunk, read_spooled_ngrams(spool, analysed[one.chunk])
+        yield one, loaded[one.place]
+
+
+def _hold_out(
+    living: Sequence[_Living], analysed: Sequence[AnalysedChunk], index: DocumentIndex, policy: DataPolicy, spool: Path
+) -> dict[str, Hashes]:
+    """Choose the held-out documents and set their fate. Returns key → the n-grams by which later copies are found."""
+    own = [one for one in living if not one.row.synthetic_by]  # text that a model wrote cannot measure models
+    trained = index.find_trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
+    recorded = {name: half for name, half in index.read_held_out_groups().items() if name not in trained}
+    select = _selecting(own, index, policy, recorded, trained)
+    held: dict[int, held_out_split.HeldOutPlace] = {}
+    refused: dict[int, str] = {}
+    for _ in range(DRAWS):  # each time, other documents replace those that share words with training data
+        held = select(refused)
+        candidates, overlaps = _own_words(
+            [one for one in own if one.number in held], living, analysed, index, policy, spool
+        )
+        refused |= overlaps
+        if not overlaps:
+            break
+    for number in refused:
+        held.pop(number, None)
+    groups = {one.group for one in held.values()} | recorded.keys()
+    chosen: dict[str, Hashes] = {}
+    for one in own:
+        row = one.row
+        if one.number in refused:
+            row.detail = Message(
+                "ingest.not_held_out",
+                "not held out: it shares words with {key}, which is training data",
+                key=refused[one.number],
+            )
+        if as_one := held.get(one.number):
+            row.fate, row.held_out_group, row.is_sealed = "held_out", as_one.group, as_one.sealed
+            chosen[row.key] = candidates[one.number]
+        elif row.group in groups:
+            limit = Message("ingest.enough_held_out", "as many as hold_out_at_most (data.yaml) are held out already")
+            special = Message("ingest.spells_special", "the document spells a special token")
+            why = row.detail or (special if row.spells_special_token else limit)
+            group = Message(
+                "ingest.of_held_out_group", "of group {group!r}, which is held out; {why}", group=row.group, why=why
+            )
+            row.drop("held_out_group", group)
+    return chosen
+
+
+def _selecting(
+    living: Sequence[_Living],
+    index: DocumentIndex,
+    policy: DataPolicy,
+    recorded: Mapping[str, bool],
+    trained: Collection[str],
+) -> Callable[[Collection[int]], dict[int, held_out_split.HeldOutPlace]]:
+    """A function that selects held-out documents; it leaves out the documents with the numbers in its argument."""
+    before = index.read_held_out_counts()
+    count = functools.cache(index.count_trained)
+
+    def wanted(domain: str) -> held_out_split.HeldOutTarget:
+        at_most = policy.rules_of_domain(domain).hold_out_at_most
+        return held_out_split.HeldOutTarget(policy.held_out.share, min(policy.held_out.least, at_most // 2), at_most)
+
+    def of(refused: Collection[int]) -> dict[int, held_out_split.HeldOutPlace]:
+        arrived = [
+            held_out_split.CandidateDocument(
+                one.number, one.row.key, one.row.domain, one.row.group_key, one.row.content_sha256 or "",
+                can_be_held_out=one.number not in refused and not one.row.spells_special_token,
+            )
+            for one in living
+        ]  # fmt: skip
+        return held_out_split.select_held_out(arrived, recorded, trained, before, wanted, count)
+
+    return of
+
+
+def _grouping(rows: Sequence[Row], index: DocumentIndex, policy: DataPolicy) -> dict[str, Any]:
+    """Of each domain that is grouped by a key, and of which a person should know something: {"group": kind, "documents": n, "groups": n,
+    "lacking": documents without the key, "parts": documents with the key that are held out as groups of their own, "halves": [groups in the
+    sealed half, groups in the dev half]}."""
+    found = {}
+    before = index.read_held_out_counts()
+    for domain in sorted({row.domain for row in rows}):
+        kind = policy.rules_of_domain(domain).group
+        if kind in held_out_split.DOCUMENT_KINDS:
+            continue
+        ours = [row for row in rows if row.domain == domain and not row.synthetic_by]
+        known = before.get(domain, held_out_split.EarlierHeldOut())
+        held = [row for row in ours if row.fate == "held_out"]
+        parts = sum(row.held_out_group != row.group for row in held)
+        lacking = sum(row.group_key is None for row in ours)
+        halves = [
+            len({*known.groups.get(half, ()), *(row.held_out_group for row in held if row.is_sealed == half)})
+            + known.parts.get(half, 0)
+            for half in held_out_split.HALVES
+        ]
+        if ours and (parts or lacking or (policy.held_out.share and policy.held_out.least and not all(halves))):
+            found[domain] = {
+                "group": kind, "documents": len(ours), "groups": len({row.group for row in ours}), "lacking": lacking, "parts": parts,
+                "halves": halves,
+            }  # fmt: skip
+    return found
+
+
+def _own_words(
+    wanting: Sequence[_Living],
+    living: Sequence[_Living],
+    analysed: Sequence[AnalysedChunk],
+    index: DocumentIndex,
+    policy: DataPolicy,
+    spool: Path,
+) -> tuple[dict[int, Hashes], dict[int, str]]:
+    """By number of each ``wanting`` document: its n-grams without common phrases; and, for some, the key of a training document that shares
+    one of them."""
+    if not wanting:
+        return {}, {}
+    candidates = {one.number: grams for one, grams in _grams(wanting, analysed, spool)}
+    all_grams = np.unique(np.concatenate(list(candidates.values())))
+    counts = np.zeros(len(all_grams), np.int64)
+    if len(all_grams):
+        for _, grams in _grams(living, analysed, spool):
+            counts[_places(all_grams, np.unique(grams))] += 1
+    trained: dict[int, set[str]] = {}
+    for gram, key in index.find_trained_by_ngram(all_grams):
+        trained.setdefault(gram, set()).add(key)
+    for gram, keys in trained.items():
+        counts[np.searchsorted(all_grams, np.uint64(gram))] += len(keys)
+    common = all_grams[counts > policy.decontamination.common]
+    overlaps: dict[int, str] = {}
+    for number, grams in candidates.items():
+        at_common = np.flatnonzero(np.isin(grams, common))
+        grams = np.unique(
+            grams[contamination.mask_without_overlap(at_common, len(grams), policy.decontamination.ngram)]
+        )
+        candidates[number] = grams
+        if overlap := next((min(trained[gram]) for gram in grams.tolist() if gram in trained), None):
+            overlaps[number] = overlap
+    return candidates, overlaps
+
+
+def _places(ordered: Hashes, values: Hashes) -> np.ndarray:
+    """The positions in ``ordered`` of the ``values`` that it holds."""
+    places = np.searchsorted(ordered, values)
+    places[places == len(ordered)] = 0
+    return places[ordered[places] == values]
+
+
+def _find_contamination(
+    living: Sequence[_Living],
+    analysed: Sequence[AnalysedChunk],
+    index: DocumentIndex,
+    policy: DataPolicy,
+    spool: Path,
+    held_out: dict[str, Hashes],
+) -> list[list[FinishTask]]:
+    known = contamination.HeldOutNgrams.build([*index.read_held_out_ngrams(), *held_out.items()])
+    tasks: list[list[FinishTask]] = [[] for _ in analysed]
+    for one, grams in _grams(living, analysed, spool):
+        cuts: list[tuple[int, int]] = []
+        if one.row.fate == "dropped":
+            continue
+        if one.row.fate != "held_out":
+            collisions = known.find(grams)
+            cuts = contamination.merge_spans(collisions, policy.decontamination.ngram)
+            if cuts:
+                one.row.matched = known.owner(grams[collisions[0]])
+        tasks[one.chunk].append(FinishTask(one.place, one.row.key, one.row.fate == "held_out", cuts))
+    return tasks

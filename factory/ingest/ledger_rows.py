@@ -1,0 +1,138 @@
+"""Writes the ledger rows of an ingested shard, all in the caller's transaction."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import sqlalchemy as sa
+
+from agents.core.untrusted import one_line
+from factory.ingest.decisions import ShardDecisions
+from factory.ingest.document import SYNTHETIC_PREFIX, Row
+from factory.ingest.hash_index import HashedDocument
+from factory.ingest.rules.policy import Licences
+from factory.ingest.tokenizer import Tokenizer
+from factory.ingest.worker import FinishedDocument
+from factory.ledger.ledger import documents, held_out, tokenizers
+
+LONGEST_EXAMPLE = 300  # characters
+_AT_ONCE = 20_000  # rows in one statement
+NO_GRAMS = np.zeros(0, np.uint64)
+
+
+def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
+    """``counts``, ``domains`` and ``tokens`` of a row of the ledger's table ``shards``."""
+    assert all(row.fate for row in rows)
+    fates = Counter(row.fate for row in rows)
+    kinds: Counter[str] = Counter()
+    domains: dict[str, dict[str, int]] = {}
+    for row in rows:
+        if row.fate == "dropped":
+            continue
+        kinds.update(row.pii)
+        if row.fate == "train":
+            domain = domains.setdefault(row.domain, {"documents": 0, "tokens": 0, "supervised_tokens": 0})
+            domain["documents"] += 1
+            domain["tokens"] += row.tokens
+            domain["supervised_tokens"] += row.supervised_tokens
+    counts = {
+        "train": fates["train"],
+        "held_out": fates["held_out"],
+        "dropped": dict(sorted(Counter(row.rule for row in rows if row.fate == "dropped").items())),
+        "pii": kinds.total(),
+        "pii_kinds": dict(sorted(kinds.items())),
+        "trimmed": sum(row.trimmed > 0 for row in rows),
+    }
+    if examples := _examples(rows):
+        counts["examples"] = examples
+    return {"counts": counts, "domains": domains, "tokens": sum(domain["tokens"] for domain in domains.values())}
+
+
+def count_held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
+    """By licence as written, the training documents that hold a release back: their number, and why ('missing', 'listed', 'unlisted')."""
+    counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
+    why = lambda name: "listed" if policy.is_listed(name) else "unlisted" if name else "missing"
+    return {name: {"documents": count, "why": why(name)} for name, count in sorted(counts.items())}
+
+
+def _examples(rows: Sequence[Row]) -> dict[str, str]:
+    """By rule, the first row that the rule dropped."""
+    found: dict[str, str] = {}
+    for row in rows:
+        if row.fate == "dropped" and row.rule:
+            found.setdefault(row.rule, f"row {row.number}: {one_line(row.detail or '', LONGEST_EXAMPLE)}")
+    return dict(sorted(found.items()))
+
+
+def write_tokenizer(tx: sa.Connection, tokenizer: Tokenizer, place: str) -> None:
+    if tx.execute(sa.select(tokenizers.c.sha256)).scalar() is None:
+        tx.execute(
+            tokenizers.insert().values(
+                sha256=tokenizer.sha256, path=place, vocab_size=tokenizer.vocab_size, created_at=time.time()
+            )
+        )
+
+
+def write_documents(tx: sa.Connection, rows: Iterable[Row], sha256: str, token_shard: str | None) -> None:
+    _insert(
+        tx,
+        documents,
+        (
+            {
+                "key": row.key, "id": row.id, "shard": sha256, "row": row.number, "domain": row.domain,
+                "source": row.source, "license": row.license, "content_sha256": row.content_sha256, "fate": row.fate,
+                "rule": row.rule, "matched": row.matched, "detail": _detail(row), "releasable": row.releasable,
+                "tokens": row.tokens, "supervised_tokens": row.supervised_tokens,
+                "token_shard": token_shard if row.fate == "train" else None, "group_key": row.group_key, "facts": row.grouping_facts or None,
+            }
+            for row in rows
+        ),
+    )  # fmt: skip
+
+
+def write_held_out(tx: sa.Connection, rows: Iterable[Row], finished: Mapping[str, FinishedDocument]) -> None:
+    """The contents of the held-out documents."""
+    held = ((row, finished[row.key].content) for row in rows if row.fate == "held_out")
+    _insert(
+        tx,
+        held_out,
+        (
+            {
+                "key": row.key,
+                "domain": row.domain,
+                "group_key": row.held_out_group,
+                "sealed": row.is_sealed,
+                "content": content,
+            }
+            for row, content in held
+        ),
+    )
+
+
+def hash_documents(
+    rows: Sequence[Row], decided: ShardDecisions, finished: Mapping[str, FinishedDocument]
+) -> Iterator[HashedDocument]:
+    """The hashes that later shards are compared with: of each kept document, and of each text whose licence does not allow training. The latter
+    has only its signature, by which copies are found."""
+    barring = (row for row in rows if row.rule == "licence" and row.key in decided.numbers)
+    for row in (*(row for row in rows if row.fate != "dropped"), *barring):
+        is_held = row.fate == "held_out"
+        grams = decided.held_out[row.key] if is_held else finished[row.key].sampled if row.fate == "train" else NO_GRAMS
+        yield HashedDocument(row.key, decided.signatures[decided.numbers[row.key]], grams, is_held)
+
+
+def _detail(row: Row) -> str | None:
+    replaced = ", ".join(f"{count} {kind}" for kind, count in sorted(row.pii.items()))
+    maker = f"{SYNTHETIC_PREFIX}{row.synthetic_by}" if row.synthetic_by else None
+    words = [maker, row.detail, f"replaced: {replaced}" if replaced and row.fate != "dropped" else None]
+    return "; ".join(word for word in words if word) or None
+
+
+def _insert(tx: sa.Connection, table: sa.Table, values: Iterator[dict[str, Any]]) -> None:
+    while batch := list(islice(values, _AT_ONCE)):
+        tx.execute(table.insert(), batch)

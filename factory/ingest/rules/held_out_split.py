@@ -1,0 +1,368 @@
+"""Chooses which documents are held out, and in which half: whole groups, by a pure function of the shard and the ledger's records.
+
+The documents of a *group* depend on one another, so all of them are held out, or all are trained on. ``group`` of a domain in ``data.yaml``
+tells what a group is. Held out are the groups that a hash of their name draws, and as many more as each domain needs to be judged.
+
+Held-out documents have two halves. Only the release gate reads the *sealed* half. The *dev* half is for everything else: the gates of the code
+loop, agents, the weights of an average. A group stays in one half for ever, in all domains: the ledger records the half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal, get_args
+from urllib.parse import urlsplit
+
+from kernels.contract.message import Message
+
+GroupKind = Literal["document", "source", "path", "url-host", "conversation", "none"]
+KINDS: tuple[GroupKind, ...] = get_args(GroupKind)
+DOCUMENT_KINDS = ("document", "none")
+MOST_OF_FIRST_PAIR = 16  # a domain's first two groups may be held out up to so many documents, even if that is more than half of the domain
+HALVES = (True, False)  # sealed, dev
+
+
+def read_grouping_facts(row: Mapping[str, Any]) -> dict[str, str]:
+    """The names in a row, besides its source, by which its document may be grouped.
+
+    >>> read_grouping_facts({"url": "https://www.Example.org:443/a?b", "conversation_id": 7, "path": "src/a.py", "text": "x"})
+    {'url-host': 'example.org', 'conversation': '7', 'path': 'src/a.py'}
+    >>> read_grouping_facts({"url": "example.org/a", "conversation": [{"role": "user"}]})
+    {'url-host': 'example.org'}
+    """
+    named = {"url-host": _host(row.get("url")), "path": _word(row.get("path"))}
+    named["conversation"] = _word(row.get("conversation_id")) or _word(row.get("conversation"))
+    return {kind: named[kind] for kind in ("url-host", "conversation", "path") if named[kind]}
+
+
+def _word(value: object) -> str:
+    """A name as text; '': the value is not a name."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value) if abs(value) < 1 << 128 else ""
+    return value if isinstance(value, str) and len(value) <= 1000 and value.isprintable() else ""
+
+
+def _host(value: object) -> str:
+    url = _word(value)
+    try:
+        return (urlsplit(url if "://" in url else f"//{url}").hostname or "").removeprefix("www.")
+    except ValueError:  # the URL has a bracket without its other half
+        return ""
+
+
+def name_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
+    """The name of a document's group; None: the document is a group of its own, also if it lacks the key that ``kind`` needs. The names of
+    conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
+
+    >>> facts = {"url-host": "example.org", "path": "a.py"}
+    >>> [name_group(kind, "repo", facts, "00112233") for kind in KINDS]
+    [None, 'repo', 'path:repo/a.py', 'url-host:example.org', None, None]
+    >>> name_group("path", None, {}, "00112233")
+    'path:00112233'
+    """
+    if kind in DOCUMENT_KINDS:
+        return None
+    if kind == "source":
+        return source or None
+    named = facts.get(kind)
+    if named is None:
+        return f"path:{shard}" if kind == "path" else None
+    return f"{kind}:{source}/{named}" if source and kind != "url-host" else f"{kind}:{named}"
+
+
+def name_unit(group: str | None, content_sha256: str) -> str:
+    """The name by which a group is drawn. A document that is its own group is drawn by its content, so that its shard does not matter."""
+    return f"content:{content_sha256}" if group is None else f"group:{group}"
+
+
+def draw_number(unit: str) -> int:
+    """A number below 2**64 for a unit; the units with the lowest numbers are held out."""
+    return int.from_bytes(hashlib.sha256(unit.encode("utf-8")).digest()[:8], "big")
+
+
+def is_drawn(unit: str, share: float) -> bool:
+    """Is the unit among the ``share`` of all units that is held out?"""
+    return draw_number(unit) < share * 2**64
+
+
+def breaks_tie_to_sealed(unit: str) -> bool:
+    """Does the unit go to the sealed half when both halves have equally many groups?"""
+    return draw_number(unit) % 2 == 0
+
+
+@dataclass(frozen=True)
+class CandidateDocument:
+    """A document of a shard that may be held out."""
+
+    number: int  # in the shard
+    key: str
+    domain: str
+    group: str | None
+    content_sha256: str
+    can_be_held_out: bool = (
+        True  # False: it cannot measure models: its words are in training data, or it spells a special token
+    )
+
+
+@dataclass(frozen=True)
+class EarlierHeldOut:
+    """What is held out of a domain already. ``documents``: their number. By half: ``groups`` that are held out whole, and ``parts``, the number of
+    single documents of other groups."""
+
+    documents: int = 0
+    groups: Mapping[bool, frozenset[str]] = field(default_factory=dict)
+    parts: Mapping[bool, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class HeldOutTarget:
+    """How much of a domain must be held out (``data.yaml``)."""
+
+    share: float
+    least: int  # groups, in each half
+    at_most: int  # documents
+
+
+@dataclass(frozen=True)
+class HeldOutPlace:
+    """A held-out document: its group (its own key if it is a group of its own), and its half."""
+
+    group: str
+    sealed: bool
+
+
+@dataclass(frozen=True)
+class _Unit:
+    """The documents of one group in this shard, or one document as a group of its own."""
+
+    name: str
+    unit: str
+    able: Mapping[str, Sequence[CandidateDocument]]  # by domain
+
+    def count(self, domain: str) -> int:
+        return len(self.able.get(domain, ()))
+
+
+class _Domain:
+    """The state of one domain during the selection: what is held out so far."""
+
+    def __init__(self, wanted: HeldOutTarget, before: EarlierHeldOut, here: int, trained: Callable[[], int]) -> None:
+        self.wanted = wanted
+        self.held = before.documents
+        self.groups = {half: set(before.groups.get(half, ())) for half in HALVES}
+        self.parts = {half: before.parts.get(half, 0) for half in HALVES}
+        self.came = before.documents + here
+        self._trained = trained  # a slow count, called only where it decides
+
+    def has_come(self, least: int) -> bool:
+        return self.came >= least or self.came + self._trained() >= least
+
+    def has_room(self, more: int) -> bool:
+        """With ``more`` documents, is at most half of the domain held out, and no more than the policy allows?"""
+        held = self.held + more
+        return held <= self.wanted.at_most and self.has_come(2 * held)
+
+    def is_small(self, group: int) -> bool:
+        """Is a group of so many documents small enough that each half can get enough such groups?"""
+        enough = 2 * self.wanted.least * group
+        return enough <= self.wanted.at_most and self.has_come(2 * enough)
+
+    @property
+    def missing(self) -> list[bool]:
+        """The halves without a group; none if the policy needs no groups."""
+        return [half for half in HALVES if self.wanted.least and not self.groups[half] and not self.parts[half]]
+
+    def short(self, parts: bool) -> bool:
+        """Does a half have fewer groups than the policy needs?"""
+        return any(len(self.groups[half]) + parts * self.parts[half] < self.wanted.least for half in HALVES)
+
+    def more_sealed(self) -> int:
+        """The number of groups in the sealed half minus that in the dev half."""
+        count = {half: len(self.groups[half]) + self.parts[half] for half in HALVES}
+        return count[True] - count[False]
+
+
+class _Selection:
+    def __init__(self, domains: Mapping[str, _Domain]) -> None:
+        self.domains = domains
+        self.held: dict[int, HeldOutPlace] = {}
+
+    def take(self, unit: _Unit, sealed: bool, part: bool = False) -> None:
+        for name, ones in unit.able.items():
+            domain = self.domains[name]
+            ordered = sorted(ones, key=lambda one: (draw_number(name_unit(None, one.content_sha256)), one.key))
+            ordered = ordered[
+                : max(0, domain.wanted.at_most - domain.held)
+            ]  # a group that is held out already may exceed the limit
+            self.held |= {one.number: HeldOutPlace(unit.name, sealed) for one in ordered}
+            domain.held += len(ordered)
+            if part:
+                domain.parts[sealed] += 1
+            elif ordered:
+                domain.groups[sealed].add(unit.name)
+
+    def half_of(self, unit: _Unit) -> bool:
+        """The half that has fewer groups of the unit's domains."""
+        more = sum(self.domains[name].more_sealed() for name in unit.able)
+        return breaks_tie_to_sealed(unit.unit) if more == 0 else more < 0
+
+    def is_free(self, unit: _Unit) -> bool:
+        return not any(one.number in self.held for ones in unit.able.values() for one in ones)
+
+    def fits(self, unit: _Unit, but: str = "") -> bool:
+        return all(self.domains[name].has_room(unit.count(name)) for name in unit.able if name != but)
+
+    def first_of_each_half(self, name: str, units: Iterable[_Unit], part: bool) -> None:
+        """Give each half of a domain that has no group the smallest free one. Both halves get one even if these few documents are more than half
+        of the domain."""
+        domain, missing = self.domains[name], self.domains[name].missing
+        free = [unit for unit in units if unit.count(name) and self.fits(unit, but=name)]
+        chosen = sorted(free, key=lambda unit: (unit.count(name), draw_number(unit.unit), unit.name))[: len(missing)]
+        while chosen:
+            count = sum(unit.count(name) for unit in chosen)
+            few = domain.held + count <= min(MOST_OF_FIRST_PAIR, domain.wanted.at_most)
+            if len(chosen) == len(missing) and (few or domain.has_room(count)):
+                break
+            if (few or domain.is_small(count)) and domain.has_room(count):
+                break
+            chosen.pop()
+        for unit in chosen:
+            half = self.half_of(unit)
+            half = half if half in missing else missing[0]
+            missing.remove(half)
+            self.take(unit, half, part)
+
+    def others(self, units: Sequence[_Unit], part: bool) -> None:
+        """Take the units that are drawn, and those that a domain still needs. Small units go first: large ones would leave no room for enough
+        groups."""
+        for large in (False, True):
+            for unit in units:
+                of = [(self.domains[name], unit.count(name)) for name in unit.able]
+                is_wanted = any(domain.short(part) for domain, _ in of)
+                is_wanted |= not part and any(is_drawn(unit.unit, domain.wanted.share) for domain, _ in of)
+                is_right = all(not domain.missing if large else domain.is_small(count) for domain, count in of)
+                if is_wanted and is_right and self.fits(unit) and self.is_free(unit):
+                    self.take(unit, self.half_of(unit), part)
+
+
+def select_held_out(
+    arrived: Sequence[CandidateDocument],
+    recorded: Mapping[str, bool],
+    trained: Collection[str],
+    before: Mapping[str, EarlierHeldOut],
+    wanted: Callable[[str], HeldOutTarget],
+    trained_documents: Callable[[str], int],
+) -> dict[int, HeldOutPlace]:
+    """By number, the documents of a shard that are held out.
+
+    ``recorded``: by group that is held out already, its half. ``trained``: groups with a training document; such a group is not held out as a
+    whole. ``before``, ``wanted`` and ``trained_documents`` (the number of training documents) are by domain.
+
+    1. All documents of a group that is held out already, in that group's half.
+    2. The first group of each half of each domain (``first_of_each_half``).
+    3. Groups that are drawn; then the next groups of domains with fewer than ``least`` groups in a half. Each goes into the half with fewer
+       groups of its domains. At most half of a domain, and at most ``at_most`` documents, are held out.
+    4. If a half of a domain still has no group (the domain is one source, or few large ones): single documents, each as a group of its own,
+       within the same limits. A domain that is judged by such documents is better than one that is not judged.
+    """
+    here = Counter(one.domain for one in arrived)
+    domains = {
+        name: _Domain(wanted(name), before.get(name, EarlierHeldOut()), count, partial(trained_documents, name))
+        for name, count in here.items()
+    }
+    selection, free = _Selection(domains), []
+    for name, ones in _by(arrived, lambda one: one.group or one.key).items():
+        able = _by((one for one in ones if one.can_be_held_out), lambda one: one.domain)
+        unit = _Unit(name, name_unit(ones[0].group, ones[0].content_sha256), able)
+        if name in recorded:
+            selection.take(unit, recorded[name])
+        elif name not in trained and 0 < len(ones) <= 2 * sum(map(len, able.values())):
+            free.append(unit)
+    asked = [name for name in sorted(here) if domains[name].wanted.share]
+    free = _in_order(unit for unit in free if all(name in asked for name in unit.able))
+    for name in asked:
+        if domains[name].missing:
+            selection.first_of_each_half(name, filter(selection.is_free, free), part=False)
+    selection.others(free, part=False)
+    for name in asked:
+        domain = domains[name]
+        if all(domain.groups.values()) or not domain.wanted.least or not domain.has_come(4):
+            continue
+        rest = (
+            one for one in arrived if one.domain == name and one.can_be_held_out and one.group not in {None, *recorded}
+        )
+        own = _in_order(_Unit(one.key, name_unit(None, one.content_sha256), {name: [one]}) for one in rest)
+        own = [unit for unit in own if selection.is_free(unit)]
+        if domain.missing:
+            selection.first_of_each_half(name, own, part=True)
+        selection.others(own, part=True)
+    return selection.held
+
+
+def _in_order(units: Iterable[_Unit]) -> list[_Unit]:
+    return sorted(units, key=lambda unit: (draw_number(unit.unit), unit.name))
+
+
+def _by(
+    ones: Iterable[CandidateDocument], name: Callable[[CandidateDocument], str]
+) -> dict[str, list[CandidateDocument]]:
+    """The documents by name, in the order of the names."""
+    found: dict[str, list[CandidateDocument]] = {}
+    for one in sorted(ones, key=lambda one: (name(one), one.number)):
+        found.setdefault(name(one), []).append(one)
+    return found
+
+
+def describe_grouping(domain: str, found: Mapping[str, Any]) -> list[Message]:
+    """Lines for a person about the groups of a domain in a shard (``factory.ingest.decisions``).
+
+    >>> told = {"group": "source", "documents": 800, "groups": 1, "lacking": 0, "parts": 16, "halves": [8, 8]}
+    >>> for line in describe_grouping("reviews", told): print(line)
+    reviews: 'group: source' makes 1 group of 800 documents, too few to hold out whole groups in both halves. Instead, 16 single documents are \
+held out, which the release gate treats as independent. Bring documents of more groups, or accept this: 'factory data relabel --domain reviews \
+--group document'
+    """
+    kind = found["group"]
+    lines = []
+    if found["lacking"]:
+        lines.append(
+            Message(
+                "held_out_split.lacking",
+                "{domain}: {lacking:,} of {documents:,} documents have no {key}, so each is a group of its own ('group: {kind}')",
+                domain=domain,
+                lacking=found["lacking"],
+                documents=found["documents"],
+                key={"source": "source", "url-host": "url", "conversation": "conversation_id", "path": "path"}[kind],
+                kind=kind,
+            )
+        )
+    known = {"domain": domain, "kind": kind, "groups": found["groups"], "documents": found["documents"]}
+    if found["parts"]:
+        lines.append(
+            Message(
+                "held_out_split.single_documents",
+                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents, too few to hold out whole groups in both "
+                "halves. Instead, {parts:,|single document is|single documents are} held out, which the release gate treats as independent. Bring "
+                "documents of more groups, or accept this: 'factory data relabel --domain {domain} --group document'",
+                parts=found["parts"],
+                **known,
+            )
+        )
+    elif not all(found["halves"]):
+        sealed, dev = found["halves"]
+        lines.append(
+            Message(
+                "held_out_split.empty_half",
+                "{domain}: 'group: {kind}' makes {groups:,|group|groups} of {documents:,} documents. The sealed half has "
+                "{sealed:,|held-out group|held-out groups} and the dev half {dev:,}, so no release can be judged on this domain yet. Bring "
+                "documents of more groups, or group by document: 'factory data relabel --domain {domain} --group document'",
+                sealed=sealed,
+                dev=dev,
+                **known,
+            )
+        )
+    return lines

@@ -1,0 +1,115 @@
+"""Finds texts for which shards claim different licences. Reads the ledger only.
+
+A text that arrives again is dropped as a copy (exact or near) of the kept document, or by the rule 'licence' if its licence does not allow
+training. The dropped row keeps its licence and the key of the document that it ``matched``. So every row keeps its own claim, in whatever order
+the rows came. Of several claims about one document the strictest counts, by the present policy. A person can settle which claim is right: an
+event ``licence_settled`` sets the claims of other rows aside. A later claim is a new claim.
+
+Names that differ only in case or blanks are one licence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from factory.ingest.rules.licence_names import fold_licence_name
+from factory.ledger.rows import ReadsSql
+
+if TYPE_CHECKING:
+    from factory.ingest.rules.policy import Licences
+
+SETTLED = "licence_settled"
+CONFLICT_EVENT = "licence_conflict"  # event of a shard: some of its texts came under another licence before
+# Rules that drop a row because it matches a document; 'removed': a person took that document out, and may put it back.
+COPY_RULES = ("exact_duplicate", "near_duplicate", "licence", "removed")
+
+
+@dataclass(frozen=True)
+class LicenceClaim:
+    """The licence that one row names; '': none. ``is_set_aside``: a person said that this claim is wrong."""
+
+    key: str
+    shard: str  # its name
+    license: str
+    is_set_aside: bool = False
+
+
+@dataclass(frozen=True)
+class LicenceConflict:
+    """A document with claims of at least two licences. The first of ``licence_claims`` is that of the document's own row."""
+
+    key: str
+    id: str
+    fate: str
+    token_shard: str | None
+    supervised_tokens: int
+    claims: tuple[LicenceClaim, ...]
+
+    @property
+    def standing_licences(self) -> list[str]:
+        """The claimed licences that are not set aside. If all are set aside (one row can match two settled texts), all count."""
+        return [claim.license for claim in self.claims if not claim.is_set_aside] or [
+            claim.license for claim in self.claims
+        ]
+
+    @property
+    def is_settled(self) -> bool:
+        return len({fold_licence_name(name) for name in self.standing_licences}) == 1
+
+    def effective_licence(self, policy: Licences) -> str:
+        """The licence by which the document is judged: the strictest standing licence; its own if that is as strict."""
+        return strictest_licence(self.standing_licences, policy)
+
+
+def strictest_licence(licences: Collection[str], policy: Licences) -> str:
+    """The strictest licence. If several are equally strict: the first of ``licences`` if it is among them, else the first by name, so that the
+    order of arrival does not matter."""
+    allows = {name: (policy.find_licence(name).train, policy.find_licence(name).release) for name in licences}
+    least = min(allows.values())
+    first = next(iter(licences))
+    return first if allows[first] == least else min(name for name in licences if allows[name] == least)
+
+
+def find_licence_conflicts(db: ReadsSql, key: str | None = None) -> list[LicenceConflict]:
+    """Every document with differing claims, or only the document with that key."""
+    rules = ", ".join(f"'{rule}'" for rule in COPY_RULES)
+    named = [f"d.{name}" for name in ("key", "id", "fate", "token_shard", "supervised_tokens", "license", "shard")]
+    columns = ", ".join([*named, "c.key AS copy", "c.license AS other", "c.shard AS from_shard"])
+    other = "AND COALESCE(c.license, '') <> COALESCE(d.license, '')" + (" AND d.key = :key" if key else "")
+    # A barred text may be let in later, by a person's word or another policy. The new row is not a copy of the barred row.
+    sql = f"""SELECT {columns} FROM documents c JOIN documents d ON d.key = c.matched WHERE c.rule IN ({rules}) {other}
+        UNION SELECT {columns} FROM documents c JOIN documents d ON d.content_sha256 = c.content_sha256
+        WHERE c.rule = 'licence' AND d.fate <> 'dropped' {other} ORDER BY 1, 8"""
+    rows = db.read(sql, **({"key": key} if key else {}))
+    if not rows:
+        return []
+    names = {row["sha256"]: row["name"] for row in db.read("SELECT sha256, name FROM shards")}
+    aside = list_set_aside_rows(db)
+    found: dict[str, tuple[dict[str, Any], list[LicenceClaim]]] = {}
+    for row in rows:
+        own = LicenceClaim(row["key"], names[row["shard"]], row["license"] or "", row["key"] in aside)
+        claims = found.setdefault(row["key"], (row, [own]))[1]
+        claims.append(LicenceClaim(row["copy"], names[row["from_shard"]], row["other"] or "", row["copy"] in aside))
+    values = ("key", "id", "fate", "token_shard", "supervised_tokens")
+    return [
+        LicenceConflict(**{name: row[name] for name in values}, claims=tuple(claims))
+        for row, claims in found.values()
+        if len({fold_licence_name(claim.license) for claim in claims}) > 1
+    ]
+
+
+def list_set_aside_rows(db: ReadsSql) -> set[str]:
+    """Keys of the rows whose claims a person set aside. A person's newest word about each document counts."""
+    newest: dict[str, list[str]] = {}
+    for row in db.read("SELECT detail FROM events WHERE kind = :kind ORDER BY id", kind=SETTLED):
+        newest |= row["detail"]["aside"]
+    return {key for keys in newest.values() for key in keys}
+
+
+def find_relicensed_documents(db: ReadsSql, policy: Licences) -> Mapping[str, LicenceConflict]:
+    """By key, the conflicts of documents that are judged by another licence than their own row names."""
+    return {
+        one.key: one for one in find_licence_conflicts(db) if one.effective_licence(policy) != one.claims[0].license
+    }

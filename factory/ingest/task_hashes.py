@@ -1,0 +1,58 @@
+"""Records the n-grams of evaluation tasks before a shard is ingested, so that training data cannot share them.
+
+The n-grams are recorded as a shard's are (``hash_index``). So an ingest, and the repair of a token shard, depend only on what is recorded. The
+n-grams stay recorded after the task file leaves its folder: the factory never trains on a former exam.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from factory.ingest.hash_index import HELD, HashedDocument, hashes_file, key_prefix, write_hashes
+from factory.ingest.reading.streams import unreadable_file_error
+from factory.ingest.rules.task_folder import list_item_files
+from factory.ingest.rules.task_items import hash_item_file, hash_item_ngrams, read_items
+from factory.ledger.ledger import record_event
+from factory.ledger.plant import Plant
+
+
+def record_task_ngrams(plant: Plant, n: int) -> int:
+    """Record the n-grams of every new data file in ``policies/tasks/``. Returns the number of new files. Idempotent.
+
+    Raises: InputError for a file that cannot be read; then no shard is ingested, since it might hold the file's items.
+    """
+    new = 0
+    for path in list_item_files(plant.workspace.root / "policies" / "tasks"):
+        try:
+            subject = f"task:{hash_item_file(path)[:16]}"
+        except OSError as error:
+            raise unreadable_file_error(path, error) from error
+        if not _held(plant, subject):
+            _hold(plant, subject, n, path.name, [hash_item_ngrams(one, n) for one in read_items(path).records])
+            new += 1
+    return new
+
+
+def _hold(plant: Plant, subject: str, n: int, name: str, items: list[np.ndarray]) -> None:
+    first: dict[int, int] = {}
+    for number, grams in enumerate(items, 1):
+        for gram in grams.tolist():
+            first.setdefault(gram, number)
+    of: dict[int, list[int]] = {}
+    for gram, number in first.items():
+        of.setdefault(number, []).append(gram)
+    prefix = key_prefix(subject)
+    hashed = (
+        HashedDocument(f"{prefix}:{number}", None, np.array(grams, np.uint64), True) for number, grams in of.items()
+    )
+    write_hashes(plant.workspace.root, subject, hashed)
+    with plant.ledger.begin() as tx:
+        record_event(tx, HELD, subject, {"name": name, "records": len(items), "ngrams": len(first), "n": n})
+
+
+def _held(plant: Plant, subject: str) -> bool:
+    """Is the task file recorded, with its n-grams? A workspace that lost its folders has the event without the n-grams."""
+    sql = "SELECT id FROM events WHERE kind = :kind AND subject = :subject LIMIT 1"
+    return (
+        bool(plant.ledger.read(sql, kind=HELD, subject=subject)) and hashes_file(plant.workspace.root, subject).exists()
+    )

@@ -1,0 +1,333 @@
+"""Makes a workspace whose recipe, vocabulary, tokenizer and data policy fit together and fit this machine."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import sqlalchemy as sa
+
+from agents.core.yaml_edit import set_value
+from factory.backups.backups import make_or_open_ledger
+from factory.core.errors import ConfigError, InputError, suggest_name
+from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
+from factory.git.git_store import read_entries
+from factory.git.repository import LIVE_FOLDERS, RepositoryError, get_live_commit
+from factory.ingest import ledger_rows
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer, write_tokenizer_files
+from factory.ingest.vocabulary_size import is_padded_size, pad_size
+from factory.ledger.ledger import tokenizers
+from factory.ledger.plant import Plant
+from factory.presets.presets import PRESETS, Hardware, largest_fitting_preset, why_too_large
+from kernels.contract.message import Message
+from kernels.contract.strict_yaml import read_yaml
+from trainer.contract.errors import RecipeError
+from trainer.contract.recipe import Recipe
+
+LARGEST = 1 << 28  # bytes of a tokenizer.json
+
+
+@contextmanager
+def open_tokenizer(given: Path) -> Iterator[Tokenizer]:
+    """Load a person's tokenizer.json, or the one in a folder, into a temporary folder with this factory's files. For a ``with`` block.
+
+    Raises: InputError where this factory would make other ids than the tokenizer (``Tokenizer.misread``), or where its ids have gaps.
+    """
+    path = given / "tokenizer.json" if given.is_dir() else given
+    try:
+        if path.stat().st_size > LARGEST:
+            raise InputError(
+                "presets.large_tokenizer",
+                "--tokenizer: {file} has more than {most} MiB, so it cannot be a tokenizer.",
+                file=path,
+                most=LARGEST >> 20,
+            )
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(
+            "presets.unreadable_tokenizer",
+            "--tokenizer: {file} cannot be read: {reason}. Give a tokenizer.json, or a folder with this file.",
+            file=path,
+            reason=error,
+        ) from None
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        (folder / "tokenizer.json").write_text(text, encoding="utf-8")
+        try:
+            tokenizer = Tokenizer.load(folder)
+        except InputError as error:
+            said = str(error).replace(str(folder / "tokenizer.json"), str(path))
+            raise InputError(
+                "presets.bad_tokenizer",
+                "--tokenizer: {reason}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                reason=said,
+            ) from None
+        if tokenizer.has_gaps():
+            raise InputError(
+                "presets.tokenizer_gaps",
+                "--tokenizer: the ids in {file} are not 0 to {last}. Without --tokenizer, the factory trains a tokenizer on your data.",
+                file=path,
+                last=tokenizer.vocab_size - 1,
+            )
+        yield tokenizer
+
+
+def install_tokenizer(plant: Plant, tokenizer: Tokenizer) -> None:
+    """Make ``tokenizer`` the workspace's own, so that the first ingest trains none. Installing the same tokenizer again changes nothing.
+
+    Raises: InputError where the workspace has another tokenizer.
+    """
+    recorded = plant.ledger.select_first(sa.select(tokenizers))
+    if recorded and recorded["sha256"] != tokenizer.sha256:
+        raise InputError(
+            "presets.other_tokenizer",
+            "--tokenizer: {workspace} already has another tokenizer, and the ingested data has its ids. Give a new folder for the workspace.",
+            workspace=plant.workspace.root,
+        )
+    write_tokenizer_files(
+        (tokenizer.folder / "tokenizer.json").read_text(encoding="utf-8"),
+        bool(tokenizer.bos),
+        plant.workspace.tokenizer,
+    )
+    with plant.ledger.begin() as tx:
+        ledger_rows.write_tokenizer(
+            tx, Tokenizer.load(plant.workspace.tokenizer), plant.ledger.to_stored_path(plant.workspace.tokenizer)
+        )
+
+
+SAMPLE_BYTES = 1500  # bytes of text per entry of the vocabulary to train a tokenizer on, as in the shipped policy
+
+
+@dataclass(frozen=True)
+class InitOptions:
+    """Options of ``factory init``. '', 0 or None: the option was not given."""
+
+    preset: str = ""
+    recipe: str = ""
+    vocabulary: int = 0
+    tokenizer: Path | None = None
+    force: bool = False
+
+
+@dataclass(frozen=True)
+class NewWorkspace:
+    """A workspace that is to be made."""
+
+    recipe: str  # its name
+    policies: dict[str, str]  # the workspace's own copies, by path in policies/; a shipped file that fits is not copied
+
+
+def make_workspace(where: Path, asked: InitOptions, repository: Path | None) -> Workspace:
+    """Make a workspace, or open the existing one if it matches ``asked``. ``repository``: the training code; None: the factory's own.
+
+    Raises: InputError, ConfigError, WorkspaceError or RepositoryError, before anything is made.
+    """
+    root = where.expanduser().resolve()
+    with ExitStack() as held:
+        given = held.enter_context(open_tokenizer(asked.tokenizer)) if asked.tokenizer else None
+        if (root / "factory.yaml").exists():
+            workspace = Workspace.open(root)
+            _refuse_other(workspace, asked, given, repository)
+        else:
+            if repository:
+                _refuse_no_code(repository)
+            start = plan_workspace(asked, given, root, repository or checkout_root(), Hardware.of_this_machine())
+            config = WorkspaceConfig(recipe=start.recipe, repository=str(repository) if repository else "")
+            workspace = Workspace.create(root, config, start.policies)
+        ledger = make_or_open_ledger(workspace)
+        if given is not None:
+            install_tokenizer(Plant(workspace, ledger), given)
+    return workspace
+
+
+def _refuse_no_code(repository: Path) -> None:
+    """Raises: InputError for a repository without the training code: no folder, no git checkout, no commit, or other code."""
+    way = Message("presets.give_repository", "Give a clone of the factory's repository, or leave --repository out.")
+    if not repository.is_dir():
+        raise InputError(
+            "presets.no_repository", "--repository: {folder} is not a folder. {way}", folder=repository, way=way
+        )
+    try:
+        commit = get_live_commit(repository)
+    except RepositoryError as error:
+        raise InputError("presets.bad_repository", "--repository: {reason}", reason=error) from error
+    there = {path.partition("/")[0] for path in read_entries(repository, commit)}
+    if missing := [folder for folder in LIVE_FOLDERS if folder not in there]:
+        raise InputError(
+            "presets.other_code",
+            "--repository {repository}: commit {commit} has no folder {folder}/. {way}",
+            repository=repository,
+            commit=commit[:12],
+            folder=missing[0],
+            way=way,
+        )
+
+
+def _refuse_other(workspace: Workspace, asked: InitOptions, given: Tokenizer | None, repository: Path | None) -> None:
+    """Raises: InputError where an existing workspace does not match ``asked``. Its data and models were made with what it has."""
+    there = workspace.config.recipe
+    if (wanted := asked.preset or asked.recipe) not in ("", there):
+        raise InputError(
+            "presets.other_recipe",
+            "{workspace} is already a workspace with recipe {recipe}. Give a new folder for {wanted}, or change 'recipe' in its factory.yaml.",
+            workspace=workspace.root,
+            recipe=there,
+            wanted=wanted,
+        )
+    if repository and repository.resolve() != workspace.repository.resolve():
+        raise InputError(
+            "presets.other_repository",
+            "--repository {wanted}: {workspace} is already a workspace with repository {repository}. "
+            "Give a new folder, or change 'repository' in its factory.yaml.",
+            wanted=repository,
+            workspace=workspace.root,
+            repository=workspace.repository,
+        )
+    source = workspace.recipe_path()
+    size = _parsed(source.read_text(encoding="utf-8"), source).model.vocab_size
+    if asked.vocabulary not in (0, size):
+        raise InputError(
+            "presets.other_vocabulary",
+            "--vocabulary {wanted}: {workspace} is already a workspace with a vocabulary of {size:,} entries. Give a new folder.",
+            wanted=asked.vocabulary,
+            workspace=workspace.root,
+            size=size,
+        )
+    if given is not None and not is_padded_size(size, given.vocab_size):
+        raise InputError(
+            "presets.tokenizer_size",
+            "--tokenizer: the tokenizer has {entries:,} entries, but model.vocab_size is {size:,} in {file}. Give a new folder.",
+            entries=given.vocab_size,
+            size=size,
+            file=source,
+        )
+
+
+def plan_workspace(
+    asked: InitOptions, given: Tokenizer | None, root: Path, repository: Path, machine: Hardware
+) -> NewWorkspace:
+    """The files of a new workspace. ``given``: the tokenizer that a person brings. A policy that is already in ``root`` is not changed.
+
+    Raises: InputError or ConfigError for files that do not fit together, with file, key and what to do.
+    """
+    shipped = checkout_root() / "policies"
+    if asked.preset and asked.preset not in PRESETS:
+        raise InputError(
+            "presets.no_preset",
+            "No preset is named {preset!r}{nearest}",
+            preset=asked.preset,
+            nearest=suggest_name(asked.preset, PRESETS),
+        )
+    if asked.preset and asked.recipe not in ("", asked.preset):
+        raise InputError(
+            "presets.preset_and_recipe",
+            "--preset {preset} has its own recipe. Give --preset or --recipe, not both.",
+            preset=asked.preset,
+        )
+    name = asked.preset or asked.recipe or "demo"
+    policies: dict[str, str] = {}
+
+    source = _recipe_file(name, root, repository)
+    text = source.read_text(encoding="utf-8")
+    recipe = _parsed(text, source)
+    size = _vocabulary(asked, given, recipe)
+    if size != recipe.model.vocab_size:
+        own = root / "policies" / "recipes" / f"{name}.yaml"
+        if own.exists():
+            raise InputError(
+                "presets.recipe_vocabulary",
+                "{file}: model.vocab_size is {size}. Change the value to {wanted}, or give --vocabulary {size}.",
+                file=own,
+                size=recipe.model.vocab_size,
+                wanted=size,
+            )
+        text = set_value(text, ("model", "vocab_size"), size)
+        recipe, policies[f"recipes/{name}.yaml"] = _parsed(text, source), text
+
+    if not asked.force and (why := why_too_large(recipe, machine, PRESETS[asked.preset].gpus if asked.preset else 0)):
+        other = largest_fitting_preset(machine, shipped / "recipes")
+        way = (
+            Message("presets.smaller", "'--preset {preset}' fits ({what}).", preset=other, what=PRESETS[other].size)
+            if other
+            else Message("presets.none_fits", "No preset fits.")
+        )
+        raise InputError(
+            "presets.too_large",
+            "The model of {kind} {name} is too large for this machine. {reason} {way} If another machine trains, add '--force'.",
+            kind="preset" if asked.preset else "recipe",
+            name=name,
+            reason=why,
+            way=way,
+        )
+
+    own = root / "policies" / "data.yaml"
+    place = own if own.exists() else shipped / "data.yaml"
+    policy = DataPolicy.load(place)
+    if not is_padded_size(size, policy.tokenizer.vocab_size):
+        if own.exists():
+            raise ConfigError(
+                "presets.data_vocabulary",
+                "{file}: tokenizer.vocab_size is {size:,}, but model.vocab_size of recipe {recipe} is {wanted:,}. "
+                "Change tokenizer.vocab_size to {wanted}, or remove the file.",
+                file=own,
+                size=policy.tokenizer.vocab_size,
+                recipe=name,
+                wanted=size,
+            )
+        changed = set_value(place.read_text(encoding="utf-8"), ("tokenizer", "vocab_size"), size)
+        if (sample := SAMPLE_BYTES * size) > policy.tokenizer.sample_bytes:
+            changed = set_value(changed, ("tokenizer", "sample_bytes"), sample)
+        policies["data.yaml"] = changed
+    return NewWorkspace(name, policies)
+
+
+def _vocabulary(asked: InitOptions, given: Tokenizer | None, recipe: Recipe) -> int:
+    """The number of entries of the embedding. Raises: InputError."""
+    size = asked.vocabulary or recipe.model.vocab_size
+    if given is None:
+        if asked.vocabulary and not 300 <= asked.vocabulary <= 1 << 20:
+            raise InputError(
+                "presets.vocabulary_range",
+                "--vocabulary: {size} is not between {least} and {most}. 256 bytes and a few special tokens need the first entries.",
+                size=asked.vocabulary,
+                least=300,
+                most=1 << 20,
+            )
+        return size
+    there = given.vocab_size
+    if asked.vocabulary and not is_padded_size(asked.vocabulary, there):
+        raise InputError(
+            "presets.vocabulary_misfit",
+            "--vocabulary {wanted}: the tokenizer has {entries} entries. Leave --vocabulary out, or give a number from {entries} to {most}.",
+            wanted=asked.vocabulary,
+            entries=there,
+            most=pad_size(there),
+        )
+    return asked.vocabulary or (
+        recipe.model.vocab_size if is_padded_size(recipe.model.vocab_size, there) else pad_size(there)
+    )
+
+
+def _recipe_file(name: str, root: Path, repository: Path) -> Path:
+    """The file of a recipe, from the workspace, the training code's repository or this checkout. Raises: InputError with near names."""
+    folders = [folder / "policies" / "recipes" for folder in (root, repository, checkout_root())]
+    found = next((folder / f"{name}.yaml" for folder in folders if (folder / f"{name}.yaml").is_file()), None)
+    if found is None:
+        raise InputError(
+            "presets.no_recipe",
+            "No recipe is named {name!r}{nearest}",
+            name=name,
+            nearest=suggest_name(name, {path.stem for f in folders for path in f.glob("*.yaml")}),
+        )
+    return found
+
+
+def _parsed(text: str, source: Path) -> Recipe:
+    try:
+        return Recipe.parse(read_yaml(text, str(source), RecipeError), str(source))
+    except RecipeError as error:
+        raise ConfigError(error.message) from error

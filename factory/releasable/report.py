@@ -1,0 +1,387 @@
+"""Makes the releasability report: held-out groups, the smallest gain that would be shown, licences, tasks, vocabulary and recipe.
+
+``factory.gates.release.releasability`` computes the numbers, on the release gate's own suite. This module gathers its input and writes the lines.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from factory.core.errors import ConfigError, FactoryError
+from factory.core.workspace import Workspace
+from factory.evals.policy import EvalPolicy
+from factory.evals.statistics import CLOZE
+from factory.evals.suite import Suite, build_suite
+from factory.evals.tasks import build_cloze_items
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.releasability import (
+    RIGHT,
+    DomainSize,
+    GuardSize,
+    SuiteSizes,
+    TaskSize,
+    compute_releasability,
+    measured_spreads,
+)
+from factory.gates.release.trained_licences import NONE, count_tokens_by_licence, shares_not_releasable
+from factory.ingest.rules.policy import DataPolicy
+from factory.ingest.tokenizer import Tokenizer
+from factory.ledger.ledger import Ledger
+from factory.ledger.plant import Plant
+from factory.ledger.removals import NO_LICENCE
+from factory.ledger.rows import EvaluationRow, SegmentRow, find_champion
+from factory.tasks.policy import TasksPolicy
+from factory.tasks.task_file import EvalTask, list_tasks, load_task_by_name, task_folder
+from kernels.contract.message import Message, plain
+
+NAMED = 4  # a line names at most this many licences
+PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that is safe inside quotes in a shell and in YAML
+
+
+@dataclass(frozen=True)
+class ReportLine:
+    """A line of the report. ``ok``: False if it holds every release, None for a warning, True if nothing is to do. ``todo``: what to do."""
+
+    name: str  # a domain, 'gain', 'cloze', 'licences', 'recipe', or a task
+    ok: bool | None
+    text: str
+    todo: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {name: plain(value) for name, value in vars(self).items()}
+
+
+def make_report(plant: Plant) -> list[ReportLine]:
+    """The report, with the lines that hold releases first. Empty before the first shard. Raises: ConfigError for an unreadable policy."""
+    if not plant.ledger.read("SELECT 1 AS one FROM documents WHERE fate IN ('train', 'held_out') LIMIT 1"):
+        return []
+    lines = [*_held_out(plant), *_licences(plant), *_recipe(plant)]
+    return sorted(lines, key=lambda line: (line.ok is not False, line.ok is not None))
+
+
+def report_lines(lines: list[ReportLine]) -> list[str]:
+    """The report as text lines, each remedy below its line."""
+    said = []
+    for line in lines:
+        mark = {True: "✓", None: "–", False: "✗"}[line.ok]
+        said.append(f"{mark} {line.name}: {line.text}")
+        said += [f"    to do: {line.todo}"] if line.todo else []
+    return said
+
+
+def summary_line(lines: list[ReportLine]) -> str:
+    """One line that names everything that holds releases."""
+    holding = [line.name for line in lines if line.ok is False]
+    if holding:
+        return Message("releasable.held", "A release would be held by: {names}", names=holding)
+    return Message("releasable.free", "Nothing would hold a release.")
+
+
+def _held_out(plant: Plant) -> Iterator[ReportLine]:
+    try:
+        tokenizer = Tokenizer.load(plant.workspace.tokenizer)
+    except FactoryError:
+        return  # the first shard has not been made yet
+    policy, measured = (
+        ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")),
+        EvalPolicy.load(plant.workspace.policy_path("evals.yaml")),
+    )
+    suite = build_suite(plant.ledger, measured, tokenizer.sha256)
+    known = measured_spreads(plant.ledger)
+    trained = {
+        row["domain"]: row["documents"]
+        for row in plant.ledger.read(
+            "SELECT domain, COUNT(*) AS documents FROM documents WHERE fate = 'train' GROUP BY domain"
+        )
+    }
+    domains = {name: _domain(suite, name, known.get(name)) for name in sorted({*trained, *suite.domains})}
+    tasks, wrong = _tasks(plant.workspace)
+    files = list_tasks(task_folder(plant.workspace)).tasks
+    chosen = TasksPolicy.load(plant.workspace.policy_path("tasks.yaml"))
+    newest = find_champion(plant.ledger)
+    right = _cloze_right(plant.ledger, newest.candidate) if newest else None
+    sizes = SuiteSizes(
+        {name: one for name, one in domains.items() if one.documents},
+        cloze_items=len(build_cloze_items(suite, tokenizer, measured)),
+        cloze_right=RIGHT if right is None else right,
+        tasks={name: _size(task, margin) for name, (task, margin) in tasks.items()},
+        tasks_alpha=chosen.guards_alpha,
+    )
+    found = compute_releasability(policy, sizes)
+    guards = {guard.name: guard for guard in found.guards}
+    for name, domain in domains.items():
+        yield _domain_line(policy, name, domain, guards.get(name), trained.get(name, 0))
+    if CLOZE in guards:
+        yield _small(
+            guards[CLOZE],
+            CLOZE,
+            Message(
+                "releasable.more_for_cloze", "Add documents: the questions of cloze are made from held-out documents."
+            ),
+        )
+    for name in tasks:
+        yield _small(guards[name], f"task {name}", _larger(chosen, guards[name]))
+    for name, why in wrong.items():
+        yield ReportLine(
+            f"task {name}",
+            False,
+            why,
+            Message(
+                "releasable.repair_task",
+                "Repair or remove the task's file. To check it: 'factory tasks check {file}'",
+                file=shlex.quote(str(files[name])),
+            ),
+        )
+    if found.gain is not None:
+        text = Message(
+            "releasable.gain",
+            "A gain of {gain:.3f} bits per byte in every domain would be shown in 80 of 100 cases, by the {spread} spread between groups.",
+            gain=found.gain,
+            spread="measured" if known else "assumed",
+        )
+        yield ReportLine("gain", True, text)
+
+
+def _domain(suite: Suite, name: str, spread: float | None) -> DomainSize:
+    sealed = suite.documents_of_domain(name)
+    dev = {document.cluster for document in suite.dev if document.domain == name}
+    return DomainSize(len(sealed), len({document.cluster for document in sealed}), len(dev), spread)
+
+
+def _domain_line(
+    policy: ReleasePolicy, name: str, have: DomainSize, guard: GuardSize | None, trained: int
+) -> ReportLine:
+    halves = {"groups": have.groups, "dev_groups": have.dev_groups}
+    if guard is not None and guard.state != "missing":
+        more = guard.needed is not None and guard.needed > have.groups
+        if not more:
+            enough = Message(
+                "releasable.enough_groups",
+                "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}",
+                **halves,
+                needed=policy.clusters_min,
+            )
+            return ReportLine(name, True, enough)
+        weak = Message(
+            "releasable.weak_guard",
+            "{groups:,|document group|document groups} in the sealed half, {dev_groups:,} in the dev half; the gate needs {needed:,}. "
+            "The guard passes {passed:.0%} of equally good models. With about {wanted:,} groups, the guard would pass 80%.",
+            **halves,
+            needed=policy.clusters_min,
+            passed=guard.passed,
+            wanted=guard.needed,
+        )
+        bring = Message(
+            "releasable.more_documents",
+            "Add documents of {domain}. Ingest holds out a part of each shard.",
+            domain=name,
+        )
+        return ReportLine(name, None, weak, bring)
+    text = Message(
+        "releasable.few_groups",
+        "{documents:,|held-out document|held-out documents}: {groups:,|group|groups} in the sealed half, {dev_groups:,} in the dev half. "
+        "The gate needs {needed_documents:,} documents of {needed:,} groups.",
+        documents=have.documents,
+        **halves,
+        needed_documents=policy.documents_min,
+        needed=policy.clusters_min,
+    )
+    if have.documents + trained >= 4 * policy.clusters_min:
+        todo = Message(
+            "releasable.other_groups",
+            "Add documents of other groups. If the documents of a group do not quote one another, make each document its own group: "
+            "'factory data relabel --domain {domain} --group document'",
+            domain=name,
+        )
+    else:
+        todo = Message(
+            "releasable.more_or_other_domain",
+            "Add documents of {domain}. Or move these documents to another domain: "
+            "'factory data relabel --domain {domain} --to-domain OTHER'",
+            domain=name,
+        )
+    return ReportLine(name, False, text, todo)
+
+
+def _small(guard: GuardSize, name: str, todo: str) -> ReportLine:
+    if guard.state == "stands":
+        return ReportLine(name, True, Message("releasable.guards", "guards with {items:,} items", items=guard.have))
+    size = (
+        Message("releasable.items_needed", "About {items:,} items are needed.", items=guard.needed)
+        if guard.needed
+        else Message("releasable.margin_too_small", "No number of items is enough for this margin.")
+    )
+    text = Message(
+        "releasable.informs_only",
+        "informs but does not guard: with {items:,|item|items}, {passed:.0%} of equally good models pass, and a guard must let 80% pass. {size}",
+        items=guard.have,
+        passed=guard.passed,
+        size=size,
+    )
+    return ReportLine(name, None, text, todo)
+
+
+def _larger(policy: TasksPolicy, guard: GuardSize) -> str:
+    """What to do to make a task a guard."""
+    if guard.margin is None:
+        return Message("releasable.more_items", "Add items to the task.")
+    if command := policy.command_to_set(guard.name, "margin", guard.margin):
+        return Message(
+            "releasable.more_items_or_margin",
+            "Add items to the task. Or let the task guard only against a loss of more than {margin:.2f}: '{command}'",
+            margin=guard.margin,
+            command=command,
+        )
+    return Message(
+        "releasable.more_items_or_file",
+        "Add items to the task. Or change its margin in tasks.yaml, to guard only against a loss of more than {margin:.2f}.",
+        margin=guard.margin,
+    )
+
+
+def _tasks(workspace: Workspace) -> tuple[dict[str, tuple[EvalTask, float]], dict[str, str]]:
+    """({name: (task, margin)}, {name: what is wrong with the task}), without tasks that are never measured."""
+    policy = TasksPolicy.load(workspace.policy_path("tasks.yaml"))
+    found: dict[str, tuple[EvalTask, float]] = {}
+    wrong: dict[str, str] = {}
+    for name in list_tasks(task_folder(workspace)).tasks:
+        if policy.settings_of(name).tier == "never":
+            continue
+        try:
+            found[name] = load_task_by_name(workspace, name, policy), policy.settings_of(name).margin
+        except FactoryError as error:
+            wrong[name] = error.message
+    return found, wrong
+
+
+def _size(task: EvalTask, margin: float) -> TaskSize:
+    items = len(task.items or task.records)
+    return TaskSize(
+        items, len({getattr(item, "source", None) or n for n, item in enumerate(task.items)}) or items, margin
+    )
+
+
+def _cloze_right(ledger: Ledger, candidate: int) -> float | None:
+    for row in EvaluationRow.select(
+        ledger,
+        "WHERE candidate = :candidate AND suite_sha256 NOT LIKE 'task:%' ORDER BY id DESC LIMIT 1",
+        candidate=candidate,
+    ):
+        right = (row.summary.get("cloze") or {}).get("share_right")
+        return right if isinstance(right, float) else None
+    return None
+
+
+def _licences(plant: Plant) -> Iterator[ReportLine]:
+    from factory.training.planning import last_segment
+
+    policy, data = (
+        ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml")),
+        DataPolicy.load(plant.workspace.policy_path("data.yaml")),
+    )
+    tokens = count_tokens_by_licence(plant.ledger, None, data.licences)
+    other = shares_not_releasable(data.licences, tokens)
+    share = sum(other.values())
+    if share <= policy.not_releasable_max:
+        trunk = last_segment(plant.ledger, "trunk")
+        lineage = [row.id for row in SegmentRow.lineage(plant.ledger, trunk.id)] if trunk else []
+        shares = {
+            number: sum(
+                shares_not_releasable(
+                    data.licences, count_tokens_by_licence(plant.ledger, number, data.licences)
+                ).values()
+            )
+            for number in lineage
+        }
+        if spoilt := [number for number, part in shares.items() if part > policy.not_releasable_max]:
+            text = Message(
+                "releasable.spoilt_trunk",
+                "{share:.1%} of the data that the trunk was trained on may not be released, although later segments do not use this data.",
+                share=shares[spoilt[-1]],
+            )
+            todo = Message(
+                "releasable.rewind",
+                "Train the trunk again without this data, from before segment {segment}: 'factory rewind {segment}'",
+                segment=spoilt[0],
+            )
+            yield ReportLine("licences", False, text, todo)
+            return
+        allowed = (
+            Message(
+                "releasable.accepted_share",
+                "{share:.1%} of the data may not be released, and at most {most:.1%} is accepted.",
+                share=share,
+                most=policy.not_releasable_max,
+            )
+            if share
+            else Message("releasable.all_allowed", "All data may be released.")
+        )
+        yield ReportLine("licences", True, allowed)
+        return
+    text = Message(
+        "releasable.licence_share",
+        "{share:.1%} of the tokens are from documents whose licence does not allow the release of a model: {licences}. "
+        "At most {most:.1%} is accepted.",
+        share=share,
+        licences=[f"{name} {part:.1%}" for name, part in list(other.items())[:NAMED]],
+        most=policy.not_releasable_max,
+    )
+    yield ReportLine("licences", False, text, _allow_or_remove(plant.ledger, next(iter(other))))
+
+
+def _allow_or_remove(ledger: Ledger, licence: str) -> Message:
+    """What to do about the documents of a licence that does not allow a release."""
+    if licence == NONE:
+        return Message(
+            "releasable.no_licence",
+            "If the documents are yours: 'factory config set data licences.missing \"{{train: true, release: true}}\"'. "
+            "Otherwise: 'factory data remove --license {none}'",
+            none=NO_LICENCE,
+        )
+    if not PLAIN.fullmatch(licence):  # a file chose this name, so it must not be in a command that a person pastes
+        return Message(
+            "releasable.odd_licence",
+            "If {licence!r} allows a release, list it under licences.known in data.yaml. Otherwise remove these documents.",
+            licence=licence,
+        )
+    own = ledger.read("SELECT 1 AS one FROM documents WHERE fate = 'train' AND license = :name LIMIT 1", name=licence)
+    correct = (
+        Message(
+            "releasable.rename_licence",
+            "'factory data relabel --license \"{licence}\" --to-license NAME'",
+            licence=licence,
+        )
+        if own
+        else Message("releasable.settle_licence", "the texts also came with another licence: 'factory data claims'")
+    )
+    return Message(
+        "releasable.known_licence",
+        "If {licence} allows a release: 'factory config set data licences.known \"{{{licence}: {{train: true, release: true}}}}\"'. "
+        "If the name is wrong: {correct}. Otherwise: 'factory data remove --license \"{licence}\"'",
+        licence=licence,
+        correct=correct,
+    )
+
+
+def _recipe(plant: Plant) -> Iterator[ReportLine]:
+    from factory.training.planning import last_segment, refuse_changed_model
+    from trainer.contract.errors import TrainerError
+    from trainer.contract.recipe import Recipe
+
+    try:
+        recipe = Recipe.load(plant.workspace.recipe_path())
+        refuse_changed_model(plant, recipe, last_segment(plant.ledger, "trunk"))
+    except (ConfigError, TrainerError) as error:
+        yield ReportLine("recipe", False, error.message)
+        return
+    fits = Message(
+        "releasable.recipe_fits",
+        "{recipe} fits the vocabulary of {entries:,} entries.",
+        recipe=recipe.name,
+        entries=recipe.model.vocab_size,
+    )
+    yield ReportLine("recipe", True, fits)

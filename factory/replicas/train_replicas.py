@@ -1,0 +1,186 @@
+"""The noise of the data order: an anneal is trained again several times from the checkpoint before it, and measured.
+
+A replica has the anneal's recipe, code, precision and steps. Its data plan names the next documents of another permutation of the same token
+shards (``DataPlan.reshuffled``). A replica is not a segment of the ledger, so no training continues from it, and it cannot become a candidate.
+After a kill, the factory continues from the replica's folder below ``replicas/<anneal>/`` (``factory.runs``). One event records the results of all
+replicas, and then the folder is removed. A permutation may bring documents that the trunk saw in this epoch, so with little data the noise is an
+upper estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from factory.computing.compute_settings import format_kernels
+from factory.core.errors import FactoryError, SegmentError
+from factory.core.faults import is_unreadable_now
+from factory.core.removal import remove_path
+from factory.core.workspace import Workspace
+from factory.evals.policy import EvalPolicy
+from factory.evals.suite import hash_held_out_document, hash_suite
+from factory.gates.patch.held_out_scores import measure_weights, read_held_out_texts
+from factory.gates.release.policy import ReleasePolicy
+from factory.gates.release.replica_noise import MEASURED, ReplicaNoise, find_due_anneal, may_start_replicas
+from factory.ledger.ledger import record_event
+from factory.ledger.plant import Plant
+from factory.ledger.removals import with_replaced_token_shards
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject
+from factory.retrying.watchdog import measure_usual_times
+from factory.runs.arm import Arm
+from factory.runs.live_code import LiveCode
+from factory.runs.task_runs import Runs
+from factory.runs.trace import read_checkpoint
+from factory.runs.trainer_folder import read_result
+from factory.training.planning import last_checkpoint
+from factory.training.segment_folder import segment_spec
+from kernels.contract.message import Message
+
+
+def train_next_replica(plant: Plant, anneal: int) -> None:
+    """Train the next replica of an anneal. Once all are trained, measure them and record the results. Safe to repeat.
+
+    The folder of an anneal that is not due is removed. Raises: FactoryError if a trainer fails; PausedError.
+    """
+    policy = ReleasePolicy.load(plant.workspace.policy_path("gates/release.yaml"))
+    wanted = find_replica_to_train(plant.workspace, plant.ledger, policy)
+    runs = replica_runs(plant, anneal)
+    if wanted is None or wanted[0].id != anneal:
+        remove_path(runs.home)
+        return
+    row, release = wanted
+    arms = [replica_arm(plant, row, number) for number in range(1, policy.replicas.count + 1)]
+    for number, arm in enumerate(arms, 1):
+        if _fault(runs, arm):
+            _train(runs, row, number, arm)
+            return
+    _measure(plant, row, release, [runs.trace(arm).checkpoint for arm in arms], policy)
+    remove_path(runs.home)
+
+
+def find_waiting_anneal(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> int | None:
+    """The anneal whose replicas must be trained, measured or removed. None: no such anneal."""
+    if wanted := find_replica_to_train(workspace, db, policy):
+        return wanted[0].id
+    left = sorted(int(path.name) for path in replicas_folder(workspace).glob("*") if path.name.isdigit())
+    return left[0] if left else None
+
+
+def find_replica_to_train(workspace: Workspace, db: ReadsSql, policy: ReleasePolicy) -> tuple[SegmentRow, int] | None:
+    """The anneal that is due, and its release. None if its parent's checkpoint is missing, or if its replicas would take more than their share of
+    all steps and none of them has begun."""
+    wanted = find_due_anneal(db, policy.replicas)
+    if wanted is None:
+        return None
+    begun = (replicas_folder(workspace) / f"{wanted[0].id:05d}").is_dir()
+    if not begun and not may_start_replicas(db, policy.replicas, wanted[0]):
+        return None
+    sql = "SELECT path FROM checkpoints WHERE segment = :segment ORDER BY step DESC LIMIT 1"
+    there = db.read(sql, segment=wanted[0].parent)
+    return wanted if there and (Path(there[0]["path"]) / "manifest.json").is_file() else None
+
+
+def replicas_folder(workspace: Workspace) -> Path:
+    return workspace.root / "replicas"
+
+
+def replica_runs(plant: Plant, anneal: int) -> Runs:
+    return Runs(plant, replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
+
+
+def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
+    """The arm of a replica: the anneal, on the next documents of another order of the same data."""
+    spec = segment_spec(plant.ledger, row)
+    spec["data_plan"] = with_replaced_token_shards(plant.ledger, spec["data_plan"])
+    order = {"reshuffled": spec["data_plan"].get("reshuffled", 0) + number}
+    return Arm(f"replica {number}", spec, row.code_commit, plan=order, kernels=format_kernels(row.computing))
+
+
+def _fault(runs: Runs, arm: Arm) -> str:
+    """Why a replica is not finished and whole; '': it is."""
+    from trainer.contract.checkpoint.format import find_fault
+
+    try:
+        return find_fault(Path(read_result(runs.folder(arm), arm.last)["checkpoint"]))
+    except (SegmentError, OSError) as error:
+        if is_unreadable_now(error):
+            raise
+        return str(error)
+
+
+def _train(runs: Runs, row: SegmentRow, number: int, arm: Arm) -> None:
+    plant, folder = runs.plant, runs.folder(arm)
+    if (folder / "result.json").exists():
+        remove_path(folder)  # the replica is damaged
+    plant.progress.line(
+        Message(
+            "replicas.training",
+            "  segment {segment}: replica {number}, another order of the same data (steps {first}–{last})",
+            segment=row.id, number=number, first=row.first_step, last=row.last_step,
+        )
+    )  # fmt: skip
+    title = f"replica {number} of segment {row.id}"
+    done = runs.train_live(
+        LiveCode.of_commit(plant, row.code_commit), [arm], title, measure_usual_times(plant.ledger, row)
+    )
+    if done.code:
+        raise FactoryError(
+            "replicas.failed",
+            "{title} failed: {problem} (log: {log}). To train no replicas, write 'replicas: {{count: 0}}' in gates/release.yaml.",
+            title=title.capitalize(), problem=done.line, log=f"{folder}.log",
+        )  # fmt: skip
+
+
+def _measure(plant: Plant, row: SegmentRow, release: int, replicas: Sequence[Path], policy: ReleasePolicy) -> None:
+    """Measure bits per byte of the anneal and its replicas on the dev half, and record an event. The sealed half is for candidates."""
+    from trainer.contract.checkpoint.format import manifest_sha256
+
+    evals = EvalPolicy.load(plant.workspace.policy_path("evals.yaml"))
+    texts, _ = read_held_out_texts(evals.documents_per_domain, evals.document_bytes, plant)
+    if not texts:
+        raise FactoryError(
+            "replicas.nothing_held_out",
+            "No held-out document can be read, so the replicas of segment {segment} cannot be measured. To train no replicas, write 'replicas: "
+            "{{count: 0}}' in gates/release.yaml.",
+            segment=row.id,
+        )
+    checkpoints = [Path(last_checkpoint(plant.ledger, row.id)["path"]), *replicas]
+    runs = []
+    title = Message("replicas.measuring", "measuring replicas of segment {segment}", segment=row.id)
+    with plant.progress.task(title, len(checkpoints)) as task:
+        for checkpoint in checkpoints:
+            found = measure_weights(read_checkpoint(checkpoint).model, row.recipe_json, texts, evals)
+            task.advance(1, "bits per byte")
+            if broken := sorted(domain for domain, bits in found.items() if not math.isfinite(bits)):
+                raise FactoryError(
+                    "replicas.no_finite_loss",
+                    "{checkpoint} has no finite loss on held-out documents of {domains}, so the replicas of segment {segment} do not show the noise "
+                    "of the data order. To train no replicas, write 'replicas: {{count: 0}}' in gates/release.yaml.",
+                    checkpoint=checkpoint, domains=broken, segment=row.id,
+                )  # fmt: skip
+            runs.append(found)
+    documents = {"items": [hash_held_out_document(text.document) for text in texts]}
+    detail: dict[str, Any] = {
+        "release": release, "recipe_sha256": row.recipe_sha256, "documents_sha256": hash_suite(documents), "runs": runs,
+        "checkpoints": [manifest_sha256(checkpoint) for checkpoint in checkpoints],
+    }  # fmt: skip
+    with plant.ledger.begin() as tx:
+        record_event(tx, MEASURED, Subject("segment", row.id), detail)
+    noise = noise_line(ReplicaNoise.of_runs(runs, policy.target.weights))
+    plant.progress.line(Message("replicas.measured", "  {noise}", noise=noise))
+
+
+def noise_line(noise: ReplicaNoise) -> Message:
+    """The noise as a line.
+
+    >>> noise_line(ReplicaNoise(3, {"code": 0.0042, "docs": 0.005}, 0.0031))
+    'Another order of the same data changes bits per byte by 0.0042 (code), 0.0050 (docs), the standard deviation of 3 trainings.'
+    """
+    return Message(
+        "replicas.noise",
+        "Another order of the same data changes bits per byte by {named}, the standard deviation of {runs} trainings.",
+        named=[f"{value:.4f} ({domain})" for domain, value in sorted(noise.by_domain.items())],
+        domains=dict(noise.by_domain), runs=noise.runs,
+    )  # fmt: skip

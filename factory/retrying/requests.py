@@ -1,0 +1,165 @@
+"""Requests and decisions of a person while the daemon runs. All are events of the ledger.
+
+``factory pause`` holds the daemon until ``factory resume``. A request such as 'judge 3' is one duty with one subject, which the daemon does
+once in its next pass. ``factory rewind``, ``factory anomalies accept`` and similar commands are one transaction at any moment. The transaction
+that records work of the daemon checks for such decisions. If one concerns the work, the daemon gives the work up, and its next pass
+starts from the new ledger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from factory.core.errors import InputError, WaitingError
+from factory.core.time_formats import format_local_time
+from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND
+from factory.ledger.removals import REMOVED, RETURNED
+from factory.ledger.rows import ReadsSql, SegmentRow
+from kernels.contract.message import Message
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
+
+
+ASKED, ACTION_DONE = "action_asked", "action_answered"
+PAUSED, RESUMED = "paused", "resumed"
+TRAINING, EVERYTHING = "training", "everything"
+
+
+class PausedError(WaitingError):
+    """The requested work is paused. It did not fail, and continues after 'factory resume'."""
+
+    exit_code = 6
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A pause in force: what, by whom, since when and why."""
+
+    what: str  # TRAINING: all duties that start a trainer; EVERYTHING: also the inbox
+    by: str
+    at: float  # seconds since 1970
+    why: str
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def message(self) -> Message:
+        return Message(
+            "retrying.paused", "{person} paused {what} on {since}{why}. Run 'factory resume' to continue.",
+            what=self.what, person=self.by, since=format_local_time(self.at), at=self.at, why=f" ({self.why})" if self.why else "",
+        )  # fmt: skip
+
+
+def current_pause(db: ReadsSql) -> Pause | None:
+    """The pause in force, or None."""
+    found = db.read(
+        f"SELECT kind, at, detail FROM events WHERE kind IN ('{PAUSED}', '{RESUMED}') ORDER BY id DESC LIMIT 1"
+    )
+    if not found or found[0]["kind"] == RESUMED:
+        return None
+    detail = found[0]["detail"]
+    return Pause(detail["what"], detail["by"], found[0]["at"], detail.get("why", ""))
+
+
+def pause_daemon(ledger: Ledger, what: str, by: str, why: str = "") -> Pause:
+    """Pause the daemon; replaces a pause in force. Raises: InputError."""
+    from factory.ledger.ledger import record_event
+
+    if what not in (TRAINING, EVERYTHING):
+        raise InputError(
+            "retrying.cannot_pause", "{what!r} cannot be paused. Name {training!r} or {everything!r}.",
+            what=what, training=TRAINING, everything=EVERYTHING,
+        )  # fmt: skip
+    with ledger.begin() as tx:
+        record_event(tx, PAUSED, "daemon", {"what": what, "by": by, "why": why})
+    found = current_pause(ledger)
+    assert found is not None
+    return found
+
+
+def resume_daemon(ledger: Ledger, by: str) -> Pause:
+    """End the pause in force; returns it. Raises: InputError when nothing is paused."""
+    from factory.ledger.ledger import record_event
+
+    found = current_pause(ledger)
+    if found is None:
+        raise InputError("retrying.not_paused", "Nothing is paused.")
+    with ledger.begin() as tx:
+        record_event(tx, RESUMED, "daemon", {"by": by})
+    return found
+
+
+def refuse_paused(db: ReadsSql) -> None:
+    """Raises: PausedError while training is paused."""
+    if found := current_pause(db):
+        raise PausedError(found.message)
+
+
+def request_actions(ledger: Ledger, actions: Iterable[str], by: str, **how: Any) -> None:
+    """Record a request for each action, such as 'judge 3'. ``how``: further arguments of the duty, which ``open_requests`` returns."""
+    from factory.ledger.ledger import record_event
+
+    with ledger.begin() as tx:
+        for action in actions:
+            record_event(tx, ASKED, "daemon", {"action": action, "by": by, **how})
+
+
+def open_requests(db: ReadsSql) -> dict[str, dict[str, Any]]:
+    """The requests that are not done yet, by action, oldest first. Each has ``action``, ``by``, ``at`` and ``event``, its newest event."""
+    sql = "SELECT id, kind, at, detail FROM events WHERE kind IN (:asked, :answered) ORDER BY id"
+    found: dict[str, dict[str, Any]] = {}
+    for row in db.read(sql, asked=ASKED, answered=ACTION_DONE):
+        detail = row["detail"]
+        action = detail["action"]
+        if row["kind"] == ASKED:
+            found[action] = detail | {"event": row["id"], "at": row["at"]}
+        elif action in found and found[action]["event"] == detail["event"]:  # else a newer request came during the work
+            del found[action]
+    return found
+
+
+def record_request_done(ledger: Ledger, action: str, event: int) -> None:
+    """Record that the request of the event ``event`` is done."""
+    from factory.ledger.ledger import record_event
+
+    with ledger.begin() as tx:
+        record_event(tx, ACTION_DONE, "daemon", {"action": action, "event": event})
+
+
+OVERRIDDEN = "recipe_overridden"  # event: other recipe values for the segment that replaces a rewound segment
+
+
+class RewoundError(WaitingError):
+    """A person or a diagnosis decided meanwhile against the basis of the work. Nothing failed, and nothing of the work is recorded."""
+
+
+def refuse_rewound(db: ReadsSql, segment: int) -> None:
+    """Raises: RewoundError when the segment was rewound."""
+    if SegmentRow.get(db, segment).state == "rewound":
+        raise RewoundError(
+            "retrying.rewound",
+            "Segment {segment} was rewound meanwhile, so no work continues from it. Run the same command again.",
+            segment=segment,
+        )
+
+
+def newest_decision_event(db: ReadsSql) -> int:
+    """The number of the newest event that changes the start, the documents or the recipe of the next segment; 0 without one."""
+    kinds = ", ".join(
+        f"'{kind}'"
+        for kind in (CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED, SEGMENT_REWOUND, REMOVED, RETURNED, OVERRIDDEN)
+    )
+    return int(db.read(f"SELECT MAX(id) AS id FROM events WHERE kind IN ({kinds})")[0]["id"] or 0)
+
+
+def refuse_newer_decision(db: ReadsSql, before: int) -> None:
+    """Raises: RewoundError when a decision is newer than ``before``, a result of ``newest_decision_event``."""
+    if newest_decision_event(db) != before:
+        raise RewoundError(
+            "retrying.plan_out_of_date",
+            "A person or a diagnosis changed data or segments while a segment was planned. The factory must plan the segment again.",
+        )

@@ -1,0 +1,329 @@
+"""Decides how a trainer ended, and counts the tries of a segment.
+
+The exit code, the log and the kernel's count of OOM kills show whether a trainer crashed, was killed, ran out of memory, or hung. A trainer
+that died starts again from its newest checkpoint. The count of deaths starts again with each new checkpoint. A segment without progress is
+parked. Nothing else is planned while a segment is parked, until a person runs ``factory retry`` or ``factory abandon``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from factory.core.errors import InputError, SegmentError
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
+from factory.core.untrusted_trainer_files import read_json_object
+from factory.ledger.rows import ReadsSql, SegmentRow, Subject
+from factory.retrying.requests import refuse_rewound
+from kernels.contract.message import Message
+
+if TYPE_CHECKING:
+    from factory.ledger.ledger import Ledger
+
+
+HUNG, OUT_OF_MEMORY, KILLED, CRASHED, REFUSED = "hung", "out of memory", "killed", "crashed", "failed"
+# Lines of torchrun, which untrusted code can also write. The number has at most three digits, as signals and exit codes have.
+RANK_SIGNAL = re.compile(r"Signal\s(\d{1,3})\s\(SIG\w+\)\sreceived\sby\sPID\s\d+|exitcode\s*: -(\d{1,3}) ")
+RANK_EXIT_CODE = re.compile(r"exitcode\s*: (-?\d{1,3}) ")
+OUT_OF_MEMORY_TEXT = re.compile(
+    r"out\sof\smemory|OutOfMemoryError|(can't|Cannot)\sallocate\smemory|MemoryError|bad_alloc"
+)
+
+
+@dataclass(frozen=True)
+class TrainerEnding:
+    """How a trainer ended."""
+
+    kind: str  # HUNG, OUT_OF_MEMORY, KILLED, CRASHED or REFUSED
+    says: str  # a predicate: follows 'the trainer of segment 3'
+
+
+def count_oom_kills() -> int | None:
+    """The number of processes that the kernel's OOM killer has killed since the machine started; None where the kernel has no count."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
+
+
+def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerEnding:
+    """How a trainer ended. code: its exit code, −n after signal n. line: the most helpful line of its log. log: the log's end.
+
+    >>> classify_ending(1, "trainer: no", "", None)
+    Ending(kind='failed', says='ended with exit 1: trainer: no')
+    """
+    cause = f": {line}" if line else ""
+    if code == EXIT_STOPPED:
+        if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in RANK_EXIT_CODE.findall(log)):
+            return TrainerEnding(
+                KILLED,
+                Message(
+                    "retrying.ended.stopped",
+                    "received SIGTERM from another process than this factory, and stopped{cause}",
+                    cause=cause,
+                ),
+            )
+        code = 1  # torchrun stopped the other ranks because one had failed
+    if code == EXIT_DISK_FULL:
+        return TrainerEnding(
+            REFUSED,
+            Message(
+                "retrying.ended.disk_not_full",
+                "reported a full disk, but the disk has room for its checkpoints{cause}",
+                cause=cause,
+            ),
+        )
+    if code == -signal.SIGTERM:
+        return TrainerEnding(
+            KILLED, Message("retrying.ended.terminated", "was ended by SIGTERM from another process than this factory")
+        )
+    number = _signal(code, log)
+    if number == signal.SIGKILL:
+        kills = count_oom_kills()
+        if kills is not None and kills_before is not None and kills > kills_before:
+            return TrainerEnding(
+                OUT_OF_MEMORY,
+                Message(
+                    "retrying.ended.oom_killer",
+                    "was killed by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory",
+                ),
+            )
+        return TrainerEnding(
+            KILLED,
+            Message(
+                "retrying.ended.killed", "was killed by another process (SIGKILL), not by this machine's OOM killer"
+            ),
+        )
+    if code > 0 and OUT_OF_MEMORY_TEXT.search(line):
+        return TrainerEnding(
+            OUT_OF_MEMORY,
+            Message(
+                "retrying.ended.out_of_memory",
+                "ran out of memory and ended with exit {code}{cause}",
+                code=code,
+                cause=cause,
+            ),
+        )
+    if number:
+        return TrainerEnding(
+            CRASHED,
+            Message("retrying.ended.signal", "ended with signal {signal}{cause}", signal=_name(number), cause=cause),
+        )
+    return TrainerEnding(
+        REFUSED, Message("retrying.ended.exit", "ended with exit {code}{cause}", code=code, cause=cause)
+    )
+
+
+def _signal(code: int, log: str) -> int:
+    """The signal that ended the trainer, or the first of its ranks in torchrun's report; 0: none."""
+    if code < 0:
+        return -code
+    found = RANK_SIGNAL.search(log) if code == 1 else None
+    return int(found.group(1) or found.group(2)) if found else 0
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return str(number)
+
+
+CHECKPOINT_NAME = re.compile(r"step-(\d{1,15})")
+SEGMENT_STUMBLED, FAILED, SEGMENT_RETRIED, SEGMENT_ABANDONED, ASKED = (
+    "segment_stumbled", "segment_failed", "segment_retried", "segment_abandoned", "retry_asked",
+)  # fmt: skip
+
+
+class TrainerDiedError(SegmentError):
+    """A trainer ended before the end of its segment. ``trainer_deaths``: deaths since the segment's newest checkpoint."""
+
+    def __init__(self, message: str, tries: int, parked: bool) -> None:
+        super().__init__(message)
+        self.tries, self.parked = tries, parked
+
+
+def newest_checkpoint_step(row: SegmentRow) -> int | None:
+    """The step of a segment's newest whole checkpoint, or None. A folder with only the name of a checkpoint does not count."""
+    found = ((CHECKPOINT_NAME.fullmatch(path.name), path) for path in (Path(row.folder) / "checkpoints").glob("step-*"))
+    steps = ((int(named.group(1)), path) for named, path in found if named)
+    return max(
+        (step for step, path in steps if row.first_step < step <= row.last_step and _is_whole(path)), default=None
+    )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether all files of the manifest exist with the right length. Readers of the files check their hashes."""
+    try:
+        files = read_json_object(checkpoint / "manifest.json")["files"]
+        return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
+    except (SegmentError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        if is_machine_fault_of_no_file(error):
+            raise
+        return False
+
+
+def record_death(
+    ledger: Ledger, row: SegmentRow, ending: TrainerEnding, code: int, tries: int, final: bool
+) -> SegmentRow:
+    """Record how a segment's trainer ended; returns the segment's new row.
+
+    The segment is parked after ``trainer_deaths`` deaths without progress, or at once if ``final``.
+    """
+    from factory.ledger.ledger import record_event, segments
+    from factory.ledger.snapshot import Snapshot
+
+    step = newest_checkpoint_step(row)
+    before = _steps_at_deaths(ledger, row.id)
+    progress = bool(before) and step is not None and step > max(before)
+    attempts = 1 if progress else row.attempts + 1
+    parked = final or attempts >= tries
+    with ledger.begin() as tx:
+        refuse_rewound(Snapshot(tx, ledger.root), row.id)
+        outcome = {"state": "failed", "finished_at": time.time()} if parked else {}
+        tx.execute(segments.update().where(segments.c.id == row.id).values(attempts=attempts, **outcome))
+        detail = {"exit": code, "how": ending.kind, "said": ending.says, "step": step, "tries": attempts}
+        record_event(tx, FAILED if parked else SEGMENT_STUMBLED, Subject("segment", row.id), detail)
+    return SegmentRow.get(ledger, row.id)
+
+
+def _steps_at_deaths(db: ReadsSql, segment: int) -> list[int]:
+    """The step of the newest checkpoint at each death since the last ``factory retry`` of the segment; −1: no checkpoint."""
+    subject = str(Subject("segment", segment))
+    rows = db.read("SELECT kind, detail FROM events WHERE subject = :subject ORDER BY id", subject=subject)
+    steps: list[int] = []
+    for row in rows:
+        if row["kind"] == SEGMENT_RETRIED:
+            steps = []
+        elif row["kind"] == SEGMENT_STUMBLED:
+            step = (row["detail"] or {}).get("step")
+            steps.append(-1 if step is None else step)
+    return steps
+
+
+def find_open_segment(db: ReadsSql) -> int | None:
+    """The oldest segment that is planned and not done, or None."""
+    row = SegmentRow.first(db, "WHERE state = 'planned' ORDER BY id")
+    return row.id if row else None
+
+
+def find_parked_segment(db: ReadsSql) -> SegmentRow | None:
+    """The newest segment that trains, if it is parked. A person must decide about it before another segment trains."""
+    newest = SegmentRow.first(db, "WHERE kind <> 'average' ORDER BY id DESC")
+    return newest if newest is not None and newest.state == "failed" else None
+
+
+def parked_message(db: ReadsSql, row: SegmentRow) -> Message:
+    """Says which segment is parked, at which step and why."""
+    step = newest_checkpoint_step(row)
+    begun = Message("retrying.before_first_checkpoint", "before its first checkpoint")
+    where = f"at step {step}" if step is not None else begun
+    newest = db.read(
+        f"SELECT detail FROM events WHERE subject = :subject AND kind = '{FAILED}' ORDER BY id DESC LIMIT 1",
+        subject=str(Subject("segment", row.id)),
+    )
+    said = str(newest[0]["detail"].get("said") or "") if newest else ""
+    return Message(
+        "retrying.parked", "Segment {segment} ({kind}, steps {first}–{last}) is parked {where}{why}", segment=row.id, kind=row.kind,
+        first=row.first_step, last=row.last_step, where=where, step=step, why=f": its trainer {said}" if said else "",
+    )  # fmt: skip
+
+
+def parked_commands(row: SegmentRow) -> Message:
+    """The two commands that a person can choose from for a parked segment."""
+    return Message("retrying.parked_commands", "factory retry {segment}, or factory abandon {segment}", segment=row.id)
+
+
+def parked_instructions(db: ReadsSql, row: SegmentRow) -> Message:
+    """``parked_message``, and what the two commands do."""
+    step = newest_checkpoint_step(row)
+    return Message(
+        "retrying.parked_to_do", "{parked}. Training waits until a person decides. To continue the segment from {start} with its recipe and data, "
+        "correct the cause and run 'factory retry {segment}'. To give up the segment's steps and train with the present recipe and data, run "
+        "'factory abandon {segment}'.", parked=parked_message(db, row), start=format_start(step), step=step, segment=row.id,
+    )  # fmt: skip
+
+
+def format_start(step: int | None) -> str:
+    """The place from which a segment continues, as words.
+
+    >>> format_start(40), format_start(None)
+    ('step 40', 'its beginning')
+    """
+    return f"step {step}" if step is not None else "its beginning"
+
+
+def refuse_parked(db: ReadsSql) -> None:
+    """Raises: InputError while a segment is parked."""
+    if row := find_parked_segment(db):
+        raise InputError(parked_instructions(db, row))
+
+
+def newest_retry_request(db: ReadsSql) -> int:
+    """The number of the newest event that asks for another try; 0 without one."""
+    return int(db.read("SELECT MAX(id) AS id FROM events WHERE kind = :kind", kind=ASKED)[0]["id"] or 0)
+
+
+def request_retry(ledger: Ledger, segment: int | None, by: str) -> Message:
+    """Make the daemon retry now all work that waits after a failure, and a parked segment; returns a message.
+
+    Raises: InputError for a segment that is neither parked nor planned.
+    """
+    from factory.ledger.ledger import record_event, segments
+
+    if segment is None:
+        with ledger.begin() as tx:
+            record_event(tx, ASKED, "daemon", {"by": by, "segment": None})
+        return Message("retrying.retry_all", "The daemon now retries all work that waits after a failure.")
+    row = SegmentRow.get(ledger, segment)
+    with ledger.begin() as tx:
+        changed = {"state": "planned", "attempts": 0, "finished_at": None}
+        # The daemon may finish the segment meanwhile.
+        mine = (segments.c.id == segment) & segments.c.state.in_(("failed", "planned"))
+        if not tx.execute(segments.update().where(mine).values(**changed)).rowcount:
+            raise InputError(
+                "retrying.cannot_retry", "Segment {segment} is {state}. Only a parked or planned segment can be tried again.",
+                segment=segment, state=row.state,
+            )  # fmt: skip
+        record_event(tx, ASKED, "daemon", {"by": by, "segment": segment})
+        record_event(tx, SEGMENT_RETRIED, Subject("segment", segment), {"by": by})
+    step = newest_checkpoint_step(row)
+    return Message(
+        "retrying.retried", "The daemon continues segment {segment} from {start} in its next pass.",
+        segment=segment, start=format_start(step), step=step,
+    )  # fmt: skip
+
+
+def abandon_segment(ledger: Ledger, segment: int, by: str) -> Message:
+    """Give up the steps of a parked segment; returns a message. The next segment starts where this one started. Its folder stays.
+
+    Raises: InputError for a segment that is not parked.
+    """
+    from factory.ledger.ledger import record_event, segments
+
+    row = SegmentRow.get(ledger, segment)
+    step = newest_checkpoint_step(row)
+    with ledger.begin() as tx:
+        mine = (segments.c.id == segment) & (segments.c.state == "failed")
+        if not tx.execute(segments.update().where(mine).values(state="abandoned")).rowcount:
+            raise InputError(
+                "retrying.cannot_abandon",
+                "Segment {segment} is {state}. Only a parked segment can be abandoned.",
+                segment=segment,
+                state=row.state,
+            )
+        record_event(tx, SEGMENT_ABANDONED, Subject("segment", segment), {"by": by, "step": step})
+    return Message(
+        "retrying.abandoned",
+        "Segment {segment} is abandoned, and {lost:,|step|steps} of it are given up. The next segment starts from step {first}. "
+        "The checkpoints stay in {folder}.", segment=segment, lost=step - row.first_step if step is not None else 0,
+        first=row.first_step if row.parent else 0, folder=row.folder,
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""Trains arms with live code. One trainer trains all arms of one commit, with one import, one compilation and one read of the data, and waits for
+each (``python -m trainer --wait``). Arms that need one device each are divided among as many trainers as there are devices.
+
+A restarted factory continues: an arm with a result is not run again, and an unfinished arm resumes. A pause stops all arms.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from factory.core import devices
+from factory.core.errors import SegmentError, WaitingError
+from factory.core.faults import is_machine_fault, is_unreadable_now
+from factory.core.launching import (
+    EXIT_DISK_FULL,
+    LOG_BYTES,
+    count_ranks,
+    find_failure_line,
+    read_exit_code,
+    remove_exit_codes,
+)
+from factory.core.progress import ProgressTask
+from factory.core.removal import remove_path
+from factory.core.untrusted_trainer_files import count_lines, read_json_object, read_tail
+from factory.ledger.plant import Plant
+from factory.retrying.policy import RetryPolicy
+from factory.retrying.requests import refuse_paused
+from factory.retrying.trainer_deaths import HUNG, KILLED, OUT_OF_MEMORY, TrainerEnding, classify_ending, count_oom_kills
+from factory.retrying.watchdog import UsualTimes, Watchdog
+from factory.runs.arm import Arm, Spec
+from factory.runs.live_code import LiveCode, list_read_paths, start_trainer, stop_trainer, wait_for_end
+from factory.runs.trainer_folder import (
+    check_disk_space,
+    lock_folder,
+    max_checkpoint_bytes,
+    remove_odd_files,
+    write_spec,
+)
+from kernels.contract.files import write_atomically
+from kernels.contract.message import Message
+
+POLL_SECONDS = 1.0
+NO_USUAL_TIMES = UsualTimes()
+POSSIBLE_MACHINE_FAULTS = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they repeat
+
+
+@dataclass(frozen=True)
+class TrainerEnd:
+    """The end of a trainer: exit code and last line. Code 0: every arm left its result."""
+
+    code: int = 0
+    line: str = ""
+
+
+def train_live(
+    plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES
+) -> TrainerEnd:
+    """Train ``arms``, each in its folder below ``home``. All have the same number of ranks. Returns the end of the first failed trainer.
+
+    ``usual``: the measured times of such a trainer. Raises: PausedError while training is paused; SegmentError if a trainer was stopped or
+    killed, hung, had too little memory, or the disk is full. After as many such ends without a new result as ``policies/retries.yaml`` has
+    tries, the last end is returned.
+    """
+    refuse_paused(plant.ledger)
+    home.mkdir(parents=True, exist_ok=True)
+    (count,) = {arm.ranks for arm in arms.values()}
+    alone = (count_ranks(plant.workspace) if count is None else count) == 1
+    lanes = _lanes(arms, len(devices.device_names()) if alone and len(arms) > 1 else 1)
+    with lock_folder(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
+        remove_odd_files(home, plant.progress)
+        specs = {folder: prepare_folder(home, folder, arm) for folder, arm in arms.items()}
+        if all((folder / "result.json").exists() for folder in arms):
+            return TrainerEnd()
+        steps = sum(arm.last - arm.first for arm in arms.values())
+        with plant.progress.task(title, steps) as task:
+            run = lambda lane: _Lane(plant, code, home, {folder: specs[folder] for folder in lane}, title, count, usual)
+            if len(lanes) == 1:
+                endings = [run(lanes[0]).train(task, lock)]
+            else:
+                endings = devices.run_in_parallel([_on_one(run(lane), task, lock) for lane in lanes])
+    return next((ending for ending in endings if ending.code), TrainerEnd())
+
+
+def _lanes(arms: Mapping[Path, Arm], count: int) -> list[list[Path]]:
+    """The folders of each trainer."""
+    folders = list(arms)
+    return [lane for number in range(count) if (lane := folders[number::count])]
+
+
+def _on_one(lane: _Lane, task: ProgressTask, lock: int) -> Callable[[], TrainerEnd]:
+    """A job that trains on one of the devices."""
+
+    def job() -> TrainerEnd:
+        with devices.hold_device():
+            return lane.train(task, lock)
+
+    return job
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """Arms that one trainer trains in sequence."""
+
+    plant: Plant
+    code: LiveCode
+    home: Path
+    specs: Mapping[Path, Spec]
+    title: str
+    count: int | None  # of ranks
+    usual: UsualTimes
+
+    def train(self, task: ProgressTask, lock: int) -> TrainerEnd:
+        """Raises: PausedError, SegmentError."""
+        plant, folders = self.plant, list(self.specs)
+        log = self.home / f"{folders[0].name}.log"
+        for folder in folders:
+            remove_exit_codes(folder)
+        largest = max((spec["recipe"] for spec in self.specs.values()), key=max_checkpoint_bytes)
+        check_disk_space(self.home, largest, self.title)
+        policy = RetryPolicy.load(plant.workspace.policy_path("retries.yaml"))
+        kills = count_oom_kills()
+        with open(log, "wb") as out:
+            process = start_trainer(
+                plant.workspace, self.code, ["--wait", *map(str, folders)], writable=folders,
+                readonly=sorted({path for spec in self.specs.values() for path in list_read_paths(spec)}), out=out, lock=lock, count=self.count,
+            )  # fmt: skip
+            dog = Watchdog(policy, self.usual, process.pid, self.home, starts_often=len(folders) > 1)
+            done = made = 0
+            over, hung = False, ""
+            try:
+                while not over and not hung:
+                    over = wait_for_end(process, POLL_SECONDS)
+                    now = sum(count_lines(folder / "metrics.jsonl") for folder in folders)
+                    task.advance(now - done, self.code.folder.name[:12])
+                    made, done = made + max(0, now - done), now
+                    hung = "" if over else dog.check(made)
+                    with ignore_machine_faults():
+                        refuse_paused(plant.ledger)
+            except BaseException:
+                stop_trainer(process)
+                raise
+            if hung:
+                stop_trainer(process)
+        for folder in folders:
+            remove_odd_files(folder, plant.progress)
+        status, line = read_exit_code(process.wait(), folders), find_failure_line(log)
+        ending = classify_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
+        if hung:
+            ending = TrainerEnding(HUNG, f"hung and was killed: {hung}")
+        if status == EXIT_DISK_FULL:
+            check_disk_space(self.home, largest, self.title, line)
+        if ending.kind in POSSIBLE_MACHINE_FAULTS or status == EXIT_DISK_FULL:
+            ends = _count_end(log.with_suffix(".ends"), folders)
+            if ends < policy.tries:
+                raise SegmentError(
+                    "runs.trainer_ended",
+                    "{title}: the trainer {ending} (log: {log}). Run the same command again to continue. Of {tries} tries, {ends} had no new result.",
+                    title=self.title, ending=ending.says, log=log, ends=ends, tries=policy.tries,
+                )  # fmt: skip
+            repeated = Message(
+                "runs.ended_each_time", "{times} times, it {ending}", times=policy.tries, ending=ending.says
+            )
+            return TrainerEnd(status or 1, repeated)
+        if status == 0 and not all((folder / "result.json").exists() for folder in folders):
+            return TrainerEnd(1, Message("runs.no_result", "the trainer ended without a result"))
+        return TrainerEnd(status, f"exit {status}: {line or 'nothing'}" if status else "")
+
+
+@contextmanager
+def ignore_machine_faults() -> Iterator[None]:
+    """Ignore faults of the machine: a locked, full or missing ledger or disk does not stop a trainer."""
+    try:
+        yield
+    except WaitingError:
+        raise
+    except Exception as error:
+        if not is_machine_fault(error):
+            raise
+
+
+def _count_end(path: Path, folders: Sequence[Path]) -> int:
+    """The number of consecutive ends, with this one, without a new result and possibly by the machine's fault."""
+    results = sum((folder / "result.json").exists() for folder in folders)
+    try:
+        before = read_json_object(path)
+        count = before["count"] if before["results"] == results else 0
+    except (SegmentError, LookupError):
+        count = 0
+    write_atomically(path, json.dumps({"results": results, "count": count + 1}))
+    return int(count) + 1
+
+
+def prepare_folder(home: Path, folder: Path, arm: Arm) -> Spec:
+    """Make the arm's folder with a copy of the checkpoint from which it resumes, or keep a folder with the same specification. Returns the
+    specification."""
+    kernels = home / f"{arm.key}.yaml" if arm.kernels else None
+    if kernels is not None:
+        write_atomically(kernels, arm.kernels)
+    spec = arm.spec(kernels)
+    try:
+        known = json.loads((folder / "segment.json").read_text())
+    except (OSError, ValueError) as error:
+        if is_unreadable_now(error):
+            raise
+        known = None
+    if known != spec:
+        remove_path(folder)
+        folder.mkdir(parents=True)
+        if arm.resumes is not None:
+            shutil.copytree(arm.resumes, folder / "checkpoints" / arm.resumes.name)
+        write_spec(folder, spec)
+    return spec

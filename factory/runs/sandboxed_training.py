@@ -1,0 +1,194 @@
+"""Trains arms in sequence in one sandboxed trainer, with untrusted code, or with code that is replayed.
+
+For a single arm, the folder is ready before the trainer starts, as for a segment. For several arms the trainer starts once with all folders
+(``python -m trainer --wait …``). It marks each folder for which it waits, and gets an arm as ``segment.json`` when the caller requests the
+arm. So start-up and compilation are not timed, and nothing of an arm can be computed before. While the caller reads the files of an arm, the trainer
+waits. Time is taken outside the sandbox, from the clock and from the CPU time of the sandbox's processes.
+
+Code in the sandbox may write in all of its folders at any time. So they are entered through descriptors of folders that were made before the code
+began, and no link in them is followed. The code compiles for itself, because the cache of live code is not trusted.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import errno
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Collection, Generator, Mapping
+from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from factory.core import devices
+from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.removal import remove_path
+from factory.runs.arm import Arm, Spec
+from factory.runs.trainer_folder import reveal_spec
+from factory.sandbox import cpu_clock, sandbox
+from factory.sandbox.cpu_clock import CpuSeconds
+from factory.sandbox.sandbox import SandboxLimits
+from kernels.contract.message import Message
+from trainer.contract.checkpoint.format import checkpoint_name
+
+POLL_SECONDS = 0.003
+
+
+@dataclass(frozen=True)
+class ArmEnd:
+    """The end of an arm. ``failed``: why there is no last checkpoint; '': ``folder`` has one."""
+
+    folder: Path
+    seconds: float = 0.0  # since the trainer got the arm, or started with it
+    failed: str = ""
+    out_of_time: bool = False  # a time limit ended the arm, which says nothing about its code
+    cpu: CpuSeconds | None = None  # of the sandbox during the same time; None: unknown, or a single arm
+    opened: int = -1  # of one of several arms: the descriptor of ``folder``, until the iterator is closed
+
+
+def train_sandboxed(
+    output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
+) -> Generator[ArmEnd, None, None]:
+    """Train ``arms``, each when it is requested, in their folders below ``output``. The trainer may write only there.
+
+    The iterator ends after the first failed arm. Close it, which ends the trainer. If an arm's steps continue after its last checkpoint, the
+    trainer is ended there. ``wall_seconds``: for all arms together. Raises: IsolationError; OSError for a fault of the machine.
+    """
+    with ExitStack() as held:
+        waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
+        if len(waiting) == 1:
+            reveal_spec(waiting[0].opened, waiting[0].spec)
+        held.enter_context(devices.hold_device())  # the wait for a device does not count
+        trainer = _Trainer(held, output, code, arms, wall_seconds)
+        for one in waiting:
+            ended = trainer.train(one, shown=len(waiting) == 1)
+            yield ended
+            if ended.failed:
+                return
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """An arm's folder with everything but its specification."""
+
+    path: Path
+    opened: int
+    spec: Spec
+    last: int
+    holds: frozenset[str]  # names, with the mark of the waiting trainer
+
+    @classmethod
+    def made(cls, path: Path, arm: Arm, held: ExitStack) -> _Waiting:
+        remove_path(path)  # left by an earlier process
+        path.mkdir(parents=True)
+        if arm.resumes is not None:
+            shutil.copytree(arm.resumes, path / "checkpoints" / arm.resumes.name)
+        if arm.kernels:
+            (path / "kernels.yaml").write_text(arm.kernels)
+        opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        held.callback(os.close, opened)
+        spec = arm.spec(path / "kernels.yaml" if arm.kernels else None)
+        return cls(path, opened, spec, arm.last, frozenset(os.listdir(path)) | {"ready"})
+
+
+class _Trainer:
+    """One process tree in the sandbox, and the thread that waits for it."""
+
+    def __init__(
+        self, held: ExitStack, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
+    ) -> None:
+        self._enough, self._inits = threading.Event(), list[int]()
+        python = next(iter(arms.values())).environment
+        command = [python or sys.executable, "-m", "trainer", *["--wait"][: len(arms) - 1], *map(str, arms)]
+        reads = {path for arm in arms.values() for path in _read_by(arm) if not path.is_relative_to(output)}
+        of_python = [Path(path).parent.parent for path in (python, os.path.realpath(python)) if python]
+        limits = _limits(arms.values(), output, wall_seconds)
+        self._process = Future[sandbox.SandboxResult]()
+        context = contextvars.copy_context()  # with the held device
+
+        def run() -> None:
+            try:
+                result = context.run(
+                    sandbox.run_in_sandbox, command, output=output, readonly=[code, *sorted(reads), *of_python], cwd=code, limits=limits,
+                    begun=self._inits.append, enough=self._enough,
+                )  # fmt: skip
+                self._process.set_result(result)
+            except BaseException as error:  # raised where the result is requested
+                self._process.set_exception(error)
+
+        thread = threading.Thread(target=run, daemon=True)  # an interrupt does not wait for it
+        held.callback(thread.join)
+        held.callback(self._enough.set)
+        thread.start()
+
+    def train(self, arm: _Waiting, shown: bool) -> ArmEnd:
+        """Train an arm. ``shown``: the trainer was started with it. Raises: IsolationError if nothing was run; OSError."""
+        used, began = cpu_clock.CpuReading(), time.monotonic()
+        if not shown:
+            if not self._wait_for(arm.opened, "ready"):
+                return self._failed(arm.path, 0.0)
+            try:
+                if set(os.listdir(arm.opened)) - arm.holds:  # older files would be taken for the arm's own
+                    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+                used, began = cpu_clock.read_cpu_seconds(self._inits[0]), time.monotonic()
+                reveal_spec(arm.opened, arm.spec)
+            except OSError as error:  # code in the sandbox took the name
+                if is_machine_fault_of_no_file(error):
+                    raise
+                return ArmEnd(
+                    arm.path, failed=Message("runs.not_begun", "the run could not begin: {error}", error=error.strerror)
+                )
+        goes_on = arm.last < arm.spec["last_step"]
+        left = f"checkpoints/{checkpoint_name(arm.last)}/manifest.json" if goes_on else "result.json"
+        there, seconds = self._wait_for(arm.opened, left), time.monotonic() - began
+        if not there:
+            return self._failed(arm.path, seconds)
+        cpu = cpu_clock.cpu_seconds_between(used, cpu_clock.read_cpu_seconds(self._inits[0])) if not shown else None
+        if goes_on:
+            self._enough.set()
+            self._process.result()
+        return ArmEnd(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
+
+    def _wait_for(self, folder: int, name: str) -> bool:
+        """True once the file exists. Files are renamed into place, so they are whole. The trainer may have ended right after."""
+        while True:
+            over = self._process.done()
+            try:
+                os.stat(name, dir_fd=folder, follow_symlinks=False)
+                return True
+            except OSError:
+                if over:
+                    return False
+            time.sleep(POLL_SECONDS)
+
+    def _failed(self, path: Path, seconds: float) -> ArmEnd:
+        result = self._process.result()
+        early = Message("runs.ended_early", "the trainer ended before the run was done")
+        why = early if result.ok else result.why()
+        return ArmEnd(path, seconds, why, result.timed_out)
+
+
+def _read_by(arm: Arm) -> list[Path]:
+    """The shards, and the checkpoint at the start. A resumed arm does not read that checkpoint, which may be gone."""
+    spec = arm.spec()
+    begins = None if arm.resumes else spec["initial_checkpoint"]
+    return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
+
+
+def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> SandboxLimits:
+    """Limits with room for a checkpoint of each arm and a few more, by the size of the checkpoints at the start."""
+    begins = {Path(path) for arm in arms if (path := arm.resumes or arm.spec()["initial_checkpoint"])}
+    size = max(
+        (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),
+        default=0,
+    )
+    return SandboxLimits(
+        wall_seconds=wall_seconds,
+        memory=max(SandboxLimits.memory, 8 * size),
+        file=max(SandboxLimits.file, 2 * size),
+        output=max(SandboxLimits.output, (7 + len(arms)) * size),
+    )

@@ -1,0 +1,207 @@
+"""Runs approved code in the sandbox without a time limit: live training and its tools.
+
+The isolation is that of ``sandbox.run``: a network of loopback only, no home, no other processes, and only the files that the caller names. The
+differences: no limits of time, memory or size; a SIGTERM reaches the command; the caller chooses where output goes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from factory.core.errors import IsolationError
+from factory.sandbox import bubblewrap, sandbox
+from factory.sandbox.linked_mounts import make_mounts
+from factory.sandbox.pipes import StartPipes, StatusPipe, kill_and_wait, launcher_words
+from factory.sandbox.view import cache_variables, clean_environment, writable_system_paths
+from trainer.contract import stopping
+
+# Prefixes of the factory's variables that may change how code computes and contain no secret. All other variables stay outside.
+PASSED_PREFIXES = (
+    "ATEN_", "CC", "CUBLAS", "CUDA_", "CUDNN_", "CXX", "DNNL_", "GLOO_", "GOMP_", "HIP_", "HSA_", "KMP_", "LC_", "LD_", "MALLOC_", "MKL_",
+    "NCCL_", "NVIDIA_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_", "ROCR_", "TORCH", "TRITON_", "TZ",
+)  # fmt: skip
+LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "lo")
+NOTHING = [sys.executable, "-I", "-S", "-c", ""]
+
+
+class RunningCommand:
+    """A started command, in the sandbox or outside."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        events: StatusPipe | None = None,
+        init: int = 0,
+        status: IO[bytes] | None = None,
+        links: contextlib.ExitStack | None = None,
+    ) -> None:
+        """``events`` arrive through ``status``. ``init``: process number of the sandbox's init. ``links`` exist until its end.
+
+        Without a sandbox none of them is given.
+        """
+        self.process, self.events, self.init = process, events, init
+        self._status = status  # kept open while events arrive
+        self._links = links or contextlib.ExitStack()
+        self._end = _pidfd(init) if init else None
+        self.pid = process.pid
+        self.returncode: int | None = None
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for the end. Returns the exit code, or −n after signal n.
+
+        Raises: subprocess.TimeoutExpired; IsolationError when the sandbox could not be set up and nothing was run.
+        """
+        if self.returncode is None:
+            code = self.process.wait(seconds)
+            self._wait_for_all()
+            if self.events is not None:
+                written = self.events.read_all()
+                if code >= 0 and not any("exit-code" in event for event in written):
+                    self.returncode = code
+                    raise IsolationError(
+                        "sandbox.not_started",
+                        "The sandbox could not be set up, and nothing was run. Its log says why",
+                    )
+                code = 128 - code if code > 128 else code
+            self.returncode = code
+        return self.returncode
+
+    def command(self) -> int:
+        """Return the process number of the command; that of bubblewrap before the command starts and after it ends."""
+        return min(stopping.child_processes(self.init), default=self.pid) if self.init else self.pid
+
+    def terminate(self) -> None:
+        """Send SIGTERM to the command. In a sandbox the signal goes to the children of its init, since bubblewrap would not forward it."""
+        started = stopping.child_processes(self.init) if self.init else [self.pid]
+        for process in started or [self.pid]:  # before the command starts, bubblewrap gets the signal
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGTERM)
+
+    def kill(self, seconds: float | None = None) -> None:
+        """Kill the command and its descendants, unless it has ended.
+
+        Raises: subprocess.TimeoutExpired when it still runs after ``seconds``: it waits in the kernel for a device.
+        """
+        if self.returncode is None:
+            stopping.kill_with_descendants([self.pid])
+            self.returncode = self.process.wait(seconds)
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        """Wait until the kernel has ended all processes in the sandbox: bubblewrap ends before its init and the command's children."""
+        if self._end is not None:
+            with self._end:
+                select.select([self._end], [], [])
+            self._end = None
+        self._links.close()
+
+    def errors(self) -> Iterator[str]:
+        """Yield the lines of its standard error, which must be a pipe, until the command closes it."""
+        assert self.process.stderr is not None
+        with self.process.stderr as pipe:
+            for line in pipe:
+                yield line.decode(errors="replace")
+
+
+def _pidfd(process: int) -> IO[bytes] | None:
+    try:
+        return os.fdopen(os.pidfd_open(process), "rb", 0)
+    except ProcessLookupError:
+        return None
+
+
+def start_in_sandbox(
+    command: Sequence[str],
+    *,
+    writable: Sequence[Path],
+    readonly: Sequence[Path],
+    cwd: Path,
+    cache: Path,
+    environment: Mapping[str, str],
+    nodes: Sequence[str],
+    stdout: IO[bytes] | int,
+    stderr: IO[bytes] | int,
+    lock: int | None = None,
+) -> RunningCommand:
+    """Start ``build_command``. It can write to the folders ``writable`` and ``cache`` (for compilers) and read ``readonly`` and ``cwd``.
+
+    ``environment`` is added to the sandbox's own and to the variables of ``PASSED_PREFIXES``. ``nodes``: the files in ``/dev`` of its GPUs. The
+    sandbox holds the descriptor ``lock`` until it ends; the command cannot reach it. The sandbox dies with this process.
+    Raises: IsolationError when the sandbox cannot be set up; then nothing was run.
+    """
+    cache.mkdir(parents=True, exist_ok=True)
+    folders = [path.resolve() for path in (*writable, cache)]
+    for path in (*readonly, cwd):
+        if not path.exists():
+            raise IsolationError(
+                "sandbox.missing_input",
+                "{path} does not exist, but {command} reads it. Nothing was run",
+                path=path,
+                command=command[0],
+            )
+    passed = {name: value for name, value in os.environ.items() if name.startswith(PASSED_PREFIXES)}
+    variables = {**clean_environment(cache), **passed, **cache_variables(cache), **LOOPBACK, **environment}
+    rules = {"rlimits": {"RLIMIT_CORE": 0}, "writable": [*map(str, folders), *writable_system_paths(nodes)]}
+    with StartPipes() as opening, contextlib.ExitStack() as links:
+        arguments = bubblewrap.build_command(
+            launcher_words(command, rules, opening),
+            opening,
+            writable=folders,
+            given=links.enter_context(make_mounts([*readonly, cwd])),
+            cwd=cwd,
+            environment=variables,
+            tmp=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2,  # as Linux sizes /dev/shm
+            nodes=nodes,
+            held=lock,
+        )
+        held = [] if lock is None else [lock]
+        status = opening.keep_status()
+        events = StatusPipe(status.fileno())
+        process: subprocess.Popen[bytes] | None = None
+        try:
+            process = subprocess.Popen(
+                arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=[*opening.inherited(), *held],
+                env={},
+                start_new_session=True,  # Ctrl-C goes to the factory, which sends the command a SIGTERM
+            )
+            opening.close_inherited()
+            init = events.wait_for_child()
+            opening.go_on()
+        except BaseException:
+            opening.close_inherited()
+            kill_and_wait(events)
+            if process is not None:
+                process.kill()
+                process.wait()
+            raise
+        return RunningCommand(process, events, init or 0, status, links.pop_all())
+
+
+def find_refusal() -> str:
+    """Return why no sandbox is available here; '' if one is. A success is remembered for the life of this process."""
+    try:
+        _try(os.environ.get("FACTORY_BWRAP", ""))
+    except IsolationError as error:
+        return error.message
+    return ""
+
+
+@functools.cache
+def _try(named: str) -> None:
+    """Run an empty command in a sandbox. Raises: IsolationError, which is not cached."""
+    with tempfile.TemporaryDirectory() as folder:
+        sandbox.run_in_sandbox(NOTHING, output=Path(folder))
