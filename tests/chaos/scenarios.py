@@ -64,7 +64,7 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
     def only(look: DutyState) -> list[Errand]:
         return [errand for errand in next_errands(look) if errand.duty.each or errand.duty.name in kinds]
 
-    with mock.patch.object(runner, "next_errands", only), mock.patch.object(sys, "argv", ["factory", *words]):
+    with mock.patch.object(runner, "find_next_errands", only), mock.patch.object(sys, "argv", ["factory", *words]):
         try:
             main()
         except SystemExit as end:

@@ -50,7 +50,7 @@ def test_every_op_has_a_line_and_substitutes_come_first(workspace: Workspace) ->
 
 
 def test_a_machine_without_bf16_products_is_reported(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention_native, "usable", lambda head_dim: False)
+    monkeypatch.setattr(attention_native, "is_usable", lambda head_dim: False)
     ok, lines = _kernels(workspace, "cpu: {attention: native}")
     assert ok and "no bf16 products" in lines[1]
 
@@ -88,7 +88,7 @@ def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     assert "machine_check.step_time" in codes(lines)
     rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
     slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
-    monkeypatch.setattr(precision, "probe", lambda recipe, device, seconds: slow)
+    monkeypatch.setattr(precision, "time_precisions", lambda recipe, device, seconds: slow)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))
     ok, lines = machine_check._precision(*machine_check._measured(workspace))

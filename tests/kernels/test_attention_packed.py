@@ -63,7 +63,7 @@ def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, m
     called = []
     stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
     monkeypatch.setattr(varlen, "varlen_attn", stood_in)
-    monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)  # in fp32, too: exact enough to see any mistake
+    monkeypatch.setattr(varlen, "takes_heads", lambda head_dim, dtype: True)  # in fp32, too: exact enough to see any mistake
     for dtype in (torch.float32, torch.bfloat16):
         found = compare_with_fp64(ATTENTION, "varlen", case, dtype=dtype, values=values)
         assert found.ok, found.failures()
@@ -75,7 +75,7 @@ def test_prepared_documents_give_the_same_results_as_documents(
     case: OracleCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
-    monkeypatch.setattr(varlen, "taken", lambda head_dim, dtype: True)
+    monkeypatch.setattr(varlen, "takes_heads", lambda head_dim, dtype: True)
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))  # FlexAttention has no backward on a CPU
     with torch.no_grad():
         expected = ATTENTION.reference(*inputs)

@@ -129,7 +129,7 @@ def test_another_dtype_is_left_to_the_other_implementation(monkeypatch: pytest.M
     wide = [x.float() for x in qkv]
     ours, theirs = (gradients(f, wide, documents("packed"), do) for f in (attention.native, attention.recompute))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
-    monkeypatch.setattr(attention_native, "usable", lambda head_dim: False)
+    monkeypatch.setattr(attention_native, "is_usable", lambda head_dim: False)
     ours, theirs = (gradients(f, qkv, documents("packed"), do) for f in (attention.native, attention.recompute))
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs))
 
@@ -259,7 +259,7 @@ def test_who_needs_a_library_that_another_compiles_waits_for_it(
         shutil.copy(made, target)
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "compile_to", compile_to)
+    monkeypatch.setattr(native, "compile_library", compile_to)
     ranks = [threading.Thread(target=native.load_library.__wrapped__, args=("attention",)) for _ in range(3)]
     for rank in ranks:
         rank.start()

@@ -210,7 +210,7 @@ def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(attention_native, "forward_op", lambda q, *rest: ran.append("native") or q)
     for dtype in (torch.float32, torch.bfloat16):
         for units in (True, False):
-            monkeypatch.setattr(attention_native, "usable", lambda head_dim, units=units: units)
+            monkeypatch.setattr(attention_native, "is_usable", lambda head_dim, units=units: units)
             attention.native(*OPS["attention"].inputs(CASES[0], dtype=dtype))
             fallback = attention.native_fallback(Shape(), dtype)
             assert ran.pop() == (fallback.split(",")[0] or "native"), (dtype, units)

@@ -159,7 +159,7 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
         (path / "manifest.json").unlink()
         raise Killed
 
-    monkeypatch.setattr(kept_checkpoints, "remove", killed)
+    monkeypatch.setattr(kept_checkpoints, "remove_path", killed)
     with pytest.raises(Killed):
         update_ladder(source, target, every=5)
     monkeypatch.undo()

@@ -125,7 +125,7 @@ def test_killed_while_it_is_merged_the_same_call_finishes(
             raise KeyboardInterrupt
         return done
 
-    monkeypatch.setattr(repository, "git", killed)
+    monkeypatch.setattr(repository, "run_git", killed)
     with pytest.raises(KeyboardInterrupt):
         plant.approve()
     monkeypatch.undo()

@@ -240,7 +240,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
     work_on = lambda: proposing.runs_to_work_on(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target
     number = made.ledger.select_rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
-    monkeypatch.setattr(proposing, "profile", lambda *_: number)
+    monkeypatch.setattr(proposing, "profile_live_code", lambda *_: number)
     for _ in range(2):
         assert [run.target for run in work_on()] == ["", "kernel:attention"]  # nothing else is worth it
 

@@ -135,7 +135,7 @@ def plant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PatchPlant:
         values = {"id": "c", "segment": segment.id, "step": 100, "path": "c", "created_at": 0.0}
         tx.execute(checkpoints.insert().values(**values))
     allow(made.workspace, when="when-idle")
-    monkeypatch.setattr(improving, "profile", profiled)
+    monkeypatch.setattr(improving, "profile_live_code", profiled)
     drafts(monkeypatch)
     given_verdict(monkeypatch, "hold")
     return made
@@ -342,9 +342,9 @@ def test_killed_in_a_stage_the_next_pass_does_it_again(
     if child == 0:
         try:
             place, name = {
-                "profile": (improving, "profile"),
+                "profile_live_code": (improving, "profile_live_code"),
                 "draft": (submitting.repository, "apply_proposal"),
-                "written": (improving, "write"),
+                "written": (improving, "write_branch"),
                 "gate": (submitting, "_decide"),
                 "verdict": (submitting, "record_judged"),
             }[point]

@@ -143,7 +143,7 @@ def test_a_part_for_another_device_waits_until_a_daemon_runs_where_that_is(
     plant, policy = PatchPlant(tmp_path), PatchPolicy()
     held(plant, {"stages": {"matrix": missing_evidence(*matrix._reasons(parts), waits_for=elsewhere)}, "patch_id": "p"})
     assert due_proposals(plant.ledger, policy) == []
-    monkeypatch.setattr(devices, "kind", lambda: elsewhere)  # the workspace is opened on another machine
+    monkeypatch.setattr(devices, "device_kind", lambda: elsewhere)  # the workspace is opened on another machine
     assert [row.number for row in due_proposals(plant.ledger, policy)] == [1]
     given_verdict(monkeypatch, "hold")
     assert judge_due_patches_again(plant) == [2]

@@ -197,7 +197,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     (tmp_path / "policies" / "kernels.yaml").write_text("cpu: {}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(patch_driver, "OPS", FAKES)
-    monkeypatch.setattr(patch_driver, "get", FAKES.__getitem__)
+    monkeypatch.setattr(patch_driver, "find_op", FAKES.__getitem__)
     KEPT.clear()
     return tmp_path
 

@@ -75,7 +75,7 @@ def test_an_op_fails_alone_only_if_it_is_slower_beyond_the_noise(
 ) -> None:
     answers = iter([json.dumps(dict(zip(("ratio", "ratio_low", "ratio_high"), one, strict=True))) for one in told])
     monkeypatch.setattr(
-        sandbox, "run", lambda command, **_: sandbox.SandboxResult(0, next(answers), "", 1.0, None, 0, 0)
+        sandbox, "run_in_sandbox", lambda command, **_: sandbox.SandboxResult(0, next(answers), "", 1.0, None, 0, 0)
     )
     op = ChangedOp("attention", "reference", "native")
     found = isolated.time_switched_ops(IsolatedPolicy(), [op], {}, tmp_path, tmp_path / "work")

@@ -195,7 +195,7 @@ def left(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         read.append((Path(os.readlink(f"/proc/self/fd/{opened}")), last, origin, aside))
         return SimpleNamespace(model={"w": torch.tensor(float(len(read)))})
 
-    monkeypatch.setattr(stage, "read_alive", read_alive)
+    monkeypatch.setattr(stage, "read_live_checkpoint", read_alive)
     return read
 
 
@@ -338,7 +338,7 @@ def staged(
         asked.append((runs, policy, sides, code, origin, score("weights")))
         return found
 
-    monkeypatch.setattr(stage, "held_out_texts", texts_of)
+    monkeypatch.setattr(stage, "read_held_out_texts", texts_of)
     monkeypatch.setattr(stage, "train_pairs", paired)
     monkeypatch.setattr(stage, "measure_weights", lambda *given: given)
     monkeypatch.setattr(stage, "copy_cache", lambda *given: asked.append(given))

@@ -24,7 +24,7 @@ from trainer.contract.recipe import Recipe
 @pytest.fixture(autouse=True)
 def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same wherever the test runs: a laptop."""
-    monkeypatch.setattr(Hardware, "here", classmethod(lambda cls: cls((), 8e9, 1)))
+    monkeypatch.setattr(Hardware, "of_this_machine", classmethod(lambda cls: cls((), 8e9, 1)))
 
 
 def init(*words: str) -> None:

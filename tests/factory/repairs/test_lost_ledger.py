@@ -358,7 +358,7 @@ def test_a_kill_while_the_oldest_backup_is_removed_leaves_no_half_backup(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as during, pytest.raises(KeyboardInterrupt):
-        during.setattr(backups, "remove", half)
+        during.setattr(backups, "remove_path", half)
         make_backup(Plant(workspace, ledger))
     assert len(list_backup_folders(workspace.root)) == KEPT
     assert not [

@@ -221,7 +221,7 @@ def test_after_a_kill_the_next_call_finishes_the_removal(
                 raise Killed
         whole(path)
 
-    monkeypatch.setattr(cleaning, "remove", kill)
+    monkeypatch.setattr(cleaning, "remove_path", kill)
     with pytest.raises(Killed):
         remove_unneeded(Plant(workspace, ledger))
     monkeypatch.undo()

@@ -137,7 +137,7 @@ def test_arms_run_side_by_side_where_there_are_several_devices(
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for _ in range(2):
         free.put("")  # the CPU, twice
-    monkeypatch.setattr(devices, "names", lambda: ["", ""])
+    monkeypatch.setattr(devices, "device_names", lambda: ["", ""])
     monkeypatch.setattr(devices, "_free", lambda: free)
     started = counted(monkeypatch, live_training, "start_trainer")
     arms = [replace(arm, name=f"seed {seed}", seed=seed) for seed in range(3)]
@@ -153,7 +153,7 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
     def stopped(*_: object) -> None:
         raise SegmentError("stopped by a person")
 
-    monkeypatch.setattr("factory.runs.task_runs.train", stopped)
+    monkeypatch.setattr("factory.runs.task_runs.train_live", stopped)
     with pytest.raises(SegmentError):
         runs.train_live(code, [arm], "straight")
     row = RunRow.get(runs.plant.ledger, arm.key)

@@ -216,9 +216,9 @@ ESCAPES = """
 @pytest.mark.parametrize("nodes", [[], ["/dev/full"]], ids=["cpu", "gpu"])
 def test_escapes_fail_without_the_filter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
     """The other protections also stop each escape that the filter stops."""
-    monkeypatch.setattr(devices, "nodes", lambda every=False: nodes)
+    monkeypatch.setattr(devices, "device_files", lambda every=False: nodes)
     allow_all = struct.pack("<HBBI", sandbox_filter.RETURN, 0, 0, sandbox_filter.ALLOW)
-    monkeypatch.setattr(sandbox_filter, "program", lambda machine="": allow_all)
+    monkeypatch.setattr(sandbox_filter, "assemble_filter", lambda machine="": allow_all)
     column = sandbox_filter.ARCHITECTURES[platform.machine()][0]
     given = tmp_path / "given"
     given.mkdir()
@@ -261,7 +261,7 @@ def test_nothing_runs_when_the_limits_could_not_be_set(
         inits.append(init)
         raise failure
 
-    monkeypatch.setattr(sandbox_cgroup, "put", put)
+    monkeypatch.setattr(sandbox_cgroup, "move_into_group", put)
     monkeypatch.setattr(sandbox_cgroup, "_make", lambda parent, tasks: tmp_path)
     with pytest.raises(type(failure)):
         inside(tmp_path, "open('ran', 'w')")

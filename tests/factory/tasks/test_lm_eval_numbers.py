@@ -181,7 +181,7 @@ def test_three_tasks_of_the_package_give_lm_evals_own_numbers(
     for metric in ("word_perplexity,none", "byte_perplexity,none", "bits_per_byte,none"):
         assert ours["wikitext"][metric] == pytest.approx(theirs["wikitext"][metric], rel=1e-6), metric
     with monkeypatch.context() as patch:
-        patch.setattr(ReferenceModel, "scores", of_transformers(world))
+        patch.setattr(ReferenceModel, "score_tokens", of_transformers(world))
         one_by_one = TaskModel.load(world.export, world.tokenizer, 1, "cpu")
         _, said = run_lm_eval(load_task(named(world.workspace, "wikitext"), POLICY), one_by_one, POLICY, lambda n: None)
     assert said["totals"] == numbers(theirs["wikitext"]), "to the last bit"

@@ -322,7 +322,7 @@ def test_code_that_fakes_a_full_disk_or_a_stop_is_refused_after_three_tries(site
 def test_another_segment_of_the_same_code_is_not_measured_again(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     site.edit(INIT, "", BACKWARD.format("3 * self"))
     first = site.certify(site.plan())
-    monkeypatch.setattr(certificate_runs, "gather", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(certificate_runs, "gather_certificate_evidence", lambda *_: pytest.fail("measured again"))
     number = site.plan()
     again = site.certify(number)
     assert (again.outcome, again.reasons) == ("reject", first.reasons) and again.id != first.id

@@ -141,7 +141,7 @@ def test_the_daemon_tunes_once(plant: Workspace, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         tuning, "_live_code", lambda workspace: checkout_root()
     )  # the plant's own leaves nothing to auto
-    monkeypatch.setattr(tuning, "tune", lambda workspace, progress: asked.append(put(workspace)))
+    monkeypatch.setattr(tuning, "tune_kernels", lambda workspace, progress: asked.append(put(workspace)))
     for _ in range(2):
         tuning.tune_if_needed(plant, SILENT)
     assert len(asked) == 1

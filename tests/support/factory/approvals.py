@@ -104,5 +104,5 @@ def given_verdict(monkeypatch: pytest.MonkeyPatch, outcome: str) -> list[tuple[i
             ).inserted_primary_key  # fmt: skip
         return key[0], Verdict(outcome, ("now",)), evidence  # type: ignore[index]
 
-    monkeypatch.setattr(StagedGate, "decide", decide)
+    monkeypatch.setattr(StagedGate, "judge_proposal", decide)
     return judged

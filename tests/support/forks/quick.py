@@ -86,8 +86,8 @@ def _start_by_forks(quick: bool) -> None:
     # A name that is gone raises: processes would start anew, and no test would notice but by its seconds.
     for module, name, ours in (
         (checking, "subprocess", _Subprocess()),
-        (engine_process, "background_process", _background_process),
-        (server_probe, "background_process", _background_process),
+        (engine_process, "run_in_background_process", _background_process),
+        (server_probe, "run_in_background_process", _background_process),
         (engines, "asyncio", _Asyncio()),
         (fixture, "asyncio", _Asyncio()),
     ):

@@ -153,7 +153,7 @@ def rows() -> tuple[Tensor, Tensor, Tensor]:
 def test_only_the_layers_products_are_in_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[list[tuple[int, ...]]] = []
     products = fp8.fp8_products
-    monkeypatch.setattr(fp8, "products", lambda x, m: taken.append([tuple(w.shape) for w in m]) or products(x, m))
+    monkeypatch.setattr(fp8, "fp8_products", lambda x, m: taken.append([tuple(w.shape) for w in m]) or products(x, m))
     model = make_model(recipe_with(model__experts=EXPERTS), torch.bfloat16)
     model.logits(*rows())
     assert taken == []

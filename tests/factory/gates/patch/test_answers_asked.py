@@ -64,7 +64,7 @@ def notes(folder: Path) -> None:
 def processes(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Processes]:
     def made(*runs: tuple[Acts, sandbox.SandboxResult]) -> Processes:
         told = Processes(*runs)
-        monkeypatch.setattr(sandbox, "run", told.run)
+        monkeypatch.setattr(sandbox, "run_in_sandbox", told.run)
         return told
 
     return made

@@ -204,7 +204,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         asked.append(given)
         return {"state": "failed", "reasons": ["its tests"]}
 
-    monkeypatch.setattr(oracle, "answered", answered)
+    monkeypatch.setattr(oracle, "answer_jobs", answered)
     monkeypatch.setattr(oracle, "check_tests_unchanged", again_made)
     recipe = yaml.safe_load(RECIPE) | {"precision": "bf16"}
     tuned = {"swiglu": "native"}
@@ -255,7 +255,7 @@ def test_a_quick_check_asks_for_the_oracles_jobs_alone(tmp_path: Path, monkeypat
         seen.extend(others)
         yield told
 
-    monkeypatch.setattr(oracle, "answered", answered)
+    monkeypatch.setattr(oracle, "answer_jobs", answered)
     policy, sides = OraclePolicy(cases=["prime"]), [tmp_path / name for name in ("base", "patch", "work")]
     found = oracle.run_quick_check(policy, [ChangedOp("swiglu", "reference", "native")], "bf16", *sides)
     assert found["last"] and found["checks"] == len(told.jobs) and seen == [policy, *sides]
@@ -297,7 +297,7 @@ def test_switched_ops_are_timed_by_approved_code_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     asked, run = clock(QUICK, SAME, (1.5, 1.4, 1.6), SAME)
-    monkeypatch.setattr(sandbox, "run", run)
+    monkeypatch.setattr(sandbox, "run_in_sandbox", run)
     work, recipe = tmp_path / "cache" / "bench", tmp_path / "cache" / "bench-recipe.yaml"
     if there:
         work.mkdir(parents=True)
@@ -351,7 +351,7 @@ def test_timings_become_evidence(
     expected: Expected,
 ) -> None:
     asked, run = clock(*told)
-    monkeypatch.setattr(sandbox, "run", run)
+    monkeypatch.setattr(sandbox, "run_in_sandbox", run)
     policy = IsolatedPolicy(tries=tries, min_ratio=1.25, wall_seconds=70.0)
     found = isolated.time_switched_ops(policy, OPS[:2], {}, tmp_path, tmp_path / "bench")
     assert (found["state"], found.get("out_of_time", False)) == (state, late), found
@@ -364,7 +364,7 @@ def test_only_a_patch_of_settings_is_timed_alone(tmp_path: Path, monkeypatch: py
     start = TrainingStart(tmp_path, 6, yaml.safe_load(RECIPE), {})
     setting: Files = {KERNELS: (CPU, "cpu: {swiglu: native, rms_norm: reference}\n")}
     asked, run = clock(QUICK, SAME)
-    monkeypatch.setattr(sandbox, "run", run)
+    monkeypatch.setattr(sandbox, "run_in_sandbox", run)
     monkeypatch.setattr(isolated, "gate_recipe", lambda case, start, code: {"name": f"{start.step} {code.name}"})
     told: list[tuple[str, Files, TrainingStart | None, str]] = [
         ("a", setting, None, NO_START["state"]), ("b", {**setting, CODE: (None, "x = 1\n")}, start, "not needed"),

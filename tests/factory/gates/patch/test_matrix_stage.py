@@ -385,7 +385,7 @@ def test_only_ops_and_declared_patches_may_round(
     monkeypatch: pytest.MonkeyPatch, paths: list[str], message: str, may: bool
 ) -> None:
     monkeypatch.setattr(
-        repository, "message", lambda at, commit: message if (at, commit) == ("code", "c") else "rounding"
+        repository, "read_commit_message", lambda at, commit: message if (at, commit) == ("code", "c") else "rounding"
     )
     case: Any = SimpleNamespace(
         paths=paths, workspace=SimpleNamespace(repository="code"), applied=SimpleNamespace(commit="c")

@@ -49,7 +49,7 @@ class Process:
 @pytest.fixture
 def process(monkeypatch: pytest.MonkeyPatch) -> Process:
     made = Process()
-    monkeypatch.setattr(sandbox, "run", made.run)
+    monkeypatch.setattr(sandbox, "run_in_sandbox", made.run)
     monkeypatch.setattr(lanes, "CONCURRENT_LANES", 2)
     return made
 

@@ -77,7 +77,7 @@ def test_a_disturbed_op_is_some_roundings_off_by_seed(
 
     def made(seed: int) -> list[torch.Tensor]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(registry, "bind", registry.bind_ops)  # put back
+            patched.setattr(registry, "bind_ops", registry.bind_ops)  # put back
             if seed:
                 train_cases.disturb_ops(seed)
             given = gate.clone().requires_grad_()
@@ -100,7 +100,7 @@ def test_in_place_results_are_disturbed_by_shares() -> None:
 
     def written(seed: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(registry, "bind", registry.bind_ops)
+            patched.setattr(registry, "bind_ops", registry.bind_ops)
             if seed:
                 train_cases.disturb_ops(seed)
             inputs = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), list(op.inputs(op.cases[0])))
@@ -118,7 +118,7 @@ def test_in_place_results_are_disturbed_by_shares() -> None:
 
 
 def test_only_floats_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "bind", registry.bind_ops)
+    monkeypatch.setattr(registry, "bind_ops", registry.bind_ops)
     plain = registry.bind_ops({})
     train_cases.disturb_ops(3)
     disturbed, ids = registry.bind_ops({}), torch.tensor([[1, 2]])
@@ -155,7 +155,7 @@ def test_a_run_that_waits_is_a_program_twice_and_its_worst_end_counts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told, ends = [], iter([0, 3, 2, 0])
-    monkeypatch.setattr(train_cases, "program", lambda *given: told.append(given) or next(ends))  # type: ignore[func-returns-value]
+    monkeypatch.setattr(train_cases, "run_program", lambda *given: told.append(given) or next(ends))  # type: ignore[func-returns-value]
     assert [train_cases.train(tmp_path, 0, waits=True, slow_threads=False) for _ in "ab"] == [3, 2]
     assert told == [("trainer", ["--wait", str(tmp_path)])] * 4
 
