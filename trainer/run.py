@@ -1,4 +1,5 @@
-"""The state of a segment between two steps, and the step: ``launch_step`` gives its work to the device, ``read_finished_steps`` fetches the numbers of steps."""
+"""The state of a segment between two steps, and the step: ``launch_step`` gives its work to the device, ``read_finished_steps`` fetches the numbers
+of steps."""
 
 from __future__ import annotations
 

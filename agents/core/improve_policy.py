@@ -59,7 +59,8 @@ class ImprovePolicy(Strict):
     def allows_stage_at(self, minute: int) -> bool:
         """True if ``when`` and ``night`` allow a stage to begin at that minute of the day.
 
-        >>> ImprovePolicy(when="nightly").allows_stage_at(23 * 60), ImprovePolicy(when="nightly").allows_stage_at(6 * 60), ImprovePolicy().allows_stage_at(0)
+        >>> (ImprovePolicy(when="nightly").allows_stage_at(23 * 60), ImprovePolicy(when="nightly").allows_stage_at(6 * 60),
+        ...  ImprovePolicy().allows_stage_at(0))
         (True, False, False)
         """
         if self.when != NIGHTLY:

@@ -33,7 +33,8 @@ TOOLS = (
     make_tool("graph", "Which lines feed which, and what could be fused.", line=TEXT | {"description": "file:line; empty: all"}),
     make_tool("roofline", "The machine's measured rates, and every op's share of the step."),
     make_tool("earlier_proposals", "What was proposed for this target before, and why it was kept or not."),
-    make_tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",), edits=EDITS),
+    make_tool(TRY, "Check edits, and time the ops that they change, alone, on the recipe's shapes. This is no proposal yet.", ("edits",),
+    edits=EDITS),
     make_tool(
         PROPOSE,
         "Propose the patch.",

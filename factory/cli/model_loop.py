@@ -1,4 +1,5 @@
-"""Commands of the model loop: ``init``, ``tune_kernels``, ``run_daemon``, ``train_segment``, ``certify``, ``anneal``, ``average``, ``evaluate``, ``release_candidate`` and
+"""Commands of the model loop: ``init``, ``tune_kernels``, ``run_daemon``, ``train_segment``, ``certify``, ``anneal``, ``average``, ``evaluate``,
+``release_candidate`` and
 ``serve_champion``."""
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Commands that steer a running factory: ``pause_daemon``, ``resume_daemon``, ``request_retry``, ``abandon_segment``, ``rewind_segment`` and ``quarantine_documents``, and ``remove_unneeded``.
+"""Commands that steer a running factory: ``pause_daemon``, ``resume_daemon``, ``request_retry``, ``abandon_segment``, ``rewind_segment`` and
+``quarantine_documents``, and ``remove_unneeded``.
 
-Each, except ``remove_unneeded``, writes one transaction to the ledger, which the daemon reads. ``remove_unneeded`` removes what the retention policy does not keep.
+Each, except ``remove_unneeded``, writes one transaction to the ledger, which the daemon reads. ``remove_unneeded`` removes what the retention policy
+does not keep.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ NAMED = 5  # keys of a group's documents that are listed
 
 def group_conflicts(ledger: Ledger, policy: Licences) -> list[dict[str, Any]]:
     """Conflicts grouped by their claims, with the most supervised tokens first. Of each group: ``claims`` (licence and shard of each),
-    ``effective_licence``, ``train`` and ``release`` (what that licence allows), ``is_settled``, ``fates``, ``documents``, ``supervised_tokens``, and some
+    ``effective_licence``, ``train`` and ``release`` (what that licence allows), ``is_settled``, ``fates``, ``documents``, ``supervised_tokens``, and
+    some
     ``keys``."""
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for one in find_licence_conflicts(ledger):

@@ -124,7 +124,8 @@ def plan_relabelling(plant: Plant, chosen: DocumentFilter, change: NewLabels) ->
 
 
 def apply_relabelling(plant: Plant, found: Relabelling, by: str, why: str = "") -> int:
-    """Make the changes that ``plan_relabelling`` found; returns the number of the relabel. The caller has held the model loop's lock since before ``plan_relabelling``."""
+    """Make the changes that ``plan_relabelling`` found; returns the number of the relabel. The caller has held the model loop's lock since before
+    ``plan_relabelling``."""
     with plant.ledger.begin() as tx:
         number = insert_row(
             tx, relabels, at=time.time(), who=by, why=why, counts=found.to_json(),

@@ -1,6 +1,7 @@
 """Finds the training documents that models wrote, by the maker that ``documents.detail`` names (``factory.ingest.document``).
 
-A maker with the number and weights of a release of this factory (``format_release_maker``) is that release; its successors may be trained on its text. Any
+A maker with the number and weights of a release of this factory (``format_release_maker``) is that release; its successors may be trained on its
+text. Any
 other maker is only what the shard claims.
 """
 

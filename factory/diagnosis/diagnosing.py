@@ -107,7 +107,8 @@ def find_episodes(anomalies: Sequence[NotedAnomaly], lines: Sequence[StepPoint],
 
     An episode begins at the onset that the doctor finds, or at the earlier onset of the trainer if that is near; never before step ``begins``.
 
-    >>> noted = [NotedAnomaly(1, 50, "grad_norm_jump", 48), NotedAnomaly(2, 51, "loss_spike"), NotedAnomaly(3, 90, "plateau"), NotedAnomaly(4, 200, "divergence", 150)]
+    >>> noted = [NotedAnomaly(1, 50, "grad_norm_jump", 48), NotedAnomaly(2, 51, "loss_spike"), NotedAnomaly(3, 90, "plateau"),
+    ...     NotedAnomaly(4, 200, "divergence", 150)]
     >>> [(s.kind, s.onset, s.last) for s in find_episodes(noted, [])]
     [('loss_spike', 48, 51), ('plateau', 90, 90), ('divergence', 150, 200)]
     >>> [s.noted for s in find_episodes([NotedAnomaly(n, 8 * n, "loss_spike") for n in range(1, 9)], [])]  # a chain is cut
@@ -390,7 +391,8 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.device_kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
         previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=count_ranks(plant.workspace) > 1,
-        previous_weights=find_previous_weights(spec["data_plan"], read_data_plan(plant.ledger, parent) if parent and recent else None, span.onset, span.last),
+        previous_weights=find_previous_weights(spec["data_plan"], read_data_plan(plant.ledger, parent) if parent and recent else None, span.onset,
+        span.last),
         changed_recipe_keys=changed_recipe_keys(segment.recipe_json, parent.recipe_json) if parent and recent else {},
         end=after[-1] if after else None, environment_changed=describe_changed_environment(segment.computing, parent.computing if parent else None),
     )  # fmt: skip

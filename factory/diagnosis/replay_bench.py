@@ -375,7 +375,8 @@ def _store(path: Path, outcome: ArmOutcome) -> None:
 
 
 def graft_checkpoint(older: Path, newest: Path, parent: Path) -> Path:
-    """A checkpoint with the weights and moments of ``find_older_checkpoint`` and the step and data position of ``newest_checkpoint``; returns its path."""
+    """A checkpoint with the weights and moments of ``find_older_checkpoint`` and the step and data position of ``newest_checkpoint``; returns its
+    path."""
     target = parent / newest.name
     if not target.exists():
         tensors = checkpoints.load(older)

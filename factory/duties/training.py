@@ -122,7 +122,8 @@ def _plan_trunk(plant: Plant, _: None) -> None:
 
 
 TRAIN = Duty(
-    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda look: filter(None, [look.open_segment]), train_segment,
+    "train", Message("duties.train", "train a planned segment from its newest checkpoint"), lambda look: filter(None, [look.open_segment]),
+    train_segment,
     trains=True, fills_disk=True,
 )  # fmt: skip
 PLAN_ANNEAL = Duty(
@@ -130,7 +131,8 @@ PLAN_ANNEAL = Duty(
     lambda plant, _: plan_anneal(plant), trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 REPLICATE = Duty(
-    "replicate", Message("duties.replicate", "train a champion's anneal again with another data order, to measure its noise"), _unmeasured, train_next_replica,
+    "replicate", Message("duties.replicate", "train a champion's anneal again with another data order, to measure its noise"), _unmeasured,
+    train_next_replica,
     trains=True, fills_disk=True, plans=True,
 )  # fmt: skip
 PLAN_TRUNK = Duty(

@@ -67,7 +67,8 @@ class RequiredBound:
 class ScoredGuard:
     """The properties of a guard on items scored from 0 to 1 that no candidate can change.
 
-    ``variance``: of the champion's item values (``smoothed_variance``). Two equally good models differ on an item by 2 · variance · (1 − ρ). For right and
+    ``variance``: of the champion's item values (``smoothed_variance``). Two equally good models differ on an item by 2 · variance · (1 − ρ). For
+    right and
     wrong, this is the share of items that change, 2p(1 − p)(1 − ρ). ``level``: the level of Holm's last step.
 
     >>> small = ScoredGuard(items=36, groups=36.0, variance=0.24, margin=0.15, level=0.05)
@@ -203,11 +204,13 @@ def smallest_detectable_gain(
 ) -> float | None:
     """The gain that passes all bounds with a probability of 80 %, to 1 %. None: no gain does.
 
-    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``assign_holm_levels``. ``apart``: a guard
+    ``otherwise``: the largest probability that something else stops the candidate. ``guards``: more bounds, for ``assign_holm_levels``. ``apart``: a
+    guard
     that counts as passed but keeps its step.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(smallest_detectable_gain([RequiredBound(target, 0.025)]), 4), smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)])
+    >>> (round(smallest_detectable_gain([RequiredBound(target, 0.025)]), 4),
+    ...  smallest_detectable_gain([RequiredBound(target, 0.025), RequiredBound(target, 0.05, 0.01, moves=False)]))
     (0.0281, None)
     """
     enough = lambda gain: chance_to_pass_all(gain, needed, guards, apart) >= POWER + otherwise

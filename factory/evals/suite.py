@@ -1,6 +1,7 @@
 """The suite: the held-out documents on which every candidate is measured, and the hash that names them.
 
-The release gate decides on documents of the *sealed* half (``factory.ingest.rules.held_out_split``), which nothing else reads. Some documents of the dev half
+The release gate decides on documents of the *sealed* half (``factory.ingest.rules.held_out_split``), which nothing else reads. Some documents of the
+dev half
 are measured too. A model that improves only on the dev half was fitted to it, and a model that improves only on the sealed half has seen it.
 
 Documents are chosen by content hash, so every candidate gets the same ones. New held-out documents may displace old ones and make a new suite. Then

@@ -1,6 +1,7 @@
 """The inbox: the daemon ingests a file that a person put there as soon as the file is complete, and then moves the file away.
 
-``list_complete_files`` lists the files that can be ingested, and ``ingest_inbox_file`` ingests one of them. ``update_inbox``, called once a pass, names the files that
+``list_complete_files`` lists the files that can be ingested, and ``ingest_inbox_file`` ingests one of them. ``update_inbox``, called once a pass,
+names the files that
 wait and why. The reason is an event ``file_held`` of the ledger. A refused file is tried again when the file, the data policy or the reading
 code has changed.
 """

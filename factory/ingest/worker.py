@@ -147,7 +147,8 @@ def analyse_chunk(job: IngestJob, chunk: int, first_row: int, raw_rows: Sequence
 
 
 def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCounts, plain: bool = False) -> Content:
-    """Validate, normalise, filter and redact one row of a file; sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only``: as of ``IngestJob``.
+    """Validate, normalise, filter and redact one row of a file; sets fields of ``row`` and adds to ``row_counts``. ``shows_text_only``: as of
+    ``IngestJob``.
 
     Raises: BadRow.
     """

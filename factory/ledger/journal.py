@@ -1,6 +1,7 @@
 """The journal of the newest backup: lines of ``journal.jsonl`` with each row that was added, changed or removed since the backup.
 
-SQLite's triggers note changed rows in the table ``changes``, in the same transaction. After its commit ``append_to_newest_backup`` appends these rows to the
+SQLite's triggers note changed rows in the table ``changes``, in the same transaction. After its commit ``append_to_newest_backup`` appends these
+rows to the
 journal. A line is a batch: ``{"crc32": …, "rows": [[table, row], …], "gone": [[table, key, value], …], "from": 40, "to": 42}`` for the notes
 after ``from`` up to ``to``. After a kill the next process appends what is missing. ``read_batches`` returns the batches.
 

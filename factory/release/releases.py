@@ -1,6 +1,7 @@
 """Releases: a recoverable saga, ``decided`` → ``published`` (DESIGN §5).
 
-Each step is idempotent, and is recorded when it is done. After a kill ``finish_releases``, or the same ``release_candidate`` again, continues from the
+Each step is idempotent, and is recorded when it is done. After a kill ``finish_releases``, or the same ``release_candidate`` again, continues from
+the
 recorded state. The newest ``promoted`` or ``rolled_back`` event in the ledger decides which release is champion. The served link follows
 the ledger, and is repaired after a person or a crash changed it. MLflow's alias follows too (``factory.show``); no release waits for it.
 

@@ -4,7 +4,8 @@
     distance(a, b, begun=c)            of weights ‖(b − c) − (a − c)‖ beside how far a moved from c, ‖a − c‖
     distance(a, b, begun=c, other=d)   as before, where b began with d: (b − d) − (a − c)
 
-``save_perturbed_checkpoint`` measures the effect of rounding: it copies a checkpoint with each weight one rounding larger or smaller. A distance is meaningful
+``save_perturbed_checkpoint`` measures the effect of rounding: it copies a checkpoint with each weight one rounding larger or smaller. A distance is
+meaningful
 only if it is larger than that of a run from the copy.
 """
 

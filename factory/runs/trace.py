@@ -182,7 +182,8 @@ def read_live_checkpoint(folder: int, step: int, like: Tensors, aside: Path | No
 
 
 def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
-    """Check, before a trainer's files are opened, that ``trainer_folder`` and the checkpoint are folders, and that the checkpoint has only regular files.
+    """Check, before a trainer's files are opened, that ``trainer_folder`` and the checkpoint are folders, and that the checkpoint has only regular
+    files.
     A link leads elsewhere, and a pipe blocks. Raises: UntrustedFileError; OSError for a fault of the machine."""
     try:
         for folder in (*folders, checkpoint):

@@ -10,7 +10,8 @@
 
 The kernel limits the tree's tasks: by a control group if possible, else by an rlimit (which does not bind root). A watch outside checks memory,
 output bytes and processes of the tree ten times a second, and kills the tree that exceeds a limit. The kill is certain: all processes are in a
-pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate, ``run_in_sandbox``
+pid namespace, whose init dies with its parent, which dies with the factory. Time is measured outside. If bubblewrap cannot isolate,
+``run_in_sandbox``
 raises IsolationError.
 """
 
@@ -316,7 +317,8 @@ class _Held:
 
 
 def describe_sandbox() -> dict[str, str]:
-    """Describe the sandbox's restrictions on this machine, for ``factory check``. ``"isolation"`` starts with 'none' if ``run_in_sandbox`` would refuse."""
+    """Describe the sandbox's restrictions on this machine, for ``factory check``. ``"isolation"`` starts with 'none' if ``run_in_sandbox`` would
+    refuse."""
     try:
         program, refused = bubblewrap.choose_bubblewrap()
         with tempfile.TemporaryDirectory() as folder:

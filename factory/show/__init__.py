@@ -5,6 +5,7 @@
     pages/       HTML pages and facts for people, made from the ledger
     telling/     notifications to receivers
 
-Code that decides only writes to the ledger. The daemon calls ``show_missing`` after each action and in each pass; a command calls it after a decision.
+Code that decides only writes to the ledger. The daemon calls ``show_missing`` after each action and in each pass; a command calls it after a
+decision.
 Live metrics of a training segment come from ``mlflow.metrics_follower``, which the caller passes to the trainer.
 """

@@ -71,7 +71,8 @@ def read_data_ahead(db: ReadsSql) -> dict[str, Any] | None:
 
 
 def disk_facts(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]:
-    """``free``, ``total`` and ``floor`` in bytes. ``estimate_hours_left``: until the free space reaches the floor, at the rate of the last hours; None: the
+    """``free``, ``total`` and ``floor`` in bytes. ``estimate_hours_left``: until the free space reaches the floor, at the rate of the last hours;
+    None: the
     free space does not shrink, or too little was measured."""
     room = disk_usage(workspace.root)
     policy = load_yaml(workspace.policy_path("retention.yaml"))

@@ -96,7 +96,8 @@ _FUNCTIONS = [
 def parse_answer(text: str) -> Value | None:
     """The value of an answer. None: the answer is empty.
 
-    >>> parse_answer(r"1\\frac12").figure, parse_answer("1{,}200").figure, parse_answer("(1,200)").form, parse_answer("60 percent").percent, parse_answer("not 18")
+    >>> (parse_answer(r"1\\frac12").figure, parse_answer("1{,}200").figure, parse_answer("(1,200)").form,
+    ...  parse_answer("60 percent").percent, parse_answer("not 18"))
     (Fraction(3, 2), Fraction(1200, 1), '()', True, Literal(text='not 18'))
     """
     if len(text) > 4 * LONGEST or len(plain := _plain(text)) > 2 * LONGEST:

@@ -44,7 +44,8 @@ def extract_answer(text: str) -> str | None:
     It is the text after the last ``####``, else in the last ``\\boxed{}``, else after the last "the answer is", else the whole text if it is only an
     answer, else the last number, tuple or formula in dollars.
 
-    >>> extract_answer("3 + 4 = 7. #### 7"), extract_answer(r"so it is \\boxed{\\frac{1}{2}}."), extract_answer("We pay $1,200."), extract_answer("I do not know.")
+    >>> (extract_answer("3 + 4 = 7. #### 7"), extract_answer(r"so it is \\boxed{\\frac{1}{2}}."),
+    ...  extract_answer("We pay $1,200."), extract_answer("I do not know."))
     ('7', '\\\\frac{1}{2}', 'We pay $1,200.', None)
     """
     if "####" in text:

@@ -49,7 +49,8 @@ CAPABILITY = 80  # assumed for "cuda" where no machine is named
 def untuned_implementation(op: str, machine: str = "cpu") -> str:
     """The implementation that ``auto`` runs before tuning. ``machine``: a class of ``kernels.contract.machine``, or a device class.
 
-    >>> untuned_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"), untuned_implementation("attention", "cuda-sm75-tesla-t4"), untuned_implementation("attention")
+    >>> (untuned_implementation("attention", "cuda-sm90-nvidia-h100-80gb-hbm3"),
+    ...  untuned_implementation("attention", "cuda-sm75-tesla-t4"), untuned_implementation("attention"))
     ('varlen, flex, reference', 'reference', 'reference')
     """
     device = machine.partition("-")[0]

@@ -221,7 +221,8 @@ def triton_implementation(module: str, function: str, about: str = "") -> Implem
 
 
 def compiled_implementation(reference: Callable[..., Any]) -> Implementation:
-    """The implementation ``compiled_implementation``: the reference as one region of torch.compile. Inside a compiled block it becomes part of that block."""
+    """The implementation ``compiled_implementation``: the reference as one region of torch.compile. Inside a compiled block it becomes part of that
+    block."""
     return Implementation(
         "compiled", lazily_compiled(reference), description="the reference through torch.compile", eager=reference
     )

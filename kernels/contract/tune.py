@@ -118,7 +118,8 @@ def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> 
     """The implementation to run: the fastest of those that three pairs in four show faster than the reference; else ``plain``,
     what runs untuned, unless it was slower.
 
-    >>> fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu", "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
+    >>> fastest_implementation([TimedImplementation("swiglu", "native", 1.3, 1.2, 1.4, 0.01), TimedImplementation("swiglu",
+    ...     "compiled", 1.5, 0.9, 2.1, 0.01)], "reference")
     'native'
     """
     shown = [one for one in timed if one.low is not None and one.low > WORTH]

@@ -63,7 +63,9 @@ def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, m
     called = []
     stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
     monkeypatch.setattr(varlen, "varlen_attn", stood_in)
-    monkeypatch.setattr(varlen, "takes_heads", lambda head_dim, dtype: True)  # in fp32, too: exact enough to see any mistake
+    monkeypatch.setattr(
+        varlen, "takes_heads", lambda head_dim, dtype: True
+    )  # in fp32, too: exact enough to see any mistake
     for dtype in (torch.float32, torch.bfloat16):
         found = compare_with_fp64(ATTENTION, "varlen", case, dtype=dtype, values=values)
         assert found.ok, found.failures()

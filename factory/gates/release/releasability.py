@@ -1,6 +1,7 @@
 """What the release gate can detect, computed before the first candidate from the sizes alone.
 
-``compute_releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion, with an assumed spread of each document group and
+``compute_releasability(policy, sizes)`` makes the evidence of a candidate that is as good as its champion, with an assumed spread of each document
+group and
 item. The judge's own functions (``factory.gates.release.guards``, ``factory.tasks.comparing.set_aside``) then compute which guards stand, the size
 that each guard needs, and the gain that is detected.
 
@@ -68,7 +69,8 @@ class GuardSize:
     """A guard before any candidate.
 
     ``state``: 'stands'; 'aside': its result only informs; 'missing': too little is held out, so the guard holds every candidate. ``have`` and
-    ``items_needed`` count the document groups of a domain, or the items of cloze and of a task. With ``items_needed`` the guard passes four of five equally good
+    ``items_needed`` count the document groups of a domain, or the items of cloze and of a task. With ``items_needed`` the guard passes four of five
+    equally good
     models; None: no number is enough. ``share_passing``: the share of equally good models that pass.
     """
 

@@ -22,7 +22,8 @@ def count_tokens_by_licence(ledger: Ledger, segment: int | None, policy: Licence
     documents without a licence.
 
     Documents that were quarantined or removed after training count too. Documents that every plan masks do not (``find_masked_documents``). With a
-    ``policy``, a text with several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.licence_claims``). Without a
+    ``policy``, a text with several licences counts under the strictest, unless a person settled it (``factory.ingest.rules.licence_claims``).
+    Without a
     policy it counts under the licence of the row that stayed.
     """
     used = token_shards_of_lineage(ledger, segment) if segment is not None else list_token_shards(ledger)

@@ -23,7 +23,8 @@ _TOKEN = re.compile(r"[()]|[^\s()]+")
 def fold_licence_name(name: str | None) -> str:
     """A name in the form in which names are compared: its SPDX id if it is a spelling of one; '' for no name.
 
-    >>> fold_licence_name("  CC-BY-4.0 "), fold_licence_name("Apache 2.0"), fold_licence_name("Public-Domain"), fold_licence_name("My  Own"), fold_licence_name(None)
+    >>> (fold_licence_name("  CC-BY-4.0 "), fold_licence_name("Apache 2.0"), fold_licence_name("Public-Domain"),
+    ...  fold_licence_name("My  Own"), fold_licence_name(None))
     ('cc-by-4.0', 'apache-2.0', 'public domain', 'my own', '')
     """
     return find_spdx_id(name or "") or " ".join((name or "").split()).casefold()

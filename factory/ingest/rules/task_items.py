@@ -1,7 +1,8 @@
 """Reads the items of evaluation tasks: every string in every data file of ``policies/tasks/``.
 
 Items need no schema, so ingest keeps a task file of any kind out of training data as soon as it is in the folder, even if no task uses it
-yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unread_files`` names the files that cannot be
+yet. The tasks read their items with this module too, so that both see the same records. ``task_folder.list_unread_files`` names the files that
+cannot be
 read.
 """
 

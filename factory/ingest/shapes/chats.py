@@ -72,7 +72,8 @@ Turn = dict[str, Any]  # {"role": str, "content": str}; also {"weight": 0} if it
 
 @dataclass
 class ReadingNotes:
-    """Facts about how a row was read. ``messages``: messages for a person. ``unread_fields``: fields that nothing reads. ``refused_fields``: fields with a meaning
+    """Facts about how a row was read. ``messages``: messages for a person. ``unread_fields``: fields that nothing reads. ``refused_fields``: fields
+    with a meaning
     that the template cannot show. ``shows_text_only``: the template is an older one that shows roles and texts only."""
 
     shows_text_only: bool = False

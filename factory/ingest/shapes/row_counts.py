@@ -26,7 +26,8 @@ class MappedColumns:
 
 @dataclass
 class RowCounts:
-    """How the rows were read. ``messages``: by message, its number of rows. ``unread_fields``: by field that nothing reads, its number of rows. ``mapped``:
+    """How the rows were read. ``messages``: by message, its number of rows. ``unread_fields``: by field that nothing reads, its number of rows.
+    ``mapped``:
     by place of the mapping in ``fields``, the columns that its rows have."""
 
     messages: Counter[str] = field(default_factory=Counter)

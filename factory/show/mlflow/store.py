@@ -193,7 +193,8 @@ def mlflow_ui_command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command that serves the MLflow UI of this workspace, and the environment variables to add.
 
-    ``login``: variables from ``factory.show.mlflow.login``. ``host_names``: the names by which people reach the UI, as ``factory.show.mlflow.host_names``
+    ``login``: variables from ``factory.show.mlflow.login``. ``host_names``: the names by which people reach the UI, as
+    ``factory.show.mlflow.host_names``
     parses them. Raises: InputError.
     """
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port), "--workers", "1"]

@@ -69,7 +69,8 @@ def test_old_logs_of_ranks_and_exchanges_are_removed_after_mlflow_has_them(
         with ledger.begin() as tx:
             tx.execute(
                 exchanges.insert().values(
-                    at=0.0, run=1, label=name, state="done", tokens=1, usd=0.0, file=ledger.to_stored_path(path), trace=None if name == "unsent" else "t"
+                    at=0.0, run=1, label=name, state="done", tokens=1, usd=0.0, file=ledger.to_stored_path(path),
+                    trace=None if name == "unsent" else "t"
                 )
             )  # fmt: skip
     long_ago = time.time() - 91 * DAY

@@ -49,7 +49,8 @@ Begin = Literal[
 class MatrixCase:
     """One run.
 
-    begin: the checkpoint at the start (``starts.make_derived_checkpoints``). ``half``, ``damaged`` and ``far`` are interrupted folders of this run itself;
+    begin: the checkpoint at the start (``starts.make_derived_checkpoints``). ``half``, ``damaged`` and ``far`` are interrupted folders of this run
+    itself;
         ``far`` is at a random step, tens of thousands of steps after the segment's first.
     changes: recipe keys that differ from ``BASE``, with dots.
     generations: the number of sets of shards in the data plan.

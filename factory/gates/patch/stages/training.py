@@ -1,6 +1,7 @@
 """Runs N real training steps of baseline and candidate in the sandbox (``session``), and compares their weights and times.
 
-Time. A run is timed from outside, from the reveal of its data to its weights; ``step_seconds_evidence`` computes the seconds of a step. The CPU seconds of the
+Time. A run is timed from outside, from the reveal of its data to its weights; ``step_seconds_evidence`` computes the seconds of a step. The CPU
+seconds of the
 sandbox's processes are read at the same moments. The sessions alternate: baseline, candidate, baseline, candidate. So a machine that slows down
 shows as noise of the baseline, and properties of one process (its memory layout, its compilation) do not decide. If new code looks faster in
 its first session, the second session of each side ends with a run that is ``long`` times as long. A gain that would promote is measured again with
