@@ -234,7 +234,7 @@ def test_the_whole_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert command.main([*words, "--out", str(out)]) == 0
     said = capsys.readouterr()
     (table,), (document,) = out.glob("headline-cpu-*.md"), out.glob("headline-cpu-*.json")
-    assert said.out == table.read_text() and "Seed 2 of 2: the same tokens to each model" in said.err
+    assert said.out == table.read_text() and "Seed 2 of 2: " in said.err
     found = json.loads(document.read_text())
     assert page.markdown(found) == table.read_text()
     assert str(tmp_path) not in table.read_text() + document.read_text()

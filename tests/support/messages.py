@@ -210,7 +210,7 @@ class _Reader(ast.NodeVisitor):
             for word in node.keywords:
                 self.visit(word.value)
             return
-        if called in BUILTIN_ERRORS or called == "only":  # names of columns
+        if called in BUILTIN_ERRORS or called == "select_fields":  # names of columns
             return
         for child in (node.func, *node.args, *(word.value for word in node.keywords if word.arg not in HELP)):
             if not (called == "Option" and isinstance(child, ast.Constant)):

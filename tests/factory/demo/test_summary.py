@@ -82,8 +82,8 @@ def test_the_last_screen_says_speed_quality_delay_and_cost(plant: FilledPlant) -
     own = read_status(plant.workspace)["candidates"][1]["summary"]["bpb"]
     for domain, bits in own.items():
         assert f"{domain} {bits:.3f} (3.500)" in quality
-    assert "64 s from the ingest of a shard (b.jsonl) to the verdict on candidate 2" in delay
-    assert "1.5 minutes and " in cost and cost.endswith(" core-hours of this run")
+    assert "64 s from the ingest" in delay and "candidate 2 (b.jsonl)" in delay
+    assert "1.5 minutes and " in cost and cost.endswith(" core-hours")
 
 
 def test_a_workspace_without_any_says_what_it_has(tmp_path: Path) -> None:

@@ -175,7 +175,7 @@ def test_a_model_as_scout_is_asked_refused_and_judged(made: Made) -> None:
         (number,) = proposing._scout(bench, options, 1, submitting.submit_proposal)
     told = [m["content"] for m in server.requests[-1]["messages"] if m["role"] == "tool"]
     assert "step 5, loss" in told[0] and "optimizer.lr" in told[1] and "sequences: 8" in told[2]
-    assert "model.d_ff' is not a key that may be changed" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
+    assert "model.d_ff'" in told[3] and "optimizer.lr cannot be -0.001" in told[4]
     found = judged(made, number)
     assert found.row["target"] == "quality:optimizer.lr+schedule.warmup_steps" and found.row["agent"] == "recipe-scout"
     assert (found.verdict["gate"], found.verdict["outcome"]) == ("recipe", "reject")
@@ -287,8 +287,8 @@ def test_harm_is_rejected_and_the_report_says_so(made: Made) -> None:
     assert measured and float(measured[1]) == pytest.approx(
         found.verdict["evidence"]["gain"]["bits_per_byte"], abs=1e-4
     )
-    assert "Predicted</dt><dd>0.0100 bits per byte better" in page
-    assert "Predicted: 0.0100 bits per byte better" in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
+    assert "Predicted</dt><dd>0.0100 bits " in page
+    assert "Predicted: 0.0100 bits " in git(made.target, "log", "-1", "--format=%B", found.row["branch"])
 
 
 def test_a_candidate_that_breaks_down_is_rejected_at_once(made: Made) -> None:
@@ -318,10 +318,7 @@ def test_the_scout_finds_a_rate_that_is_too_low_and_it_is_merged(made: Made) -> 
     (number,) = proposing._scout(bench, AgentOptions(), 1, submitting.submit_proposal)
     assert number is not None
     found = judged(made, number)
-    assert (
-        found.row["target"] == "quality:optimizer.lr"
-        and found.row["title"] == "recipe tiny: optimizer.lr 0.0003 → 0.0006"
-    )
+    assert found.row["target"] == "quality:optimizer.lr" and found.row["title"].endswith("optimizer.lr 0.0003 → 0.0006")
     assert found.verdict["outcome"] == "promote", found.verdict["reasons"]
     diff = git(made.target, "diff", base, found.row["commit"]).splitlines()
     assert [line for line in diff if re.match(r"[+-] ", line)] == [f"-  {LOW}", "+  lr: 0.0006"]

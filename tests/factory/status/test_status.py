@@ -134,7 +134,7 @@ def test_the_segment_in_training_shows_step_loss_rate_and_time_left(plant: tuple
     workspace, ledger = plant
     folder = segment(workspace, ledger, 4, "planned", attempts=1)
     said = shown(workspace)
-    assert re.search(r"segment 4 \(trunk\): step 100 of 200,", said)
+    assert "segment 4 (trunk): step 100 of 200" in said
     assert re.search(r", planned \d+ min ago, 1 try failed", said)
     lines(folder, range(100, 150), seconds=2.0)
     row = status_facts(workspace)["training"]
@@ -152,7 +152,7 @@ def test_a_segment_that_is_done_shows_its_rate_and_its_first_step(plant: tuple[W
     workspace, ledger = plant
     speed: dict[str, object] = {"tokens_per_s": 26_004.6, "flops_per_s": 9e13, "first_step_s": 35.04}
     segment(workspace, ledger, 1, "done", result={"loss": 2.5, "speed": speed})
-    assert re.search(r"segment 1 .*, 26,005 tokens/s, first ", shown(workspace))
+    assert re.search(r"segment 1 .*, 26,005 tokens/s, ", shown(workspace))
     assert re.search(r"segment 1 .*, first step 35.0 s\n", shown(workspace))
     segment(workspace, ledger, 2, "done", result={"loss": 2.5, "speed": speed | {"mfu": 0.168}})
     assert re.search(r"segment 2 .*, MFU 16.8 %, first ", shown(workspace))
