@@ -60,7 +60,7 @@ def decides(node: ast.AST) -> bool:
         return of_torch or node.attr in ("is_cuda", "needs_triton")
     if isinstance(node, ast.Compare):
         return any(isinstance(side, ast.Constant) and side.value in DEVICES for side in (node.left, *node.comparators))
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "in_triton":
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "triton_implementation":
         return True
     if isinstance(node, ast.keyword):
         cuda_alone = node.arg == "devices" and isinstance(node.value, ast.Tuple) and "cuda" in ast.unparse(node.value)
@@ -114,7 +114,7 @@ def test_each_row_says_what_covers_it() -> None:
         ("FAST = Implementation('fast', f, '', devices=('cuda',))", {"m:FAST"}),
         ("ANY = Implementation('any', f, '', devices=('cpu', 'cuda'))", set()),
         ("T = Implementation('triton', f, '', needs_triton=True)", {"m:T"}),
-        ("T = in_triton('kernels.op.triton', 'op')", {"m:T"}),
+        ("T = triton_implementation('kernels.op.triton', 'op')", {"m:T"}),
         ("if torch.cuda.is_available():\n    x = 1", {"m:(module)"}),
         ("def f():\n    'runs on \"cuda\"'\n    return name('cuda'), other.cuda", set()),
     ],

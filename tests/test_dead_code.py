@@ -19,7 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 JUDGED = ("agents", "factory", "kernels", "trainer")
 DOTTED = re.compile(r"\w+([.:]\w+)*")
 # A decorator that hands a function to its caller: typer, pydantic, torch, SQLAlchemy.
-REGISTERING = {"command", "callback", "model_validator", "register_fake", "register_flop_formula", "listens_for"}
+REGISTERING = {
+    "command",
+    "register_command",
+    "callback",
+    "model_validator",
+    "register_fake",
+    "register_flop_formula",
+    "listens_for",
+}
 # Methods that a library calls by name, and what of it.
 CALLED_BY_LIBRARIES = {
     "forward": "torch.nn.Module, torch.autograd.Function",
@@ -34,7 +42,7 @@ CALLED_BY_LIBRARIES = {
 # name: why it stays though nothing but tests names it
 ALLOWED = {
     "OP": "kernels.contract.registry imports the folder of each op by name",
-    "cut": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
+    "cut_piece": "says which positions a piece of a document has; document_stream computes the same for whole arrays",
 }
 
 

@@ -19,7 +19,7 @@ SPREAD = 0.4  # if more than this share of a window's documents must be masked, 
 
 
 @dataclass(frozen=True)
-class Findings:
+class ArmFindings:
     """The findings so far. An arm that is missing in a dictionary was not run. None: the arm neither cleared the anomaly nor showed it."""
 
     kind: str
@@ -59,7 +59,7 @@ class NamedCause:
     why: str
 
 
-CauseRule = tuple[Callable[[Findings], bool], tuple[str, ...], Message]
+CauseRule = tuple[Callable[[ArmFindings], bool], tuple[str, ...], Message]
 
 # The first row whose condition holds gives the answer. A row may rely on the rows above it.
 TABLE: tuple[CauseRule, ...] = (
@@ -306,12 +306,12 @@ TABLE: tuple[CauseRule, ...] = (
 )
 
 
-def name_cause(findings: Findings) -> NamedCause | None:
+def name_cause(findings: ArmFindings) -> NamedCause | None:
     """The cause, or None if the findings are not yet enough. ``finished`` findings always give a cause.
 
-    >>> name_cause(Findings("loss_spike", repeatable=False)).causes
+    >>> name_cause(ArmFindings("loss_spike", repeatable=False)).causes
     ('hardware',)
-    >>> name_cause(Findings("loss_spike", repeatable=True, fires={"same again": True})) is None
+    >>> name_cause(ArmFindings("loss_spike", repeatable=True, fires={"same again": True})) is None
     True
     """
     return next((NamedCause(causes, why) for when, causes, why in TABLE if when(findings)), None)

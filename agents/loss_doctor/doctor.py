@@ -34,7 +34,7 @@ from agents.loss_doctor.causes import (
     SHARES,
     SPREAD,
     UNKNOWN,
-    Findings,
+    ArmFindings,
     NamedCause,
     name_cause,
 )
@@ -105,7 +105,7 @@ class _Consultation:
         self.ranked: list[str] = []
         self.triggers: list[str] = []
         self.strictly = False
-        self.findings = Findings(
+        self.findings = ArmFindings(
             self.case.kind,
             low=self.case.symptom.low,
             kernels_are_reference=self.case.all_reference,

@@ -177,7 +177,7 @@ def read_records(kind: str, records: Sequence[Any], where: str) -> list[Any]:
     items: list[Any] = []
     asked: dict[tuple[str, ...], int] = {}
     for number, item in _parsed(kind, enumerate(records, 1), where, doubled_choices=False):
-        first = asked.setdefault(item.asks, number)
+        first = asked.setdefault(item.question_texts, number)
         if first != number:
             _refuse_doubled(items[first - 1], item, {"file": where, "first": first, "second": number})
         items.append(item)
@@ -212,7 +212,7 @@ def read_published(
     asked: dict[tuple[str, ...], Any] = {}
     again: list[tuple[Any, Any]] = []
     for _, item in _parsed(kind, records, where, doubled_choices):
-        other = asked.setdefault(item.asks, item)
+        other = asked.setdefault(item.question_texts, item)
         if other is not item:
             again.append((item, other))
             item = item.model_copy(update={"source": other.cluster})

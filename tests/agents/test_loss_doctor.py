@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from agents.loss_doctor.arms import AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, JoinedShards, ReplayArm, Start
-from agents.loss_doctor.causes import TABLE, Findings, name_cause
+from agents.loss_doctor.causes import TABLE, ArmFindings, name_cause
 from agents.loss_doctor.curves import StepPoint, Symptom, find_onset
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import smallest_masked_set
@@ -25,7 +25,7 @@ RECIPE = {
 CALM = [StepPoint(step, 2.0, 0.5) for step in range(40)]
 
 
-# Findings and their cause. Later findings meet the conditions of earlier rows of the table but one.
+# ArmFindings and their cause. Later findings meet the conditions of earlier rows of the table but one.
 ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
     ({"repeatable": False}, ("hardware",)),
     ({"fires": {"same again": False}}, ("hardware",)),
@@ -78,14 +78,14 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
 
 @pytest.mark.parametrize(("findings", "causes"), ROWS, ids=lambda value: str(value))
 def test_the_table(findings: dict[str, Any], causes: tuple[str, ...] | None) -> None:
-    named = name_cause(Findings(**{"kind": "loss_spike", "repeatable": True} | findings))
+    named = name_cause(ArmFindings(**{"kind": "loss_spike", "repeatable": True} | findings))
     assert (named and named.causes) == causes
 
 
 def test_every_row_of_the_table_is_tried() -> None:
     seen = set()
     for findings, _ in ROWS:
-        found = Findings(**{"kind": "loss_spike", "repeatable": True} | findings)
+        found = ArmFindings(**{"kind": "loss_spike", "repeatable": True} | findings)
         seen.add(next((i for i, (when, _, _) in enumerate(TABLE) if when(found)), None))
     assert seen - {None} == set(range(len(TABLE)))
 

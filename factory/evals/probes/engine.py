@@ -53,7 +53,7 @@ def make_fixture(tokenizer: Tokenizer, model: Any, context: int, greedy_by_defau
     # A text that is too long for a tiny context is cut and asked for by its ids.
     prompts: list[tuple[list[int], Any]] = [(row["ids"][: max(1, room)], None) for row in texts]
     prompts += [(row["ids"], row["messages"]) for row in chats if len(row["ids"]) <= room]
-    greedy = [{"prompt": ids, "chat": chat} | asdict(model.continuation(ids, count)) for ids, chat in prompts]
+    greedy = [{"prompt": ids, "chat": chat} | asdict(model.continue_greedily(ids, count)) for ids, chat in prompts]
     return {
         "texts": texts,
         "chats": chats,

@@ -19,7 +19,7 @@ from factory.ingest.shapes.tool_calls import (
     CALLS,
     REASONING_KEYS,
     TOOLS,
-    ToolCall,
+    DocumentToolCall,
     append_tools,
     lists_all_tools,
     read_calls,
@@ -105,7 +105,7 @@ def read_turns(messages: Any, ignore: Collection[str], notes: ReadingNotes) -> l
     """The turns of a list of messages. Fields that cannot be shown are added to ``notes.refused``. Raises: BadRow 'bad_schema'."""
     if not isinstance(messages, list | tuple) or not messages:
         raise BadRow("bad_schema", Message("shapes.messages_type", "'messages' is not a list of messages"))
-    awaited: list[ToolCall] = []  # calls of the turn before; their results come next, in the same order
+    awaited: list[DocumentToolCall] = []  # calls of the turn before; their results come next, in the same order
     return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
 
 
@@ -186,7 +186,9 @@ def add_tools(
     return [{"role": "system", "content": append_tools(system, tools)}, *others]
 
 
-def _turn(place: int, message: Any, ignore: Collection[str], notes: ReadingNotes, awaited: list[ToolCall]) -> Turn:
+def _turn(
+    place: int, message: Any, ignore: Collection[str], notes: ReadingNotes, awaited: list[DocumentToolCall]
+) -> Turn:
     if not isinstance(message, dict):
         wrong = Message("shapes.message_type", "message {place} is not an object", place=place)
         raise BadRow("bad_schema", wrong)
@@ -258,7 +260,7 @@ def _no_string(place: int) -> BadRow:
 
 
 def _fields(
-    role: str, message: dict[str, Any], ignore: Collection[str], notes: ReadingNotes, awaited: list[ToolCall]
+    role: str, message: dict[str, Any], ignore: Collection[str], notes: ReadingNotes, awaited: list[DocumentToolCall]
 ) -> tuple[set[str], bool]:
     """(the fields of a message that are shown beside its content, whether a call is ignored). Other fields with a meaning are refused.
 

@@ -2,7 +2,7 @@
 
 Hermes 2 Pro and Qwen2.5 use this form; vLLM's parser ``hermes`` and others read it. All of it is ordinary text without special tokens.
 
-    >>> print(render_answer("Let me see.", "Which town?", [ToolCall("weather", {"town": "Zürich"})]))
+    >>> print(render_answer("Let me see.", "Which town?", [DocumentToolCall("weather", {"town": "Zürich"})]))
     <think>
     Which town?
     </think>
@@ -37,7 +37,7 @@ TOOLS = ("tools", "functions")
 
 
 @dataclass(frozen=True)
-class ToolCall:
+class DocumentToolCall:
     """A tool call in a turn. ``id``: a result may name the call by it."""
 
     name: str
@@ -53,7 +53,7 @@ class OfferedTool:
     json_line: str
 
 
-def render_answer(content: str, reasoning: str, calls: Sequence[ToolCall]) -> str:
+def render_answer(content: str, reasoning: str, calls: Sequence[DocumentToolCall]) -> str:
     """The text of an assistant's turn. Content without reasoning and calls stays as it is."""
     if not reasoning and not calls:
         return content
@@ -93,7 +93,7 @@ def read_tools(name: str, value: Any) -> list[OfferedTool]:
     return [_tool(f"{name}.{place}", _decoded(item, f"{name}.{place}")) for place, item in enumerate(items)]
 
 
-def read_calls(where: str, value: Any) -> list[ToolCall]:
+def read_calls(where: str, value: Any) -> list[DocumentToolCall]:
     """The calls of a message: one call or a list, as objects or as JSON. Raises: BadRow 'bad_schema'."""
     found = _decoded(value, where)
     items = [found] if isinstance(found, Mapping) else found
@@ -130,7 +130,7 @@ def read_reasoning(where: str, message: Mapping[str, Any], names: Sequence[str])
     return found
 
 
-def _called(call: ToolCall) -> str:
+def _called(call: DocumentToolCall) -> str:
     written = f'{{"name": {_json(call.name)}, "arguments": {_json(call.arguments)}}}'
     return f"<tool_call>\n{written}\n</tool_call>"
 
@@ -153,7 +153,7 @@ def _tool(where: str, item: Any) -> OfferedTool:
     return OfferedTool(function["name"], f'{{"type": "function", "function": {{{", ".join(parts)}}}}}')
 
 
-def _call(where: str, item: Any) -> ToolCall:
+def _call(where: str, item: Any) -> DocumentToolCall:
     """Raises: BadRow for an item that is not a call, and for a call with a key that the chat template cannot show."""
     function = _function(item, where, Message("shapes.unnamed_call", "{where}: a call names no function", where=where))
     known = {"id", "type", "index", "function", "name", "arguments"}
@@ -180,7 +180,7 @@ def _call(where: str, item: Any) -> ToolCall:
         )
         raise BadRow("bad_schema", wrong)
     _json(arguments, where)
-    return ToolCall(function["name"], arguments, item.get("id"))
+    return DocumentToolCall(function["name"], arguments, item.get("id"))
 
 
 def _function(item: Any, where: str, unnamed: Message) -> Mapping[str, Any]:

@@ -31,7 +31,7 @@ PALM = "PaLM, arXiv 2204.02311 appendix B"
 
 
 @dataclass(frozen=True)
-class ReportLine:
+class PlanLine:
     """One number of the plan."""
 
     name: str
@@ -41,12 +41,12 @@ class ReportLine:
     source: str
 
 
-def report_lines(plan: RunPlan) -> list[ReportLine]:
+def report_lines(plan: RunPlan) -> list[PlanLine]:
     """The numbers of the plan, in the order in which they follow from one another."""
     return [*_model_lines(plan), *_layout_lines(plan), *_batch_lines(plan), *_effort_lines(plan)]
 
 
-def _model_lines(plan: RunPlan) -> list[ReportLine]:
+def _model_lines(plan: RunPlan) -> list[PlanLine]:
     model = plan.ask.model
     shape = Message(
         "plan.shape",
@@ -55,7 +55,7 @@ def _model_lines(plan: RunPlan) -> list[ReportLine]:
         embedding="embedding and head" if has_untied_head(plan) else Message("plan.tied", "one tied embedding"),
     )  # fmt: skip
     source = _shape_source(plan)
-    found = [ReportLine("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
+    found = [PlanLine("parameters", model.parameters, f"{model.parameters / 1e9:.4g} B", shape, source)]
     if model.experts is not None:
         e = model.experts
         how = Message(
@@ -66,7 +66,7 @@ def _model_lines(plan: RunPlan) -> list[ReportLine]:
             shared=e.shared,
         )
         found.append(
-            ReportLine("active", active_parameters(model), f"{active_parameters(model) / 1e9:.4g} B", how, source)
+            PlanLine("active", active_parameters(model), f"{active_parameters(model) / 1e9:.4g} B", how, source)
         )
     return found
 
@@ -84,7 +84,7 @@ def _shape_source(plan: RunPlan) -> str:
     return Message("plan.proportions", "proportions of {source} Table 3", source=LLAMA)
 
 
-def _layout_lines(plan: RunPlan) -> list[ReportLine]:
+def _layout_lines(plan: RunPlan) -> list[PlanLine]:
     layout = plan.layout
     sharded = layout.shards > 1
     tensor = (
@@ -107,11 +107,11 @@ def _layout_lines(plan: RunPlan) -> list[ReportLine]:
     )
     data = Message("plan.data", "{gpus} GPUs / tensor; {state}", gpus=layout.gpus, state=state)
     return [
-        ReportLine("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
-        ReportLine("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
-        ReportLine("data parallel", layout.data, str(layout.data), data, "parallel.replicas: FSDP2"),
+        PlanLine("tensor parallel", layout.tensor, str(layout.tensor), tensor, tensor_source),
+        PlanLine("pipeline parallel", 1, "1", pipeline, f"{ZERO} §2.1"),
+        PlanLine("data parallel", layout.data, str(layout.data), data, "parallel.replicas: FSDP2"),
         *_expert_lines(plan),
-        ReportLine(
+        PlanLine(
             "recompute",
             float(layout.recompute == "block"),
             layout.recompute,
@@ -121,7 +121,7 @@ def _layout_lines(plan: RunPlan) -> list[ReportLine]:
     ]
 
 
-def _expert_lines(plan: RunPlan) -> list[ReportLine]:
+def _expert_lines(plan: RunPlan) -> list[PlanLine]:
     ask, layout = plan.ask, plan.layout
     if ask.model.experts is None:
         return []
@@ -133,10 +133,10 @@ def _expert_lines(plan: RunPlan) -> list[ReportLine]:
             "plan.experts_kept", "in another trainer: each GPU keeps its experts, and tokens are sent to them"
         )
         source = "--expert-parallel"
-    return [ReportLine("expert parallel", layout.expert, str(layout.expert), how, source)]
+    return [PlanLine("expert parallel", layout.expert, str(layout.expert), how, source)]
 
 
-def _batch_lines(plan: RunPlan) -> list[ReportLine]:
+def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     times = plan.sequences // (layout.data * layout.micro_sequences)
     rate = lr_by_rule(model, ask.tokens)
@@ -167,16 +167,16 @@ def _batch_lines(plan: RunPlan) -> list[ReportLine]:
     steps = Message("plan.steps", "{tokens:,.0f} tokens / tokens per step", tokens=ask.tokens)
     flops = rule_flops(model, ask.tokens)
     return [
-        ReportLine("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
-        ReportLine("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
-        ReportLine(
+        PlanLine("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
+        PlanLine("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
+        PlanLine(
             "steps",
             effort.steps,
             f"{effort.steps:,}",
             steps,
             Message("plan.without_warm_up", "without the batch's warm-up") if warmup else "",
         ),
-        ReportLine(
+        PlanLine(
             "learning rate",
             rate,
             f"{rate:.2g}",
@@ -204,7 +204,7 @@ def _mfu_source(plan: RunPlan) -> Message:
     return found
 
 
-def _effort_lines(plan: RunPlan) -> list[ReportLine]:
+def _effort_lines(plan: RunPlan) -> list[PlanLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     apart: str = ""
     if effort.reached < 0.99 * effort.mfu:
@@ -255,34 +255,32 @@ def _effort_lines(plan: RunPlan) -> list[ReportLine]:
     else:
         network, rate = Message("plan.no_network", "nothing is gathered"), Message("plan.no_rate", "none")
     return [
-        ReportLine(
+        PlanLine(
             "FLOPs",
             effort.flops,
             f"{effort.flops:.3g}",
             flops,
             Message("plan.flops_source", "{source}, without the masked half of attention", source=PALM),
         ),
-        ReportLine(
+        PlanLine(
             "throughput",
             effort.tokens_per_second,
             f"{effort.tokens_per_second:,.0f} tokens/s",
             throughput,
             throughput_source,
         ),
-        ReportLine(
-            "time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days, 1)}tokens / throughput", said
-        ),
-        ReportLine(
+        PlanLine("time", effort.days, f"{effort.days:,.1f} days", f"{spread(effort.days, 1)}tokens / throughput", said),
+        PlanLine(
             "GPU hours", effort.gpu_hours, f"{effort.gpu_hours:,.0f}", f"{spread(effort.gpu_hours, 0)}GPUs × time", said
         ),
-        ReportLine(
+        PlanLine(
             "cost",
             effort.cost,
             f"${effort.cost:,.0f}",
             f"GPU hours × ${ask.price:g}",
             Message("plan.price", "DeepSeek-V3's price, arXiv 2412.19437 Table 1") if ask.price == PRICE else "--price",
         ),
-        ReportLine(
+        PlanLine(
             "network",
             effort.network,
             rate,
