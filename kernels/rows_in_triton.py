@@ -71,7 +71,7 @@ def share_out_rows(rows: int, columns: int, row_bytes: int, device: torch.device
     """Divide the rows of a backward pass among programs. ``row_bytes``: bytes of one row in all tensors that the kernel reads.
 
     >>> share_out_rows(16384, 1024, 4096, torch.device("cpu"))
-    Share(programs=512, rows_each=32, settings={'ROWS': 2, 'BLOCK': 1024, 'num_warps': 4, 'STAGES': 3})
+    BackwardLaunch(programs=512, rows_each=32, settings={'ROWS': 2, 'BLOCK': 1024, 'num_warps': 4, 'STAGES': 3})
     """
     settings = tile_settings(columns, BACKWARD)
     at_most = count_multiprocessors(device) * (WARPS // settings["num_warps"])

@@ -3,7 +3,7 @@
     SegmentRow.get(ledger, 3).folder
     SegmentRow.first(ledger, "WHERE kind = :kind AND state = 'done' ORDER BY id DESC", kind="trunk")
 
-    >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").subject_number
+    >>> str(Subject("candidate", 7)), Subject.parse("candidate:7").number
     ('candidate:7', 7)
 
 Each function takes an object that reads SQL: a ``Ledger``, or a ``Reader`` (``factory.ledger.reader``), which only reads.

@@ -98,7 +98,7 @@ def parse_answer(text: str) -> Value | None:
 
     >>> (parse_answer(r"1\\frac12").figure, parse_answer("1{,}200").figure, parse_answer("(1,200)").form,
     ...  parse_answer("60 percent").percent, parse_answer("not 18"))
-    (Fraction(3, 2), Fraction(1200, 1), '()', True, Literal(text='not 18'))
+    (Fraction(3, 2), Fraction(1200, 1), '()', True, LiteralText(text='not 18'))
     """
     if len(text) > 4 * LONGEST or len(plain := _plain(text)) > 2 * LONGEST:
         return LiteralText(text.strip())

@@ -20,7 +20,7 @@ def find_differing_tensors(held: Mapping[str, tuple[Region, Tensor]], ranks: Ran
     another copy diverged. One rank holds no copies:
 
     >>> weight = torch.zeros(2, 3)
-    >>> find_differing_tensors({"weight": (Region.of(weight), weight)}, Ranks(0, 1, weight.device))
+    >>> find_differing_tensors({"weight": (Region.region_of_tensor(weight), weight)}, Ranks(0, 1, weight.device))
     []
     """
     if ranks.size == 1:

@@ -8,7 +8,7 @@ under ``UNREADABLE``. Such a row is dropped only if ingest needs that key. ``tak
     b'{"factory:path": "docs/a.jsonl", "text": "a"}'
     >>> row = {"text": "a", "factory:path": "docs/a.jsonl", "factory:unreadable": {"created": "year 33658"}}
     >>> take_origin(row), row
-    (Origin(path='docs/a.jsonl', unreadable={'created': 'year 33658'}), {'text': 'a'})
+    (RowOrigin(path='docs/a.jsonl', unreadable={'created': 'year 33658'}), {'text': 'a'})
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Turns a row of any known shape into the form of the document contract: by a mapping if there is one, else by the row's columns.
 
-    >>> notes = Notes()
+    >>> notes = ReadingNotes()
     >>> to_document_contract({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
     {'messages': [{'role': 'user', 'content': 'Add.\\n\\n1, 2'}, {'role': 'assistant', 'content': '3'}]}
-    >>> sorted(notes.said), sorted(notes.unread)
+    >>> sorted(notes.messages), sorted(notes.unread_fields)
     (['read as Alpaca: instruction, input, output → messages'], ['lang'])
 
 The contract's own keys go first: a row with 'text' or 'messages' never has another shape. Sources of the shapes: ShareGPT's and Alpaca's

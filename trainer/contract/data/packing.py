@@ -21,7 +21,7 @@ Only the last cuts a document that would fit a row; best-fit may cut pieces of l
 No strategy loses a position or holds one twice. As calls:
 
     >>> cut_piece(4, context=4, piece=0), cut_piece(7, context=4, piece=0), cut_piece(7, context=4, piece=1)
-    (Cut(start=0, positions=3), Cut(start=0, positions=4), Cut(start=4, positions=2))
+    (DocumentPart(start=0, positions=3), DocumentPart(start=0, positions=4), DocumentPart(start=4, positions=2))
     >>> rows, left = STRATEGIES["truncate-and-concatenate"].pack([3, 2, 4, 2], [False] * 4, 4, 2, 0)
     >>> [[tuple(part) for part in row] for row in rows]  # (piece, first position of it, positions)
     [[(0, 0, 3), (1, 0, 1)], [(1, 1, 1), (2, 0, 3)]]
@@ -178,7 +178,7 @@ def fill_gaps(rows: Rows, lengths: Sequence[int], pieces: Sequence[int], context
     >>> rows = [[RowPart(0, 0, 6)], [RowPart(1, 0, 5)]]
     >>> fill_gaps(rows, [6, 5, 4], [2], context=8)
     >>> rows[0][1:], rows[1][1:]
-    ([Part(piece=2, start=0, positions=2)], [Part(piece=2, start=2, positions=2)])
+    ([RowPart(piece=2, start=0, positions=2)], [RowPart(piece=2, start=2, positions=2)])
     """
     supply = [(piece, 0) for piece in reversed(pieces)]
     for row in rows:
