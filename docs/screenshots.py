@@ -147,7 +147,7 @@ def shots(workspace: Workspace, server: str) -> list[Shot]:
     assert verdict and verdict.against, "the demo releases twice"
     pages = list_start_pages(workspace, server)
     segment = SegmentRow.select(ledger, "WHERE kind = 'trunk' ORDER BY id DESC LIMIT 1")[0]
-    place = lambda subject: RunAddress(*(tracking.place(subject) or ("", "")))
+    place = lambda subject: RunAddress(*(tracking.find_run_and_experiment(subject) or ("", "")))
     mine, theirs = place(Subject("candidate", release.candidate)), place(Subject.parse(verdict.against))
     version, at = f"{server}/#/models/{MODEL}/versions/{release.mlflow_version}?{TRAINING_MODE}", f"{server}/"
     waiting = [

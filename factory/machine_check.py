@@ -302,7 +302,7 @@ def _training(workspace: Workspace) -> CheckResult:
         "The live code trains in the sandbox. It reads its own code, token shards and one checkpoint. "
         "It writes its segment's folder and its commit's compile cache. It has these devices: {devices}. "
         "Ranks meet on a loopback of their own. It has no network, home folder, ledger or other processes.",
-        devices=", ".join(devices.device_files(every=True)) or "no GPU",
+        devices=", ".join(devices.list_gpu_device_files(every=True)) or "no GPU",
     )
 
 

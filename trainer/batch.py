@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
-from kernels.contract.op import stretches_bound
+from kernels.contract.op import max_document_runs
 from trainer.contract.data.data_order import DataOrder, Row
 
 PADDING = -1  # document number of empty positions
@@ -65,7 +65,7 @@ class Batch:
         size = rows or len(self.tokens_BT)
         parts = {name: value.split(size) for name, value in tensors.items()}
         most = max((sum(self.stretches_B[at : at + size]) for at in range(0, len(self.stretches_B), size)), default=0)
-        stretches = stretches_bound(most)
+        stretches = max_document_runs(most)
         return [
             {name: part[i] for name, part in parts.items()} | {"stretches": stretches}
             for i in range(len(parts["tokens_BT"]))
@@ -86,7 +86,7 @@ def copy_to_device(device: torch.device, tensors: dict[str, Tensor]) -> dict[str
     return moved
 
 
-def zeros_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pin: bool) -> list[Tensor]:
+def allocate_in_one_block(shape: tuple[int, int], dtypes: Sequence[torch.dtype], pin: bool) -> list[Tensor]:
     """A tensor of each dtype, one behind the other in one block of memory."""
     sizes = [-(-shape[0] * shape[1] * dtype.itemsize // ALIGNED) * ALIGNED for dtype in dtypes]
     block = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pin)
@@ -143,7 +143,7 @@ def make_batch(order: DataOrder, rank: int = 0, ranks: int = 1, pin: bool = Fals
     rows = order.next_rows()
     mine = rows[rank::ranks]
     shape = (len(mine), order.context)
-    tensors = dict(zip(DTYPES, zeros_in_one_block(shape, list(DTYPES.values()), pin)))
+    tensors = dict(zip(DTYPES, allocate_in_one_block(shape, list(DTYPES.values()), pin)))
     tokens, targets, weights, positions, documents, domains = (tensor.numpy() for tensor in tensors.values())
     documents.fill(PADDING)
     supervised = sum(piece.supervised for row in rows for piece in row)

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.contract.checkpoint.format import Regions, Tensors, save_share, saved_steps
+from trainer.contract.checkpoint.format import Regions, Tensors, save_rank_share, saved_steps
 from trainer.locked_memory import HostMemory
 
 ALIGNED = 256  # bytes: where each tensor begins in ``HostMemory``
@@ -65,7 +65,7 @@ class CheckpointWriter:
         """Wait until the tensors of the last save may change."""
         self._copied.wait()
 
-    def poll(self) -> None:
+    def raise_finished_save_error(self) -> None:
         """Raises: the error of a finished save."""
         if self._pending is not None and self._pending.done():
             self.wait()
@@ -100,7 +100,7 @@ class CheckpointWriter:
             copied = copy_to_host(contents, memory, ready)
         finally:
             self._copied.set()
-        written = self._disk.submit(save_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
+        written = self._disk.submit(save_rank_share, self.parent, step, copied, regions, state, self.rank, self.ranks)
         path = written.result()
         if self.rank == 0:
             for _, old in saved_steps(self.parent)[: -self.keep]:

@@ -14,7 +14,7 @@ The first micro-batches of a shape run without a graph, on a second stream, so t
 recorded, and run both ways. A recording is used only if a replay with other inputs gave the function's own results. If recording fails, or
 a replay differs, no graph is used any more, and one line says so.
 
-On a CPU nothing is launched. All but ``OnDevice`` is tested there, with a capture that calls the function again.
+On a CPU nothing is launched. All but ``CudaGraphCapture`` is tested there, with a capture that calls the function again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Capture(Protocol):
         ...
 
 
-class OnDevice:
+class CudaGraphCapture:
     """Records CUDA graphs, as torch's notes "CUDA semantics" describe. The graphs share memory, because none reads the results of another."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class OnDevice:
 
 
 @dataclass
-class Recorded(Generic[GraphOutput]):
+class GraphRecording(Generic[GraphOutput]):
     """The recording of one shape."""
 
     inputs: dict[str, Any]
@@ -98,7 +98,7 @@ class Recorded(Generic[GraphOutput]):
     replay: Callable[[], GraphOutput] | None = None
 
 
-class Graphs(Generic[GraphOutput]):
+class GraphReplayer(Generic[GraphOutput]):
     """Calls ``function`` with inputs by name, tensors and numbers, or replays it."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Graphs(Generic[GraphOutput]):
     ) -> None:
         """``adds_to``: every tensor that the function adds to, always the same ones."""
         self.function, self.adds_to, self.capture = function, list(adds_to), capture
-        self.recorded: dict[Key, Recorded[GraphOutput]] = {}
+        self.recorded: dict[Key, GraphRecording[GraphOutput]] = {}
         self.replays = 0
         self.why_not = ""  # the reason why no graph is used any more
 
@@ -116,7 +116,7 @@ class Graphs(Generic[GraphOutput]):
         if self.why_not or (found is None and len(self.recorded) == MOST):
             return self.function(dict(inputs))
         if found is None:
-            found = self.recorded[key] = Recorded(
+            found = self.recorded[key] = GraphRecording(
                 {name: value.clone() if isinstance(value, Tensor) else value for name, value in inputs.items()}
             )
         found.seen += 1
@@ -128,7 +128,7 @@ class Graphs(Generic[GraphOutput]):
         self.replays += 1
         return found.replay()
 
-    def _record(self, found: Recorded[GraphOutput], inputs: Mapping[str, Any]) -> GraphOutput:
+    def _record(self, found: GraphRecording[GraphOutput], inputs: Mapping[str, Any]) -> GraphOutput:
         """Record with the previous inputs, then compare a replay with the function itself, both with these inputs."""
         run = lambda: self.function(dict(found.inputs))
         replay: Callable[[], GraphOutput] | None = None
@@ -145,7 +145,7 @@ class Graphs(Generic[GraphOutput]):
         expected = [tensor.clone() for tensor in self.adds_to]
         torch._foreach_zero_(self.adds_to)
         left_by_replay = replay()
-        verdict = are_alike(self.adds_to, expected)
+        verdict = are_nearly_equal(self.adds_to, expected)
         if verdict:
             found.replay, left = replay, left_by_replay
         else:
@@ -177,7 +177,7 @@ def fill_recording(held: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
             value.copy_(inputs[name], non_blocking=True)
 
 
-def are_alike(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
+def are_nearly_equal(found: Sequence[Tensor], expected: Sequence[Tensor]) -> bool | None:
     """True if the tensors are the same but for rounding, each by its own norm. None if the expected values are not finite."""
     norms = torch.stack(torch._foreach_norm(list(expected)))
     apart = torch.stack(torch._foreach_norm(torch._foreach_sub(list(found), list(expected))))

@@ -25,16 +25,16 @@ from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.errors import CheckpointError
 from trainer.contract.plan.precision import DTYPES, refuse_unsupported_precision
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.cuda_graphs import Capture, Graphs, OnDevice, uses_graphs
+from trainer.cuda_graphs import Capture, CudaGraphCapture, GraphReplayer, uses_graphs
 from trainer.model.transformer import Decoder
-from trainer.monitor.hook import Hook, Outcome, Update, copy_to_host
+from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate, copy_to_host
 from trainer.monitor.metrics import device_name, memory_bytes
 from trainer.monitor.monitor import Monitor
-from trainer.monitor.signals import LayerInputs, Signals
-from trainer.monitor.stability import Detector, ThroughputDetector, clip_and_skip
+from trainer.monitor.signals import InstabilitySignals, LayerInputs
+from trainer.monitor.stability import StabilityDetector, ThroughputDetector, clip_and_skip
 from trainer.optim.optimizer import Optimizer, sums_of_squares
 from trainer.optim.schedule import lr_share
-from trainer.parallel.ranks import Ranks, is_first_holder, local_part
+from trainer.parallel.ranks import Ranks, is_first_rank_with_part, local_part
 from trainer.parallel.replicas import find_differing_tensors
 
 
@@ -50,7 +50,7 @@ class BatchSums:
         self.supervised_D = all[1 + domains : -1]
         self.supervised_in_half = all[-1]  # 0 unless the monitor keeps the first half's gradients
 
-    def named(self) -> dict[str, Tensor]:
+    def sums_by_name(self) -> dict[str, Tensor]:
         return {name: view for name, view in vars(self).items() if name != "all"}
 
 
@@ -67,7 +67,7 @@ class LaunchedStep:
     numbers: list[dict[str, Tensor]]  # the step's own, and those of each hook
 
 
-class Run:
+class SegmentRun:
     """A segment's state. ``start``: the folder of the checkpoint to resume from; None: newly initialised weights."""
 
     def __init__(self, spec: SegmentSpec, ranks: Ranks, start: Path | None) -> None:
@@ -82,17 +82,17 @@ class Run:
         with torch.device("meta" if ranks.mesh is not None else ranks.device):
             self.model = Decoder(recipe.model, ops, dtype, ranks.tensor, recipe.stability.embedding_grad_share)
         if ranks.mesh is not None:
-            from trainer.parallel.split import distribute
+            from trainer.parallel.split import shard_parameters
 
-            distribute(self.model, self.model.blocks, ranks, dtype)
+            shard_parameters(self.model, self.model.blocks, ranks, dtype)
             self.model.to_empty(device=ranks.device)
-        width_share = recipe.model.width_share
+        width_share = recipe.model.mup_width_ratio
         self.optimizer = Optimizer(self.model, recipe.optimizer, width_share, ops.adamw, ops.newton_schulz)
         self.monitor = Monitor(self.optimizer, ranks)
-        self.detector = Detector(recipe.stability)
+        self.detector = StabilityDetector(recipe.stability)
         self.throughput = ThroughputDetector(recipe.stability, f"{ranks.size} × {device_name(ranks.device)}")
-        self.signals = Signals(recipe, self.model, ranks)
-        self.hooks: list[Hook] = [self.monitor, self.detector, self.signals, self.throughput]
+        self.signals = InstabilitySignals(recipe, self.model, ranks)
+        self.hooks: list[StepHook] = [self.monitor, self.detector, self.signals, self.throughput]
         self.counters: dict[str, Any] = {
             "tokens": 0,
             "supervised_tokens": 0,
@@ -126,18 +126,18 @@ class Run:
             torch.zeros(2 + 2 * len(self.order.domains), device=ranks.device)
         )  # of the step under way
         self.domains_D1 = torch.arange(len(self.order.domains), device=ranks.device)[:, None]
-        self.graphs: Graphs[LayerInputs] | None = None
+        self.graphs: GraphReplayer[LayerInputs] | None = None
         if ranks.mesh is None and ranks.device.type == "cpu":
-            self.model.join()
+            self.model.join_matrices()
         if recipe.precision == FP8:
             refuse_unsupported_precision(recipe, ranks.device)
             self.model.use_fp8()
         if recipe.parallel.recompute == "block":
-            self.model.recompute()
+            self.model.use_recomputation()
         if recipe.compile:
             self.model.compile(2 * (1 + len(recipe.batch.warmup)))  # each batch whole and halved
         if uses_graphs(recipe, ranks, dtype.itemsize):
-            self.use_graphs(OnDevice())
+            self.use_graphs(CudaGraphCapture())
 
     def train_step(self, batch: Batch) -> dict[str, Any]:
         """Make one update. Returns its record, as ``read_finished_steps`` does."""
@@ -156,7 +156,7 @@ class Run:
         norm = squares_P.sum().sqrt()
         targets, limit = sums.supervised_D.sum(), self.detector.grad_norm_limit()
         divide_by, skip = clip_and_skip(sums.loss, norm, recipe.stability.grad_clip, limit, targets)
-        update = Update(batch.step, gradients, squares_P, load)
+        update = WeightUpdate(batch.step, gradients, squares_P, load)
         for hook in self.hooks:
             hook.before_update(update)
         if self.writer is not None:
@@ -164,7 +164,7 @@ class Run:
         self.optimizer.step(lr, divide_by, skip)
         self._balance(load, skip)
         self.optimizer.zero_grad()
-        own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.named()}
+        own = {"grad_norm": norm, "skipped": skip, "stop": stop, **sums.sums_by_name()}
         numbers = [own, *(hook.after_update(update) for hook in self.hooks)]
         self.launched.append(
             LaunchedStep(batch.step, batch.rows, batch.supervised, batch.used, batch.state_after, lr, numbers)
@@ -194,7 +194,7 @@ class Run:
         by_domain = list(zip(self.order.domains, own["nll_D"], own["supervised_D"], strict=True))
         counted = sum(own["supervised_D"])
         loss = sum(own["nll_D"]) / max(1.0, counted)
-        outcome = Outcome(step.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
+        outcome = UpdateOutcome(step.supervised, in_half, skipped, {name: count for name, _, count in by_domain})
         self.stop_asked = bool(stop_asked)
         self.counters["tokens"] += step.used
         self.counters["supervised_tokens"] += step.supervised
@@ -271,7 +271,7 @@ class Run:
             self._micro_batch(part)
             return found
 
-        self.graphs = Graphs(kept, [*self.optimizer.keep_gradients(), self.sums.all], capture)
+        self.graphs = GraphReplayer(kept, [*self.optimizer.keep_gradients(), self.sums.all], capture)
 
     def _rows_at_once(self, batch: Batch) -> tuple[int, bool]:
         """(rows of a micro-batch, True if a sole micro-batch is split in two to measure the noise scale)."""
@@ -309,20 +309,20 @@ class Run:
             "at_start": self.at_start,
             "skipped": [asdict(bad) for bad in self.skipped],
         }
-        contents, regions = self.contents()
+        contents, regions = self.checkpoint_contents()
         self.writer.submit(self.step, contents, regions, state)
 
-    def contents(self) -> tuple[dict[str, Tensors], Regions]:
+    def checkpoint_contents(self) -> tuple[dict[str, Tensors], Regions]:
         """This rank's part of a checkpoint: (tensors by kind, the region of each in its whole tensor).
 
         The leader also writes tensors that no rank shares. The tensors are not copies: they are the ones that train.
         """
         model: Tensors = {}
         optimizer: Tensors = {}
-        regions = self.regions()
+        regions = self.tensor_regions()
         state = self.optimizer.state_tensors()
         for name, parameter in self.optimizer.parameters.items():
-            if is_first_holder(parameter):
+            if is_first_rank_with_part(parameter):
                 model[name] = local_part(parameter)
                 keys = [f"{key}.{name}" for key in ("exp_avg", "exp_avg_sq", "momentum")]
                 optimizer |= {key: state[key] for key in keys if key in state}
@@ -333,12 +333,13 @@ class Run:
         return {"model": model, "optimizer": optimizer}, regions
 
     def checkpoint_bytes(self) -> int:
-        """Bytes of host memory that copies of ``contents`` take once every parameter has its moments. AdamW's moments exist after one step."""
+        """Bytes of host memory that copies of ``checkpoint_contents`` take once every parameter has its moments. AdamW's moments exist after one
+        step."""
         moments = {"adamw": 2, "muon": 1}
         held: list[Tensor] = []
         for row in self.optimizer.table:
             parameter = self.optimizer.parameters[row.parameter]
-            if is_first_holder(parameter):
+            if is_first_rank_with_part(parameter):
                 held += [local_part(parameter)] * (1 + moments[row.rule])
             if self.ranks.is_leader and row.rule == "adamw":
                 held.append(torch.zeros(()))  # its count of steps
@@ -346,7 +347,7 @@ class Run:
             held += [*self.model.buffers(), torch.get_rng_state()]
         return host_bytes(held)
 
-    def regions(self) -> Regions:
+    def tensor_regions(self) -> Regions:
         """The region of each parameter, and of each optimiser tensor that is split like its parameter."""
         found: Regions = {}
         for name, parameter in self.optimizer.parameters.items():
@@ -359,7 +360,7 @@ class Run:
         held = {name: local_part(parameter) for name, parameter in self.optimizer.parameters.items()}
         held |= self.optimizer.state_tensors()
         return find_differing_tensors(
-            {key: (region, held[key]) for key, region in self.regions().items() if key in held}, self.ranks
+            {key: (region, held[key]) for key, region in self.tensor_regions().items() if key in held}, self.ranks
         )
 
     def _restore(self, start: Path) -> dict[str, Any]:
@@ -368,7 +369,7 @@ class Run:
         trained = (state.get("recipe") or {}).get("model")
         if trained:  # an older or hand-made checkpoint may lack it: planning then compares the ledger's recipe
             refuse_unaccepted_changes(trained, self.recipe.model, self.recipe.accept_changes, start)
-        regions = self.regions()
+        regions = self.tensor_regions()
         names = self.optimizer.parameters.keys() | {name for name, _ in self.model.named_buffers()}
         model = checkpoints.read_tensors(start, "model", regions)
         if other := sorted(names ^ model.keys()):

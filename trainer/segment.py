@@ -31,10 +31,10 @@ from trainer.contract.plan.feasible import refuse_impossible
 from trainer.contract.plan.precision import DTYPES
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.monitor.metrics import MetricsFile
-from trainer.monitor.speed import Speed
+from trainer.monitor.speed import SpeedMeter
 from trainer.optim.optimizer import format_table
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 LAST_STEPS = 20  # the result's loss is the mean over so many steps
 
@@ -50,7 +50,7 @@ def run_segment(folder: Path) -> None:
     try:
         spec.recipe.batch.check_ranks(ranks.data_ranks)
         start, skipped = find_start_checkpoint(folder, spec, ranks)
-        run = Run(spec, ranks, start)
+        run = SegmentRun(spec, ranks, start)
         run.skipped += skipped
         refuse_impossible(run.order, spec.recipe, spec.first_step, spec.last_step)
         if ranks.is_leader:
@@ -113,7 +113,7 @@ def find_fault_by_ranks(path: Path, ranks: Ranks) -> str:
     return next((found for found in faults if found), "")
 
 
-def train_steps(folder: Path, run: Run) -> None:
+def train_steps(folder: Path, run: SegmentRun) -> None:
     """Run the loop, and write its files."""
     recipe, spec, ranks = run.recipe, run.spec, run.ranks
     on_gpu = ranks.device.type == "cuda"
@@ -125,7 +125,7 @@ def train_steps(folder: Path, run: Run) -> None:
         MetricsFile(folder / name if ranks.is_leader else None, run.step)
         for name in ("metrics.jsonl", "anomalies.jsonl")
     )
-    speed = Speed(recipe, ranks)
+    speed = SpeedMeter(recipe, ranks)
     first, every = run.step, recipe.stability.read_every
     last = left = time.perf_counter()  # the time of the last reading, and the time when the host finished a step
     began, waited = last - run.counters["seconds"], 0.0
@@ -158,7 +158,7 @@ def train_steps(folder: Path, run: Run) -> None:
                 metrics.sync()
                 anomalies.sync()
                 run.save()
-            writer.poll()
+            writer.raise_finished_save_error()
             if reads and run.stop_asked and not ended:
                 writer.wait()
                 raise StoppedBySignal(
@@ -177,7 +177,7 @@ def train_steps(folder: Path, run: Run) -> None:
         anomalies.close()
 
 
-def write_result(folder: Path, run: Run, apart: list[str], speed: Speed) -> None:
+def write_result(folder: Path, run: SegmentRun, apart: list[str], speed: SpeedMeter) -> None:
     """Write result.json atomically: its presence says that the segment is done. ``apart``: the value of ``Run.differing_replicas``."""
     path = folder / "checkpoints" / checkpoints.checkpoint_name(run.spec.last_step)
     every = read_lines(folder / "metrics.jsonl")

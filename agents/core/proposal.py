@@ -53,10 +53,10 @@ class Proposal:
         return digest.hexdigest()
 
 
-def is_quality(target: str) -> bool:
+def is_quality_target(target: str) -> bool:
     return target.startswith(f"{QUALITY}:")
 
 
 def gain_with_unit(target: str, gain: float) -> str:
     """A predicted gain with its unit."""
-    return f"{gain:.4f} bits per byte better" if is_quality(target) else f"{gain:.3f}× on the whole step"
+    return f"{gain:.4f} bits per byte better" if is_quality_target(target) else f"{gain:.3f}× on the whole step"

@@ -33,7 +33,7 @@ class EarlierProposal:
 
 
 @dataclass(frozen=True)
-class AgentLines:
+class AgentWrittenLines:
     """Lines of a file, from 1 on, that an agent wrote in a proposal that was merged."""
 
     first: int
@@ -75,7 +75,7 @@ class Workbench(Protocol):
         """The text of a file; ``path`` is relative to the repository's root. Raises: ReadError."""
         ...
 
-    def written_by_agents(self, path: str) -> list[AgentLines]:
+    def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         """The lines of a file that agents wrote, in order. Raises: ReadError."""
         ...
 

@@ -21,13 +21,13 @@ def read_draft(arguments: str, target: ProfileTarget, workbench: Workbench, trie
     raw = read_object(arguments)
     title, hypothesis = title_and_hypothesis(raw)
     gain, saved, work = (read_number(raw, key) for key in ("predicted_gain", "bytes_saved", "flops_saved"))
-    if not LEAST_PREDICTED <= gain <= target.most + 0.0005:  # the prompt gives the limit rounded
+    if not LEAST_PREDICTED <= gain <= target.largest_possible_gain + 0.0005:  # the prompt gives the limit rounded
         raise DraftError(
             "kernel_engineer.gain_out_of_range",
             "predicted_gain is {gain:g}. For this target it must lie between {least} and {most:.3f}.",
             gain=gain,
             least=LEAST_PREDICTED,
-            most=target.most,
+            most=target.largest_possible_gain,
         )
     if saved < 0 or work < 0 or saved + work == 0:
         raise DraftError(

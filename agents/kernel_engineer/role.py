@@ -11,7 +11,7 @@ from agents.kernel_engineer import prompts
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, worthwhile_targets
 from agents.kernel_engineer.tools import TOOLS, EvidenceReader
-from agents.loop.role import JsonObject, Task
+from agents.loop.role import AgentTask, JsonObject
 from agents.loop.tools import quote_problems
 from kernels.contract.message import Message
 
@@ -26,7 +26,7 @@ class KernelEngineer:
     def __init__(self, profile: Mapping[str, Any], workbench: Workbench, asked: str = "") -> None:
         self.profile, self.workbench, self.asked = profile, workbench, asked
 
-    def aim(self, rounds: int) -> Task | str:
+    def choose_task(self, rounds: int) -> AgentTask | str:
         """The target that a person named, or the one with the most to gain. Raises: TargetError."""
         found = find_targets(self.profile, set(self.workbench.files(patchable=True)))
         if self.asked:
@@ -46,18 +46,18 @@ class KernelEngineer:
             share=target.share,
             aim=target.gain_at_roofline,
         )
-        return Task(
+        return AgentTask(
             prompts.task_message(target, evidence, rounds), about, {**vars(target), "lines": list(target.lines)}
         )
 
-    def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
+    def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
         return EvidenceReader(self.profile, self.workbench, _target(facts)).answer_call(tool, arguments)
 
-    def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
+    def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
         return read_draft(arguments, _target(facts), self.workbench, tried)
 
-    def check(self, facts: JsonObject, draft: Proposal) -> str:
+    def check_proposal(self, facts: JsonObject, draft: Proposal) -> str:
         """Scope, static, and the changed ops against fp64, in the sandbox."""
         return quote_problems(self.workbench.check(draft.edits, _target(facts).op))
 

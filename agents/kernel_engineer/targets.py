@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agents.core.workbench import EarlierProposal
-from agents.loop.role import TargetError, did_you_mean, list_choices
+from agents.loop.role import TargetError, did_you_mean, known_names_hint
 
 MOST_LINES = 12  # lines named for a target, hottest first
 MOST_TRIES = 3  # rejected proposals after which the agent leaves a target alone, unless a person names it
@@ -26,7 +26,7 @@ class ProfileTarget:
     attainable: float
 
     @property
-    def most(self) -> float:
+    def largest_possible_gain(self) -> float:
         """The whole step's gain if the target took no time at all: no hypothesis may predict more."""
         return 1.0 / (1.0 - min(self.share, 0.99))
 
@@ -98,5 +98,5 @@ def find_named_target(wanted: str, found: Sequence[ProfileTarget], profile: Mapp
         "kernel_engineer.unknown_target",
         "target {target!r} is neither an op nor a line of the profile. {hint}",
         target=wanted,
-        hint=did_you_mean(near[0]) if near else list_choices(known[:8]),
+        hint=did_you_mean(near[0]) if near else known_names_hint(known[:8]),
     )

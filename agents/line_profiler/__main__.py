@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agents.line_profiler.capture import ROOT, Event
-from agents.line_profiler.lines import phase_of, source_text
+from agents.line_profiler.capture import ROOT, RecordedOperation
+from agents.line_profiler.lines import phase_of_line, source_text
 from agents.line_profiler.report.page import html_page
 from agents.line_profiler.session import ISOLATION_BUDGET_S, STEPS, ProfileSession, measure_profile
 from agents.line_profiler.table import Profile, line_name
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from kernels.contract.registry import KernelError
 from trainer.contract import stopping
 from trainer.contract.errors import TrainerError
@@ -34,7 +34,7 @@ def write_profile(session: ProfileSession, folder: Path) -> None:
 ROWS = {"forward": 1, "backward": 2, "optimizer": 3, "data": 4}
 
 
-def chrome_trace(profile: Profile, events: Sequence[Event]) -> str:
+def chrome_trace(profile: Profile, events: Sequence[RecordedOperation]) -> str:
     """The step as JSON that opens in Perfetto (ui.perfetto.dev) or chrome://tracing. It has one row each for forward, backward, optimiser and
     data. Names are lines, arguments are the operations.
 
@@ -58,7 +58,7 @@ def chrome_trace(profile: Profile, events: Sequence[Event]) -> str:
             add("data", line.name, line.seconds, {"source": line.source})
     for event in events:
         file, number, _ = event.line
-        row = "backward" if event.backward else phase_of(event.line)
+        row = "backward" if event.backward else phase_of_line(event.line)
         now += event.host_s
         about = {
             "operation": event.operation,
@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
         )
         write_profile(session, chosen.out)
     except (TrainerError, KernelError, OSError) as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     if chosen.json:
         print(session.profile.to_json())

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from agents.line_profiler.signature import Samples, Signature, copy_samples, signature_of
+from agents.line_profiler.signature import OperationSignature, Samples, copy_nonrandom_inputs, signature_of
 from kernels.contract.registry import OPS, Ops
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +32,7 @@ Line = tuple[str, int, str]  # file relative to the root, line, the kernel op it
 
 
 @dataclass(frozen=True)
-class Event:
+class RecordedOperation:
     """One operation of the step, in the order in which they ran. Times are seconds; the recorder's own are rough."""
 
     line: Line
@@ -45,10 +45,10 @@ class Event:
     bytes: float  # inputs read once, outputs written once; 0 for a view
     reads: tuple[int, ...]  # numbers of the storages it reads and writes; a view does neither
     writes: tuple[int, ...]
-    signature: Signature | None  # None: it cannot be called again alone
+    signature: OperationSignature | None  # None: it cannot be called again alone
 
 
-class Recorder(TorchDispatchMode):
+class OperationRecorder(TorchDispatchMode):
     """Records every operation between ``__enter__`` and ``__exit__``, on the thread that entered.
 
     ``callers`` maps each line to the lines of ours that called it when it was first seen, innermost first.
@@ -57,8 +57,8 @@ class Recorder(TorchDispatchMode):
     def __init__(self, folders: tuple[str, ...] = ("trainer", "kernels")) -> None:
         super().__init__()
         self.roots = tuple(f"{ROOT / folder}/" for folder in folders)
-        self.events: list[Event] = []
-        self.samples: dict[Signature, Samples] = {}
+        self.events: list[RecordedOperation] = []
+        self.samples: dict[OperationSignature, Samples] = {}
         self.callers: dict[Line, tuple[tuple[str, int], ...]] = {}
         self.op_calls: Counter[str] = Counter()
         self.current_op = self.current_call = ""
@@ -71,21 +71,23 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         line, call, backward = self._locate(sys._getframe(1))
         signature = self._describe(func, args, kwargs)
-        reads = () if moves_nothing(func) else self._numbers((args, kwargs))
+        reads = () if is_view_or_empty(func) else self._numbers((args, kwargs))
         began = time.perf_counter()
         out = func(*args, **kwargs)
         seconds = time.perf_counter() - began
-        writes = () if moves_nothing(func) else self._written(func, args, kwargs, out)
+        writes = () if is_view_or_empty(func) else self._written(func, args, kwargs, out)
         moved = _bytes(args, kwargs, out, func)
         flops = _flops(func, args, kwargs, out)
-        self.events.append(Event(line, call, backward, str(func), seconds, 0.0, flops, moved, reads, writes, signature))
+        self.events.append(
+            RecordedOperation(line, call, backward, str(func), seconds, 0.0, flops, moved, reads, writes, signature)
+        )
         return out
 
-    def _describe(self, func: Any, args: Any, kwargs: Any) -> Signature | None:
+    def _describe(self, func: Any, args: Any, kwargs: Any) -> OperationSignature | None:
         try:
             signature = signature_of(func, args, kwargs)
             if signature not in self.samples:
-                self.samples[signature] = copy_samples(args, kwargs)
+                self.samples[signature] = copy_nonrandom_inputs(args, kwargs)
         except (TypeError, RuntimeError):  # not comparable by value, or a tensor without a storage
             return None
         return signature
@@ -172,14 +174,14 @@ class Recorder(TorchDispatchMode):
         return watched
 
 
-def moves_nothing(func: Any) -> bool:
+def is_view_or_empty(func: Any) -> bool:
     """Is it a view, or a tensor without values yet?"""
     return func.is_view or func._overloadpacket in MOVE_NOTHING
 
 
 def _bytes(args: Any, kwargs: Any, out: Any, func: Any) -> float:
     """Read once and written once."""
-    if moves_nothing(func):
+    if is_view_or_empty(func):
         return 0.0
     return float(sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)))
 

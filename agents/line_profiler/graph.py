@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 
-from agents.line_profiler.capture import Event, Line
+from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.lines import source_lines
 from agents.line_profiler.table import Edge, FusionCandidate, ProfiledLine, StreamCandidate, line_name
 
@@ -20,7 +20,7 @@ MOST_LISTED = 20
 Callers = Mapping[Line, tuple[tuple[str, int], ...]]
 
 
-def data_flow_edges(events: Sequence[Event], callers: Callers) -> list[Edge]:
+def data_flow_edges(events: Sequence[RecordedOperation], callers: Callers) -> list[Edge]:
     """Edges from the line that last wrote a storage to the line that reads it, in the forward pass and the optimiser; the
     layers share their lines.
 
@@ -75,7 +75,7 @@ def conditions_of_lines(file: str) -> dict[int, frozenset[int]]:
 
 
 def fusion_candidates(
-    events: Sequence[Event], lines: Iterable[ProfiledLine], bytes_per_s: float, step_s: float
+    events: Sequence[RecordedOperation], lines: Iterable[ProfiledLine], bytes_per_s: float, step_s: float
 ) -> list[FusionCandidate]:
     """Chains of memory-bound lines with intermediates that no other line reads; largest gain first.
 
@@ -146,7 +146,7 @@ def _joined(groups: Iterable[Sequence[Line]]) -> dict[Line, Line]:
     return {line: root(line) for line in parent}
 
 
-def stream_candidates(events: Sequence[Event], step_s: float) -> list[StreamCandidate]:
+def stream_candidates(events: Sequence[RecordedOperation], step_s: float) -> list[StreamCandidate]:
     """Pairs of branches from one tensor that do not depend on each other, largest gain first; the layers share their lines.
 
     A branch is what depends on its first operation and not on the other branch's. A kernel op counts for the line that
@@ -193,7 +193,7 @@ def _united(below: Sequence[int], starts: int) -> int:
     return bits
 
 
-def _ancestors(events: Sequence[Event]) -> tuple[list[int], dict[int, list[int]]]:
+def _ancestors(events: Sequence[RecordedOperation]) -> tuple[list[int], dict[int, list[int]]]:
     """(for each event the set of those it depends on, as bits of an integer; event → events that read what it wrote)."""
     writer: dict[int, int] = {}
     above: list[int] = []

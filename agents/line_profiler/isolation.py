@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_unflatten
 
-from agents.line_profiler.capture import moves_nothing
-from agents.line_profiler.signature import Samples, Signature, TensorSpec
+from agents.line_profiler.capture import is_view_or_empty
+from agents.line_profiler.signature import OperationSignature, Samples, TensorSpec
 
 WARMUP, ITERATIONS = 10, 100
 LEAST_ITERATIONS = 3
@@ -39,18 +39,18 @@ class IsolatedTime:
 
 
 def measure_operations(
-    recorded: Mapping[Signature, Samples],
-    estimates: Mapping[Signature, float],
+    recorded: Mapping[OperationSignature, Samples],
+    estimates: Mapping[OperationSignature, float],
     device: torch.device,
     budget_s: float,
     report: Callable[[int, int], None] = lambda done, of: None,
-) -> dict[Signature, IsolatedTime]:
+) -> dict[OperationSignature, IsolatedTime]:
     """Measure each signature once, within ``budget_s`` in all: the fastest first, each with an equal part of the time that is
     left, so that what they do not use goes to the slow ones.
 
     ``estimates``: seconds of one call in the step. What moves no memory is left out.
     """
-    wanted = [signature for signature in recorded if not moves_nothing(signature.func)]
+    wanted = [signature for signature in recorded if not is_view_or_empty(signature.func)]
     wanted.sort(key=lambda signature: estimates.get(signature, 0.0))
     ends = time.perf_counter() + budget_s
     found = {}
@@ -62,7 +62,7 @@ def measure_operations(
 
 
 def measure_operation(
-    signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int = 0
+    signature: OperationSignature, values: Samples, device: torch.device, budget_s: float, seed: int = 0
 ) -> IsolatedTime:
     """Measure one operation alone. If it raises, ``why_not`` holds the message: an operation that cannot be repeated is not an error."""
     try:
@@ -74,7 +74,9 @@ def measure_operation(
         )
 
 
-def _measure(signature: Signature, values: Samples, device: torch.device, budget_s: float, seed: int) -> IsolatedTime:
+def _measure(
+    signature: OperationSignature, values: Samples, device: torch.device, budget_s: float, seed: int
+) -> IsolatedTime:
     began = time.perf_counter()
     generator = torch.Generator(device).manual_seed(seed)
     sets = [make_inputs(signature, values, device, generator)]
@@ -133,7 +135,7 @@ def _cuda_seconds(function: Callable[[], Any]) -> float:
     return before.elapsed_time(after) / 1e3
 
 
-def _written(signature: Signature) -> list[int]:
+def _written(signature: OperationSignature) -> list[int]:
     """Positions among the leaves of the tensors that the operation writes to, by its schema."""
     schema = signature.func._schema
     if not schema.is_mutable:
@@ -153,7 +155,9 @@ def _written(signature: Signature) -> list[int]:
 BY_DIMENSION = ("gather", "scatter")  # operations whose second argument is the dimension that is indexed
 
 
-def make_inputs(signature: Signature, values: Samples, device: torch.device, generator: torch.Generator) -> list[Any]:
+def make_inputs(
+    signature: OperationSignature, values: Samples, device: torch.device, generator: torch.Generator
+) -> list[Any]:
     """The leaves of (args, kwargs). Floats are drawn from a normal distribution; integers, masks and scalars keep their
     recorded values, or become valid indices where none were recorded."""
     leaves: list[Any] = []
@@ -172,7 +176,7 @@ def make_inputs(signature: Signature, values: Samples, device: torch.device, gen
 
 
 def _tensor(spec: TensorSpec, value: Tensor | None, device: torch.device, generator: torch.Generator) -> Tensor:
-    storage = torch.empty(spec.span, dtype=spec.dtype, device=device)
+    storage = torch.empty(spec.storage_elements, dtype=spec.dtype, device=device)
     tensor = storage.as_strided(spec.shape, spec.stride)
     if value is None:
         storage.normal_(generator=generator)
@@ -183,7 +187,7 @@ def _tensor(spec: TensorSpec, value: Tensor | None, device: torch.device, genera
     return tensor
 
 
-def _indices(signature: Signature, spec: TensorSpec, device: torch.device) -> Tensor:
+def _indices(signature: OperationSignature, spec: TensorSpec, device: torch.device) -> Tensor:
     """Integers below the size of what they index, evenly spread, as balanced routing spreads them."""
     indexed = signature.tensors[0].shape
     if "grouped_mm" in signature.operation:  # where each expert's rows end
@@ -193,5 +197,5 @@ def _indices(signature: Signature, spec: TensorSpec, device: torch.device) -> Te
     if any(name in signature.operation for name in BY_DIMENSION):
         dimension = next(leaf for leaf in signature.leaves if isinstance(leaf, int))
     below = indexed[dimension] if indexed else 1
-    storage = torch.arange(spec.span, device=device) * 7919 % max(1, below)  # a prime: neighbours lie apart
+    storage = torch.arange(spec.storage_elements, device=device) * 7919 % max(1, below)  # a prime: neighbours lie apart
     return storage.to(spec.dtype).as_strided(spec.shape, spec.stride)

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from agents.line_profiler.capture import ROOT, Event, Line, moves_nothing
+from agents.line_profiler.capture import ROOT, Line, RecordedOperation, is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime
-from agents.line_profiler.signature import Signature
+from agents.line_profiler.signature import OperationSignature
 from agents.line_profiler.table import ProfiledLine, ProfiledOp
 from kernels.contract.registry import OPS
 
@@ -36,14 +36,14 @@ class PeakRates:
 
 
 def profile_lines(
-    events: Iterable[Event],
+    events: Iterable[RecordedOperation],
     calls: Mapping[Line, float],
     step_s: float,
     roof: PeakRates,
-    alone: Mapping[Signature, IsolatedTime] | None = None,
+    alone: Mapping[OperationSignature, IsolatedTime] | None = None,
 ) -> list[ProfiledLine]:
     """The lines of a recorded step. ``calls``: how often it executes each; ``step_s``: its time without a profiler."""
-    by_line: defaultdict[Line, list[Event]] = defaultdict(list)
+    by_line: defaultdict[Line, list[RecordedOperation]] = defaultdict(list)
     for event in events:
         by_line[event.line].append(event)
     return [_line(line, seen, calls.get(line, 0.0), step_s, roof, alone) for line, seen in by_line.items()]
@@ -51,11 +51,11 @@ def profile_lines(
 
 def _line(
     line: Line,
-    events: list[Event],
+    events: list[RecordedOperation],
     calls: float,
     step_s: float,
     roof: PeakRates,
-    alone: Mapping[Signature, IsolatedTime] | None,
+    alone: Mapping[OperationSignature, IsolatedTime] | None,
 ) -> ProfiledLine:
     file, number, op = line
     forward = sum(e.seconds for e in events if not e.backward)
@@ -70,7 +70,7 @@ def _line(
         line=number,
         source=source_text(file, number),
         op=op,
-        phase=phase_of(line),
+        phase=phase_of_line(line),
         forward_s=forward,
         backward_s=backward,
         host_s=host,
@@ -86,7 +86,7 @@ def _line(
     )
 
 
-def phase_of(line: Line) -> str:
+def phase_of_line(line: Line) -> str:
     """'optimizer' or 'forward'; not for lines of the data loader."""
     file, _, op = line
     return "optimizer" if op in OPTIMIZER_OPS or file in OPTIMIZER_FILES else "forward"
@@ -98,12 +98,14 @@ def _bound(took: float, host: float, reached: float, operations: float, roof: st
     return "launch" if took / operations < SHORT_OPERATION_S and reached < LAUNCH_BOUND else roof
 
 
-def _isolated(events: list[Event], alone: Mapping[Signature, IsolatedTime] | None) -> tuple[float | None, float | None]:
+def _isolated(
+    events: list[RecordedOperation], alone: Mapping[OperationSignature, IsolatedTime] | None
+) -> tuple[float | None, float | None]:
     if alone is None:
         return None, None
     found = []
     for event in events:
-        still = event.signature is not None and moves_nothing(event.signature.func)
+        still = event.signature is not None and is_view_or_empty(event.signature.func)
         one = NOTHING_ALONE if still else alone.get(event.signature) if event.signature else None
         if one is None or one.why_not:
             return None, None
@@ -123,7 +125,7 @@ def data_loader_lines(traced: Mapping[Line, tuple[float, float]], step_s: float)
 
 
 def profile_ops(
-    events: Iterable[Event], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
+    events: Iterable[RecordedOperation], calls: Mapping[str, int], choice: Mapping[str, str], step_s: float, device: str
 ) -> list[ProfiledOp]:
     """The times of each op with what the registry knows of it, so that readers of a profile need not import the kernels."""
     forward: Counter[str] = Counter()

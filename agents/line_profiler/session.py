@@ -18,23 +18,23 @@ import torch
 from torch.profiler import ProfilerActivity
 from torch.profiler import profile as torch_profile
 
-from agents.line_profiler.capture import ROOT, Event, Line, Recorder
+from agents.line_profiler.capture import ROOT, Line, OperationRecorder, RecordedOperation
 from agents.line_profiler.graph import data_flow_edges, fusion_candidates, stream_candidates
 from agents.line_profiler.isolation import ITERATIONS, WARMUP, IsolatedTime, measure_operations
 from agents.line_profiler.lines import PeakRates, data_loader_lines, profile_lines, profile_ops
-from agents.line_profiler.signature import Samples, Signature
+from agents.line_profiler.signature import OperationSignature, Samples
 from agents.line_profiler.stopwatch import (
     TimedOperation,
-    add_times,
-    count_progress,
-    is_confirmed,
+    add_measured_times,
+    is_fastest_time_confirmed,
     make_clock,
+    make_progress_reporter,
     stopwatch_overhead,
     time_operations,
     total_seconds,
     without_garbage_collection,
 )
-from agents.line_profiler.table import FORMAT, CrossCheck, Isolation, Profile
+from agents.line_profiler.table import FORMAT, CrossCheck, IsolationStatistics, Profile
 from agents.line_profiler.workload import make_run, smallest_recipe
 from kernels.contract.choice import implementation_names
 from kernels.contract.message import Message
@@ -44,7 +44,7 @@ from trainer.batch import Batch, make_batch
 from trainer.contract.plan.precision import DTYPES, this_device, with_chosen_precision
 from trainer.contract.plan.rates import matmul_rate, memory_rate
 from trainer.contract.recipe import Recipe
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 WARMUP_STEPS = 2
 STEPS = 6
@@ -58,7 +58,7 @@ class ProfileSession:
     """The profile, and the operations of the recorded step in the order in which they ran."""
 
     profile: Profile
-    events: tuple[Event, ...]
+    events: tuple[RecordedOperation, ...]
 
 
 def measure_profile(
@@ -89,7 +89,7 @@ def measure_profile(
         report(Message("line_profiler.step", "lines of the step"))
         # One batch for all steps, so that the same step is compared.
         batch = make_batch(run.order).to(device)
-        recorder = Recorder()
+        recorder = OperationRecorder()
         with _ops_of(run, recorder.watch(run.model.ops)), without_garbage_collection(), recorder:
             run.train_step(batch)
         rounds = _rounds(run, batch, steps, synchronize, report)
@@ -98,7 +98,9 @@ def measure_profile(
         report(Message("line_profiler.stopwatch", "cost of the stopwatch"))
         crossing_s = _crossing(recipe, kernels, Path(folder))
         events = tuple(
-            add_times(recorder.events, min(rounds.watched, key=total_seconds), crossing_s, device.type == "cpu")
+            add_measured_times(
+                recorder.events, min(rounds.watched, key=total_seconds), crossing_s, device.type == "cpu"
+            )
         )
         check = CrossCheck(min(rounds.torch), sum(e.seconds for e in events))
         calls = _calls(run, batch, recorder)
@@ -138,7 +140,7 @@ def measure_profile(
 
 
 @dataclass(frozen=True)
-class TimedRounds:
+class RepeatedStepTimings:
     """The same step many times: seconds of the unwatched steps, laps of those under the stopwatch, seconds of operations
     by torch.profiler."""
 
@@ -146,23 +148,23 @@ class TimedRounds:
     watched: list[list[TimedOperation]]
     torch: list[float]
 
-    def settled(self) -> bool:
+    def is_fastest_step_confirmed(self) -> bool:
         """True if other steps confirmed the fastest step of each kind."""
         ours = self.unwatched, [total_seconds(step) for step in self.watched]
-        return all(map(is_confirmed, ours)) and is_confirmed(self.torch, ALIKE_FOR_TORCH)
+        return all(map(is_fastest_time_confirmed, ours)) and is_fastest_time_confirmed(self.torch, ALIKE_FOR_TORCH)
 
 
 def _rounds(
-    run: Run, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
-) -> TimedRounds:
+    run: SegmentRun, batch: Batch, steps: int, synchronize: Callable[[], None] | None, report: Callable[[str], None]
+) -> RepeatedStepTimings:
     """The three kinds of step alternate, so that other programs slow all of them; one step after torch.profiler is not
     counted, so that none starts with colder caches. At least ``steps`` rounds, until settled or the time is spent."""
-    rounds = TimedRounds([], [], [])
+    rounds = RepeatedStepTimings([], [], [])
     began = time.perf_counter()
 
     def enough() -> bool:
         spent = time.perf_counter() - began
-        settled = spent > LEAST_S and rounds.settled()
+        settled = spent > LEAST_S and rounds.is_fastest_step_confirmed()
         return len(rounds.watched) >= steps and (settled or spent > SETTLING_S)
 
     with without_garbage_collection():
@@ -183,7 +185,7 @@ def _crossing(recipe: Recipe, kernels: Path, folder: Path) -> float:
     return stopwatch_overhead(lambda: run.train_step(batch))
 
 
-def _timed(run: Run, batch: Batch, synchronize: Callable[[], None] | None) -> float:
+def _timed(run: SegmentRun, batch: Batch, synchronize: Callable[[], None] | None) -> float:
     began = time.perf_counter()
     run.train_step(batch)
     if synchronize:
@@ -192,7 +194,7 @@ def _timed(run: Run, batch: Batch, synchronize: Callable[[], None] | None) -> fl
 
 
 @contextmanager
-def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
+def _ops_of(run: SegmentRun, ops: Ops) -> Iterator[None]:
     """The model and the optimiser call ``ops`` within the block."""
     before = run.model.ops
 
@@ -211,7 +213,7 @@ def _ops_of(run: Run, ops: Ops) -> Iterator[None]:
         use(before)
 
 
-def _data_lines(run: Run) -> tuple[dict[Line, tuple[float, float]], float]:
+def _data_lines(run: SegmentRun) -> tuple[dict[Line, tuple[float, float]], float]:
     """(line → (seconds, times) of making one batch, seconds of making one untraced). Scaling the lines to the untraced
     time removes the tracer's own."""
     untraced = []
@@ -219,26 +221,26 @@ def _data_lines(run: Run) -> tuple[dict[Line, tuple[float, float]], float]:
         began = time.perf_counter()
         make_batch(run.order)
         untraced.append(time.perf_counter() - began)
-    with traced_lines() as found:
+    with trace_line_times() as found:
         make_batch(run.order)
     making = min(untraced)
     scale = making / (sum(seconds for seconds, _ in found.values()) or 1.0)
     return {line: (seconds * scale, times) for line, (seconds, times) in found.items()}, making
 
 
-def _calls(run: Run, batch: Batch, recorder: Recorder) -> dict[Line, float]:
+def _calls(run: SegmentRun, batch: Batch, recorder: OperationRecorder) -> dict[Line, float]:
     """How often a step executes each line, counted by a tracer in a step of its own."""
     counted = recorder.op_calls.copy()
     with (
         _ops_of(run, recorder.watch(run.model.ops)),
-        traced_lines(("trainer", "kernels"), lambda: recorder.current_op) as found,
+        trace_line_times(("trainer", "kernels"), lambda: recorder.current_op) as found,
     ):
         run.train_step(batch)
     recorder.op_calls = counted
     return {line: times for line, (_, times) in found.items()}
 
 
-def _torch_profiler_s(run: Run, batch: Batch) -> float:
+def _torch_profiler_s(run: SegmentRun, batch: Batch) -> float:
     """Self time of all operations of the step by torch.profiler: on the GPU where there is one."""
     cuda = run.ranks.device.type == "cuda"
     activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if cuda else [])
@@ -249,12 +251,12 @@ def _torch_profiler_s(run: Run, batch: Batch) -> float:
 
 
 def _isolate(
-    recorded: Mapping[Signature, Samples],
-    events: Sequence[Event],
+    recorded: Mapping[OperationSignature, Samples],
+    events: Sequence[RecordedOperation],
     device: torch.device,
     budget_s: float,
     report: Callable[[str], None],
-) -> tuple[dict[Signature, IsolatedTime], Isolation]:
+) -> tuple[dict[OperationSignature, IsolatedTime], IsolationStatistics]:
     estimates = {event.signature: event.seconds for event in events if event.signature is not None}
     began = time.perf_counter()
     report(
@@ -265,11 +267,13 @@ def _isolate(
             seconds=budget_s,
         )
     )
-    alone = measure_operations(recorded, estimates, device, budget_s, count_progress(report, "operations alone: "))
+    alone = measure_operations(
+        recorded, estimates, device, budget_s, make_progress_reporter(report, "operations alone: ")
+    )
     why = tuple(f"{signature.operation}: {one.why_not}" for signature, one in alone.items() if one.why_not)
     full = sum(one.iterations == ITERATIONS for one in alone.values())
     spent = time.perf_counter() - began
-    return alone, Isolation(len(alone), full, WARMUP, ITERATIONS, spent, budget_s, why)
+    return alone, IsolationStatistics(len(alone), full, WARMUP, ITERATIONS, spent, budget_s, why)
 
 
 def _recipe_step(
@@ -300,7 +304,7 @@ COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # frame
 
 
 @contextmanager
-def traced_lines(
+def trace_line_times(
     folders: tuple[str, ...] = ("trainer",), op: Callable[[], str] = lambda: ""
 ) -> Iterator[dict[Line, list[float]]]:
     """Time every line of ours that this thread executes in the block: line → [seconds, times entered].

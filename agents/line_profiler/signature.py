@@ -22,7 +22,7 @@ class TensorSpec:
     same_as: int
 
     @property
-    def span(self) -> int:
+    def storage_elements(self) -> int:
         """Elements of the smallest storage that holds it."""
         if 0 in self.shape:
             return 0
@@ -33,7 +33,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Signature:
+class OperationSignature:
     """An operation and its arguments: tensors as specs, everything else by value. Equal ones are measured once."""
 
     func: Any  # torch._ops.OpOverload
@@ -51,7 +51,7 @@ class Signature:
     @property
     def bytes(self) -> int:
         """Memory that its tensor arguments take."""
-        return sum(spec.span * spec.dtype.itemsize for spec in self.tensors if spec.same_as < 0)
+        return sum(spec.storage_elements * spec.dtype.itemsize for spec in self.tensors if spec.same_as < 0)
 
     def __hash__(self) -> int:
         return hash((self.func, self.leaves))
@@ -63,7 +63,7 @@ class Signature:
 Samples = tuple[Tensor | None, ...]  # by leaf: the values of integers, masks and scalars; None for random floats
 
 
-def signature_of(func: Any, args: Any, kwargs: Any) -> Signature:
+def signature_of(func: Any, args: Any, kwargs: Any) -> OperationSignature:
     """The signature of a call. Raises: TypeError when an argument cannot be compared by value."""
     leaves, tree = tree_flatten((args, kwargs))
     first: dict[tuple[int, int], int] = {}
@@ -78,10 +78,10 @@ def signature_of(func: Any, args: Any, kwargs: Any) -> Signature:
         else:
             hash(leaf)
             specs.append(leaf)
-    return Signature(func, tuple(specs), tree)
+    return OperationSignature(func, tuple(specs), tree)
 
 
-def copy_samples(args: Any, kwargs: Any) -> Samples:
+def copy_nonrandom_inputs(args: Any, kwargs: Any) -> Samples:
     """Copies of what random numbers must not replace: indices, masks, scalars such as a loss scale."""
     leaves, _ = tree_flatten((args, kwargs))
     return tuple(leaf.detach().clone() if _is_kept(leaf) else None for leaf in leaves)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from agents.line_profiler.workload import make_run
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from kernels.contract.op import KernelError
 from kernels.contract.precision import bf16_matmul
 from trainer.batch import make_batch
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         print(json.dumps(measure_step_rate(Recipe.load(chosen.recipe), chosen.kernels, chosen.steps)))
     except (TrainerError, KernelError, OSError) as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     return 0
 

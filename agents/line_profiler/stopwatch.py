@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agents.line_profiler.capture import Event
+from agents.line_profiler.capture import RecordedOperation
 
 CONFIRMED, ALIKE = 5, 1.03  # the fastest step counts when five steps lie within 3 % of it
 SETTLING_S = 2.0  # the longest wait for a quiet machine
@@ -90,7 +90,7 @@ class Stopwatch(TorchDispatchMode):
         self._seen.append(func)
         return out
 
-    def laps(self) -> list[TimedOperation]:
+    def timed_operations(self) -> list[TimedOperation]:
         first, *times, last = self.clock.seconds(self._marks)
         begins, ends = times[::2], [first, *times[1::2]]
         made = [
@@ -105,10 +105,10 @@ def time_operations(step: Callable[[], object], clock: HostClock | None = None) 
     """Run a step under the stopwatch. Returns its operations."""
     with Stopwatch(clock) as watch:
         step()
-    return watch.laps()
+    return watch.timed_operations()
 
 
-def count_progress(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
+def make_progress_reporter(report: Callable[[str], None], what: str) -> Callable[[int, int], None]:
     """A function of (done, of all) that reports ``what`` and the numbers, at most every two seconds and at the end."""
     last = time.perf_counter()
 
@@ -126,7 +126,7 @@ def total_seconds(laps: Sequence[TimedOperation]) -> float:
     return sum(lap.gap + lap.seconds + lap.after for lap in laps)
 
 
-def is_confirmed(times: Sequence[float], alike: float = ALIKE) -> bool:
+def is_fastest_time_confirmed(times: Sequence[float], alike: float = ALIKE) -> bool:
     """True if enough other times lie near the fastest."""
     return len(times) >= CONFIRMED and sorted(times)[CONFIRMED - 1] <= alike * min(times)
 
@@ -142,7 +142,7 @@ def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
     with without_garbage_collection():
         ends = time.perf_counter() + SETTLING_S
         while len(plain) < turns or (
-            time.perf_counter() < ends and not (is_confirmed(plain) and is_confirmed(watched))
+            time.perf_counter() < ends and not (is_fastest_time_confirmed(plain) and is_fastest_time_confirmed(watched))
         ):
             began = time.perf_counter()
             step()
@@ -153,9 +153,9 @@ def stopwatch_overhead(step: Callable[[], object], turns: int = 80) -> float:
     return max(0.0, (min(watched) - min(plain)) / operations)
 
 
-def add_times(
-    events: Sequence[Event], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
-) -> list[Event]:
+def add_measured_times(
+    events: Sequence[RecordedOperation], laps: Sequence[TimedOperation], crossing_s: float, on_host: bool = True
+) -> list[RecordedOperation]:
     """The events with the times of the same step's laps, each reduced by one crossing: from the gap before the operation
     first, then from the operation; what exceeds both is taken from the next. What Python does after the last operation
     counts for that operation's line. Not ``on_host``: by a device's clock, where a crossing lengthens gaps alone."""

@@ -77,7 +77,7 @@ class CrossCheck:
 
 
 @dataclass(frozen=True)
-class Isolation:
+class IsolationStatistics:
     """How each operation was measured alone."""
 
     signatures: int  # different (operation, shapes, strides, dtypes); each measured once
@@ -148,7 +148,7 @@ class Profile:
     memory_bytes_per_s: float
     steps: int
     cross_check: CrossCheck
-    isolation: Isolation | None  # None when it was not asked for
+    isolation: IsolationStatistics | None  # None when it was not asked for
     lines: tuple[ProfiledLine, ...]  # hottest first
     ops: tuple[ProfiledOp, ...]
     edges: tuple[Edge, ...]  # of the forward pass and the optimiser, in the order in which they are first walked

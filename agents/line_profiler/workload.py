@@ -17,14 +17,14 @@ from trainer.contract.plan.precision import this_device, with_chosen_precision
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 MEDIAN_TOKENS = 250
 
 
 def make_run(
     recipe: Recipe, kernels: Path, folder: Path, *, steps: int, compile: bool, whole_rows: bool = False
-) -> Run:
+) -> SegmentRun:
     """A fresh run of ``steps`` steps with its token shard in ``folder``. ``compile`` overrides the recipe; without it every
     step executes its lines, and no CUDA graph is replayed. ``precision: auto`` is the fastest on this device. ``whole_rows``: a
     document is a row, and every token carries loss, as in most published measurements: attention has its whole triangle to compute.
@@ -43,7 +43,7 @@ def make_run(
     mixture = recipe.mixture.model_copy(update={"weights": {"*": 1.0}, "phases": [], "max_epochs": 4})
     plan = DataPlan.make(mixture, "trunk", [(shard.id, str(shard.path), 0)], recipe.seed)
     spec = SegmentSpec(kind="trunk", recipe=recipe, data_plan=plan, first_step=0, last_step=steps, kernels=str(kernels))
-    return Run(spec, Ranks.join(recipe.parallel, recipe.model), None)
+    return SegmentRun(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
 def smallest_recipe(recipe: Recipe) -> Recipe:

@@ -8,7 +8,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agents.llm.exchange import BudgetBooks, ChatMessage, Endpoint, Exchange, LlmError, Reply, Request, SendError, Usage
+from agents.llm.exchange import (
+    BudgetAccount,
+    ChatMessage,
+    Endpoint,
+    Exchange,
+    LlmError,
+    Reply,
+    Request,
+    SendError,
+    Usage,
+)
 from agents.llm.policy import LlmPolicy
 from kernels.contract.message import Message
 
@@ -22,7 +32,7 @@ class LlmClient:
         self,
         endpoint: Endpoint,
         policy: LlmPolicy,
-        books: BudgetBooks,
+        books: BudgetAccount,
         say: Callable[[str], None] = lambda _: None,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:

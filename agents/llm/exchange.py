@@ -130,7 +130,7 @@ class Endpoint(Protocol):
         ...
 
 
-class BudgetBooks(Protocol):
+class BudgetAccount(Protocol):
     """Keeps the budget: decides whether a request is affordable, and stores exchanges."""
 
     def reserve(self, label: str, tokens: int, usd: float) -> int:

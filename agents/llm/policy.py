@@ -62,7 +62,7 @@ class LlmPolicy(Strict):
     diagnosis_documents: int = Field(default=0, ge=0, le=10)
     """How many of the documents to blame the model sees the beginning of. That text goes to the endpoint."""
 
-    def for_diagnosis(self) -> LlmPolicy:
+    def with_diagnosis_limits(self) -> LlmPolicy:
         """The policy with the limits of a diagnosis: one attempt, which ends within ``diagnosis_seconds`` whatever the endpoint does."""
         half = self.diagnosis_seconds / 2  # the last read may take that long beyond the time for the reply
         limits = {

@@ -4,7 +4,7 @@
                       ▲           ├─► steer ─► think (its proposal did not pass, and rounds are left; or a person wants more)
                       └───────────┘   └─► end        (its proposal passed the quick check, or nothing is left to spend)
 
-``aim`` asks the role what there is to do; ``think`` is one exchange with the model; ``act`` answers the tools that it called; ``steer`` asks
+``choose_task`` asks the role what there is to do; ``think`` is one exchange with the model; ``act`` answers the tools that it called; ``steer`` asks
 the person, if there is one. The state holds plain JSON values only.
 """
 
@@ -23,15 +23,15 @@ from agents.llm.exchange import ChatMessage
 from agents.loop import checkpoints, prompts
 from agents.loop.role import DraftError, JsonObject, Role
 from agents.loop.tools import PROPOSE, TRY
-from kernels.contract.message import Message, plain
+from kernels.contract.message import Message, messages_to_json
 
 GO, STOP = ("", "go"), ("stop", "quit")  # a person's answers; any other answer is an instruction for the model
 Person = Callable[[str], str]
-FORMAT = 2  # of ``State``: a run that an older format saved starts again
+FORMAT = 2  # of ``AgentGraphState``: a run that an older format saved starts again
 
 
-class State(TypedDict, total=False):
-    """``draft``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check; ``tried``: the model
+class AgentGraphState(TypedDict, total=False):
+    """``make_proposal``: the last proposal that could be read, as ``_packed``; ``taken``: it passed the quick check; ``tried``: the model
     has just proposed; ``about`` and ``facts``: the aim's; ``problem``, ``ended``: texts, or messages as ``Message.to_json``."""
 
     about: str
@@ -107,7 +107,7 @@ class _Loop:
     def graph(self) -> Any:
         from langgraph.graph import END, START, StateGraph
 
-        made = StateGraph(State)  # type: ignore[type-var]
+        made = StateGraph(AgentGraphState)  # type: ignore[type-var]
         for name in ("aim", "steer", "think", "act"):
             made.add_node(name, getattr(self, name))
         made.add_edge(START, "aim")
@@ -119,17 +119,17 @@ class _Loop:
         made.add_conditional_edges("act", self.after_act, ["think", "steer", END])
         return made
 
-    def aim(self, state: State) -> State:
+    def aim(self, state: AgentGraphState) -> AgentGraphState:
         """Ask the role what to do, and write the first messages."""
-        aim = self.role.aim(self.policy.rounds)
+        aim = self.role.choose_task(self.policy.rounds)
         if isinstance(aim, str):
-            return {"ended": plain(aim)}
+            return {"ended": messages_to_json(aim)}
         self.run.say(Message("loop.aim", "  {about}", about=aim.about))
         messages = [{"role": "system", "content": self.role.system}, {"role": "user", "content": aim.prompt}]
-        started: State = {"exchanges": 0, "rounds": 0, "taken": False, "tried": False}
+        started: AgentGraphState = {"exchanges": 0, "rounds": 0, "taken": False, "tried": False}
         return {"about": str(aim.about), "facts": aim.facts, "messages": messages} | started
 
-    def think(self, state: State) -> State:
+    def think(self, state: AgentGraphState) -> AgentGraphState:
         """One exchange with the model."""
         number = state["exchanges"] + 1
         reply = self.run.client.ask(
@@ -137,14 +137,14 @@ class _Loop:
         )
         return {"messages": [*state["messages"], reply.message()], "exchanges": number}
 
-    def act(self, state: State) -> State:
+    def act(self, state: AgentGraphState) -> AgentGraphState:
         """Answer the tools that the model called; a proposal is read and checked."""
         answers: list[ChatMessage] = []
-        update: State = {"tried": False}
+        update: AgentGraphState = {"tried": False}
         for call in state["messages"][-1].get("tool_calls", []):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name != PROPOSE:
-                text = self.role.answer(state["facts"], name, arguments)
+                text = self.role.answer_tool_call(state["facts"], name, arguments)
             elif update["tried"]:
                 text = prompts.ONE_AT_A_TIME
             else:
@@ -159,13 +159,13 @@ class _Loop:
             update |= self.spent(update.get("rounds", state["rounds"]), state["exchanges"], update, state)  # type: ignore[typeddict-item]
         return update
 
-    def judge(self, arguments: str, state: State) -> State:
+    def judge(self, arguments: str, state: AgentGraphState) -> AgentGraphState:
         """Read and check a proposal. ``problem`` tells the model what to correct."""
         run, number = self.run, state["rounds"] + 1
-        update: State = {"tried": True, "rounds": number, "taken": False}
+        update: AgentGraphState = {"tried": True, "rounds": number, "taken": False}
         problem: str
         try:
-            draft = self.role.draft(state["facts"], arguments, _last(TRY, state["messages"]))
+            draft = self.role.make_proposal(state["facts"], arguments, _last(TRY, state["messages"]))
         except DraftError as error:
             problem = Message("loop.unreadable_draft", "The proposal cannot be read: {problem}", problem=error.message)
         else:
@@ -183,12 +183,12 @@ class _Loop:
             if any(attempt.outcome == "reject" for attempt in before):
                 problem = Message("loop.rejected_before", "The gate rejected the same patch before.")
             else:
-                problem = self.role.check(state["facts"], draft)
+                problem = self.role.check_proposal(state["facts"], draft)
         result = one_line(problem, 200) if problem else _passes()
         run.say(Message("loop.checked", "  round {number}: {result}", number=number, result=result))
-        return update | {"problem": plain(problem), "taken": not problem}  # type: ignore[return-value]
+        return update | {"problem": messages_to_json(problem), "taken": not problem}  # type: ignore[return-value]
 
-    def spent(self, rounds: int, exchanges: int, update: State, state: State) -> State:
+    def spent(self, rounds: int, exchanges: int, update: AgentGraphState, state: AgentGraphState) -> AgentGraphState:
         """The reason why the run ends now, if it does."""
         problem = str(Message.from_json(update.get("problem", state.get("problem", ""))))
         last = one_line(problem, 300) if problem else Message("loop.no_proposal", "the model proposed nothing")
@@ -199,7 +199,7 @@ class _Loop:
                 proposals=rounds,
                 last=last,
             )
-            return {"ended": plain(ended)}
+            return {"ended": messages_to_json(ended)}
         if exchanges >= self.policy.exchanges:
             ended = Message(
                 "loop.exchanges_spent",
@@ -207,17 +207,17 @@ class _Loop:
                 exchanges=exchanges,
                 last=last,
             )
-            return {"ended": plain(ended)}
+            return {"ended": messages_to_json(ended)}
         return {}
 
-    def after_act(self, state: State) -> str:
+    def after_act(self, state: AgentGraphState) -> str:
         from langgraph.graph import END
 
         if state.get("ended"):
             return str(END)
         return "steer" if state["tried"] else "think"
 
-    def steer(self, state: State) -> State:
+    def steer(self, state: AgentGraphState) -> AgentGraphState:
         """Ask the person: continue, stop, or an instruction. Without a person, continue."""
         if self.run.person is None:
             return {"problem": state.get("problem", "")}
@@ -225,7 +225,7 @@ class _Loop:
 
         answer = str(interrupt(_question(state))).strip()
         if answer.lower() in STOP:
-            return {"ended": plain(Message("loop.stopped", "stopped by the person who runs it"))}
+            return {"ended": messages_to_json(Message("loop.stopped", "stopped by the person who runs it"))}
         if answer.lower() in GO:
             return {"problem": state.get("problem", "")}
         if state["rounds"] >= self.policy.rounds or state["exchanges"] >= self.policy.exchanges:
@@ -235,7 +235,7 @@ class _Loop:
         return {"messages": [*state["messages"], {"role": "user", "content": text}], "taken": False}
 
 
-def _question(state: State) -> str:
+def _question(state: AgentGraphState) -> str:
     """The question that a person answers between rounds."""
     draft = state.get("draft")
     lines = [state["about"]]

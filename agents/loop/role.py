@@ -27,7 +27,7 @@ class DraftError(CodedError):
 
 
 @dataclass(frozen=True)
-class Task:
+class AgentTask:
     """What one run works on. ``prompt``: the first message to the model. ``about``: a line for people. ``facts``: plain JSON, passed to
     the role with each call."""
 
@@ -46,19 +46,19 @@ class Role(Protocol):
     tools: Sequence[JsonObject]
     """As of the chat completions API; ``tools.PROPOSE`` is one of them."""
 
-    def aim(self, rounds: int) -> Task | str:
+    def choose_task(self, rounds: int) -> AgentTask | str:
         """What to work on with ``rounds`` proposals, or the reason why there is nothing to do. Raises: TargetError."""
         ...
 
-    def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
+    def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
         """The answer of a tool other than ``propose``, limited in length and marked as data; or the reason why it cannot answer."""
         ...
 
-    def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
+    def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """The proposal that a call of ``propose`` makes; ``tried``: the arguments of the last ``try_patch``, or ''. Raises: DraftError."""
         ...
 
-    def check(self, facts: JsonObject, draft: Proposal) -> str:
+    def check_proposal(self, facts: JsonObject, draft: Proposal) -> str:
         """The problems that the quick check finds in a proposal, for the model; '' if there are none."""
         ...
 
@@ -114,6 +114,6 @@ def did_you_mean(near: str) -> Message:
     return Message("loop.near", "Did you mean {near!r}?", near=near)
 
 
-def list_choices(known: Sequence[str]) -> Message:
+def known_names_hint(known: Sequence[str]) -> Message:
     """The hint of an error that knows no name close to the given one."""
     return Message("loop.known", "Choose one of: {known}.", known=list(known))

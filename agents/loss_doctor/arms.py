@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from agents.loss_doctor.curves import StepPoint, Symptom
+from agents.loss_doctor.curves import StepMetrics, Symptom
 from kernels.contract.message import CodedError
 
 # The checkpoint that an arm starts from. ``newest``: the newest one before the onset. ``onset``: at the onset itself, left by the first replay.
@@ -54,7 +54,7 @@ class ArmOutcome:
     fires: bool | None
     steps: int = 0  # replayed
     bits: str = ""  # a hash of the curve, and of weights and moments at its end
-    curve: tuple[StepPoint, ...] = ()
+    curve: tuple[StepMetrics, ...] = ()
     failed: str = ""
 
 
@@ -74,7 +74,7 @@ class DocumentScore:
 
 
 @dataclass(frozen=True)
-class JoinedShards:
+class NewShardsComparison:
     """The new shards of one domain compared with its earlier ones. This needs no replay."""
 
     domain: str
@@ -96,7 +96,7 @@ class AnomalyCase:
     last: int  # the episode's last step
     symptom: Symptom
     recipe: Mapping[str, Any]
-    live: tuple[StepPoint, ...] = ()  # of the live run, from the newest checkpoint to the last step
+    live: tuple[StepMetrics, ...] = ()  # of the live run, from the newest checkpoint to the last step
     all_reference: bool = False  # does every op already use its reference?
     has_previous_commit: bool = False
     has_previous_environment: bool = False
@@ -113,7 +113,7 @@ class AnomalyCase:
     )  # keys of optimizer and schedule, as the segment before had them
 
 
-class BudgetSpent(CodedError):
+class ReplayBudgetSpentError(CodedError):
     """The budget in replayed steps is spent, and no replay may begin."""
 
 
@@ -126,10 +126,10 @@ class ReplayBench(Protocol):
     def run(self, arm: ReplayArm) -> ArmOutcome:
         """Replay the window. Raises: BudgetSpent."""
 
-    def scores(self, start: Start) -> Sequence[DocumentScore]:
+    def score_documents_at(self, start: Start) -> Sequence[DocumentScore]:
         """Scores of each document of the window, and of samples of the shards that joined last and of the earlier shards."""
 
-    def joined(self) -> Sequence[JoinedShards]:
+    def compare_new_shards(self) -> Sequence[NewShardsComparison]:
         """For each domain, the shards that joined last compared with the earlier ones; empty if none joined."""
 
 
@@ -151,7 +151,7 @@ def arms_against_large_steps(case: AnomalyCase) -> list[ReplayArm]:
     return arms
 
 
-def without_accumulation(recipe: Mapping[str, Any]) -> ReplayArm | None:
+def remove_gradient_accumulation(recipe: Mapping[str, Any]) -> ReplayArm | None:
     """The same batch without accumulation; None if the recipe does not accumulate."""
     micro = recipe["batch"].get("micro_sequences")
     return ReplayArm(MICRO, {"batch.micro_sequences": None}) if micro else None

@@ -47,12 +47,12 @@ class ArmFindings:
     finished: bool = False  # no arm is left to run
     failed: bool = False  # some arm could not be run; without its outcome nothing is called healthy
 
-    def cleared(self, arm: str) -> bool:
+    def clears_anomaly(self, arm: str) -> bool:
         return self.fires.get(arm) is False
 
 
 @dataclass(frozen=True)
-class NamedCause:
+class DiagnosedCause:
     """One cause, or two that the arms cannot tell apart, and the reason."""
 
     causes: tuple[str, ...]
@@ -72,7 +72,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared("same again") and f.one_rank,
+        lambda f: f.clears_anomaly("same again") and f.one_rank,
         (HARDWARE, LAYOUT),
         Message(
             "loss_doctor.not_on_one_rank",
@@ -80,7 +80,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared("same again"),
+        lambda f: f.clears_anomaly("same again"),
         (HARDWARE,),
         Message(
             "loss_doctor.not_again",
@@ -88,22 +88,22 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared(FP32.name) and f.cleared(KERNELS.name),
+        lambda f: f.clears_anomaly(FP32.name) and f.clears_anomaly(KERNELS.name),
         (PRECISION, KERNEL),
         Message("loss_doctor.fp32_and_kernels", "the anomaly is gone in fp32, and also with the reference kernels"),
     ),
     (
-        lambda f: f.cleared(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
+        lambda f: f.clears_anomaly(FP32.name) and (f.kernels_are_reference or KERNELS.name in f.fires),
         (PRECISION,),
         Message("loss_doctor.fp32", "the anomaly is gone in fp32, but not with the reference kernels"),
     ),
     (
-        lambda f: f.cleared(KERNELS.name),
+        lambda f: f.clears_anomaly(KERNELS.name),
         (KERNEL,),
         Message("loss_doctor.kernels", "the anomaly is gone with the reference kernels"),
     ),
     (
-        lambda f: f.cleared(MICRO),
+        lambda f: f.clears_anomaly(MICRO),
         (LAYOUT,),
         Message(
             "loss_doctor.micro_batches",
@@ -111,7 +111,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared(EARLIER.name) and f.resumed,
+        lambda f: f.clears_anomaly(EARLIER.name) and f.resumed,
         (STATE_LOST,),
         Message(
             "loss_doctor.moments",
@@ -119,7 +119,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared(MIXTURE.name),
+        lambda f: f.clears_anomaly(MIXTURE.name),
         (SHARES,),
         Message("loss_doctor.shares", "the anomaly is gone with the previous shares of the domains"),
     ),
@@ -131,12 +131,12 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared(COMMIT.name),
+        lambda f: f.clears_anomaly(COMMIT.name),
         (CODE,),
         Message("loss_doctor.commit", "the anomaly is gone with the code of the previous segment"),
     ),
     (
-        lambda f: f.cleared(ENVIRONMENT.name),
+        lambda f: f.clears_anomaly(ENVIRONMENT.name),
         (CODE,),
         Message("loss_doctor.environment_before", "the anomaly is gone in the environment of the previous segment"),
     ),
@@ -157,7 +157,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and f.cleared(ORDER.name),
+        lambda f: bool(f.masked_clears) and f.guilty_share > SPREAD and f.clears_anomaly(ORDER.name),
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.order",
@@ -242,7 +242,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared(ORDER.name) and not f.masked_clears,
+        lambda f: f.clears_anomaly(ORDER.name) and not f.masked_clears,
         (ORDER_OR_PACKING,),
         Message(
             "loss_doctor.other_documents",
@@ -250,7 +250,7 @@ TABLE: tuple[CauseRule, ...] = (
         ),
     ),
     (
-        lambda f: f.cleared(EARLIER.name),
+        lambda f: f.clears_anomaly(EARLIER.name),
         (STATE_LOST, HARDWARE),
         Message(
             "loss_doctor.newest_checkpoint",
@@ -306,12 +306,12 @@ TABLE: tuple[CauseRule, ...] = (
 )
 
 
-def name_cause(findings: ArmFindings) -> NamedCause | None:
+def choose_cause(findings: ArmFindings) -> DiagnosedCause | None:
     """The cause, or None if the findings are not yet enough. ``finished`` findings always give a cause.
 
-    >>> name_cause(ArmFindings("loss_spike", repeatable=False)).causes
+    >>> choose_cause(ArmFindings("loss_spike", repeatable=False)).causes
     ('hardware',)
-    >>> name_cause(ArmFindings("loss_spike", repeatable=True, fires={"same again": True})) is None
+    >>> choose_cause(ArmFindings("loss_spike", repeatable=True, fires={"same again": True})) is None
     True
     """
-    return next((NamedCause(causes, why) for when, causes, why in TABLE if when(findings)), None)
+    return next((DiagnosedCause(causes, why) for when, causes, why in TABLE if when(findings)), None)

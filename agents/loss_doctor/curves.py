@@ -35,7 +35,7 @@ PARTS = (
 
 
 @dataclass(frozen=True)
-class StepPoint:
+class StepMetrics:
     """One step of a run; what is not finite is ``math.inf``. ``parts``: of domains and of the layer that was measured, by their key."""
 
     step: int
@@ -46,15 +46,15 @@ class StepPoint:
     def value(self, quantity: str) -> float | None:
         """``loss``, ``grad_norm``, or a key of ``parts``; None where the step has none.
 
-        >>> StepPoint(3, 2.0, 0.5, {"loss/code": 1.5}).value("loss/code")
+        >>> StepMetrics(3, 2.0, 0.5, {"loss/code": 1.5}).value("loss/code")
         1.5
         """
         if quantity == "loss":
             return self.loss
         return self.grad_norm if quantity == "grad_norm" else self.parts.get(quantity)
 
-    def row(self) -> list[Any]:
-        """As JSON has it; ``StepPoint(*row)`` is the point again."""
+    def to_row(self) -> list[Any]:
+        """As JSON has it; ``StepMetrics(*row)`` is the point again."""
         return [self.step, self.loss, self.grad_norm, dict(self.parts)]
 
 
@@ -80,10 +80,11 @@ class UsualValue:
         return cls(center, max(spread, LEAST_DEVIATION * abs(center), 1e-12))
 
 
-def quantity_of(kind: str, where: str) -> str:
+def quantity_of_anomaly(kind: str, where: str) -> str:
     """The quantity that an anomaly is about; ``where`` as the trainer names it.
 
-    >>> quantity_of("domain_spike", "domain/code"), quantity_of("activation_jump", "layer/blocks.1"), quantity_of("loss_spike", "")
+    >>> (quantity_of_anomaly("domain_spike", "domain/code"), quantity_of_anomaly("activation_jump", "layer/blocks.1"),
+    ...  quantity_of_anomaly("loss_spike", ""))
     ('loss/code', 'activation_max/blocks.1', 'loss')
     """
     part = where.partition("/")[2]
@@ -106,20 +107,20 @@ class Symptom:
 
     @classmethod
     def from_live_run(
-        cls, kind: str, before: Sequence[StepPoint], window: Sequence[StepPoint], where: str = ""
+        cls, kind: str, before: Sequence[StepMetrics], window: Sequence[StepMetrics], where: str = ""
     ) -> Symptom:
         """From the live run's own steps. ``where``: the domain or layer that it is about.
 
-        >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
-        >>> Symptom.from_live_run("loss_spike", calm, [StepPoint(8, 5.0, 0.6), StepPoint(9, 2.1, 0.5)]).excess
+        >>> calm = [StepMetrics(step, 2.0, 0.5) for step in range(8)]
+        >>> Symptom.from_live_run("loss_spike", calm, [StepMetrics(8, 5.0, 0.6), StepMetrics(9, 2.1, 0.5)]).excess
         3.0
         """
-        quantity = quantity_of(kind, where)
+        quantity = quantity_of_anomaly(kind, where)
         usual = UsualValue.of(values_by_step(before, quantity))
         symptom = cls(kind, quantity, kind in LOW, usual, 0.0)
-        return cls(kind, quantity, symptom.low, usual, symptom.excess_of(window, usual))
+        return cls(kind, quantity, symptom.low, usual, symptom.largest_excess(window, usual))
 
-    def excess_of(self, window: Sequence[StepPoint], usual: UsualValue) -> float:
+    def largest_excess(self, window: Sequence[StepMetrics], usual: UsualValue) -> float:
         """The largest distance from ``usual`` in the symptom's direction; infinite where a value is not finite."""
         values = values_by_step(window, self.quantity)
         if self.kind == "non_finite" or not all(map(math.isfinite, values)):
@@ -128,15 +129,15 @@ class Symptom:
         sign = -1.0 if self.low else 1.0
         return max((sign * (value - usual.center) for value in values), default=0.0)
 
-    def is_present(self, window: Sequence[StepPoint]) -> bool | None:
+    def is_present(self, window: Sequence[StepMetrics]) -> bool | None:
         """True if the anomaly is there, False if it is gone, None if it is neither.
 
-        >>> calm = [StepPoint(step, 2.0, 0.5) for step in range(8)]
-        >>> spike = Symptom.from_live_run("loss_spike", calm, [StepPoint(8, 5.0, 0.6)])
-        >>> [spike.is_present([StepPoint(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
+        >>> calm = [StepMetrics(step, 2.0, 0.5) for step in range(8)]
+        >>> spike = Symptom.from_live_run("loss_spike", calm, [StepMetrics(8, 5.0, 0.6)])
+        >>> [spike.is_present([StepMetrics(8, loss, 0.5)]) for loss in (4.9, 3.5, 2.3, math.inf)]
         [True, None, False, True]
         """
-        excess = self.excess_of(window, self.usual)
+        excess = self.largest_excess(window, self.usual)
         if math.isinf(excess) or math.isinf(self.excess):
             return math.isinf(excess)
         if self.excess <= 0:
@@ -144,20 +145,20 @@ class Symptom:
         share = excess / self.excess
         return True if share >= THERE else False if share <= GONE else None
 
-    def is_unnoticed(self, window: Sequence[StepPoint]) -> bool:
+    def is_unnoticed(self, window: Sequence[StepMetrics]) -> bool:
         """True if no detector would notice the window. Stricter than ``is_present`` if the live run's excess was large."""
-        excess = self.excess_of(window, self.usual)
+        excess = self.largest_excess(window, self.usual)
         return self.is_present(window) is False and excess <= UNNOTICED * self.usual.deviation
 
-    def largest_difference(self, shown: Sequence[StepPoint], without: Sequence[StepPoint]) -> float:
+    def largest_difference(self, shown: Sequence[StepMetrics], without: Sequence[StepMetrics]) -> float:
         """The largest distance of one replay beyond another at the same step, in the symptom's direction: the effect of what the other leaves out.
 
         >>> spike = Symptom("loss_spike", "loss", False, UsualValue(2.0, 0.1), 3.0)
-        >>> spike.largest_difference([StepPoint(8, 6.0, 1.0), StepPoint(9, 2.2, 1.0)], [StepPoint(8, 3.5, 1.0), StepPoint(9, 2.1, 1.0)])
+        >>> spike.largest_difference([StepMetrics(8, 6.0, 1.0), StepMetrics(9, 2.2, 1.0)], [StepMetrics(8, 3.5, 1.0), StepMetrics(9, 2.1, 1.0)])
         2.5
         """
         if self.kind == "non_finite":
-            odd, left = (math.isinf(self.excess_of(window, self.usual)) for window in (shown, without))
+            odd, left = (math.isinf(self.largest_excess(window, self.usual)) for window in (shown, without))
             return math.inf if odd and not left else 0.0
         other = {point.step: point.value(self.quantity) for point in without}
         sign = -1.0 if self.low else 1.0
@@ -168,15 +169,15 @@ class Symptom:
         )
 
 
-def values_by_step(points: Sequence[StepPoint], quantity: str) -> list[float]:
+def values_by_step(points: Sequence[StepMetrics], quantity: str) -> list[float]:
     """The quantity at each step that has it."""
     return [value for point in points if (value := point.value(quantity)) is not None]
 
 
-def points_of_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
+def read_step_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepMetrics]:
     """The points of lines of metrics.jsonl, by step. If a step was done twice, the later line counts. A step without a loss has no point.
 
-    >>> points_of_metrics([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
+    >>> read_step_metrics([{"step": 4, "loss": 2.0, "grad_norm": None, "loss/code": 1.5, "time": 9.0}])
     [StepPoint(step=4, loss=2.0, grad_norm=inf, parts={'loss/code': 1.5})]
     """
     number = lambda value: float(value) if isinstance(value, int | float) and math.isfinite(value) else math.inf
@@ -185,17 +186,17 @@ def points_of_metrics(lines: Sequence[Mapping[str, Any]]) -> list[StepPoint]:
         if "loss" not in line:
             continue
         parts = {key: number(value) for key, value in line.items() if "/" in key and key.partition("/")[0] in PARTS}
-        found[line["step"]] = StepPoint(line["step"], number(line.get("loss")), number(line.get("grad_norm")), parts)
+        found[line["step"]] = StepMetrics(line["step"], number(line.get("loss")), number(line.get("grad_norm")), parts)
     return [found[step] for step in sorted(found)]
 
 
-def find_onset(lines: Sequence[StepPoint], step: int, reach: int = 16, deviations: float = 4.0) -> int:
+def find_anomaly_onset(lines: Sequence[StepMetrics], step: int, reach: int = 16, deviations: float = 4.0) -> int:
     """The step at which an anomaly began that was noticed at ``step``. Norms may climb before the loss does (BLOOM's did for five steps).
 
     Goes back over at most ``reach`` steps, as long as loss or gradient norm is ``deviations`` above its earlier usual value.
 
-    >>> calm = [StepPoint(s, 2.0, 0.5) for s in range(40)]
-    >>> find_onset([*calm, StepPoint(40, 2.0, 3.0), StepPoint(41, 2.0, 9.0), StepPoint(42, 7.0, 30.0)], 42)
+    >>> calm = [StepMetrics(s, 2.0, 0.5) for s in range(40)]
+    >>> find_anomaly_onset([*calm, StepMetrics(40, 2.0, 3.0), StepMetrics(41, 2.0, 9.0), StepMetrics(42, 7.0, 30.0)], 42)
     40
     """
     earlier = [point for point in lines if step - 3 * reach <= point.step < step - reach]

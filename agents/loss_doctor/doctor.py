@@ -20,12 +20,12 @@ from agents.loss_doctor.arms import (
     ORDER,
     AnomalyCase,
     ArmOutcome,
-    BudgetSpent,
-    JoinedShards,
+    NewShardsComparison,
     ReplayArm,
     ReplayBench,
+    ReplayBudgetSpentError,
     arms_against_large_steps,
-    without_accumulation,
+    remove_gradient_accumulation,
 )
 from agents.loss_doctor.causes import (
     BAD_DATA,
@@ -35,15 +35,15 @@ from agents.loss_doctor.causes import (
     SPREAD,
     UNKNOWN,
     ArmFindings,
-    NamedCause,
-    name_cause,
+    DiagnosedCause,
+    choose_cause,
 )
-from agents.loss_doctor.curves import StepPoint
+from agents.loss_doctor.curves import StepMetrics
 from agents.loss_doctor.suspects import (
+    find_documents_typical_of_shards,
     find_odd_documents,
     find_suspects,
-    find_typical_of_shards,
-    has_learnt,
+    has_learnt_odd_documents,
     rank_documents,
     smallest_masked_set,
 )
@@ -86,8 +86,8 @@ def diagnose(bench: ReplayBench) -> Diagnosis:
     consultation = _Consultation(bench)
     try:
         naming = consultation.run()
-    except BudgetSpent as spent:
-        naming = name_cause(consultation.findings) or NamedCause((UNKNOWN,), spent.message)
+    except ReplayBudgetSpentError as spent:
+        naming = choose_cause(consultation.findings) or DiagnosedCause((UNKNOWN,), spent.message)
     return consultation.diagnosis(naming)
 
 
@@ -119,7 +119,7 @@ class _Consultation:
         begins = self.case.generation_begins
         return begins is not None and self.case.onset <= begins + AT_ONCE
 
-    def run(self) -> NamedCause:
+    def run(self) -> DiagnosedCause:
         # Documents come last: the effect of a faulty kernel, commit or rate on one document is not the document's fault.
         first = (self._again, self._changes, self._numerics, self._commit, self._joined, self._documents)
         for step in (*first, self._order, self._earlier, self._rate):
@@ -127,13 +127,13 @@ class _Consultation:
             if self.outcomes and all(outcome.failed for outcome in self.outcomes):
                 reason = self.outcomes[0].failed
                 why = Message("loss_doctor.no_replay", "nothing could be replayed: {problem}", problem=reason)
-                return NamedCause((UNKNOWN,), why)
-            if (naming := name_cause(self.findings)) is not None:
+                return DiagnosedCause((UNKNOWN,), why)
+            if (naming := choose_cause(self.findings)) is not None:
                 return naming
             if self.findings.masked_clears and self.findings.guilty_share <= SPREAD:
                 break  # documents trigger it; nothing else can say more
         self.findings = replace(self.findings, finished=True)
-        naming = name_cause(self.findings)
+        naming = choose_cause(self.findings)
         assert naming is not None
         if naming.causes == (CODE, UNKNOWN):
             changed = self.case.environment_changed
@@ -145,7 +145,7 @@ class _Consultation:
         arms = "; ".join(failed)
         return replace(naming, why=Message("loss_doctor.not_run", "{why} (not run: {arms})", why=naming.why, arms=arms))
 
-    def diagnosis(self, naming: NamedCause) -> Diagnosis:
+    def diagnosis(self, naming: DiagnosedCause) -> Diagnosis:
         guilty = tuple(self.triggers) if naming.causes == (BAD_DATA,) else ()
         steps = sum(outcome.steps for outcome in self.outcomes)
         return Diagnosis(
@@ -177,9 +177,9 @@ class _Consultation:
         """Undo each known change."""
         if self.findings.resumed and self.case.has_earlier:
             self._tried(EARLIER)
-        if name_cause(self.findings) is None and self.case.has_previous_mixture:
+        if choose_cause(self.findings) is None and self.case.has_previous_mixture:
             self._tried(MIXTURE)
-        if name_cause(self.findings) is None and self.case.was_otherwise:
+        if choose_cause(self.findings) is None and self.case.was_otherwise:
             self._tried_rate(arms_against_large_steps(self.case)[0])
 
     def _numerics(self) -> None:
@@ -187,26 +187,26 @@ class _Consultation:
             self._tried(FP32)
         if not self.case.all_reference:
             self._tried(KERNELS)
-        if name_cause(self.findings) is None and (arm := without_accumulation(self.case.recipe)) is not None:
+        if choose_cause(self.findings) is None and (arm := remove_gradient_accumulation(self.case.recipe)) is not None:
             self._tried(arm)
 
     def _commit(self) -> None:
         if self.case.has_previous_commit:
             self._tried(COMMIT)
-        if name_cause(self.findings) is None and self.case.has_previous_environment:
+        if choose_cause(self.findings) is None and self.case.has_previous_environment:
             self._tried(ENVIRONMENT)
 
     def _joined(self) -> None:
         """Mask all documents of new shards at once if their labels or masks are odd."""
-        for joined in self.bench.joined() if self.case.generation_begins is not None else ():
-            if (odd := cause_of_oddity(joined)) and self._masked(joined.documents).fires is False:
+        for joined in self.bench.compare_new_shards() if self.case.generation_begins is not None else ():
+            if (odd := cause_of_odd_documents(joined)) and self._masked(joined.documents).fires is False:
                 self.triggers = sorted(joined.documents)
                 self.findings = replace(self.findings, joined_clears=odd)
                 return
 
     def _documents(self) -> None:
-        scores = self.bench.scores("newest")
-        odd, common = find_suspects(scores), find_typical_of_shards(scores)
+        scores = self.bench.score_documents_at("newest")
+        odd, common = find_suspects(scores), find_documents_typical_of_shards(scores)
         self.findings = replace(self.findings, strange=bool(find_odd_documents(scores)))
         if math.isinf(self.case.symptom.excess):
             odd, common = rank_documents(scores), set()  # any document may make a value that is not finite
@@ -260,7 +260,9 @@ class _Consultation:
     def _learnt(self) -> None:
         """Find out whether the new shards were learnt by the segment's end, if their documents are odd."""
         if self.findings.strange and self.case.has_end:
-            found = has_learnt(self.bench.scores("newest"), self.bench.scores("end"))
+            found = has_learnt_odd_documents(
+                self.bench.score_documents_at("newest"), self.bench.score_documents_at("end")
+            )
             self.findings = replace(self.findings, learnt=found)
 
     def _order(self) -> None:
@@ -290,7 +292,7 @@ class _Consultation:
         if share >= ALIKE or noticed:
             return True
         # In between, the documents' own loss and gradient at that checkpoint decide, if they say the same of all documents.
-        odd = set(triggers) & set(find_suspects(self.bench.scores("older weights"), most=1.0))
+        odd = set(triggers) & set(find_suspects(self.bench.score_documents_at("older weights"), most=1.0))
         return True if odd == set(triggers) else None if odd else False
 
     def _gone(self, masked: tuple[str, ...]) -> bool:
@@ -306,7 +308,7 @@ class _Consultation:
     def _unnoticed(self, outcome: ArmOutcome) -> bool:
         return self.case.symptom.is_unnoticed(self._window(outcome))
 
-    def _window(self, outcome: ArmOutcome) -> list[StepPoint]:
+    def _window(self, outcome: ArmOutcome) -> list[StepMetrics]:
         return [point for point in outcome.curve if self.case.onset <= point.step <= self.case.last]
 
     def _earlier(self) -> None:
@@ -325,12 +327,12 @@ class _Consultation:
         return cleared
 
 
-def cause_of_oddity(joined: JoinedShards) -> str:
+def cause_of_odd_documents(joined: NewShardsComparison) -> str:
     """The cause that an oddity of new documents would be; '' if they are not odd.
 
-    >>> cause_of_oddity(JoinedShards("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
+    >>> cause_of_odd_documents(JoinedShards("chat", ("a",), "chat", supervised=1.0, supervised_before=0.5))
     'loss mask'
-    >>> cause_of_oddity(JoinedShards("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
+    >>> cause_of_odd_documents(JoinedShards("chat", ("a",), "code", supervised=0.5, supervised_before=0.5))
     'mixture shift or wrong label'
     """
     if abs(joined.supervised - joined.supervised_before) > OTHER_MASK or joined.begins_alike < 0.5:

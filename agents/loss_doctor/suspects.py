@@ -33,9 +33,9 @@ def find_suspects(scores: Sequence[DocumentScore], most: float = 0.5, excuse: bo
     ['bad']
     """
     window = [score for score in scores if score.in_window]
-    gone = {score.key: largest_deviation(score, [*window, *sample_before(scores)]) for score in window}
-    before = sample_before(scores)
-    excused = {score.key for score in window if excuse and has_peers(score, before)}
+    gone = {score.key: largest_deviation(score, [*window, *select_earlier_samples(scores)]) for score in window}
+    before = select_earlier_samples(scores)
+    excused = {score.key for score in window if excuse and has_similar_documents(score, before)}
     ranked = sorted(
         (key for key in gone if gone[key] > STANDS_OUT and key not in excused), key=lambda key: (-gone[key], key)
     )
@@ -62,25 +62,25 @@ def find_odd_documents(scores: Sequence[DocumentScore]) -> list[str]:
     >>> len(find_odd_documents([*before, *window]))
     20
     """
-    before = sample_before(scores)
+    before = select_earlier_samples(scores)
     return [score.key for score in scores if score.in_window and _strange(score, before)]
 
 
 def _strange(score: DocumentScore, before: Sequence[DocumentScore]) -> bool:
-    return not before or (largest_deviation(score, before) > STANDS_OUT and not has_peers(score, before))
+    return not before or (largest_deviation(score, before) > STANDS_OUT and not has_similar_documents(score, before))
 
 
-def sample_before(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
+def select_earlier_samples(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
     """The sampled documents of the earlier shards."""
     return [score for score in scores if not score.in_window and not score.joined]
 
 
-def sample_joined(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
+def select_new_shard_samples(scores: Sequence[DocumentScore]) -> list[DocumentScore]:
     """The sampled documents of the shards that joined last, without the window's."""
     return [score for score in scores if not score.in_window and score.joined]
 
 
-def find_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str]:
+def find_documents_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str]:
     """Keys of the window's odd documents that are like many others of the shards that joined: the oddity is the shards' kind.
 
     The shards have a new form, or are mostly bad. Single documents are not at fault in either case.
@@ -88,19 +88,19 @@ def find_typical_of_shards(scores: Sequence[DocumentScore]) -> set[str]:
     >>> window = [DocumentScore("odd", 6.0, 60.0, joined=True), DocumentScore("fair", 2.0, 20.0)]
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
     >>> joined = [DocumentScore(f"n{n}", 6.0 if n < 30 else 2.0, 60.0 if n < 30 else 20.0, 1, False, True) for n in range(90)]
-    >>> find_typical_of_shards([*window, *before, *joined]), find_typical_of_shards([*window, *before, *joined[28:]])
+    >>> find_documents_typical_of_shards([*window, *before, *joined]), find_documents_typical_of_shards([*window, *before, *joined[28:]])
     ({'odd'}, set())
     """
-    before, joined = sample_before(scores), sample_joined(scores)
+    before, joined = select_earlier_samples(scores), select_new_shard_samples(scores)
     odd = [
         score
         for score in scores
         if score.in_window and score.joined and before and largest_deviation(score, before) > STANDS_OUT
     ]
-    return {score.key for score in odd if joined and has_peers(score, joined, before, MANY, LEAST_MANY)}
+    return {score.key for score in odd if joined and has_similar_documents(score, joined, before, MANY, LEAST_MANY)}
 
 
-def has_learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
+def has_learnt_odd_documents(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) -> bool:
     """True if the model learnt the odd documents of the shards that joined between two checkpoints, whose scores are given.
 
     Most odd documents of the sample must be predicted better than before, and far better than by token frequency alone (all that can be
@@ -108,19 +108,21 @@ def has_learnt(newest: Sequence[DocumentScore], end: Sequence[DocumentScore]) ->
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, in_window=False) for n in range(90)]
     >>> joined = lambda loss: [DocumentScore(f"n{n}", loss, 20.0, 1, False, True, 5.5) for n in range(90)]
-    >>> [has_learnt([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (3.5, 5.2, 0.1)]
+    >>> [has_learnt_odd_documents([*before, *joined(6.0)], [*before, *joined(loss)]) for loss in (3.5, 5.2, 0.1)]
     [True, False, False]
     """
-    then, now = sample_before(newest), sample_before(end)
+    then, now = select_earlier_samples(newest), select_earlier_samples(end)
     if not then or not now:
         return False
     usual = median(score.loss for score in now)
-    odd = {score.key: score.loss for score in sample_joined(newest) if _strange(score, then)}
-    better = [s for s in sample_joined(end) if s.loss < min(odd.get(s.key, 0.0), FAR_BETTER * s.by_frequency)]
+    odd = {score.key: score.loss for score in select_new_shard_samples(newest) if _strange(score, then)}
+    better = [
+        s for s in select_new_shard_samples(end) if s.loss < min(odd.get(s.key, 0.0), FAR_BETTER * s.by_frequency)
+    ]
     return bool(odd) and sum(s.loss >= usual or not _strange(s, now) for s in better) >= LEARNT * len(odd)
 
 
-def has_peers(
+def has_similar_documents(
     score: DocumentScore,
     among: Sequence[DocumentScore],
     before: Sequence[DocumentScore] | None = None,
@@ -133,7 +135,7 @@ def has_peers(
 
     >>> before = [DocumentScore(f"d{n}", 2.0, 20.0, 16, in_window=False) for n in range(150)]
     >>> before += [DocumentScore(f"hard{n}", 6.0, 60.0, 16, in_window=False) for n in range(3)]
-    >>> [has_peers(DocumentScore("new", loss, gradient, 16), before) for loss, gradient in ((6.5, 60.0), (12.0, 60.0), (6.5, 200.0))]
+    >>> [has_similar_documents(DocumentScore("new", loss, gradient, 16), before) for loss, gradient in ((6.5, 60.0), (12.0, 60.0), (6.5, 200.0))]
     [True, False, False]
     """
     if not among or not (math.isfinite(score.loss) and math.isfinite(score.gradient)):

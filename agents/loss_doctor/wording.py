@@ -55,10 +55,10 @@ class DiagnosisFacts:
     arms: Mapping[str, ArmResult]
     documents: tuple[tuple[str, str], ...] = ()  # name and beginning of the text; a claim cannot rest on these
 
-    def about(self, name: str) -> tuple[str, str] | None:
+    def look_up_fact(self, name: str) -> tuple[str, str] | None:
         """The value of an arm or a fact, and the words from which a sentence may take numbers; None if the record has none of that name.
 
-        >>> DiagnosisFacts(("rate",), {"steps": "7 to 9"}, {"fp32": ArmResult("there", 4)}).about("fp32")
+        >>> DiagnosisFacts(("rate",), {"steps": "7 to 9"}, {"fp32": ArmResult("there", 4)}).look_up_fact("fp32")
         ('there', 'fp32: it is there; 4 steps')
         """
         if arm := self.arms.get(name):
@@ -76,14 +76,14 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Wording:
+class CheckedWording:
     """The claims that hold. ``dropped``: one reason for each claim that does not."""
 
     claims: tuple[Claim, ...] = ()
     dropped: tuple[str, ...] = ()
 
 
-def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> Wording:
+def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> CheckedWording:
     """Ask the model once. Raises: LlmError if no answer came; DraftError if it cannot be read."""
     called = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": _task(facts)}]
     reply = client.ask(label, called, TOOLS)
@@ -91,7 +91,7 @@ def ask_for_wording(client: LlmClient, label: str, facts: DiagnosisFacts) -> Wor
     return read_wording(claims[0] if claims else reply.text, facts)
 
 
-def read_wording(arguments: str, facts: DiagnosisFacts) -> Wording:
+def read_wording(arguments: str, facts: DiagnosisFacts) -> CheckedWording:
     """The claims of an answer that hold, in its order. The rest of the answer is not read. Raises: DraftError.
 
     >>> import json
@@ -113,7 +113,7 @@ def read_wording(arguments: str, facts: DiagnosisFacts) -> Wording:
         else:
             dropped.append(_beyond(MOST_CLAIMS) if isinstance(found, Claim) else found)
     dropped += [_beyond(READ)] * len(raw[READ:])
-    return Wording(tuple(claims), tuple(dropped))
+    return CheckedWording(tuple(claims), tuple(dropped))
 
 
 def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
@@ -124,7 +124,7 @@ def _claim(raw: object, facts: DiagnosisFacts) -> Claim | Message:
         name, says, shown = (read_text(raw, key).strip() for key in ("rests_on", "says", "shows"))
     except DraftError as error:
         return Message.from_json(error.message)
-    if (known := facts.about(name)) is None:
+    if (known := facts.look_up_fact(name)) is None:
         return Message("loss_doctor.no_such_evidence", "the record has no arm or fact of the name that it rests on")
     shows, words = known
     if _same(shown) != _same(shows):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from agents.core.yaml_edit import Scalar, yaml_text
 from agents.recipe_scout.course import TrainingRecord
 from kernels.contract.message import Message
-from trainer.contract.plan.run_plan import lr_by_rule
+from trainer.contract.plan.run_plan import deepseek_rule_lr
 
 STEPS_OF_RATE = (2.0, 1.4)  # factors on the rate, the larger one first
 CURVATURE = 0.25  # ln(φ) lost per squared ln(rate off its best): at twice the best rate a token is worth 11 % less
@@ -65,7 +65,7 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
     """Rates towards DeepSeek's rule (arXiv 2401.02954 §3.2), lower after anomalies, and away from a rejected change."""
     rate = course.recipe.optimizer.lr
     tokens = course.tokens + course.judged_tokens
-    rule = lr_by_rule(course.recipe.model, tokens)
+    rule = deepseek_rule_lr(course.recipe.model, tokens)
     off = math.log(rule / rate) - 0.35 * min(course.trouble, 4)
     direction = ""
     if tried.higher and tried.lower:
@@ -91,7 +91,7 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
         move = math.copysign(math.log(factor), off)
         speed = math.exp(CURVATURE * (off**2 - (off - move) ** 2))
         new = float(f"{rate * math.exp(move):.3g}")
-        yield RecipeChange(("optimizer", "lr"), rate, new, course.gain_of_speed(speed), why)
+        yield RecipeChange(("optimizer", "lr"), rate, new, course.gain_of_token_worth(speed), why)
     warm = course.recipe.schedule.warmup_steps
     if warm > course.step:
         new_warm = 2 * warm if course.trouble else max(1, warm // 2)
@@ -101,7 +101,7 @@ def change_rates(course: TrainingRecord, tried: RejectedDirections) -> Iterator[
                 "the warm-up is not over, with {anomalies:,|anomaly|anomalies} so far",
                 anomalies=course.trouble,
             )
-            yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_speed(1.05), reason)
+            yield RecipeChange(("schedule", "warmup_steps"), warm, new_warm, course.gain_of_token_worth(1.05), reason)
 
 
 def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -121,7 +121,7 @@ def change_mixture(course: TrainingRecord) -> Iterator[RecipeChange]:
             gain = (
                 OWN
                 * sum(
-                    course.domain_slopes[n] * math.log1p(course.ahead * (after / before - 1))
+                    course.domain_slopes[n] * math.log1p(course.share_of_tokens_ahead * (after / before - 1))
                     for n, (before, after) in shares.items()
                 )
                 / len(named)
@@ -154,7 +154,7 @@ def change_batch(course: TrainingRecord) -> Iterator[RecipeChange]:
             step=course.supervised,
             fewer=1 - 1 / speed,
         )
-        yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.gain_of_speed(speed), why)
+        yield RecipeChange(("batch", "sequences"), sequences, sequences // 2, course.gain_of_token_worth(speed), why)
 
 
 def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -169,10 +169,10 @@ def change_schedule(course: TrainingRecord) -> Iterator[RecipeChange]:
             enough=LONG_ENOUGH,
         )
         new = math.ceil(1.5 * rule.anneal_steps)
-        yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_speed(1.03), why)
+        yield RecipeChange(("schedule", "anneal_steps"), rule.anneal_steps, new, course.gain_of_token_worth(1.03), why)
     if rule.shape != "1-sqrt":
         why = Message("recipe_scout.shape", "1 − sqrt ends lower than other tails (arXiv 2405.18392 §3)")
-        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_speed(1.03), why)
+        yield RecipeChange(("schedule", "shape"), rule.shape, "1-sqrt", course.gain_of_token_worth(1.03), why)
 
 
 def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
@@ -184,7 +184,7 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
             "{clipped:.0%} of the steps are clipped, without any anomaly",
             clipped=course.clipped,
         )
-        gain = course.gain_of_speed(1 + 0.1 * course.clipped)
+        gain = course.gain_of_token_worth(1 + 0.1 * course.clipped)
         yield RecipeChange(("stability", "grad_clip"), stability.grad_clip, 2 * stability.grad_clip, gain, why)
     if course.trouble:
         why = Message(
@@ -193,7 +193,7 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
             anomalies=course.trouble,
         )
         new = 10 * stability.z_loss or 1e-4
-        yield RecipeChange(("stability", "z_loss"), stability.z_loss, new, course.gain_of_speed(1.03), why)
+        yield RecipeChange(("stability", "z_loss"), stability.z_loss, new, course.gain_of_token_worth(1.03), why)
     elif course.z_share > 0.01 and stability.z_loss:
         why = Message(
             "recipe_scout.weaker_z_loss",
@@ -201,11 +201,11 @@ def change_regularisers(course: TrainingRecord) -> Iterator[RecipeChange]:
             share=course.z_share,
         )
         yield RecipeChange(
-            ("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.gain_of_speed(1.03), why
+            ("stability", "z_loss"), stability.z_loss, stability.z_loss / 10, course.gain_of_token_worth(1.03), why
         )
     for factor in (2.0, 0.5):
         why = Message(
             "recipe_scout.weight_decay", "no measurement suggests a value of the weight decay before it is tried"
         )
-        gain = course.gain_of_speed(1.01)
+        gain = course.gain_of_token_worth(1.01)
         yield RecipeChange(("optimizer", "weight_decay"), decay, (decay or 0.05) * factor, gain, why)

@@ -38,13 +38,13 @@ class TrainingRecord:
     sample: tuple[str, ...] = ()  # lines of the record for a reader, oldest first
 
     @property
-    def ahead(self) -> float:
+    def share_of_tokens_ahead(self) -> float:
         """The tokens of one of the gate's runs, as a share of all tokens that its weights were trained on."""
         return self.judged_tokens / (self.tokens + self.judged_tokens)
 
-    def gain_of_speed(self, speed: float) -> float:
+    def gain_of_token_worth(self, speed: float) -> float:
         """Bits per byte gained when each token of the judged run is worth ``speed`` tokens, by the loss's slope."""
-        return self.slope * math.log1p(self.ahead * (speed - 1))
+        return self.slope * math.log1p(self.share_of_tokens_ahead * (speed - 1))
 
 
 def make_record(
@@ -75,8 +75,8 @@ def make_record(
         judged_tokens=recipe.tokens_between(step, step + judged_steps),
         least_gain=least_gain,
         may_change=may_change,
-        slope=slope(later, "loss") * bits,
-        domain_slopes={name: slope(later, f"loss/{name}") * bits for name in sorted(domains)},
+        slope=fit_log_step_slope(later, "loss") * bits,
+        domain_slopes={name: fit_log_step_slope(later, f"loss/{name}") * bits for name in sorted(domains)},
         noise_scale=median(scales) if scales else None,
         supervised=fmean(supervised) if supervised else 0.0,
         clipped=fmean(norm > recipe.stability.grad_clip for norm in norms) if norms else 0.0,
@@ -97,7 +97,7 @@ def sample_metrics(lines: Lines) -> tuple[str, ...]:
     return tuple(said)
 
 
-def slope(lines: Lines, key: str) -> float:
+def fit_log_step_slope(lines: Lines, key: str) -> float:
     """−d value / d ln(step) by least squares, at least ``LEAST_SLOPE``. All steps of a trunk have about as many tokens."""
     points = [(math.log(line["step"] + 1), line[key]) for line in lines if line.get(key) is not None]
     if len(points) < 3:

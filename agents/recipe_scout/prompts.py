@@ -61,7 +61,7 @@ TOOLS = (
 )
 
 
-def record_lines(course: TrainingRecord) -> list[str]:
+def format_training_record(course: TrainingRecord) -> list[str]:
     """The trunk's course as the model reads it."""
     slopes = ", ".join(f"{name} {slope:.3f}" for name, slope in course.domain_slopes.items())
     scale = f"{course.noise_scale:,.0f}" if course.noise_scale else "not measured"

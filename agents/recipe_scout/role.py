@@ -16,12 +16,12 @@ from agents.core.workbench import Workbench
 from agents.core.yaml_edit import Scalar, change_recipe, values_by_key, yaml_text
 from agents.loop import tools
 from agents.loop.role import (
+    AgentTask,
     DraftError,
     JsonObject,
     TargetError,
-    Task,
     did_you_mean,
-    list_choices,
+    known_names_hint,
     read_number,
     read_object,
     read_text,
@@ -29,7 +29,7 @@ from agents.loop.role import (
 from agents.recipe_scout import prompts
 from agents.recipe_scout.changes import all_changes
 from agents.recipe_scout.course import TrainingRecord
-from agents.recipe_scout.scout import AGENT, refuted_by, rejected_directions
+from agents.recipe_scout.scout import AGENT, describe_refuting_result, rejected_directions
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
 
@@ -48,7 +48,7 @@ class RecipeScout:
     def __init__(self, course: TrainingRecord, workbench: Workbench, asked: str = "") -> None:
         self.course, self.workbench, self.asked = course, workbench, asked
 
-    def aim(self, rounds: int) -> Task | str:
+    def choose_task(self, rounds: int) -> AgentTask | str:
         """The recipe with its record. Raises: TargetError if ``asked`` is a key that may not be changed, or that no recipe has."""
         course = self.course
         keys = [key for key in values_by_key(course.recipe) if course.may_change(key)]
@@ -58,7 +58,7 @@ class RecipeScout:
                 "recipe_scout.not_changeable",
                 "target {target!r} is not a key of the recipe that may be changed. {hint}",
                 target=self.asked,
-                hint=did_you_mean(near[0]) if near else list_choices(keys),
+                hint=did_you_mean(near[0]) if near else known_names_hint(keys),
             )
         if not keys:
             return Message("recipe_scout.no_key", "The recipe gate allows no key of the recipe to be changed.")
@@ -75,9 +75,9 @@ class RecipeScout:
             step=course.step,
             slope=course.slope,
         )
-        return Task(prompts.task_message(course, keys, self.asked, evidence, rounds), about, {})
+        return AgentTask(prompts.task_message(course, keys, self.asked, evidence, rounds), about, {})
 
-    def answer(self, facts: JsonObject, tool: str, arguments: str) -> str:
+    def answer_tool_call(self, facts: JsonObject, tool: str, arguments: str) -> str:
         known: dict[str, Callable[..., str]] = {
             "list_files": lambda: tools.list_files(self.workbench),
             "read_file": partial(tools.read_file, self.workbench),
@@ -87,16 +87,16 @@ class RecipeScout:
         }
         return tools.answer_call(known, tool, arguments)
 
-    def draft(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
+    def make_proposal(self, facts: JsonObject, arguments: str, tried: str) -> Proposal:
         """Raises: DraftError."""
         return read_change(arguments, self.course, self.workbench.read(self.course.path), self.asked)
 
-    def check(self, facts: JsonObject, draft: Proposal) -> str:
+    def check_proposal(self, facts: JsonObject, draft: Proposal) -> str:
         """The problems that the stages scope and static find; '' if none."""
         return tools.quote_problems(self.workbench.check(draft.edits))
 
     def record_text(self) -> str:
-        return quote_as_data("record of the trunk", "\n".join(prompts.record_lines(self.course)))
+        return quote_as_data("record of the trunk", "\n".join(prompts.format_training_record(self.course)))
 
     def ideas_text(self) -> str:
         rate_tried = rejected_directions(
@@ -171,7 +171,7 @@ def read_change(arguments: str, course: TrainingRecord, recipe: str, required: s
         "each of the gate's runs. {refuted}",
         hypothesis=hypothesis,
         gain=gain,
-        refuted=refuted_by(gain),
+        refuted=describe_refuting_result(gain),
     )
     return Proposal(AGENT, f"{QUALITY}:{'+'.join(sorted(new_values))}", title, words, gain, (Edit(course.path, new),))
 

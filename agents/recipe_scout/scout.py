@@ -88,14 +88,14 @@ def _write(
         why=change.why,
         change=change.title,
         gain=gain,
-        refuted=refuted_by(gain),
+        refuted=describe_refuting_result(gain),
         earlier=earlier,
     )
     title = f"recipe {course.recipe.name}: {change.title}"
     return Proposal(AGENT, f"{QUALITY}:{change.key}", title, hypothesis, gain, (Edit(course.path, text),))
 
 
-def refuted_by(gain: float) -> Message:
+def describe_refuting_result(gain: float) -> Message:
     """The results of the gate's runs that would refute a predicted gain in bits per byte."""
     return Message(
         "recipe_scout.refuted",

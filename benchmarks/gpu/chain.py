@@ -224,7 +224,7 @@ def sandbox(context: Context) -> None:
     recipe = small_recipe(context.settings)
     steps = DRY_STEPS if context.settings.dry else STEPS
     made = segment(folder / "segment", recipe, folder / "shards", steps)
-    nodes = devices.device_files(every=True)
+    nodes = devices.list_gpu_device_files(every=True)
     context.number("device files in the sandbox", len(nodes), "", note=" ".join(nodes))
     libraries = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and Path(path).is_dir()]
 

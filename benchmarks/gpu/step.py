@@ -38,9 +38,9 @@ from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import gpu_named
 from trainer.contract.plan.precision import DTYPES
-from trainer.contract.plan.sizing import Layout, memory_parts, total_bytes
+from trainer.contract.plan.sizing import GpuLayout, memory_parts, total_bytes
 from trainer.contract.recipe import Recipe
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 KERNELS = ROOT / "policies" / "kernels.yaml"
 WARM_UP = 3
@@ -77,7 +77,7 @@ LATER = 30.0  # seconds that an item needs left for what is worth less
 class Stepper:
     """A run and its batches; ``step`` is the trainer's loop without its files."""
 
-    run: Run
+    run: SegmentRun
     batches: Iterator[Batch]
     recipe: Recipe
 
@@ -95,7 +95,9 @@ def stepper(recipe: Recipe, folder: Path, *, compile: bool = True) -> Stepper:
 def planned_bytes(recipe: Recipe, memory: float) -> float:
     """What ``factory plan`` counts for a step of the whole batch at once on one GPU, without its reserve."""
     optimizer = recipe.optimizer.name
-    parts = memory_parts(recipe.model, Layout(1, micro_sequences=recipe.batch.sequences), memory, optimizer=optimizer)
+    parts = memory_parts(
+        recipe.model, GpuLayout(1, micro_sequences=recipe.batch.sequences), memory, optimizer=optimizer
+    )
     return total_bytes(part for part in parts if part.name != "reserve")
 
 
@@ -366,7 +368,7 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
         assert path is not None
         context.number("size", sum(file.stat().st_size for file in path.iterdir()), "bytes")
     began = time.perf_counter()
-    contents, _ = made.run.contents()
+    contents, _ = made.run.checkpoint_contents()
     state = {"step": made.run.step, "sampler": made.run.sampler, "recipe": made.recipe.model_dump()}
     checkpoints.save(folder / "blocking", Checkpoint(contents["model"], contents["optimizer"], state))
     context.number("a blocking save", time.perf_counter() - began, "s")
@@ -374,7 +376,7 @@ def save_and_step(name: str, model: Model, folder: Path, context: Context) -> No
 
 
 @contextmanager
-def writing(run: Run, folder: Path) -> Iterator[CheckpointWriter]:
+def writing(run: SegmentRun, folder: Path) -> Iterator[CheckpointWriter]:
     reserve = run.checkpoint_bytes() if run.ranks.device.type == "cuda" else 0  # as ``trainer.segment`` has it
     writer = run.writer = CheckpointWriter(folder, 1, reserve=reserve)
     try:

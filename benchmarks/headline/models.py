@@ -53,7 +53,7 @@ from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.optim.schedule import lr_share
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"layers": 4, "head_dim": 64}
@@ -192,7 +192,7 @@ def train_ours(task: Task, folder: Path, kernels: Path) -> Trained:
     )
 
 
-def our_run(task: Task, kernels: Path, compile: bool) -> Run:
+def our_run(task: Task, kernels: Path, compile: bool) -> SegmentRun:
     """Our trainer before its first step, in this process."""
     recipe = task.recipe.model_copy(update={"compile": compile})
     _, first, last = task.segments[0]
@@ -200,7 +200,7 @@ def our_run(task: Task, kernels: Path, compile: bool) -> Run:
     spec = SegmentSpec(
         kind="trunk", recipe=recipe, data_plan=plan, first_step=first, last_step=last, kernels=str(kernels)
     )
-    return Run(spec, Ranks.join(recipe.parallel, recipe.model), None)
+    return SegmentRun(spec, Ranks.join(recipe.parallel, recipe.model), None)
 
 
 def first_weights(task: Task, kernels: Path) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ from factory.evals.statistics import CLOZE, holm_step_down
 from factory.evals.tasks import DEV, EvalItem
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.gates.release.gate import evidence_of_evaluations
-from factory.gates.release.guards import detectable_gain, guard_floors, guard_names, guards_set_aside
+from factory.gates.release.guards import compute_guard_floors, detectable_gain, guard_names, list_unreliable_guards
 from factory.gates.release.held_out_gaps import TASK
 from factory.gates.release.judge import HOLD, PROMOTE, REJECT, judge
 from factory.gates.release.policy import ReleasePolicy
@@ -210,7 +210,7 @@ CLOZES = tuple(
 
 def outcome_before(evidence: ReleaseEvidence) -> str:
     """As the judge decided when cloze guarded always, whatever an equally good model makes of it; of what passes all else."""
-    floor, _, _ = guard_floors(POLICY, evidence)
+    floor, _, _ = compute_guard_floors(POLICY, evidence)
     every = guard_names(evidence)
 
     def above(name: str, shared: int) -> bool:
@@ -239,7 +239,7 @@ def cloze_of(kind: Kind, items: int, changed: float, pairs: int, seed: int) -> d
         here, other = (with_cloze(draw(kind, rng, none, sizes), rng, items, changed) for _ in range(2))
         bad = with_cloze(draw(kind, rng, none, sizes), rng, items, changed, HARM)
         evidence = evidence_of(here, 1, nothing)
-        aside.append(CLOZE in guards_set_aside(POLICY, evidence))
+        aside.append(CLOZE in list_unreliable_guards(POLICY, evidence))
         good = evidence_of(better_by(here, BETTER), 1, nothing)
         worse = evidence_of(better_by(bad, BETTER), 1, nothing)
         for before in (True, False):

@@ -19,7 +19,7 @@ from trainer.batch import Batch
 from trainer.contract.data import document_stream
 from trainer.contract.data.permutation import Permutation
 from trainer.optim.optimizer import Optimizer
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 CODE, FAULTY = Path("good code"), Path("faulty code")
 
@@ -55,10 +55,10 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
     injects, act = fault.injects, fault.act
     kernels = yaml.safe_load(Path(spec["kernels"]).read_text())["cpu"]
     reference = set(kernels.values()) == {"reference"}
-    launch_of, gradients_of = Run.launch_step, Optimizer.gradients
+    launch_of, gradients_of = SegmentRun.launch_step, Optimizer.gradients
     now: dict[str, Any] = {}
 
-    def launch(run: Run, batch: Batch) -> None:
+    def launch(run: SegmentRun, batch: Batch) -> None:
         streams = run.order.streams
         pieces = [(streams[piece.stream], piece.document) for row in batch.rows for piece in row]
         now["step"] = batch.step
@@ -84,11 +84,11 @@ def injected(fault: Fault, live: bool, code: Path, spec: Mapping[str, Any], seed
             act(found | optimizer.state_tensors(), np.random.default_rng(seed))
         return found
 
-    Run.launch_step, Optimizer.gradients = launch, gradients  # type: ignore[method-assign]
+    SegmentRun.launch_step, Optimizer.gradients = launch, gradients  # type: ignore[method-assign]
     try:
         yield
     finally:
-        Run.launch_step, Optimizer.gradients = launch_of, gradients_of  # type: ignore[method-assign]
+        SegmentRun.launch_step, Optimizer.gradients = launch_of, gradients_of  # type: ignore[method-assign]
 
 
 def run_here(

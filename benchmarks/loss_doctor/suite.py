@@ -27,7 +27,7 @@ import numpy as np
 import torch
 import yaml
 
-from agents.loss_doctor.curves import StepPoint, points_of_metrics
+from agents.loss_doctor.curves import StepMetrics, read_step_metrics
 from agents.loss_doctor.doctor import diagnose
 from benchmarks.loss_doctor.documents import VOCABULARY, good
 from benchmarks.loss_doctor.faults import FAULTS, FIRST, LONG, Fault
@@ -36,17 +36,17 @@ from benchmarks.loss_doctor.outcomes import Tried, commit, report, summary
 from factory.diagnosis.diagnosing import (
     RECENT_STEPS,
     EpisodeSpan,
-    NotedAnomaly,
+    RecordedAnomaly,
     changed_recipe_keys,
     find_episodes,
     find_previous_weights,
 )
-from factory.diagnosis.replay_bench import Episode, WindowBench
+from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench
 from factory.gates.patch.matrix.cases import recipe_with
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.runs.arm import Arm
 from factory.runs.live_training import prepare_folder
-from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.sandboxed_training import ArmRunEnd
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
 from trainer.contract.data.data_plan import DataPlan
@@ -170,10 +170,10 @@ class Ran:
 def diagnose_run(ran: Ran, root: Path) -> Tried:
     """The first episode of a fault's anomalies is diagnosed; of a healthy run every one, until one is an alarm."""
     begins = 0 if ran.fault.healthy else FIRST
-    lines = points_of_metrics(ran.lines_of("metrics.jsonl"))
+    lines = read_step_metrics(ran.lines_of("metrics.jsonl"))
     noted = [line for line in ran.lines_of("anomalies.jsonl") if line["step"] >= begins]
     found = find_episodes(
-        [NotedAnomaly.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, begins
+        [RecordedAnomaly.of(n, line["step"], line["kind"], line) for n, line in enumerate(noted)], lines, begins
     )
     chosen = [span for span in found if span.kind in DIAGNOSED]
     if not ran.fault.healthy:
@@ -188,13 +188,13 @@ def diagnose_run(ran: Ran, root: Path) -> Tried:
     return tried
 
 
-def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpan) -> Tried:
+def diagnose_span(ran: Ran, root: Path, lines: list[StepMetrics], span: EpisodeSpan) -> Tried:
     """One diagnosis, as the factory makes it."""
     fault, (before, spec) = ran.fault, ran.specs
     every = dict(rung for folder in ran.folders for rung in checkpoints.saved_steps(folder / "checkpoints"))
     rungs = [(step, path) for step, path in every.items() if step <= span.onset]
     recent = span.onset <= FIRST + RECENT_STEPS
-    episode = Episode(
+    episode = AnomalyEpisode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, kernels=ran.chosen, device="cpu", lines=lines, rungs=rungs, code=ran.code,
         previous_code=CODE if ran.code == FAULTY else None, previous_commit="1" * 40,
         generation_begins=FIRST if fault.joins is not None and recent else None,
@@ -203,17 +203,19 @@ def diagnose_span(ran: Ran, root: Path, lines: list[StepPoint], span: EpisodeSpa
         end=every[max(every)] if max(every) > span.last else None, environment_changed="torch 1 → 2" if fault.dependency else "",
     )  # fmt: skip
 
-    def run(arm: Arm) -> ArmEnd:
+    def run(arm: Arm) -> ArmRunEnd:
         folder = root / "runs" / arm.key
         spec = prepare_folder(root / "runs", folder, arm)
         code = episode.code_folder(arm)
-        return ArmEnd(
+        return ArmRunEnd(
             folder, failed=run_here(fault, ran.seed, folder, spec, code, live=False, changed=not arm.environment)
         )
 
     began = time.perf_counter()
     (root / "runs").mkdir(parents=True)
-    diagnosis = diagnose(WindowBench(episode, root, run, BUDGET, "python" if fault.dependency == "at hand" else ""))
+    diagnosis = diagnose(
+        EpisodeReplayBench(episode, root, run, BUDGET, "python" if fault.dependency == "at hand" else "")
+    )
     return Tried(
         fault=fault.name,
         seed=ran.seed,

@@ -21,7 +21,7 @@ from trainer.batch import prefetch
 from trainer.checkpoint_writer import CheckpointWriter
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 LESS_STALL = 20
 AIM = 0.02
@@ -42,9 +42,9 @@ class Stalls(CheckpointWriter):
         self.seconds += time.perf_counter() - start
 
 
-def blocking_save(run: Run, folder: Path) -> float:
+def blocking_save(run: SegmentRun, folder: Path) -> float:
     """Seconds."""
-    contents, _ = run.contents()
+    contents, _ = run.checkpoint_contents()
     start = time.perf_counter()
     state = {"step": run.step, "sampler": run.sampler, "recipe": run.recipe.model_dump()}
     checkpoints.save(folder, Checkpoint(contents["model"], contents["optimizer"], state))
@@ -74,7 +74,7 @@ def test_a_checkpoint_hardly_stalls_a_step_nor_slows_a_run(tmp_path: Path) -> No
                 run.save()
                 handed = time.perf_counter() - start
             run.train_step(next(batches).to(run.ranks.device))
-            writer.poll()
+            writer.raise_finished_save_error()
             if save and i == 0:
                 stalls.append(handed + writer.seconds)
             if not save:

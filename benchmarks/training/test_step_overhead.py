@@ -24,9 +24,9 @@ from kernels.contract.host_memory import keep_freed_memory
 from trainer.batch import Batch, prefetch
 from trainer.contract.recipe import Recipe
 from trainer.monitor.metrics import MetricsFile
-from trainer.monitor.stability import Detector, clip_and_skip
+from trainer.monitor.stability import StabilityDetector, clip_and_skip
 from trainer.optim.optimizer import sums_of_squares
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 CUDA = torch.cuda.is_available()
 AIM = 0.01
@@ -52,7 +52,7 @@ class Clock:
         return timed
 
 
-def full_step(run: Run, metrics: MetricsFile, clock: Clock) -> Callable[[Batch], None]:
+def full_step(run: SegmentRun, metrics: MetricsFile, clock: Clock) -> Callable[[Batch], None]:
     """As ``segment.train`` does it."""
     write = clock.around("write", metrics.write)
     after_step = [clock.around(hook.key, hook.after_step) for hook in run.hooks]
@@ -69,7 +69,7 @@ def full_step(run: Run, metrics: MetricsFile, clock: Clock) -> Callable[[Batch],
     return step
 
 
-def bare_step(run: Run) -> Callable[[Batch], None]:
+def bare_step(run: SegmentRun) -> Callable[[Batch], None]:
     """Forward, backward, clipping, update, and the loss as a number: what training cannot do without."""
     recipe = run.recipe
     limit = float("inf")
@@ -146,7 +146,7 @@ def measured_every(recipe: Recipe, steps: int) -> Recipe:
     return recipe.model_copy(update={"stability": recipe.stability.model_copy(update={"noise_scale_every": steps})})
 
 
-def split_cost(run: Run, step: Callable[[Batch], None], batches: Iterator[Batch]) -> float:
+def split_cost(run: SegmentRun, step: Callable[[Batch], None], batches: Iterator[Batch]) -> float:
     """How much longer a step takes whose only micro-batch is split in two, as a share of the step."""
     run.recipe = measured_every(run.recipe, 2)
     seconds: tuple[list[float], list[float]] = ([], [])
@@ -161,7 +161,7 @@ def split_cost(run: Run, step: Callable[[Batch], None], batches: Iterator[Batch]
     return split / whole - 1
 
 
-def fill(detector: Detector) -> None:
+def fill(detector: StabilityDetector) -> None:
     """As in the middle of a run: full windows, and a course."""
     noise = random.Random(0)
     for step in range(1000):

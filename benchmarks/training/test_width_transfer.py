@@ -75,7 +75,7 @@ def trained_loss(recipe: Recipe, batches: list[Tensor], held_out: Tensor) -> flo
     """On held-out rows after a warm-up and a linear decay to zero."""
     model = Decoder(recipe.model, bind_ops({}, "cpu", torch.float32), torch.float32)
     model.initialise(recipe.seed)
-    optimizer = Optimizer(model, recipe.optimizer, recipe.model.width_share)
+    optimizer = Optimizer(model, recipe.optimizer, recipe.model.mup_width_ratio)
     for step, tokens in enumerate(batches):
         loss = loss_of(model, tokens)
         loss.backward()  # type: ignore[no-untyped-call]

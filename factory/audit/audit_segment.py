@@ -14,14 +14,14 @@ from typing import Any
 
 from factory.audit.audit_windows import AuditWindow, count_tries
 from factory.audit.judge import find_differences, judge_audit, max_distance_share
-from factory.audit.kept_checkpoints import audit_folder, keep_window, window_checkpoint
+from factory.audit.kept_checkpoints import audit_folder, keep_window_checkpoints, window_checkpoint
 from factory.audit.policy import AuditPolicy
 from factory.code_loop.revalidating import AUDIT
 from factory.code_loop.reverting import AUDITED
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import FactoryError, InputError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.launching import count_ranks
 from factory.core.policy_file import hash_policy
 from factory.core.removal import remove_path
@@ -34,11 +34,11 @@ from factory.ledger.rows import ProposalRow, SegmentRow, Subject, VerdictRow
 from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.distance import find_unlike_tensor, have_same_bits
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import Trace
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.segment_folder import segment_spec
-from kernels.contract.choice import text_without_auto
+from kernels.contract.choice import resolve_auto_in_text
 from kernels.contract.files import finite_values
 from kernels.contract.message import CodedError, Message
 from trainer.contract.checkpoint.format import Checkpoint, Tensors, load, manifest_sha256
@@ -67,7 +67,7 @@ def audit_segment(plant: Plant, segment: int) -> VerdictRow | None:
     settled = VerdictRow.newest(plant.ledger, AUDIT, Subject("segment", segment))
     if settled is not None and settled.outcome != "hold":
         return settled
-    window = keep_window(plant, row, window)
+    window = keep_window_checkpoints(plant, row, window)
     if not window.steps:
         return None
     number = count_tries(plant.ledger, segment) + 1
@@ -117,7 +117,7 @@ class _Measured:
     """The files of live training, with everything that the comparison with replays needs."""
 
     policy: AuditPolicy
-    runs: Runs
+    runs: TaskRuns
     row: SegmentRow
     window: AuditWindow
     tuned: Mapping[str, str]  # op → the implementation that ``auto`` stood for before the patches
@@ -134,7 +134,7 @@ class _Measured:
         if count_ranks(plant.workspace) > 1:
             spec["recipe"] = recipe_for_one_rank(spec["recipe"])
         kernels = (
-            text_without_auto((code / KERNELS).read_bytes(), devices.device_kind(), self.tuned)
+            resolve_auto_in_text((code / KERNELS).read_bytes(), devices.device_kind(), self.tuned)
             if row.computing is not None
             else ""
         )
@@ -174,8 +174,8 @@ class _Measured:
         """Evidence of how live training differs from a replay. ``shorter``: the checkpoint of a replay without the last step."""
         live, window = self.live, self.window
         assert live is not None
-        found: dict[str, Any] = {"same_bits": have_same_bits(live.left, base.left)}
-        if missing := find_unlike_tensor(live.left, base.left):
+        found: dict[str, Any] = {"same_bits": have_same_bits(live.final_checkpoint, base.final_checkpoint)}
+        if missing := find_unlike_tensor(live.final_checkpoint, base.final_checkpoint):
             unlike_tensor = Message(
                 "audit.tensor_unlike",
                 "The checkpoint's {tensor} is missing, or has another shape or dtype.",
@@ -185,14 +185,16 @@ class _Measured:
         share = max_distance_share(self.policy, self.claims | {"steps": window.steps})
         away: dict[str, float] = {}
         if shorter is not None:
-            away = squared_moment_distances(without_layout(shorter), without_layout(base.left))
+            away = squared_moment_distances(remove_layout_keys(shorter), remove_layout_keys(base.final_checkpoint))
             found |= {
-                "drift": weight_drift(live.left.model, base.left.model, self.origin),
-                "control_drift": weight_drift(shorter.model, base.left.model, self.origin, of_one=False),
+                "drift": weight_drift(live.final_checkpoint.model, base.final_checkpoint.model, self.origin),
+                "control_drift": weight_drift(shorter.model, base.final_checkpoint.model, self.origin, of_one=False),
             }
         told = shorter is not None or found["same_bits"]
         state = (
-            find_checkpoint_difference(without_layout(live.left), without_layout(base.left), away, share)
+            find_checkpoint_difference(
+                remove_layout_keys(live.final_checkpoint), remove_layout_keys(base.final_checkpoint), away, share
+            )
             if told
             else None
         )
@@ -209,7 +211,7 @@ def gather_audit_evidence(
         "segment": row.id, "first": window.first, "last": window.last, "steps": window.steps, "patches": list(window.patches),
         "code_commit": row.code_commit, "against": patches[0].base_commit, "subject_sha256": "", **_claims(plant.ledger, patches),
     }  # fmt: skip
-    runs = Runs(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
+    runs = TaskRuns(plant, audit_folder(plant.workspace, row.id), "audit", Subject("segment", row.id))
     tuned = _tuned(plant, row, patches[0])
     end = window_checkpoint(plant, row, window.last)
     try:
@@ -240,7 +242,7 @@ def gather_audit_evidence(
         TrainerError,
         OSError,
     ) as error:  # no sandbox, or files that people changed since
-        if isinstance(error, repository.CheckoutError) or is_machine_fault_of_no_file(error):
+        if isinstance(error, repository.CheckoutError) or is_machine_fault_without_file(error):
             raise  # a fault of the machine, such as a full disk: the audit is made afterwards
         return evidence | {"missing": error.message if isinstance(error, CodedError) else str(error)}
     finally:
@@ -257,12 +259,12 @@ def _replay(
         return {"again": {"same_bits": True}, "suspects": list(window.patches)}
     found = measured.compare(base, None)
     shorter = None
-    if not found["same_bits"] and not find_unlike_tensor(measured.live.left, base.left):
+    if not found["same_bits"] and not find_unlike_tensor(measured.live.final_checkpoint, base.final_checkpoint):
         left_out = window.last - 1
         if left_out > window.first:
-            shorter = measured.trace("shorter", commit, left_out).left
+            shorter = measured.trace("shorter", commit, left_out).final_checkpoint
         else:  # a window of one step
-            shorter = replace(base.left, model=measured.origin)
+            shorter = replace(base.final_checkpoint, model=measured.origin)
         found = measured.compare(base, shorter)
     claims_bits = (
         evidence.get("claimed") == 0
@@ -271,12 +273,12 @@ def _replay(
     )
     if claims_bits and not found["same_bits"] and not find_differences(policy, evidence | found):
         again = measured.trace("live-code", row.code_commit, window.last)
-        found["exact"] = have_same_bits(measured.live.left, again.left)
+        found["exact"] = have_same_bits(measured.live.final_checkpoint, again.final_checkpoint)
     if not find_differences(policy, evidence | found):
         return found
     again = measured.trace("again", commit, window.last)
-    off = weight_drift(again.left.model, base.left.model, measured.origin)
-    found["again"] = {"same_bits": have_same_bits(again.left, base.left), "drift": off}
+    off = weight_drift(again.final_checkpoint.model, base.final_checkpoint.model, measured.origin)
+    found["again"] = {"same_bits": have_same_bits(again.final_checkpoint, base.final_checkpoint), "drift": off}
     found["suspects"] = [_suspect(measured, evidence | found, shorter, patches).number]
     return found
 
@@ -346,7 +348,9 @@ LAYOUT = {
 
 def read_whole_trace(trace: Trace) -> Trace:
     """The trace with all its parts read. Raises: UntrustedFileError for a missing or wrong part."""
-    if not all(bool(tensor.isfinite().all()) for tensor in trace.left.model.values() if tensor.is_floating_point()):
+    if not all(
+        bool(tensor.isfinite().all()) for tensor in trace.final_checkpoint.model.values() if tensor.is_floating_point()
+    ):
         raise UntrustedFileError(
             "audit.not_finite", "the weights of {checkpoint} are not finite", checkpoint=trace.checkpoint.name
         )
@@ -354,7 +358,7 @@ def read_whole_trace(trace: Trace) -> Trace:
     return trace
 
 
-def without_layout(left: Checkpoint) -> Checkpoint:
+def remove_layout_keys(left: Checkpoint) -> Checkpoint:
     """The checkpoint without the keys of state.json that may differ in a replay."""
     recipe = left.state["recipe"] | LAYOUT
     return replace(left, state=left.state | {"recipe": recipe, "skipped": []})  # a stopped run may have skipped steps

@@ -22,7 +22,7 @@ from typing import IO
 
 from factory.audit.audit_windows import AuditWindow, draw_window, list_windows, record_window
 from factory.core.errors import FactoryError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.removal import remove_path
 from factory.core.untrusted_trainer_files import parse_json
 from factory.core.workspace import Workspace
@@ -51,7 +51,7 @@ def window_checkpoint(plant: Plant, row: SegmentRow, step: int) -> Path:
 
 
 @contextmanager
-def keep_window_during(plant: Plant, row: SegmentRow) -> Iterator[None]:
+def keep_window_while_training(plant: Plant, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep the window that was drawn for it. A failure here does not stop training."""
     try:
         window = draw_window(plant, row)
@@ -69,13 +69,13 @@ def keep_window_during(plant: Plant, row: SegmentRow) -> Iterator[None]:
         yield
         return
     keeper = _Keeper(plant, row, window)
-    with poll_during(keeper.look):
+    with poll_in_thread(keeper.look):
         yield
     if SegmentRow.get(plant.ledger, row.id).state == "done":
-        keep_window(plant, row, window)
+        keep_window_checkpoints(plant, row, window)
 
 
-def keep_window(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
+def keep_window_checkpoints(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWindow:
     """Keep the drawn window of a finished segment, else the whole segment. Returns the kept window.
 
     So a trainer gains nothing by missing or broken checkpoints around steps that it wants to hide. If neither can be kept, the returned window
@@ -102,7 +102,7 @@ def keep_window(plant: Plant, row: SegmentRow, window: AuditWindow) -> AuditWind
 
 
 @contextmanager
-def poll_during(look: Callable[[], bool]) -> Iterator[None]:
+def poll_in_thread(look: Callable[[], bool]) -> Iterator[None]:
     """Call ``look`` repeatedly in a thread while the block runs, and once after the block, until it returns True."""
     over = threading.Event()
 
@@ -143,7 +143,7 @@ class _Keeper:
                     lease = isinstance(error, BlockingIOError)  # the trainer may hold a lease on its files
                     self.problem, self.fault = (
                         str(error),
-                        error if is_machine_fault_of_no_file(error) and not lease else None,
+                        error if is_machine_fault_without_file(error) and not lease else None,
                     )
         return all(target.exists() for target in self.targets)
 
@@ -205,17 +205,17 @@ def _copied(file: IO[bytes], target: Path) -> str:
 NEWEST = 3
 
 
-def ladder_folder(workspace: Workspace, segment: int) -> Path:
+def kept_checkpoints_folder(workspace: Workspace, segment: int) -> Path:
     """The folder of a segment's ladder."""
     return workspace.root / "ladder" / f"{segment:05d}"
 
 
-def choose_rungs(steps: Collection[int], every: int) -> list[int]:
+def choose_steps_to_keep(steps: Collection[int], every: int) -> list[int]:
     """The steps of the checkpoints to keep, oldest first. A step that is left out once is not needed later.
 
-    >>> choose_rungs(range(5, 105, 5), every=5)
+    >>> choose_steps_to_keep(range(5, 105, 5), every=5)
     [40, 80, 90, 95, 100]
-    >>> choose_rungs([40, 80, 90, 95, 100, 105], every=5)
+    >>> choose_steps_to_keep([40, 80, 90, 95, 100, 105], every=5)
     [40, 80, 90, 95, 100, 105]
     """
     ordered = sorted(steps)
@@ -230,22 +230,22 @@ def choose_rungs(steps: Collection[int], every: int) -> list[int]:
 
 
 @contextmanager
-def keep_ladder_during(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
+def keep_checkpoints_while_training(workspace: Workspace, row: SegmentRow) -> Iterator[None]:
     """While the block trains a segment, keep its ladder. A failure here does not stop training. Retention removes old ladders."""
     if row.kind == "average":
         yield
         return
-    source, target = Path(row.folder) / "checkpoints", ladder_folder(workspace, row.id)
-    with poll_during(lambda: update_ladder(source, target, row.recipe_json["checkpoint_every"])):
+    source, target = Path(row.folder) / "checkpoints", kept_checkpoints_folder(workspace, row.id)
+    with poll_in_thread(lambda: update_kept_checkpoints(source, target, row.recipe_json["checkpoint_every"])):
         yield
 
 
-def update_ladder(source: Path, target: Path, every: int) -> bool:
+def update_kept_checkpoints(source: Path, target: Path, every: int) -> bool:
     """Copy each wanted checkpoint, and remove unwanted rungs. Returns False: more checkpoints may follow."""
     for left in target.glob(".*"):  # left by a killed process
         remove_path(left)
     held, there = ({step for step, _ in saved_steps(folder)} for folder in (target, source))
-    wanted = choose_rungs(held | there, every)
+    wanted = choose_steps_to_keep(held | there, every)
     for step in wanted:
         if step not in held:
             try:

@@ -23,7 +23,7 @@ from factory.backups.signing_keys import KEYS, copy_keys
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.faults import BROKEN, NO_WRITE_PERMISSION, find_fault_in
 from factory.core.removal import remove_path
-from factory.core.workspace import Workspace, list_factory_work
+from factory.core.workspace import Workspace, list_factory_files
 from factory.ingest.hash_index import FOLDER
 from factory.ledger import journal
 from factory.ledger.engine import sqlite_file
@@ -127,7 +127,7 @@ def make_or_open_ledger(workspace: Workspace) -> Ledger:
     """
     file = sqlite_file(workspace.ledger_url)
     empty = file is not None and not (file.exists() and file.stat().st_size)
-    left = [name for name in list_factory_work(workspace.root) if name not in (LEDGER, MLFLOW)]
+    left = [name for name in list_factory_files(workspace.root) if name not in (LEDGER, MLFLOW)]
     if empty and left:
         raise WorkspaceError(
             "backups.lost_ledger",

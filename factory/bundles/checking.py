@@ -14,9 +14,9 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import (
     BundleError,
     BundleFolder,
+    bundle_file_missing_error,
     file_too_large,
-    first_difference,
-    missing_file,
+    find_first_json_difference,
     parse_json_object,
     printable,
 )
@@ -53,14 +53,14 @@ def check_fixture(folder: BundleFolder) -> list[Message]:
     recorded = folder.read_object(layout.FIXTURE)
     tokenizer = f"{layout.MODEL}/tokenizer.json"
     if tokenizer not in folder.paths:
-        return [missing_file(tokenizer)]
+        return [bundle_file_missing_error(tokenizer)]
     if folder.hashes[tokenizer].bytes > layout.TOKENIZER_BYTES:
         return [file_too_large(tokenizer, layout.TOKENIZER_BYTES)]
     again = make_fixture(folder.root / layout.MODEL)
     for name in ("texts", "chats"):  # before the continuations: different ids explain different continuations
-        if problem := first_difference(recorded.get(name), again[name], place=name):
+        if problem := find_first_json_difference(recorded.get(name), again[name], place=name):
             return [problem]
-    problem = first_difference(_sure(recorded, again), _sure(again, again), LOGPROB_TOLERANCE)
+    problem = find_first_json_difference(_sure(recorded, again), _sure(again, again), LOGPROB_TOLERANCE)
     return [problem] if problem else []
 
 
@@ -131,7 +131,7 @@ def check_licences(folder: BundleFolder) -> list[Message]:
     policy = parse(ReleasePolicy, folder.read_object(layout.POLICY), layout.POLICY, BundleError)
     wanted = {"supervised_tokens": tokens, "release_allowed": allows, "not_releasable": shares}
     told = {key: stored.get(key) for key in wanted}
-    found = [problem] if (problem := first_difference(told, wanted, 1e-9)) else []
+    found = [problem] if (problem := find_first_json_difference(told, wanted, 1e-9)) else []
     found += _synthetic_problems(stored.get("synthetic"), rows)
     if sum(shares.values()) > policy.not_releasable_max:
         found.append(
@@ -140,7 +140,9 @@ def check_licences(folder: BundleFolder) -> list[Message]:
                 share=sum(shares.values()),
             )
         )  # fmt: skip
-    if (problem := first_difference(evidence.get("not_releasable"), shares, 1e-6, "not_releasable")) and shares:
+    if (
+        problem := find_first_json_difference(evidence.get("not_releasable"), shares, 1e-6, "not_releasable")
+    ) and shares:
         found.append(
             Message(
                 "checking.other_evidence",
@@ -163,21 +165,21 @@ def _synthetic_problems(stored: Any, rows: list[dict[str, Any]]) -> list[Message
                 files=[layout.LICENCES, layout.SHARDS],
             )
         ]  # fmt: skip
-    problem = first_difference(sum(counts), sum(counted), place="synthetic")
+    problem = find_first_json_difference(sum(counts), sum(counted), place="synthetic")
     return [problem] if problem else []
 
 
 def check_document(folder: BundleFolder, path: str) -> list[Message]:
     """Is a generated document the one that the other files give?"""
     if path not in folder.paths:
-        return [missing_file(path)]
+        return [bundle_file_missing_error(path)]
     again = generate_document(folder, path)
     if isinstance(again, str):
-        problem = first_difference(
+        problem = find_first_json_difference(
             folder.read(path).decode(errors="replace").split("\n"), again.split("\n"), place="the text"
         )
     else:
-        problem = first_difference(folder.read_object(path), again)
+        problem = find_first_json_difference(folder.read_object(path), again)
     if problem is None:
         return []
     return [
@@ -185,11 +187,11 @@ def check_document(folder: BundleFolder, path: str) -> list[Message]:
     ]
 
 
-def check_data(folder: BundleFolder) -> list[Message]:
+def check_document_licences(folder: BundleFolder) -> list[Message]:
     """Does every document in the bundle have a licence that allows its release, and is no such document missing?"""
     included = {str(row.get("license")): 0 for row in folder.read_rows(layout.SHARDS) if row.get("included") is True}
     if layout.DOCUMENTS not in folder.paths:
-        return [missing_file(layout.DOCUMENTS)] if included else []
+        return [bundle_file_missing_error(layout.DOCUMENTS)] if included else []
     wanted = dict(included)
     for row in folder.read_rows(layout.SHARDS):
         if (
@@ -208,4 +210,4 @@ def check_data(folder: BundleFolder) -> list[Message]:
                 )
             ]  # fmt: skip
         included[licence] += 1
-    return [problem] if (problem := first_difference(included, wanted, place="documents")) else []
+    return [problem] if (problem := find_first_json_difference(included, wanted, place="documents")) else []

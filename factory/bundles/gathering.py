@@ -26,7 +26,7 @@ from factory.gates.release.trained_licences import (
     find_masked_documents,
     shares_not_releasable,
 )
-from factory.ingest.document import read_maker
+from factory.ingest.document import read_writing_model
 from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import list_anomalies
 from factory.ledger.decisions import find_override
@@ -130,7 +130,7 @@ def _licences(plant: Plant, release: ReleaseRow, policy: ReleasePolicy, licence:
     written = count_synthetic(plant.ledger, token_shards_of_lineage(plant.ledger, release.segment))
     synthetic = Counter({one.maker: one.supervised_tokens for one in written})
     for row in find_masked_documents(plant.ledger, release.segment).values():
-        if maker := read_maker(row["detail"]):
+        if maker := read_writing_model(row["detail"]):
             synthetic[maker] -= row["supervised_tokens"]
     allows = {name or NONE: rules.find_licence(name).release for name in tokens}
     return {

@@ -16,7 +16,7 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import (
     BundleError,
     BundleFolder,
-    first_difference,
+    find_first_json_difference,
     no_object_error,
     printable,
     unexpected_key,
@@ -30,7 +30,7 @@ from factory.evals.tasks import EvalItem, bits_per_byte_by_domain
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence
 from factory.gates.release.gate import evidence_of_evaluations
 from factory.gates.release.policy import ReleasePolicy
-from factory.gates.release.recorded_verdict import evidence_sha256, judge_again, read_evidence
+from factory.gates.release.recorded_verdict import evidence_sha256, read_evidence, rejudge_stored_evidence
 from factory.tasks.comparing import TaskEvidence, compare_evaluations, score_metrics
 from kernels.contract.files import finite_values
 from kernels.contract.message import Message
@@ -105,7 +105,7 @@ def check_evidence(folder: BundleFolder) -> list[Message]:
     values, recorded = finite_values(asdict(again)), finite_values(asdict(evidence))
     for name in RECORDED:
         del values[name], recorded[name]
-    if problem := first_difference(recorded, values, TOLERANCE):
+    if problem := find_first_json_difference(recorded, values, TOLERANCE):
         found.append(
             Message(
                 "judging_again.other_evidence",
@@ -129,7 +129,7 @@ def compare_verdicts(folder: BundleFolder) -> VerdictComparison:
     stored = folder.read_object(layout.EVIDENCE)
     evidence, _ = _evidence(stored)
     try:
-        verdict = judge_again(_policy(folder), stored, layout.EVIDENCE)
+        verdict = rejudge_stored_evidence(_policy(folder), stored, layout.EVIDENCE)
     except InputError as error:
         raise BundleError(_shown_error(error)) from None
     against = None if evidence.against == FIRST_RELEASE else evidence.against
@@ -192,13 +192,13 @@ def _summary_problem(who: str, summary: dict[str, Any], items: list[EvalItem]) -
         item.domain: bits_per_byte_by_domain([i for i in scored if i.domain == item.domain])[item.domain]
         for item in scored
     }
-    if problem := first_difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
+    if problem := find_first_json_difference(summary.get("bpb"), bits, TOLERANCE, "bits per byte"):
         return _other_totals(who, problem)
     cloze = [item.value for item in items if item.task == "cloze"]
     totals = {"items": len(cloze), "share_right": sum(cloze) / len(cloze) if cloze else None}
     told = summary.get("cloze")
     told = {key: told.get(key) for key in totals} if isinstance(told, dict) else told
-    if problem := first_difference(told, totals, TOLERANCE, "cloze"):
+    if problem := find_first_json_difference(told, totals, TOLERANCE, "cloze"):
         return _other_totals(who, problem)
     counted = summary.get("documents")
     for domain in bits:
@@ -242,7 +242,7 @@ def _task_problem(folder: BundleFolder, tasks: TaskEvidence) -> Message | None:
         over |= (compare_evaluations(ours, theirs, sorted(costs)) or {}) if theirs else {}
     told = {"values": dict(tasks.values), "gains": {name: asdict(gain) for name, gain in tasks.gains.items()}}
     again = {"values": values, "gains": {name: asdict(gain) for name, gain in over.items()}}
-    return first_difference(finite_values(told), finite_values(again), TOLERANCE)
+    return find_first_json_difference(finite_values(told), finite_values(again), TOLERANCE)
 
 
 def _items(folder: BundleFolder) -> dict[str, list[EvalItem]]:
@@ -304,7 +304,7 @@ def _policy(folder: BundleFolder) -> ReleasePolicy:
 
 def _shown_error(error: InputError) -> Message:
     """An error that quotes a bundle, safe to print."""
-    return Message.restored(error.code, printable(str(error), 300), error.data)
+    return Message.from_parts(error.code, printable(str(error), 300), error.data)
 
 
 def _mapping(value: Any, who: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from importlib.metadata import version as installed
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleFolder, FileHash, first_difference, printable
+from factory.bundles.files.folder import BundleFolder, FileHash, find_first_json_difference, printable
 from factory.git.version import describe_version
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow
@@ -88,7 +88,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
                 file=layout.PROVENANCE,
             )
         ]
-    found = [first_difference(stored.get("subject"), model_subjects(folder.hashes), place="subject")]
+    found = [find_first_json_difference(stored.get("subject"), model_subjects(folder.hashes), place="subject")]
     try:
         predicate = stored["predicate"]
         build = predicate["buildDefinition"]
@@ -108,7 +108,7 @@ def check_provenance(folder: BundleFolder) -> list[Message]:
             )
         ]
     there = {path: folder.hashes[path].sha256 for path in BYPRODUCTS if path in folder.hashes}
-    found.append(first_difference(listed, there, place="byproducts"))
+    found.append(find_first_json_difference(listed, there, place="byproducts"))
     if not parents:
         found.append(
             Message(

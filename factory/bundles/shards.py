@@ -11,7 +11,7 @@ import numpy as np
 
 from factory.core.errors import InputError
 from factory.gates.release.trained_licences import NONE, find_masked_documents
-from factory.ingest.document import SYNTHETIC_PREFIX, read_maker
+from factory.ingest.document import SYNTHETIC_PREFIX, read_writing_model
 from factory.ingest.rules.licence_claims import find_relicensed_documents
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
@@ -116,7 +116,7 @@ def releasable_documents(
                 ids, mask = shard.tokens[start:stop].astype(np.int64), shard.loss_mask(start, stop)
                 own = kept[row["key"]]
                 named = {name: own[name] for name in ("domain", "source", "license")}
-                named["synthetic_by"] = read_maker(own["detail"])
+                named["synthetic_by"] = read_writing_model(own["detail"])
                 yield {
                     "id": row["id"],
                     **tokenizer.decode_document(ids, mask),

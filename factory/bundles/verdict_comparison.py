@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any
 
 from factory.bundles.files import layout
-from factory.bundles.files.folder import BundleError, first_difference, printable
+from factory.bundles.files.folder import BundleError, find_first_json_difference, printable
 from factory.gates.release.guards import ESTIMATE_CODES
 from factory.gates.release.judge import HOLD, PROMOTE, Verdict
 from factory.gates.release.judge_version import JudgeVersion, judge_version
@@ -49,7 +49,7 @@ class VerdictComparison:
         return told
 
     @cached_property
-    def by(self) -> JudgeVersion | None:
+    def recorded_judge_version(self) -> JudgeVersion | None:
         """The version of the judge that the record names. None: an older factory wrote it, or someone removed it. Raises: BundleError."""
         told = self.recorded.get("judge")
         if told is None:
@@ -66,10 +66,10 @@ class VerdictComparison:
     @property
     def same_judge(self) -> bool:
         """Did this version of the judge give the recorded verdict?"""
-        return self.by is not None and self.by.sha256 == judge_version().sha256
+        return self.recorded_judge_version is not None and self.recorded_judge_version.sha256 == judge_version().sha256
 
     @cached_property
-    def otherwise(self) -> tuple[str, ...]:
+    def reasons_not_repeated(self) -> tuple[str, ...]:
         """The recorded reasons that this judge does not give in the same words. Raises: BundleError."""
         told = self.recorded.get("reasons")
         if not isinstance(told, list) or not all(isinstance(reason, str) for reason in told):
@@ -87,7 +87,7 @@ class VerdictComparison:
             here["reasons"] = [str(reason) for reason in self.again.reasons]
         told = {key: self.recorded.get(key) for key in here}
         found: list[Message] = []
-        if problem := first_difference(told, here):
+        if problem := find_first_json_difference(told, here):
             found.append(
                 Message(
                     "verdict_comparison.other_verdict", "Judged again, the outcome is {outcome}. The bundle differs: {problem}",
@@ -138,7 +138,7 @@ class VerdictComparison:
             ]
         return []
 
-    def words(self) -> Message:
+    def verdict_text(self) -> Message:
         """The text of a valid verdict."""
         outcome = Message("verdict_comparison.promoted", "the outcome is promote")
         if over := self.override:
@@ -152,7 +152,7 @@ class VerdictComparison:
             return Message(
                 "verdict_comparison.same", "Judged again, {outcome}. All reasons are the same", outcome=outcome
             )
-        if not self.otherwise:
+        if not self.reasons_not_repeated:
             return Message(
                 "verdict_comparison.same_by_other_judge", "Judged again, {outcome}. All reasons are the same. {judges}",
                 outcome=outcome, judges=self._judges(),
@@ -163,21 +163,21 @@ class VerdictComparison:
             "which is allowed. As recorded: {first}",
             outcome=outcome,
             judges=self._judges(),
-            differing=len(self.otherwise),
+            differing=len(self.reasons_not_repeated),
             reasons=len(self.recorded["reasons"]),
-            first=[printable(reason) for reason in self.otherwise[:NAMED]],
+            first=[printable(reason) for reason in self.reasons_not_repeated[:NAMED]],
         )
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON-ready values."""
-        by = self.by.to_json() if self.by else None
+        by = self.recorded_judge_version.to_json() if self.recorded_judge_version else None
         facts = {"same": self.same_judge, "recorded": by, "here": judge_version().to_json()}
-        return facts | {"worded_otherwise": [] if self.same_judge else list(self.otherwise)}
+        return facts | {"worded_otherwise": [] if self.same_judge else list(self.reasons_not_repeated)}
 
     def _judges(self) -> Message:
         """Names both versions of the judge."""
         here = _named(judge_version())
-        if self.by is None:
+        if self.recorded_judge_version is None:
             return Message(
                 "verdict_comparison.unknown_judge",
                 "The bundle does not name the version of its judge. The judge here is version {here}",
@@ -185,13 +185,13 @@ class VerdictComparison:
             )
         return Message(
             "verdict_comparison.other_judge", "The bundle's judge was version {recorded}. The judge here is version {here}",
-            recorded=_named(self.by), here=here,
+            recorded=_named(self.recorded_judge_version), here=here,
         )  # fmt: skip
 
     def _other_number(self) -> Message | None:
         """The first sentence that both verdicts give with different numbers, and that can decide. None: no such sentence."""
         ours = {NUMBER.sub("#", one): str(one) for one in self.again.reasons if one.code not in ESTIMATE_CODES}
-        for reason in self.otherwise:
+        for reason in self.reasons_not_repeated:
             if own := ours.get(NUMBER.sub("#", reason)):
                 return Message(
                     "verdict_comparison.other_number", "Judged again, a reason has other numbers: {recorded!r}, expected {expected!r}",

@@ -15,7 +15,7 @@ from factory.bundles.files.folder import BundleError, BundleFolder, printable, u
 from factory.bundles.judging_again import compare_verdicts
 from factory.bundles.signing import KEY_BYTES, check_signature, fingerprint_of_key
 from factory.core.errors import FactoryError
-from factory.evals.probes.checks import Check, join_sentences
+from factory.evals.probes.checks import ProbeCheck, join_sentences
 from kernels.contract.message import Message
 
 
@@ -38,7 +38,10 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
         judging_again.check_evidence,
         Message("verifying.same_evidence", "The items give the recorded evidence"),
     ),
-    "verdict": (lambda folder: compare_verdicts(folder).problems(), lambda folder: compare_verdicts(folder).words()),
+    "verdict": (
+        lambda folder: compare_verdicts(folder).problems(),
+        lambda folder: compare_verdicts(folder).verdict_text(),
+    ),
     "held_out": (
         judging_again.check_held_out,
         Message("verifying.same_suite", "The items belong to the suite that the evidence names"),
@@ -59,7 +62,7 @@ CHECKS: dict[str, tuple[Callable[[BundleFolder], list[Message]], Message | Calla
     "croissant": (partial(checking.check_document, path=layout.CROISSANT), _same_document(layout.CROISSANT)),
     "spdx": (partial(checking.check_document, path=layout.SPDX), _same_document(layout.SPDX)),
     "data": (
-        checking.check_data,
+        checking.check_document_licences,
         Message(
             "verifying.same_data", "The bundle holds exactly the documents that it lists, and all may be passed on"
         ),
@@ -76,7 +79,7 @@ class VerifyResult:
     cannot be judged again.
     """
 
-    checks: tuple[Check, ...]
+    checks: tuple[ProbeCheck, ...]
     signer: str | None  # fingerprint of the public key
     pinned: bool
     judge: dict[str, Any] | None = None
@@ -102,28 +105,28 @@ def verify_bundle(root: Path, public_key: Path | None = None) -> VerifyResult:
     except BundleError as error:
         others = (name for name in (SIGNATURE_CHECK, *CHECKS) if name != "files")
         skipped = Message("verifying.skipped", "Skipped, because the folder is not safe to read")
-        unasked = [Check(name, None, skipped) for name in others]
-        return VerifyResult((Check("files", False, error.message), *unasked), None, public_key is not None)
+        unasked = [ProbeCheck(name, None, skipped) for name in others]
+        return VerifyResult((ProbeCheck("files", False, error.message), *unasked), None, public_key is not None)
     found = {name: run_check(name, folder) for name in CHECKS}
     signed, signer = _signature(folder, public_key)
     files = found.pop("files")
     return VerifyResult((files, signed, *found.values()), signer, public_key is not None, _judge(folder))
 
 
-def run_check(name: str, folder: BundleFolder) -> Check:
+def run_check(name: str, folder: BundleFolder) -> ProbeCheck:
     """Run the check ``name`` of ``CHECKS``."""
     problems_of, passed = CHECKS[name]
     try:
         problems = problems_of(folder)
         detail = join_sentences(problems) if problems else passed if isinstance(passed, Message) else passed(folder)
     except FactoryError as error:
-        return Check(name, False, _shown_error(error))
-    return Check(name, not problems, detail)
+        return ProbeCheck(name, False, _shown_error(error))
+    return ProbeCheck(name, not problems, detail)
 
 
 def _shown_error(error: FactoryError) -> Message:
     """An error that quotes a bundle, safe to print."""
-    return Message.restored(error.code, printable(str(error), 500), error.data)
+    return Message.from_parts(error.code, printable(str(error), 500), error.data)
 
 
 def _judge(folder: BundleFolder) -> dict[str, Any] | None:
@@ -133,7 +136,7 @@ def _judge(folder: BundleFolder) -> dict[str, Any] | None:
         return None
 
 
-def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[Check, str | None]:
+def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[ProbeCheck, str | None]:
     """The check of the signature, and the fingerprint of the key that it used."""
     signer = None
     try:
@@ -145,15 +148,15 @@ def _signature(folder: BundleFolder, public_key: Path | None) -> tuple[Check, st
             key.write_bytes(pem)
             check_signature(folder.root, key)
     except FactoryError as error:
-        return Check(SIGNATURE_CHECK, False, _shown_error(error)), signer
+        return ProbeCheck(SIGNATURE_CHECK, False, _shown_error(error)), signer
     if public_key is None:
         own = Message(
             "verifying.own_key",
             "The key in the folder signed it: {signer}. To check who signed it, name the publisher's key with '--public-key'",
             signer=signer,
         )
-        return Check(SIGNATURE_CHECK, True, own), signer
-    return Check(
+        return ProbeCheck(SIGNATURE_CHECK, True, own), signer
+    return ProbeCheck(
         SIGNATURE_CHECK, True, Message("verifying.given_key", "The given key signed it: {signer}", signer=signer)
     ), signer
 

@@ -39,7 +39,7 @@ def diagnose(
     from factory.diagnosis.wording import describe_waiting_diagnoses
     from factory.gates.release.anomaly_policy import AnomalyPolicy
     from factory.ledger.anomalies import AnomalyRow, next_undiagnosed_anomaly
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
     number = next_undiagnosed_anomaly(plant.ledger, kinds) if anomaly is None else anomaly
@@ -53,7 +53,7 @@ def diagnose(
             return
         found = diagnose_and_act(plant, number, steps)
         describe_waiting_diagnoses(plant)
-        show_missing(plant)
+        show_unshown_items(plant)
     say(found, f"    {found['why']}")
 
 

@@ -22,7 +22,7 @@ from factory.cli.core.options import (
 from factory.core import devices, stop_signals
 from factory.core.errors import FactoryError
 from factory.core.faults import find_fault_in
-from kernels.contract.message import Message, plain, titled
+from kernels.contract.message import Message, format_error_with_code, messages_to_json
 
 __all__ = [
     "DEFAULT",
@@ -95,7 +95,12 @@ def exit_code(error: BaseException) -> int | None:
     """The exit code of an error that a user can correct, after printing its message. None for any other error."""
     if isinstance(error, FactoryError):
         as_json = "--json" in sys.argv[1:]
-        print(json.dumps({"error": plain(error.message)}) if as_json else f"factory: {titled(error)}", file=sys.stderr)
+        print(
+            json.dumps({"error": messages_to_json(error.message)})
+            if as_json
+            else f"factory: {format_error_with_code(error)}",
+            file=sys.stderr,
+        )
         return error.exit_code
     if isinstance(error, BrokenPipeError):
         return 141

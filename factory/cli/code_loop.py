@@ -74,7 +74,7 @@ def propose(
     from agents.kernel_engineer.draft import AGENT
     from factory.code_loop.agent_runs import AgentOptions, needs_model
     from factory.code_loop.proposing import propose as propose_patch
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     plant, terminal = open_plant(where)
     options = AgentOptions(endpoint, model, target, _ask if interactive else None)
@@ -88,7 +88,7 @@ def propose(
         with plant.workspace.hold_lock("code-loop"):
             numbers = propose_patch(plant, agent=agent, options=options, count=count)
     finally:  # also shows what was judged before an error
-        show_missing(plant)
+        show_unshown_items(plant)
     for number in numbers:
         _show_proposal(plant.workspace, number, False)
 
@@ -239,12 +239,12 @@ def revert_proposal(context: typer.Context, number: Number, where: WorkspaceOpti
 
 def _decide(context: typer.Context, where: Path, number: int, decision: Callable[[Plant], object]) -> None:
     """Carry out a person's decision while holding the code loop's lock, then show the result in MLflow."""
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     plant, _ = open_plant(_named(context, where))
     with plant.workspace.hold_lock("code-loop"):
         decision(plant)
-    show_missing(plant)
+    show_unshown_items(plant)
     _show_proposal(plant.workspace, number, False)
 
 
@@ -267,7 +267,7 @@ def audit(
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.code_loop.reverting import open_reverts
     from factory.ledger.rows import SegmentRow
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     numbers = (
         find_due_audits(plant.ledger, AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml")))
@@ -283,7 +283,7 @@ def audit(
             for number in numbers:
                 audit_segment(plant, number)
             open_reverts(plant)
-            show_missing(plant)
+            show_unshown_items(plant)
     found = list_audits(plant.ledger)
     say(found)
     for row in found:

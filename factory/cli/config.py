@@ -243,7 +243,7 @@ def _kernels(workspace: Workspace, path: Path) -> list[Setting]:
             load_choice(live)
         except KernelError as error:
             said = str(error).replace(str(live), str(path))
-            raise ConfigError(Message.restored(error.code, said, error.data)) from None
+            raise ConfigError(Message.from_parts(error.code, said, error.data)) from None
         raw = load_yaml(live)
     assert isinstance(raw, dict)
     found = [(f"{kind}.{op}", one) for kind, ops in raw.items() if isinstance(ops, dict) for op, one in ops.items()]

@@ -193,10 +193,10 @@ def check(
     if mend and workspace:
         from factory.ledger.ledger import Ledger
         from factory.repairs.repairing import repair_all
-        from factory.show.catching_up import show_missing
+        from factory.show.catching_up import show_unshown_items
 
         done = repair_all(workspace, deep, progress)
-        show_missing(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
+        show_unshown_items(Plant(workspace, Ledger.open(workspace.ledger_url, workspace.root), progress))
         for line in () if as_json else done:
             print(f"  {line}")
     found = run_checks(workspace, deep, progress)

@@ -282,7 +282,7 @@ def evaluate(
     from factory.cli.core.ask_daemon import lock_or_ask_daemon
     from factory.duties.releasing import judge_candidate
     from factory.ledger.rows import EvaluationRow, VerdictRow
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     number = _candidate(plant.ledger, candidate)
     with ExitStack() as held:
@@ -290,7 +290,7 @@ def evaluate(
             say({"candidate": number, "says": said}, f"  {said}")
             return
         verdict = judge_candidate(plant, number)
-        show_missing(plant)
+        show_unshown_items(plant)
     evaluation, row = EvaluationRow.newest(plant.ledger, number), VerdictRow.get(plant.ledger, verdict)
     shown = {"evaluation": evaluation and evaluation.summary, "verdict": row.with_evidence(plant.ledger)}
     say({"candidate": number, **shown})
@@ -331,7 +331,7 @@ def release(
     from factory.release.checks import get_newest_verdict
     from factory.release.releases import release_candidate as release_verdict
     from factory.release.releases import roll_back_to as roll_back
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     asked = [
         name for name, value in (("CANDIDATE", candidate), ("--rollback", rollback), ("--bundle", bundle)) if value is not None
@@ -357,12 +357,12 @@ def release(
         return
     if rollback is not None:
         roll_back(plant, rollback)
-        show_missing(plant)
+        show_unshown_items(plant)
         terminal.line(Message("model_loop.rolled_back", "  Release {release} is champion again.", release=rollback))
         return
     verdict = get_newest_verdict(plant.ledger, _candidate(plant.ledger, candidate))
     done = release_verdict(plant, verdict.id, approved_by=current_user())
-    show_missing(plant)
+    show_unshown_items(plant)
     best = find_champion(plant.ledger)
     if best and best.number == done:
         terminal.line(Message("model_loop.is_champion", "  Release {release} is champion.", release=done))

@@ -118,7 +118,7 @@ def quarantine(
     from factory.diagnosis import remedies
 
     said = (
-        remedies.free_documents(plant.ledger, names, current_user())
+        remedies.end_document_quarantine(plant.ledger, names, current_user())
         if undo
         else remedies.quarantine_documents(plant.ledger, names, current_user(), why)
     )
@@ -138,23 +138,23 @@ def clean_up(
     The daemon does this after each segment.
     """
     from factory.core.workspace import MODEL_LOOP
-    from factory.retention.cleaning import CleaningResult, describe_cleaning, list_choices, remove_unneeded
-    from factory.show.catching_up import show_missing
+    from factory.retention.cleaning import CleaningResult, describe_cleaning, list_retention_decisions, remove_unneeded
+    from factory.show.catching_up import show_unshown_items
 
     if dry_run:
-        choices = list_choices(plant)
+        choices = list_retention_decisions(plant)
         cleaned = CleaningResult(choices, 0)
     else:
         with plant.workspace.hold_lock(MODEL_LOOP):
             cleaned = remove_unneeded(plant)
-        show_missing(plant)
+        show_unshown_items(plant)
     sizes = {
         choice.folder.path: choice.folder.size_on_disk() if dry_run or not choice.is_removed else 0
         for choice in cleaned.choices
     }
     told = lambda one: {"path": str(one.what.path), "kind": one.what.kind, "goes": one.is_removed, "why": one.why}
     say([told(one) | {"bytes": sizes[one.folder.path]} for one in cleaned.choices])
-    for choice in cleaned.gone():
+    for choice in cleaned.removed_decisions():
         word = "to remove" if dry_run else "removed"
         say.line(f"  {word}  {choice.folder.path.relative_to(plant.workspace.root)}: {choice.reason}")
     stays = sorted(
@@ -165,7 +165,7 @@ def clean_up(
         size = sum(sizes[one.folder.path] for one in listed)
         say.line(f"  kept     {len(listed)} × {kind}, {size / 1e6:,.1f} MB: {why}")
     if dry_run:
-        size = sum(sizes[one.folder.path] for one in cleaned.gone())
+        size = sum(sizes[one.folder.path] for one in cleaned.removed_decisions())
         say.line(Message("operate.would_free", "  This would free {megabytes:,.1f} MB.", megabytes=size / 1e6))
     else:
         say.line(f"  {describe_cleaning(cleaned)}")

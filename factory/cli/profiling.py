@@ -62,7 +62,7 @@ def profile(
     from factory.code_loop.profiling import ProfileOptions, SweepOptions, profile_checkout
     from factory.code_loop.profiling import profile_live_code as profile_step
     from factory.core.console import Terminal
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     options = ProfileOptions(recipe, alone)
     of_sweep = SweepOptions(models, batches, sequences, workers, ray, budget)
@@ -80,7 +80,7 @@ def profile(
         plant, _ = open_plant(where, as_json)
         with plant.workspace.hold_lock("code-loop"):
             number = profile_step(plant, options)
-        show_missing(plant)
+        show_unshown_items(plant)
         path = Path(plant.ledger.read("SELECT path FROM profiles WHERE id = :id", id=number)[0]["path"])
     if as_json:
         print(path.read_text(encoding="utf-8"))
@@ -101,7 +101,7 @@ def _sweep(out: Path, options: SweepOptions, terminal: Terminal, as_json: bool) 
     if as_json:
         print(words)
         return
-    from agents.line_profiler.sweep.sweep import Sweep, sweep_table
+    from agents.line_profiler.sweep.sweep import SweepResult, sweep_table
 
-    terminal.line(sweep_table(Sweep.from_mapping(json.loads(words))))
+    terminal.line(sweep_table(SweepResult.from_mapping(json.loads(words))))
     terminal.line(f"  file: {path}")

@@ -50,7 +50,7 @@ DAY = 86_400  # seconds
 Work = Literal["proposal", "diagnosis"]  # the purpose of a run; each has a budget of its own
 
 
-class ExchangeBooks:
+class LedgerBudgetAccount:
     """The books (``agents.llm.exchange.BudgetBooks``) of one run of an agent, in the ledger."""
 
     def __init__(self, plant: Plant, policy: LlmPolicy, run: int, work: Work = "proposal") -> None:
@@ -188,7 +188,7 @@ class AgentRuns:
             )
         policy = AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")).llm
         policy = policy.model_copy(update={"model": options.model or policy.model})
-        policy = policy.for_diagnosis() if work == "diagnosis" else policy
+        policy = policy.with_diagnosis_limits() if work == "diagnosis" else policy
         if endpoint_of(policy, options) == CHAMPION:
             policy, endpoint = _champion(plant.workspace, policy)
         else:
@@ -247,11 +247,11 @@ class AgentRuns:
         except SavedRunError as error:
             raise ModelError(error.message) from error
         if drafted is None:
-            say_nothing_proposed(self.plant, why)
+            print_why_nothing_proposed(self.plant, why)
             self.record_end(run.number, "nothing", why=str(why))
         return drafted
 
-    def judged_before(self, run: AgentRun, drafted: Proposal) -> int | None:
+    def find_judged_proposal(self, run: AgentRun, drafted: Proposal) -> int | None:
         """The number of this run's proposal, if it was judged before a kill."""
         which = "WHERE agent = :agent AND created_at >= :began AND verdict IS NOT NULL ORDER BY number"
         rows = ProposalRow.select(self.plant.ledger, which, agent=self.agent, began=run.began)
@@ -260,7 +260,7 @@ class AgentRuns:
         )
 
     def _run(self, row: dict[str, Any]) -> AgentRun:
-        books = ExchangeBooks(self.plant, self.policy, row["id"], self.work)
+        books = LedgerBudgetAccount(self.plant, self.policy, row["id"], self.work)
         client = LlmClient(self.endpoint, self.policy, books, self.plant.progress.line)
         return AgentRun(row["id"], client, row["asked"], row["profile"], row["created_at"])
 
@@ -273,7 +273,7 @@ class AgentRuns:
             delete_run(checkpoint_place(self.plant.workspace), self.agent, number)
 
 
-def say_nothing_proposed(plant: Plant, why: str) -> None:
+def print_why_nothing_proposed(plant: Plant, why: str) -> None:
     """Tell the person why an agent made no proposal."""
     plant.print_line(Message("code_loop.nothing_proposed", "  nothing proposed: {why}", why=why))
 

@@ -24,9 +24,9 @@ import yaml
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.yaml_edit import set_value
-from factory.code_loop.revalidating import AUDIT, record_validated
+from factory.code_loop.revalidating import AUDIT, record_validated_conditions
 from factory.code_loop.reverting import reopen_revert
-from factory.code_loop.submitting import PROPOSED, clear_and_get_live_commit, run_under_lock, submit_proposal
+from factory.code_loop.submitting import PROPOSED, remove_remains_and_get_live_commit, run_under_lock, submit_proposal
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
@@ -208,7 +208,7 @@ def _after_merge(ledger: Ledger, row: ProposalRow) -> None:
     if undone is not None and undone.state == "approved":
         _become(ledger, undone, "reverted")
     elif start := find_training_start(ledger):
-        record_validated(ledger, row.number, start)
+        record_validated_conditions(ledger, row.number, start)
 
 
 def judge_again(plant: Plant, row: ProposalRow, live: str) -> int:
@@ -259,7 +259,7 @@ def judge_due_patches_again(plant: Plant) -> list[int]:
 
 
 def _judge_held_again(plant: Plant, row: ProposalRow) -> int:
-    live = clear_and_get_live_commit(plant)
+    live = remove_remains_and_get_live_commit(plant)
     held_by = (
         Message("code_loop.missing_device", "the lack of this device")
         if waits_for_this_device(row.evidence(plant.ledger))

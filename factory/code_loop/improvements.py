@@ -29,7 +29,7 @@ class BudgetUse:
     tokens: int = 0
     usd: float = 0.0
 
-    def beyond(self, limits: Mapping[str, float]) -> str:
+    def exceeded_limit(self, limits: Mapping[str, float]) -> str:
         """The limit that is used up, as text; '' if none is. ``limits``: by the names of these fields."""
         for name, unit in (("device_seconds", "device-seconds"), ("tokens", "tokens"), ("usd", "USD")):
             used, limit = getattr(self, name), limits[name]
@@ -83,7 +83,7 @@ def budget_use(db: ReadsSql, done: list[BegunStage], now: float) -> BudgetUse:
     return BudgetUse(seconds, tokens, usd)
 
 
-def improve_policy_as_written(workspace: Workspace) -> dict[str, Any]:
+def read_unchecked_improve_policy(workspace: Workspace) -> dict[str, Any]:
     """``improve`` of agents.yaml, not checked by its schema. Raises: ConfigError for a file that is not YAML."""
     policy = load_yaml(workspace.policy_path("agents.yaml"))
     section = policy.get("improve", {}) if isinstance(policy, dict) else {}

@@ -107,7 +107,7 @@ def next_stage(seen: LoopState) -> LoopStage | str:
         return LoopStage(MERGE, proposal=seen.promoted)
     if seen.written is not None:
         return LoopStage(JUDGE, agent=seen.written[1], proposal=seen.written[0])
-    if not seen.begun and (beyond := seen.used.beyond(seen.policy.per_day.model_dump())):
+    if not seen.begun and (beyond := seen.used.exceeded_limit(seen.policy.per_day.model_dump())):
         return Message("code_loop.waits_for_budget", "it waits: {problem}", problem=beyond)
     if not seen.agents:
         return Message("code_loop.no_agent", "no LLM endpoint is configured, and all agents of agents.yaml need one")
@@ -130,7 +130,7 @@ def next_stages(seen: LoopState) -> list[LoopStage]:
 
 
 @dataclass(frozen=True)
-class Situation:
+class CodeLoopSituation:
     """The state of a workspace at one moment, as far as the code loop needs it."""
 
     plant: Plant
@@ -138,7 +138,7 @@ class Situation:
     agents: AgentsPolicy
 
     @classmethod
-    def read_situation(cls, plant: Plant, db: ReadsSql) -> Situation:
+    def read_situation(cls, plant: Plant, db: ReadsSql) -> CodeLoopSituation:
         """Raises: ConfigError, that names an unknown agent."""
         return cls(plant, db, AgentsPolicy.load(plant.workspace.policy_path("agents.yaml")))
 
@@ -210,7 +210,7 @@ class Situation:
 
 def due_stages(plant: Plant, db: ReadsSql) -> list[LoopStage]:
     """The stages to do now, one for each agent that has something to do; the caller does the first that does not rest. Raises: ConfigError."""
-    situation = Situation.read_situation(plant, db)
+    situation = CodeLoopSituation.read_situation(plant, db)
     policy = situation.agents.improve
     if policy.when == OFF or not SegmentRow.first(db, "WHERE kind = 'trunk' AND state = 'done'"):
         return []
@@ -226,7 +226,7 @@ def due_stages(plant: Plant, db: ReadsSql) -> list[LoopStage]:
 
 def do_stage(plant: Plant, stage: LoopStage) -> None:
     """Do one stage, and record its result and its cost. Raises: as ``propose`` and the gates do."""
-    situation = Situation.read_situation(plant, plant.ledger)
+    situation = CodeLoopSituation.read_situation(plant, plant.ledger)
     seen = situation.loop_state()
     if stage not in next_stages(seen):
         return  # the situation changed since
@@ -248,14 +248,14 @@ def do_stage(plant: Plant, stage: LoopStage) -> None:
         cost = {"seconds": round(time.monotonic() - started, 3), "devices": _devices()}
         with plant.ledger.begin() as tx:
             record_event(tx, ENDED, SUBJECT, {"began": number, **left, **cost})
-    after = next_stage(Situation.read_situation(plant, plant.ledger).loop_state())
+    after = next_stage(CodeLoopSituation.read_situation(plant, plant.ledger).loop_state())
     if isinstance(after, str):
         with plant.ledger.begin() as tx:
             record_event(tx, WAITS, SUBJECT, {"why": str(after)})
         plant.print_line(Message("code_loop.improve_waits", "  improve: {why}", why=after))
 
 
-def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
+def _introduce(plant: Plant, situation: CodeLoopSituation, stage: LoopStage) -> None:
     """Tell the person which stage begins, and once which agents are left out for want of a language model."""
     if KERNEL_ENGINEER in situation.agents.improve.agents and not situation.has_model:
         if record_event_once(plant.ledger, ALONE, SUBJECT, {"left_out": [KERNEL_ENGINEER]}):
@@ -278,7 +278,7 @@ def _introduce(plant: Plant, situation: Situation, stage: LoopStage) -> None:
     )
 
 
-def _stage(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+def _stage(plant: Plant, situation: CodeLoopSituation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     """Do the stage. Returns its result, as its event records it."""
     if stage.name == MERGE:
         carry_out_decisions(plant, lambda number: None)  # takes the lock itself
@@ -289,7 +289,7 @@ def _stage(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage
         return _judge(plant, seen, stage) if stage.name == JUDGE else _propose(plant, situation, seen, stage)
 
 
-def _propose(plant: Plant, situation: Situation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
+def _propose(plant: Plant, situation: CodeLoopSituation, seen: LoopState, stage: LoopStage) -> dict[str, Any]:
     bench = make_workbench(plant)
     assert bench is not None, "due without a checkpoint"
     bench = replace(bench, profile=seen.profile, closed=situation.closed_proposals, by=IMPROVE)

@@ -33,7 +33,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
 from factory.ledger.writing import insert_row
 from factory.runs.live_code import LiveCode
-from factory.runs.trainer_folder import remove_odd_files
+from factory.runs.trainer_folder import remove_links_and_pipes
 from factory.training.planning import last_segment
 from kernels.contract.message import Message
 
@@ -101,7 +101,7 @@ def profile_live_code(plant: Plant, options: ProfileOptions = ProfileOptions()) 
     arguments = [*_as_trained(plant, recipe, code.folder, given), "--out", str(folder)]
     try:
         run_profiler(code, [*arguments, *options.arguments()], plant.progress, writable=[folder], readonly=[given])
-        remove_odd_files(folder, plant.progress)
+        remove_links_and_pipes(folder, plant.progress)
         found = read_json_object(folder / "profile.json")
     except BaseException:
         remove_path(folder)

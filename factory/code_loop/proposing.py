@@ -32,11 +32,11 @@ from factory.code_loop.agent_runs import (
     AgentRun,
     AgentRuns,
     needs_model,
-    say_nothing_proposed,
+    print_why_nothing_proposed,
 )
 from factory.code_loop.profiling import QUICK, profile_live_code, read_profile
 from factory.code_loop.revalidating import revalidate
-from factory.code_loop.submitting import WRITTEN, clear_and_get_live_commit, judge_proposal, submit_proposal
+from factory.code_loop.submitting import WRITTEN, judge_proposal, remove_remains_and_get_live_commit, submit_proposal
 from factory.code_loop.workbench import LiveWorkbench
 from factory.core.devices import run_in_parallel
 from factory.core.errors import InputError, suggest_name
@@ -82,7 +82,7 @@ def propose(
         why = Message(
             "code_loop.no_checkpoint", "there is no trunk checkpoint to measure on yet; 'factory run' makes one"
         )
-        say_nothing_proposed(plant, why)
+        print_why_nothing_proposed(plant, why)
         return []
     revalidate(plant, bench.base)
     left = [row.number for row in ProposalRow.select(plant.ledger, f"WHERE state = '{WRITTEN}' ORDER BY number")]
@@ -94,8 +94,8 @@ def propose(
 
 
 def make_workbench(plant: Plant) -> LiveWorkbench | None:
-    """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``clear_and_get_live_commit``."""
-    base, start = clear_and_get_live_commit(plant), find_training_start(plant.ledger)
+    """A workbench on the live commit; None if there is no checkpoint to measure on. Raises: as ``remove_remains_and_get_live_commit``."""
+    base, start = remove_remains_and_get_live_commit(plant), find_training_start(plant.ledger)
     return LiveWorkbench(plant, base, start) if start else None
 
 
@@ -109,17 +109,17 @@ def _search(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Sub
     drafts = search_proposer.propose_implementations(profiled, replace(bench, count=count), count)
     if not drafts:
         why = Message("code_loop.nothing_faster", "no change was found that measures faster than the present choice")
-        say_nothing_proposed(bench.plant, why)
+        print_why_nothing_proposed(bench.plant, why)
     return run_in_parallel([partial(submit, bench.plant, drafted, bench.base) for drafted in drafts])
 
 
 def _engineer(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Submit) -> list[int]:
     runs = AgentRuns.open(bench.plant, KERNEL_ENGINEER, options, count, by=bench.by)
-    work_on = runs_to_work_on(runs, bench, bench.base, count)
+    work_on = begin_or_continue_runs(runs, bench, bench.base, count)
     return _with_model(runs, work_on, bench, partial(kernel_engineer_role, bench.plant.ledger), submit)
 
 
-def runs_to_work_on(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
+def begin_or_continue_runs(runs: AgentRuns, bench: LiveWorkbench, base: str, count: int) -> list[AgentRun]:
     """Continue this target's run of the kernel engineer on this commit, or profile and begin a new run. With ``count`` above 1, each run
     has its own target, the most promising first.
 
@@ -162,7 +162,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
     runs = AgentRuns.open(bench.plant, scout.AGENT, options, by=bench.by) if model else None
     found = scout_input(bench)
     if isinstance(found, str):
-        say_nothing_proposed(bench.plant, found)
+        print_why_nothing_proposed(bench.plant, found)
         return []
     if runs:
         work_on = runs.find_unfinished(bench.base, 1) or [runs.begin_run(bench.base, options.target)]
@@ -172,7 +172,7 @@ def _scout(bench: LiveWorkbench, options: AgentOptions, count: int, submit: Subm
         why = Message(
             "code_loop.all_rejected", "the gate rejected every change of the recipe that is worth a try before"
         )
-        say_nothing_proposed(bench.plant, why)
+        print_why_nothing_proposed(bench.plant, why)
         return []
     return [submit(bench.plant, drafted, bench.base)]
 
@@ -225,7 +225,7 @@ def _with_model(
         drafted = runs.draft_proposal(run, role(run, own), own)
         if drafted is None:
             return None
-        number = runs.judged_before(run, drafted)
+        number = runs.find_judged_proposal(run, drafted)
         if number is None:
             number = submit(bench.plant, drafted, bench.base)
         runs.record_end(run.number, "proposed", proposal=number)

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import sqlalchemy as sa
 
 from agents.core.proposal import Edit, Proposal
-from factory.code_loop.submitting import clear_and_get_live_commit, run_under_lock, submit_proposal
+from factory.code_loop.submitting import remove_remains_and_get_live_commit, run_under_lock, submit_proposal
 from factory.core.workspace import Workspace
 from factory.gates.recipe import gate as recipe_gate
 from factory.gates.release.judge import REJECT
@@ -39,7 +39,7 @@ def revalidate_in_daemon(plant: Plant) -> list[int]:
     start = find_training_start(plant.ledger)
     if start is None or not any(_moved(plant.ledger, row.number, start) for row in _merged(plant.ledger)):
         return []
-    act = lambda: revalidate(plant, clear_and_get_live_commit(plant))
+    act = lambda: revalidate(plant, remove_remains_and_get_live_commit(plant))
     words = Message("code_loop.cannot_revalidate", "a merged patch cannot be judged again now")
     return run_under_lock(plant, act, "revalidation_waits", "code_loop", words) or []
 
@@ -55,7 +55,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         assert start is not None
         changed = _moved(plant.ledger, row.number, start)
         if changed is None:
-            record_validated(
+            record_validated_conditions(
                 plant.ledger, row.number, start
             )  # the process that merged it was killed before it recorded them
         if not changed:
@@ -71,7 +71,7 @@ def revalidate(plant: Plant, base: str) -> list[int]:
         drafted = reverse_patch(plant.workspace, row, base, changed)
         if drafted is not None:
             made.append(submit_proposal(plant, drafted, base))
-        record_validated(plant.ledger, row.number, start)
+        record_validated_conditions(plant.ledger, row.number, start)
     return made
 
 
@@ -94,7 +94,7 @@ def reverse_patch(workspace: Workspace, row: ProposalRow, base: str, changed: li
     return Proposal(AGENT, f"{UNDO_TARGET}:{row.number}", f"Undo proposal {row.number}", hypothesis, 1.0, edits)
 
 
-def measure_surroundings(ledger: Ledger, start: TrainingStart) -> dict[str, str]:
+def read_gain_conditions(ledger: Ledger, start: TrainingStart) -> dict[str, str]:
     """The conditions on which a measured gain depends besides the code."""
     machine = this_machine()
     sizes = {key: start.recipe[key] for key in ("model", "batch", "precision", "compile")}
@@ -124,7 +124,7 @@ def record_failed_benchmarks(ledger: Ledger, tests: Sequence[str]) -> None:
 
 def _moved(ledger: Ledger, number: int, start: TrainingStart) -> list[str] | None:
     """The conditions that changed since a merged patch was last judged; [] if it was judged under these before; None if none are recorded."""
-    now, before = measure_surroundings(ledger, start), validated_surroundings(ledger, number)
+    now, before = read_gain_conditions(ledger, start), read_validated_conditions(ledger, number)
     if not before:
         return None
     alike = lambda then: all(
@@ -133,16 +133,16 @@ def _moved(ledger: Ledger, number: int, start: TrainingStart) -> list[str] | Non
     return [] if any(map(alike, before)) else sorted(key for key in now if before[-1].get(key, now[key]) != now[key])
 
 
-def validated_surroundings(ledger: Ledger, number: int) -> list[dict[str, str]]:
+def read_validated_conditions(ledger: Ledger, number: int) -> list[dict[str, str]]:
     """The surroundings in which a merged patch was judged, oldest first."""
     sql = "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id"
     return [row["detail"] for row in ledger.read(sql, kind=VALIDATED, subject=str(Subject("proposal", number)))]
 
 
-def record_validated(ledger: Ledger, number: int, start: TrainingStart) -> None:
+def record_validated_conditions(ledger: Ledger, number: int, start: TrainingStart) -> None:
     """Record that a merged patch was judged in the present surroundings."""
     with ledger.begin() as tx:
-        record_event(tx, VALIDATED, Subject("proposal", number), measure_surroundings(ledger, start))
+        record_event(tx, VALIDATED, Subject("proposal", number), read_gain_conditions(ledger, start))
 
 
 def _merged(ledger: Ledger) -> list[ProposalRow]:

@@ -63,7 +63,7 @@ def run_under_lock(
         return None
 
 
-def clear_and_get_live_commit(plant: Plant) -> str:
+def remove_remains_and_get_live_commit(plant: Plant) -> str:
     """Remove the remains of killed processes. Returns the live commit, to propose and judge on. The caller holds ``LOCK``.
 
     Raises: RepositoryError for a checkout that is not settled; IsolationError.

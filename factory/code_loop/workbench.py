@@ -20,7 +20,14 @@ from pathlib import Path
 import yaml
 
 from agents.core.proposal import Edit
-from agents.core.workbench import AgentLines, EarlierProposal, Measurement, MeasurementError, QuickCheck, ReadError
+from agents.core.workbench import (
+    AgentWrittenLines,
+    EarlierProposal,
+    Measurement,
+    MeasurementError,
+    QuickCheck,
+    ReadError,
+)
 from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.core.errors import InputError
@@ -72,7 +79,7 @@ class LiveWorkbench:
     profile: int | None = None  # the id of the line profile to work from; None: a new one is made
     closed: frozenset[int] = frozenset()  # proposals whose targets are left alone
     by: str = ""  # who began the runs of agents that use it (``agent_runs.AgentRuns.by``)
-    written: dict[str, list[AgentLines]] = field(
+    written: dict[str, list[AgentWrittenLines]] = field(
         default_factory=dict
     )  # by path: the agents' lines, once they were asked for
 
@@ -105,7 +112,7 @@ class LiveWorkbench:
         self._refuse(path)
         return repository.read_file_text(self.plant.workspace.repository, self.base, path)
 
-    def written_by_agents(self, path: str) -> list[AgentLines]:
+    def find_agent_written_lines(self, path: str) -> list[AgentWrittenLines]:
         """The lines of a file of the live code that come from proposals. Raises: OutOfScopeError."""
         self._refuse(path)
         if path not in self.written:
@@ -118,7 +125,7 @@ class LiveWorkbench:
             for row, group in itertools.groupby(enumerate(changed, 1), lambda line: self.proposals.get(line[1])):
                 numbers = [number for number, _ in group]
                 if row is not None:
-                    found.append(AgentLines(numbers[0], numbers[-1], row.agent, row.number))
+                    found.append(AgentWrittenLines(numbers[0], numbers[-1], row.agent, row.number))
             self.written[path] = found
         return self.written[path]
 

@@ -51,7 +51,7 @@ def decide_computing(
     machine, section = this_machine(), device_section(kernels, devices.device_kind())
     found = tuned_kernels.TunedKernels(None, "")
     if auto_ops(section):
-        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, kernel_shape(resolved))
+        found = tuned_kernels.find_tuning(workspace, machine, resolved.precision, tuning_sizes_of_recipe(resolved))
         notes += [found.note] if found.note else []
     document = yaml.safe_load(kernels) or {}
     computing = {
@@ -94,7 +94,7 @@ def measure_precision(recipe: Recipe, before: str = "") -> dict[str, Any]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def kernel_shape(recipe: Recipe) -> dict[str, int]:
+def tuning_sizes_of_recipe(recipe: Recipe) -> dict[str, int]:
     """The sizes that kernels are tuned at, as ``kernels.contract.bench`` takes them from a recipe."""
     keys = ("context", "d_model", "heads", "kv_heads", "head_dim", "d_ff", "vocab_size")
     return {"batch": recipe.batch.micro_sequences or recipe.batch.sequences} | {

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from factory.core.errors import ConfigError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.workspace import Workspace
 from kernels.contract.message import Message
 
@@ -42,7 +42,7 @@ def live_kernels_file(workspace: Workspace) -> Iterator[tuple[Path, str]]:
     try:
         text = read_file_text(workspace.repository, get_live_commit(workspace.repository), KERNELS)
     except RepositoryError as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         yield path, path.read_text("utf-8")
         return

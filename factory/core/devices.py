@@ -76,7 +76,7 @@ def device_suffix() -> str:
     return f"-{_held.get()}" if _held.get() else ""
 
 
-def device_files(every: bool = False) -> list[str]:
+def list_gpu_device_files(every: bool = False) -> list[str]:
     """Return the files in ``/dev`` that a process needs for the held GPU; none on a CPU, or while no GPU is held (unless ``every``).
 
     They are the files of all GPUs, since NVIDIA's driver numbers the GPUs that it sees. ``device_environment`` selects one of them.

@@ -122,7 +122,7 @@ def is_machine_fault(error: BaseException) -> bool:
     return find_fault_in(error) is not None
 
 
-def is_machine_fault_of_no_file(error: BaseException) -> bool:
+def is_machine_fault_without_file(error: BaseException) -> bool:
     """Return whether a fault of the machine caused the exception, and no file can be its cause: a disk, memory, handles, a lock, a server.
 
     Untrusted code can leave a folder in the place of a file, or a file without permissions. Such an error counts against that code.

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from factory.core.errors import SegmentError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from kernels.contract.message import Message
 
 DEPTH = 8  # at most so many nested folders; checkpoints are two deep, those of a certificate's runs five
@@ -73,7 +73,7 @@ def read_text(path: Path) -> str:
             return found.decode()
         why = Message("untrusted_trainer_files.too_long", "the file has more than {limit} bytes", limit=JSON_BYTES)
     except (OSError, UnicodeDecodeError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         why = Message.from_json(error.args[0] if error.args and isinstance(error.args[0], Message) else str(error))
     raise _unreadable(path, why)

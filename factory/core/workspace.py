@@ -168,7 +168,7 @@ class Workspace:
             return cls.open(root)
         if root.exists() and not root.is_dir():
             raise WorkspaceError("workspace.is_a_file", "{folder} is a file: name a folder", folder=root)
-        if left := list_factory_work(root):
+        if left := list_factory_files(root):
             raise WorkspaceError(
                 "workspace.left_work",
                 "{folder} has the {found} of a factory, but no factory.yaml. Name an empty folder for a new factory, "
@@ -205,7 +205,7 @@ class Workspace:
                 "workspace.no_permission", "{folder} cannot be read: this user has no permission", folder=root
             )
         if not path.exists():
-            if left := list_factory_work(root):
+            if left := list_factory_files(root):
                 raise WorkspaceError(
                     "workspace.no_config",
                     "{file} is missing, but the folder has the {found} of a factory. "
@@ -260,7 +260,7 @@ class Workspace:
             yield
 
 
-def list_factory_work(root: Path) -> list[str]:
+def list_factory_files(root: Path) -> list[str]:
     """Return the names of a factory's files and folders in a folder. Empty folders, which ``create`` makes, do not count."""
     listed = [
         "ledger.db",

@@ -17,7 +17,7 @@ _LISTED = 12
 
 
 @dataclass(frozen=True)
-class DescribedName:
+class DocumentedName:
     """One name of a module. ``head``: its ``def`` or ``class`` line; empty for a module. ``members``: the parameters of a
     function, or the public names of a class or module.
     """
@@ -60,7 +60,7 @@ _PARAMETERS = (
 )
 
 
-def make_chats(described: Sequence[DescribedName]) -> Iterator[Messages]:
+def make_chats(described: Sequence[DocumentedName]) -> Iterator[Messages]:
     """All chats about one module."""
     for one in described:
         answer = summarise_docstring(one.doc, _LONGEST_ANSWER)
@@ -96,7 +96,7 @@ def summarise_docstring(doc: str, longest: int) -> str:
     return summary if len(summary) >= 20 else ""
 
 
-def _turn(wordings: Sequence[str], one: DescribedName, answer: str, summary: str = "") -> Messages:
+def _turn(wordings: Sequence[str], one: DocumentedName, answer: str, summary: str = "") -> Messages:
     owner = one.path.rsplit(".", 1)[0] if "." in one.path else one.path
     wording = wordings[_pick(one.path, wordings[0], len(wordings))]
     if one.kind == "module" and "{owner}" in wording:

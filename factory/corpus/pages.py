@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from factory.corpus.chat import DescribedName
+from factory.corpus.chat import DocumentedName
 from factory.corpus.library import SourceModule
 
 _PAGE = 4000  # characters of a full page
@@ -13,10 +13,10 @@ _LONGEST_PAGE = 6000
 _SHORTEST_PAGE = 200
 
 
-def describe_module(module: SourceModule) -> Iterator[DescribedName]:
+def describe_module(module: SourceModule) -> Iterator[DocumentedName]:
     """The module, its public functions and classes, and their methods, in the order of the source."""
     assert module.tree
-    yield DescribedName(
+    yield DocumentedName(
         "module", module.name, module.name, "", ast.get_docstring(module.tree) or "", _members(module.tree)
     )
     for node in module.tree.body:
@@ -26,7 +26,7 @@ def describe_module(module: SourceModule) -> Iterator[DescribedName]:
             bases = ", ".join(ast.unparse(base) for base in node.bases)
             head = f"class {node.name}({bases}):" if bases else f"class {node.name}:"
             path = f"{module.name}.{node.name}"
-            yield DescribedName("class", module.name, path, head, ast.get_docstring(node) or "", _members(node))
+            yield DocumentedName("class", module.name, path, head, ast.get_docstring(node) or "", _members(node))
             for inner in node.body:
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and (
                     inner.name == "__init__" or not inner.name.startswith("_")
@@ -34,12 +34,12 @@ def describe_module(module: SourceModule) -> Iterator[DescribedName]:
                     yield _function("method", module.name, f"{path}.{inner.name}", inner)
 
 
-def _function(kind: str, module: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> DescribedName:
+def _function(kind: str, module: str, path: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> DocumentedName:
     returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
     word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     head = f"{word} {node.name}({ast.unparse(node.args)}){returns}:"
     every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-    return DescribedName(kind, module, path, head, ast.get_docstring(node) or "", tuple(one.arg for one in every))
+    return DocumentedName(kind, module, path, head, ast.get_docstring(node) or "", tuple(one.arg for one in every))
 
 
 def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ def _members(node: ast.Module | ast.ClassDef) -> tuple[str, ...]:
     return tuple(one.name for one in node.body if isinstance(one, kinds) and not one.name.startswith("_"))
 
 
-def render_name(one: DescribedName) -> str:
+def render_name(one: DocumentedName) -> str:
     """The text of one name on a reference page; empty if it has no docstring."""
     if not one.doc:
         return ""

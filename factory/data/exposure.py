@@ -165,7 +165,7 @@ def _drawn(walk: DataOrder, after: Mapping[str, Any]) -> bool:
         if end > stream.pieces * (walk.cursors[name].joined + walk.plan.max_epochs):
             raise ValueError(f"a checkpoint says that {name} was read {end / stream.pieces:.3g} times")
         for epoch in range(first // stream.pieces, (end - 1) // stream.pieces + 1):
-            places = stream.places_of(sorted(stream.masked), epoch)
+            places = stream.find_places_of_documents(sorted(stream.masked), epoch)
             if ((places >= first) & (places < end)).any():
                 return True
     return False

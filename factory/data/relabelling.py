@@ -20,21 +20,33 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import InputError
-from factory.data.selecting import AT_ONCE, DocumentSelection, find_keys_of_one, select_by_value, unknown_value_error
+from factory.data.selecting import (
+    AT_ONCE,
+    DocumentSelection,
+    find_keys_of_one,
+    select_documents_by_label,
+    unknown_value_error,
+)
 from factory.ingest.document import LONGEST_NAME, refuse_domain
-from factory.ingest.rules.held_out_split import KINDS, GroupKind, breaks_tie_to_sealed, name_group, name_unit
+from factory.ingest.rules.held_out_split import (
+    KINDS,
+    GroupKind,
+    goes_to_sealed_half_on_tie,
+    name_document_group,
+    name_draw_unit,
+)
 from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.field_mapping import original_file_name
 from factory.ledger.ledger import Ledger, documents, held_out, record_event, relabels, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, find_barred_labels
+from factory.ledger.removals import NO_LICENCE, REMOVABLE_FATES, REMOVED_FATE, find_refused_labels
 from factory.ledger.rows import SegmentRow
 from factory.ledger.writing import insert_row
 from factory.training.planning import load_recipe, read_data_plan
 from kernels.contract.message import Message
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.token_shard import TokenShard, document_ranges, document_rows
+from trainer.contract.data.token_shard import TokenShard, format_row_ranges, parse_row_ranges
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 RELABELLED_EVENT = "relabelled"  # kind of its event
@@ -183,7 +195,7 @@ def _refuse_names(ledger: Ledger, change: NewLabels) -> None:
                 label=noun,
                 limit=LONGEST_NAME,
             )
-    known = find_barred_labels(ledger)
+    known = find_refused_labels(ledger)
     sources = {str(name): number for name, number in known["source"].items()}
     licences = {fold_licence_name(name): number for name, number in known["license"].items()}
     licence = None if change.license is None else fold_licence_name(_licence(change.license))
@@ -216,7 +228,7 @@ def _selected(ledger: Ledger, chosen: DocumentFilter) -> list[dict[str, Any]]:
         )
     for column in ("source", "license"):
         if names := getattr(chosen, column):
-            select_by_value(ledger, column, names)  # raises for a name that no document has
+            select_documents_by_label(ledger, column, names)  # raises for a name that no document has
             where.append(DocumentSelection(column, tuple(names)).own_row_condition())
     if not chosen.document:
         return ledger.select_rows(sa.select(*COLUMNS).where(*where).order_by(c.key))
@@ -264,7 +276,7 @@ def _changed(row: Mapping[str, Any], change: NewLabels, policy: DataPolicy) -> d
 
 
 def _group(kind: GroupKind, source: str | None, row: Mapping[str, Any]) -> str | None:
-    return name_group(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
+    return name_document_group(kind, source, row["facts"] or {}, row["key"].partition(":")[0])
 
 
 def _kind_of(row: Mapping[str, Any]) -> GroupKind | None:
@@ -335,12 +347,13 @@ def _deal(held: Mapping[str, dict[str, Any]], regrouped: set[str], unread: set[s
             for domain in {row["domain"] for row in rows if row["fate"] != REMOVED_FATE}:
                 more[domain] += 1 if rows[0]["sealed"] else -1
     unit = {
-        name: name_unit(None if name in held else name, members[name][0]["content_sha256"] or name) for name in dealt
+        name: name_draw_unit(None if name in held else name, members[name][0]["content_sha256"] or name)
+        for name in dealt
     }
     for name in sorted(dealt, key=lambda name: (unit[name], name)):
         domains = {row["domain"] for row in members[name]}
         balance = sum(more[domain] for domain in domains)
-        half = breaks_tie_to_sealed(unit[name]) if balance == 0 else balance < 0
+        half = goes_to_sealed_half_on_tie(unit[name]) if balance == 0 else balance < 0
         for row in members[name]:
             row["sealed"] = half
         for domain in domains:
@@ -390,10 +403,10 @@ def _moved(ledger: Ledger, rows: Sequence[Mapping[str, Any]], domain: str | None
                 "{error}. Nothing was changed. To make the token shard again: 'factory check --repair'",
                 error=error,
             ) from error
-        now = {number: name for name, text in (row["moved"] or {}).items() for number in document_rows(text)}
+        now = {number: name for name, text in (row["moved"] or {}).items() for number in parse_row_ranges(text)}
         now |= {number: str(domain) for number, key in enumerate(keys) if key in of[row["id"]]}
         found[row["id"]] = {
-            name: document_ranges(number for number, other in now.items() if other == name)
+            name: format_row_ranges(number for number, other in now.items() if other == name)
             for name in sorted(set(now.values()))
         }
     return found

@@ -113,7 +113,7 @@ def find_keys(ledger: Ledger, name: str) -> list[str]:
     )
 
 
-def select_by_value(ledger: Ledger, column: str, names: Sequence[str]) -> DocumentSelection:
+def select_documents_by_label(ledger: Ledger, column: str, names: Sequence[str]) -> DocumentSelection:
     """The documents of these sources or licences. Raises: InputError with a similar name for a name that no document has."""
     selection = DocumentSelection(column, tuple(dict.fromkeys(names)))
     for name in selection.names:

@@ -1,6 +1,6 @@
 """Finds the training documents that models wrote, by the maker that ``documents.detail`` names (``factory.ingest.document``).
 
-A maker with the number and weights of a release of this factory (``format_release_maker``) is that release; its successors may be trained on its
+A maker with the number and weights of a release of this factory (``format_writing_release``) is that release; its successors may be trained on its
 text. Any
 other maker is only what the shard claims.
 """
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from factory.ingest.document import SYNTHETIC_PREFIX, format_release_maker, read_maker
+from factory.ingest.document import SYNTHETIC_PREFIX, format_writing_release, read_writing_model
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow
 
@@ -37,34 +37,37 @@ def count_synthetic(ledger: Ledger, used: Collection[str]) -> list[SyntheticCoun
     models were trained on them."""
     found: dict[str, tuple[int, int]] = {}
     for row in _rows(ledger):
-        if row["token_shard"] in used and (maker := read_maker(row["detail"])):
+        if row["token_shard"] in used and (maker := read_writing_model(row["detail"])):
             count, tokens = found.get(maker, (0, 0))
             found[maker] = count + row["documents"], tokens + row["supervised_tokens"]
     weights = {row.number: row.export_sha256 for row in ReleaseRow.select(ledger)} if found else {}
-    listed = [SyntheticCount(maker, find_release_of_maker(maker, weights), *counts) for maker, counts in found.items()]
+    listed = [
+        SyntheticCount(maker, find_release_of_writing_model(maker, weights), *counts) for maker, counts in found.items()
+    ]
     return sorted(listed, key=lambda one: (-one.supervised_tokens, one.maker))
 
 
 def count_written_by_release(ledger: Ledger, release: ReleaseRow) -> dict[str, int]:
     """By token shard, the number of its training documents that a release wrote."""
-    maker = format_release_maker(release.number, release.export_sha256)
+    maker = format_writing_release(release.number, release.export_sha256)
     found: dict[str, int] = {}
     for row in _rows(ledger):
-        if read_maker(row["detail"]) == maker:
+        if read_writing_model(row["detail"]) == maker:
             found[row["token_shard"]] = found.get(row["token_shard"], 0) + row["documents"]
     return found
 
 
-def find_release_of_maker(maker: str, weights: Mapping[int, str]) -> int | None:
+def find_release_of_writing_model(maker: str, weights: Mapping[int, str]) -> int | None:
     """The release that a maker is; None: it is not a release of this factory. ``weights``: by release, the hash of its export.
 
     >>> weights = {3: "0123456789abcdef0123"}
-    >>> find_release_of_maker("release 3 (weights 0123456789abcdef)", weights), find_release_of_maker("release 3 (weights 1123456789abcdef)", weights)
+    >>> (find_release_of_writing_model("release 3 (weights 0123456789abcdef)", weights),
+    ...  find_release_of_writing_model("release 3 (weights 1123456789abcdef)", weights))
     (3, None)
     """
     named = _RELEASE.match(maker)
     number = int(named[1]) if named else 0
-    return number if number in weights and format_release_maker(number, weights[number]) == maker else None
+    return number if number in weights and format_writing_release(number, weights[number]) == maker else None
 
 
 def _rows(ledger: Ledger) -> list[dict[str, Any]]:

@@ -24,8 +24,8 @@ from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.launching import run_python
 from factory.core.workspace import MODEL_LOOP, Workspace, WorkspaceConfig, checkout_root
 from factory.demo import demo_size
-from factory.demo.demo_size import LADDER, DemoShape, DemoSize, MeasuredSeconds
-from factory.demo.summary import summary
+from factory.demo.demo_size import LADDER, DemoPlan, DemoShape, DemoTimings
+from factory.demo.summary import summarise_demo
 from factory.duties.runner import run_pass
 from factory.git.repository import fork_repository, get_live_commit
 from factory.ingest.inbox import ingest_and_file, list_complete_files
@@ -107,7 +107,7 @@ def run_demo(
             failure = error
             terminal.line(Message("demo.no_code_loop", "  The code loop could not run: {error}", error=error))
     terminal.heading(Message("demo.step_summary", "7  What happened"))
-    for line in summary(workspace, read_status(workspace), time.monotonic() - began):
+    for line in summarise_demo(workspace, read_status(workspace), time.monotonic() - began):
         terminal.line(line)
     if failure:
         raise failure
@@ -138,7 +138,7 @@ def _fit(workspace: Workspace, terminal: Terminal, minutes: float, began: float,
         if better == shape or attempt == 2 or (climbs and attempt == 1):  # the chosen shape must have been measured
             break
         shape = better
-    seen = MeasuredSeconds(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
+    seen = DemoTimings(time.monotonic() - began, ingest, measured["start_s"], measured["step_s"])
     size = demo_size.plan_demo(minutes, seen)
     terminal.line(
         Message(
@@ -229,7 +229,7 @@ def _step_rate(workspace: Workspace, terminal: Terminal, recipe: dict[str, Any],
     return found | {"start_s": 2 * (time.monotonic() - began - found["whole_s"])}
 
 
-def _recipe_text(text: str, shape: DemoShape, size: DemoSize) -> str:
+def _recipe_text(text: str, shape: DemoShape, size: DemoPlan) -> str:
     raw = shape.recipe(_read_recipe(text))
     raw["schedule"] |= {"trunk_steps": {"first": size.first, "later": size.later}, "anneal_steps": size.anneal}
     comment = Message("demo.recipe_comment", "# 'factory demo' chose these sizes for this machine.\n")
@@ -249,7 +249,7 @@ def _write_data_policy(workspace: Workspace) -> None:
         path.write_text(text)
 
 
-def _write_policies(workspace: Workspace, size: DemoSize) -> None:
+def _write_policies(workspace: Workspace, size: DemoPlan) -> None:
     """Write copies of the policies with the shipped thresholds, and as much measuring as the time allows."""
     own = workspace.root / "policies"
     changes: dict[str, dict[str, Any]] = {

@@ -59,7 +59,7 @@ LADDER = (  # smallest first; a step of each shape takes 1.5 to 3 times as long 
 
 
 @dataclass(frozen=True)
-class MeasuredSeconds:
+class DemoTimings:
     """Measured seconds on this machine."""
 
     spent: float  # since the demo began
@@ -69,7 +69,7 @@ class MeasuredSeconds:
 
 
 @dataclass(frozen=True)
-class DemoSize:
+class DemoPlan:
     """The sizes for the rest of the demo. ``over``: seconds by which the demo will exceed its minutes; 0 when it fits."""
 
     first: int  # steps of the first trunk segment; ``later``: of later trunk segments; ``anneal``: of each anneal
@@ -116,7 +116,7 @@ def guess_next_shape(minutes: float, shape: DemoShape, step: float) -> DemoShape
     return shape
 
 
-def plan_demo(minutes: float, seen: MeasuredSeconds) -> DemoSize:
+def plan_demo(minutes: float, seen: DemoTimings) -> DemoPlan:
     """The sizes that use the remaining minutes."""
     scale = min(1.0, minutes / DEFAULT_MINUTES)
     evals = {
@@ -147,6 +147,6 @@ def plan_demo(minutes: float, seen: MeasuredSeconds) -> DemoSize:
     seconds = {"so far": seen.spent, "training": training, **fixed}
     over = max(0.0, sum(seconds.values()) - 60 * minutes)
     improve = round((fixed["profile"] + measure) / 2, 1)
-    return DemoSize(
+    return DemoPlan(
         **found, measure_seconds=measure, improve_seconds=improve, patch=patch, evals=evals, seconds=seconds, over=over
     )

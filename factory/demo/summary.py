@@ -16,7 +16,7 @@ from factory.ledger.status import describe_average
 from kernels.contract.message import Message
 
 
-def summary(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list[str]:
+def summarise_demo(workspace: Workspace, facts: dict[str, Any], seconds: float) -> list[str]:
     """Lines for a person, from ``factory.ledger.status.snapshot``."""
     factory = shlex.quote(sys.argv[0]) if "/" in sys.argv[0] else "factory"
     if Path(sys.argv[0]).resolve().is_relative_to(Path.cwd()):
@@ -182,7 +182,7 @@ def _proposals(facts: dict[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedShardTimes:
     """A shard's way to the first verdict of the release gate on a candidate that was trained on it."""
 
     shard: str
@@ -191,7 +191,7 @@ class Judged:
     seconds: float  # from the moment that its ingest was recorded
 
 
-def judged_shards(db: ReadsSql) -> list[Judged]:
+def list_judged_shards(db: ReadsSql) -> list[JudgedShardTimes]:
     """Of every ingested shard that has one, in the order in which they came."""
     shards = db.read("SELECT sha256, name, ingested_at FROM shards WHERE state = 'ingested' ORDER BY ingested_at")
     shard_of = {row["id"]: row["shard"] for row in db.read("SELECT id, shard FROM token_shards")}
@@ -202,7 +202,7 @@ def judged_shards(db: ReadsSql) -> list[Judged]:
         for planned in row["plan"]["token_shards"]:
             first.setdefault(shard_of.get(planned["id"], ""), verdict)
     return [
-        Judged(row["name"], judged.subject_number, judged.outcome, judged.created_at - row["ingested_at"])
+        JudgedShardTimes(row["name"], judged.subject_number, judged.outcome, judged.created_at - row["ingested_at"])
         for row in shards
         if (judged := first.get(row["sha256"]))
     ]
@@ -238,7 +238,7 @@ def _numbers(db: ReadsSql, facts: dict[str, Any], seconds: float) -> list[str]:
                 bits=" ".join(", ".join(pairs).split()),
             )
         )
-    judged = judged_shards(db)
+    judged = list_judged_shards(db)
     if judged:
         newest = [one for one in judged if one.candidate == judged[-1].candidate]
         least, most = (f"{end(one.seconds for one in newest):.0f}" for end in (min, max))

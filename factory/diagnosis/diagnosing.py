@@ -15,20 +15,20 @@ from typing import Any
 from agents.core.untrusted import limited_text
 from agents.loss_doctor.arms import arms_against_large_steps
 from agents.loss_doctor.causes import HARDWARE, LAYOUT, UNKNOWN
-from agents.loss_doctor.curves import KINDS, StepPoint, find_onset, points_of_metrics
+from agents.loss_doctor.curves import KINDS, StepMetrics, find_anomaly_onset, read_step_metrics
 from agents.loss_doctor.doctor import Diagnosis, diagnose
-from factory.audit.kept_checkpoints import ladder_folder
+from factory.audit.kept_checkpoints import kept_checkpoints_folder
 from factory.code_loop.agent_runs import has_endpoint
 from factory.core import devices
 from factory.core.errors import ConfigError, FactoryError, InputError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.launching import count_ranks
 from factory.core.policy_file import hash_policy
 from factory.core.progress import Progress
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.diagnosis import remedies
-from factory.diagnosis.replay_bench import Episode, WindowBench
+from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
 from factory.ledger.anomalies import (
@@ -44,8 +44,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.writing import record_verdict
 from factory.runs.arm import Arm, recipe_for_one_rank
-from factory.runs.sandboxed_training import ArmEnd
-from factory.runs.task_runs import Runs
+from factory.runs.sandboxed_training import ArmRunEnd
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_step_lines
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.planning import read_data_plan
@@ -70,7 +70,7 @@ MOST_ONSET_STEPS = 128  # the trainer's onset is used if it is at most so many s
 
 
 @dataclass(frozen=True)
-class NotedAnomaly:
+class RecordedAnomaly:
     """An anomaly as the trainer recorded it. ``began``: the onset that the trainer found; ``where``: domain/<name> or layer/<name>."""
 
     number: int
@@ -80,7 +80,7 @@ class NotedAnomaly:
     where: str = ""
 
     @classmethod
-    def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> NotedAnomaly:
+    def of(cls, number: int, step: int, kind: str, detail: Mapping[str, Any] | None) -> RecordedAnomaly:
         """``detail``: the line of anomalies.jsonl. Patchable code wrote it, so an impossible onset is ignored."""
         began, where = (detail or {}).get("onset"), (detail or {}).get("where", "")
         possible = type(began) is int and step - MOST_ONSET_STEPS <= began <= step
@@ -102,19 +102,21 @@ class EpisodeSpan:
     noted: tuple[int, int] = (0, 0)
 
 
-def find_episodes(anomalies: Sequence[NotedAnomaly], lines: Sequence[StepPoint], begins: int = 0) -> list[EpisodeSpan]:
+def find_episodes(
+    anomalies: Sequence[RecordedAnomaly], lines: Sequence[StepMetrics], begins: int = 0
+) -> list[EpisodeSpan]:
     """The episodes of a segment's anomalies, oldest first. Anomalies that do not concern the loss, the gradient or a layer are left out.
 
     An episode begins at the onset that the doctor finds, or at the earlier onset of the trainer if that is near; never before step ``begins``.
 
-    >>> noted = [NotedAnomaly(1, 50, "grad_norm_jump", 48), NotedAnomaly(2, 51, "loss_spike"), NotedAnomaly(3, 90, "plateau"),
-    ...     NotedAnomaly(4, 200, "divergence", 150)]
+    >>> noted = [RecordedAnomaly(1, 50, "grad_norm_jump", 48), RecordedAnomaly(2, 51, "loss_spike"), RecordedAnomaly(3, 90, "plateau"),
+    ...     RecordedAnomaly(4, 200, "divergence", 150)]
     >>> [(s.kind, s.onset, s.last) for s in find_episodes(noted, [])]
     [('loss_spike', 48, 51), ('plateau', 90, 90), ('divergence', 150, 200)]
-    >>> [s.noted for s in find_episodes([NotedAnomaly(n, 8 * n, "loss_spike") for n in range(1, 9)], [])]  # a chain is cut
+    >>> [s.noted for s in find_episodes([RecordedAnomaly(n, 8 * n, "loss_spike") for n in range(1, 9)], [])]  # a chain is cut
     [(8, 32), (40, 64)]
     """
-    found: list[list[NotedAnomaly]] = []
+    found: list[list[RecordedAnomaly]] = []
     for anomaly in sorted((a for a in anomalies if a.kind in KINDS), key=lambda a: (a.step, a.number)):
         near = found and anomaly.step - found[-1][-1].step <= EPISODE_GAP_STEPS
         if near and anomaly.step - found[-1][0].step < LONGEST:
@@ -125,7 +127,7 @@ def find_episodes(anomalies: Sequence[NotedAnomaly], lines: Sequence[StepPoint],
     for group in found:
         lead = min(group, key=lambda a: KINDS.index(a.kind))
         least = made[-1].last + 1 if made else begins
-        first = own = find_onset(lines, lead.step)
+        first = own = find_anomaly_onset(lines, lead.step)
         for anomaly in (a for a in group if own - NEAR <= a.step <= lead.step and a.kind != "plateau"):
             tells = anomaly.began is not None and (anomaly.kind in SLOW or anomaly.began >= own - NEAR)
             first = min(first, anomaly.began if tells and anomaly.began is not None else anomaly.step)
@@ -162,7 +164,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
         return recorded | {"done": _done(plant.ledger, policy, recorded, plant.progress)}
     remedies.refuse_closed(plant.ledger, number)
     segment = SegmentRow.get(plant.ledger, row.segment)
-    lines: list[StepPoint] = []
+    lines: list[StepMetrics] = []
     unreadable: InputError | None = None
     try:
         lines = read_live_metrics(plant.ledger, segment)
@@ -187,9 +189,9 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
                 raise unreadable
             episode, notes = _episode(plant, segment, span, lines)
             trainers = _Trainers(
-                Runs(plant, folder, "diagnosis", Subject("anomaly", lead)), episode, policy.wall_seconds
+                TaskRuns(plant, folder, "diagnosis", Subject("anomaly", lead)), episode, policy.wall_seconds
             )
-            bench = WindowBench(episode, folder, trainers, budget, told=told.advance)
+            bench = EpisodeReplayBench(episode, folder, trainers, budget, told=told.advance)
             if policy.previous_python and not os.access(policy.previous_python, os.X_OK):
                 notes.append(
                     Message(
@@ -206,7 +208,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
             )
             why = " ".join([found.why, *(f"({note})" for note in notes)])
         except (FactoryError, TrainerError, UntrustedFileError, OSError) as error:
-            if isinstance(error, repository.CheckoutError) or is_machine_fault_of_no_file(error):
+            if isinstance(error, repository.CheckoutError) or is_machine_fault_without_file(error):
                 raise  # a fault of the machine is no evidence about the anomaly
             why = str(error)
         finally:
@@ -241,7 +243,7 @@ def diagnose_and_act(plant: Plant, number: int, steps: int | None = None) -> dic
 
 def _done(ledger: Ledger, policy: AnomalyPolicy, detail: Mapping[str, Any], progress: Progress) -> str:
     """Act on a recorded diagnosis as the policy says; returns a message."""
-    done = remedies.apply_policy(ledger, policy, detail["lead"])
+    done = remedies.apply_anomaly_policy(ledger, policy, detail["lead"])
     progress.line(
         Message(
             "diagnosis.diagnosed",
@@ -273,7 +275,7 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
             plant, causes, segment.code_commit, find_previous_commit(plant.ledger, segment, 0)
         )
     except FactoryError as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         plant.progress.line(
             Message(
@@ -283,7 +285,7 @@ def _blamed(plant: Plant, segment: SegmentRow, causes: list[str]) -> list[int]:
         return []
 
 
-def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnosis) -> dict[str, Any]:
+def _drawn(detail: Mapping[str, Any], lines: Sequence[StepMetrics], found: Diagnosis) -> dict[str, Any]:
     """The curves of the report: (step, value) of the live run around the window, and of some arms without the anomaly."""
     live = [point for point in lines if detail["onset"] - AROUND <= point.step <= detail["last"] + AROUND]
     loss = {"live": [(float(p.step), p.loss) for p in live]}
@@ -293,7 +295,7 @@ def _drawn(detail: Mapping[str, Any], lines: Sequence[StepPoint], found: Diagnos
     return {"loss": loss, "grad_norm": {"live": [(float(p.step), p.grad_norm) for p in live]}}
 
 
-def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
+def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepMetrics]:
     """The metrics of a segment and its ancestors that are still on disk, by step. Raises: InputError."""
     lines: list[dict[str, Any]] = []
     for row in SegmentRow.lineage(ledger, segment.id):
@@ -303,7 +305,7 @@ def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
                     line for line in read_step_lines(Path(row.folder), "metrics.jsonl") if line["step"] < row.last_step
                 ]
             except (UntrustedFileError, OSError) as error:
-                if is_machine_fault_of_no_file(error):
+                if is_machine_fault_without_file(error):
                     raise
                 raise InputError(
                     "diagnosis.metrics_unreadable",
@@ -311,15 +313,15 @@ def read_live_metrics(ledger: Ledger, segment: SegmentRow) -> list[StepPoint]:
                     segment=row.id,
                     error=error,
                 ) from error
-    return points_of_metrics(lines)
+    return read_step_metrics(lines)
 
 
-def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) -> EpisodeSpan:
+def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepMetrics]) -> EpisodeSpan:
     if row.kind == REPLICAS_DIFFER:
         return EpisodeSpan(row.kind, row.step, row.step, (row.id,), noted=(row.step, row.step))
     others = AnomalyRow.select(ledger, "WHERE segment = :segment ORDER BY id", segment=row.segment)
     for span in find_episodes(
-        [NotedAnomaly.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins
+        [RecordedAnomaly.of(other.id, other.step, other.kind, other.detail) for other in others], lines, begins
     ):
         if row.id in span.anomalies:
             return span
@@ -329,7 +331,9 @@ def _span(ledger: Ledger, row: AnomalyRow, begins: int, lines: list[StepPoint]) 
     )  # fmt: skip
 
 
-def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[StepPoint]) -> tuple[Episode, list[str]]:
+def _episode(
+    plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[StepMetrics]
+) -> tuple[AnomalyEpisode, list[str]]:
     """(the episode, ready for replay; notes for a person). Raises: InputError naming what is missing; RepositoryError."""
     if segment.state not in ("done", "rewound"):
         raise InputError(
@@ -354,7 +358,7 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
         notes.append("replayed on one rank")
     every: dict[int, Path] = {}
     for row in SegmentRow.lineage(plant.ledger, segment.id):
-        for folder in (ladder_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
+        for folder in (kept_checkpoints_folder(plant.workspace, row.id), Path(row.folder) / "checkpoints"):
             every |= dict(checkpoints.saved_steps(folder))
     sound = [
         (step, path) for step, path in sorted(every.items()) if step <= span.onset and not checkpoints.find_fault(path)
@@ -387,7 +391,7 @@ def _episode(plant: Plant, segment: SegmentRow, span: EpisodeSpan, lines: list[S
         begins = None
     recent = parent is not None and span.onset <= segment.first_step + RECENT_STEPS
     after = [path for step, path in sorted(every.items()) if step > span.last and not checkpoints.find_fault(path)]
-    episode = Episode(
+    episode = AnomalyEpisode(
         kind=span.kind, onset=span.onset, last=span.last, spec=spec, device=devices.device_kind(), lines=lines, rungs=sound, code=code,
         kernels=dict(segment.computing["kernels"]) if segment.computing else {},
         previous_code=previous, previous_commit=commit or "", generation_begins=begins, where=span.where, one_rank=count_ranks(plant.workspace) > 1,
@@ -469,12 +473,12 @@ class _Trainers:
     finished arm, the time limit is much shorter than the policy's, because code that hangs in every arm would take days.
     """
 
-    def __init__(self, runs: Runs, episode: Episode, wall_seconds: float) -> None:
+    def __init__(self, runs: TaskRuns, episode: AnomalyEpisode, wall_seconds: float) -> None:
         self.runs, self.episode, self.wall_seconds = runs, episode, wall_seconds
         self._ended: list[float] = []  # seconds
         self._left: list[Path] = []
 
-    def __call__(self, arm: Arm) -> ArmEnd:
+    def __call__(self, arm: Arm) -> ArmRunEnd:
         output = self.runs.folder(arm)
         for left in (*self._left, output):  # of the previous arm, which was read, and of a killed process
             remove_path(left)

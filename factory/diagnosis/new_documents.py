@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from agents.loss_doctor.arms import JoinedShards
+from agents.loss_doctor.arms import NewShardsComparison
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.document_stream import DocumentStream, shard_domain, shard_generation
 
@@ -21,7 +21,7 @@ TOKEN_BUCKETS = 1 << 17  # for counting tokens: more than the largest vocabulary
 COMMON = 0.02  # share of documents: a token is common if loss begins after it in so many
 
 
-def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[JoinedShards]:
+def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]]) -> list[NewShardsComparison]:
     """The comparison for each stream of the newest generation with documents in the window. Empty for a single generation.
 
     ``keys``: the keys of the window's documents, by stream.
@@ -40,7 +40,7 @@ def compare_new_documents(order: DataOrder, keys: Mapping[str, tuple[str, ...]])
         others = {other: [tokens for tokens, _ in _documents(streams)] for other, streams in before.items()}
         share, share_before, alike = compare_loss_masks(new, old)
         reads_like = find_nearest_domain([tokens for tokens, _ in new], domain, others)
-        found.append(JoinedShards(domain, documents, reads_like, share, share_before, alike))
+        found.append(NewShardsComparison(domain, documents, reads_like, share, share_before, alike))
     return found
 
 

@@ -24,7 +24,7 @@ from factory.data.retraining_cost import find_releases_trained_on
 from factory.data.selecting import find_keys_of_one
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.git import repository
-from factory.ingest.document import SYNTHETIC_PREFIX, keep_maker
+from factory.ingest.document import SYNTHETIC_PREFIX, keep_writing_model
 from factory.ledger.anomalies import (
     ASKED,
     CLOSED,
@@ -56,7 +56,7 @@ ReleaseExposure = Mapping[
 KERNEL_FILES = ("kernels/", "policies/kernels.yaml")
 
 
-def apply_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
+def apply_anomaly_policy(ledger: Ledger, policy: AnomalyPolicy, lead: int) -> Message:
     """Act on the diagnosis of an anomaly as the policy says; returns a message."""
     found = _diagnosis(ledger, lead)
     if tuple(found["causes"]) in HEALTHY and _at_once(found):
@@ -160,7 +160,7 @@ def change_fates(tx: sa.Connection, keys: Sequence[str], fate: str, rule: str | 
         written = tx.execute(sa.select(c.key, c.detail).where(these, c.detail.startswith(SYNTHETIC_PREFIX))).all()
         tx.execute(documents.update().where(these).values(fate=fate, rule=rule, detail=detail))
         for key, before in written:
-            tx.execute(documents.update().where(c.key == key).values(detail=keep_maker(before, detail)))
+            tx.execute(documents.update().where(c.key == key).values(detail=keep_writing_model(before, detail)))
 
 
 def quarantine_and_rewind(ledger: Ledger, number: int, by: str) -> Message:
@@ -395,7 +395,7 @@ def quarantine_documents(ledger: Ledger, names: Sequence[str], by: str, why: str
     )  # fmt: skip
 
 
-def free_documents(ledger: Ledger, names: Sequence[str], by: str) -> Message:
+def end_document_quarantine(ledger: Ledger, names: Sequence[str], by: str) -> Message:
     """Train again on documents that a person quarantined; returns a message. Raises: InputError, as ``quarantine_documents``."""
     refusal = lambda name, fate: InputError(
         "diagnosis.not_quarantined", "No person quarantined document {document!r}: its fate is {fate!r}. Nothing was changed.",

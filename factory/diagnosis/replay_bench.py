@@ -18,19 +18,19 @@ from agents.loss_doctor.arms import (
     AGAIN,
     AnomalyCase,
     ArmOutcome,
-    BudgetSpent,
     DocumentScore,
-    JoinedShards,
+    NewShardsComparison,
     ReplayArm,
+    ReplayBudgetSpentError,
     Start,
 )
-from agents.loss_doctor.curves import StepPoint, Symptom, points_of_metrics, quantity_of
+from agents.loss_doctor.curves import StepMetrics, Symptom, quantity_of_anomaly, read_step_metrics
 from factory.audit.kept_checkpoints import copy_checkpoint
 from factory.core.removal import remove_path
 from factory.diagnosis.new_documents import compare_new_documents
 from factory.gates.patch.held_out_scores import make_reference_model
 from factory.runs.arm import Arm
-from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.sandboxed_training import ArmRunEnd
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -38,16 +38,16 @@ from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint, checkpoint_name
 from trainer.contract.data.data_order import DataOrder
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import DocumentStream, Piece, shard_generation
+from trainer.contract.data.document_stream import DocumentPiece, DocumentStream, shard_generation
 from trainer.contract.recipe import Recipe
 
-ArmTrainer = Callable[[Arm], ArmEnd]  # trains an arm
+ArmTrainer = Callable[[Arm], ArmRunEnd]  # trains an arm
 USUAL_STEPS = 32  # steps before the onset that define the usual values
 SAMPLE = 200  # documents of earlier shards that are scored for comparison
 
 
 @dataclass(frozen=True)
-class Episode:
+class AnomalyEpisode:
     """Anomalies of one segment that belong together, with all that a replay of their window needs."""
 
     kind: str  # of the first one
@@ -56,7 +56,7 @@ class Episode:
     spec: Mapping[str, Any]  # of the segment, as it was trained
     kernels: Mapping[str, str]  # op → implementation, by name; empty: the code's own kernels.yaml
     device: str  # of the kernels: cpu or cuda
-    lines: Sequence[StepPoint]  # of the live run, with those of the segments before it
+    lines: Sequence[StepMetrics]  # of the live run, with those of the segments before it
     rungs: Sequence[tuple[int, Path]]  # checkpoints at or before the onset, oldest first
     code: Path
     previous_code: Path | None = None
@@ -91,20 +91,20 @@ class Episode:
         """The checkpoint nearest to half of the onset's steps: it is trained enough, and differs enough."""
         return min(self.rungs[:-1], key=lambda rung: abs(rung[0] - self.onset / 2), default=None)
 
-    def symptom(self) -> Symptom:
-        quantity = quantity_of(self.kind, self.where)
+    def live_symptom(self) -> Symptom:
+        quantity = quantity_of_anomaly(self.kind, self.where)
         before = [p for p in self.lines if p.step < self.onset and p.value(quantity) is not None]
-        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.window(self.lines), self.where)
+        return Symptom.from_live_run(self.kind, before[-USUAL_STEPS:], self.points_in_window(self.lines), self.where)
 
-    def window(self, points: Sequence[StepPoint]) -> list[StepPoint]:
+    def points_in_window(self, points: Sequence[StepMetrics]) -> list[StepMetrics]:
         return [point for point in points if self.onset <= point.step <= self.last]
 
 
 @dataclass
-class WindowBench:
+class EpisodeReplayBench:
     """A ``ReplayBench`` in ``folder``. After a kill, finished replays are read again and count for the budget."""
 
-    episode: Episode
+    episode: AnomalyEpisode
     folder: Path
     run_trainer: ArmTrainer
     budget: int  # the most steps that may be replayed
@@ -120,7 +120,7 @@ class WindowBench:
             kind=found.kind,
             onset=found.onset,
             last=found.last,
-            symptom=found.symptom(),
+            symptom=found.live_symptom(),
             recipe=found.spec["recipe"],
             live=tuple(p for p in found.lines if found.newest_checkpoint[0] <= p.step < found.end_step),
             all_reference=set(found.kernels.values()) == {"reference"},
@@ -130,7 +130,7 @@ class WindowBench:
             has_end=found.end is not None,
             has_earlier=len(found.checkpoints_in_segment()) > 1,
             has_older=found.find_older_checkpoint() is not None,
-            resumed_at=found.newest_checkpoint[0] if has_lost_moments(found.newest_checkpoint[1]) else None,
+            resumed_at=found.newest_checkpoint[0] if has_zero_moments(found.newest_checkpoint[1]) else None,
             generation_begins=found.generation_begins,
             has_previous_mixture=found.previous_weights is not None,
             was_otherwise=found.changed_recipe_keys,
@@ -148,7 +148,7 @@ class WindowBench:
             approach = self.episode.onset - self.episode.newest_checkpoint[0] if arm == AGAIN[0] else 0
             steps = self.episode.end_step - first + approach
             if self.replayed + steps > self.budget:
-                raise BudgetSpent(
+                raise ReplayBudgetSpentError(
                     Message(
                         "diagnosis.budget_spent",
                         "the budget of {budget:,|replayed step|replayed steps} is used up: {replayed:,|step was|steps were} "
@@ -205,7 +205,7 @@ class WindowBench:
             return at_onset
         older = episode.find_older_checkpoint()
         assert older is not None
-        return graft_checkpoint(
+        return combine_checkpoints(
             older[1], at_onset if at_onset.exists() else episode.newest_checkpoint[1], self.folder / "grafted"
         )
 
@@ -217,7 +217,7 @@ class WindowBench:
             remove_path(ended.folder)
             return ArmOutcome(arm.name, None, steps, failed=ended.failed)
         left = Trace(ended.folder, first, until, ends=False)
-        curve, bits = tuple(points_of_metrics(list(left.lines.values()))), left.bits
+        curve, bits = tuple(read_step_metrics(list(left.lines.values()))), left.checkpoint_hash
         if until == episode.onset:
             at_onset = self.folder / "onset" / checkpoint_name(until)
             remove_path(at_onset)  # left by a process that was killed before it stored the outcome
@@ -226,7 +226,7 @@ class WindowBench:
         fires = (
             None
             if arm.start == "older weights" or until == episode.onset
-            else episode.symptom().is_present(episode.window(curve))
+            else episode.live_symptom().is_present(episode.points_in_window(curve))
         )
         whole = arm.start == "newest" or first == episode.newest_checkpoint[0]
         return ArmOutcome(arm.name, fires, steps, _bits(bits, curve) if whole else bits, curve)
@@ -254,7 +254,7 @@ class WindowBench:
         )  # fmt: skip
 
     # -- documents -----------------------------------------------------------------------------------------------------
-    def scores(self, start: Start) -> list[DocumentScore]:
+    def score_documents_at(self, start: Start) -> list[DocumentScore]:
         """The scores of all documents in the window, of ``SAMPLE`` documents of earlier shards, and of as many of the newest shards."""
         path = self._start(start)
         stored = self.folder / f"scores-{start.replace(' ', '-')}.json"
@@ -266,7 +266,7 @@ class WindowBench:
         write_atomically(stored, json.dumps([astuple(score) for score in found]))
         return found
 
-    def joined(self) -> list[JoinedShards]:
+    def compare_new_shards(self) -> list[NewShardsComparison]:
         """For each domain, how the documents that the newest shards bring into the window differ from earlier ones."""
         order = data_order_at(self.episode, self.episode.onset)
         keys: dict[str, set[str]] = defaultdict(set)
@@ -275,7 +275,7 @@ class WindowBench:
         return compare_new_documents(order, {stream: tuple(sorted(found)) for stream, found in keys.items()})
 
 
-def data_order_at(episode: Episode, step: int) -> DataOrder:
+def data_order_at(episode: AnomalyEpisode, step: int) -> DataOrder:
     """The segment's data order, moved to a step at or after the newest checkpoint."""
     recipe = Recipe.parse(dict(episode.spec["recipe"]))
     plan = DataPlan.from_json(episode.spec["data_plan"])
@@ -291,18 +291,18 @@ def data_order_at(episode: Episode, step: int) -> DataOrder:
     return order
 
 
-def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, Piece]]:
+def read_pieces_until(order: DataOrder, step: int) -> Iterator[tuple[str, DocumentPiece]]:
     """(key of the document, piece) for each piece of the steps before ``step``."""
     while order.step < step:
         for piece in (piece for row in order.next_rows() for piece in row):
             yield order.streams[piece.stream].key(piece.document), piece
 
 
-def score_documents(episode: Episode, checkpoint: Path) -> list[DocumentScore]:
+def score_documents(episode: AnomalyEpisode, checkpoint: Path) -> list[DocumentScore]:
     """Loss and gradient norm at a checkpoint of the pieces of each document in the episode, and of ``sample_pieces``. Computed on the CPU."""
     model = make_reference_model(checkpoints.read_tensors(checkpoint, "model"), dict(episode.spec["recipe"]))
     order = data_order_at(episode, episode.onset)
-    pieces: dict[tuple[str, bool], list[Piece]] = defaultdict(list)
+    pieces: dict[tuple[str, bool], list[DocumentPiece]] = defaultdict(list)
     for key, piece in read_pieces_until(order, episode.end_step):
         pieces[key, True].append(piece)
     for piece in sample_pieces(order, SAMPLE):
@@ -337,7 +337,7 @@ def newest_streams(order: DataOrder) -> set[str]:
     return {name for name in order.streams if shard_generation(name) == newest > oldest}
 
 
-def sample_pieces(order: DataOrder, count: int) -> list[Piece]:
+def sample_pieces(order: DataOrder, count: int) -> list[DocumentPiece]:
     """The first piece of about ``count`` documents of the newest generation, and of as many earlier documents, evenly spaced."""
     joined, found = newest_streams(order), []
     for new in (True, False):
@@ -350,31 +350,33 @@ def sample_pieces(order: DataOrder, count: int) -> list[Piece]:
     return found
 
 
-def first_piece(stream: DocumentStream, document: int) -> Piece:
+def first_piece(stream: DocumentStream, document: int) -> DocumentPiece:
     """The first piece of a document, as a row would hold it."""
     shard, first = int(stream.shard[document]), int(stream.start[document])
     positions = min(stream.context, int(stream.length[document]) - 1)
-    supervised = stream.supervised(shard, first, positions)
-    return Piece(stream.name, 0, document, 0, positions, supervised, shard, first)
+    supervised = stream.count_supervised_targets(shard, first, positions)
+    return DocumentPiece(stream.name, 0, document, 0, positions, supervised, shard, first)
 
 
-def _bits(tensors: str, curve: Sequence[StepPoint]) -> str:
-    return hashlib.sha256(json.dumps([tensors, *(point.row() for point in curve)]).encode()).hexdigest()
+def _bits(tensors: str, curve: Sequence[StepMetrics]) -> str:
+    return hashlib.sha256(json.dumps([tensors, *(point.to_row() for point in curve)]).encode()).hexdigest()
 
 
 def _stored(path: Path) -> ArmOutcome | None:
     if not path.exists():
         return None
     found = json.loads(path.read_text())
-    return ArmOutcome(**found | {"curve": tuple(StepPoint(*point) for point in found["curve"])})
+    return ArmOutcome(**found | {"curve": tuple(StepMetrics(*point) for point in found["curve"])})
 
 
 def _store(path: Path, outcome: ArmOutcome) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, json.dumps(asdict(replace(outcome, curve=())) | {"curve": [p.row() for p in outcome.curve]}))
+    write_atomically(
+        path, json.dumps(asdict(replace(outcome, curve=())) | {"curve": [p.to_row() for p in outcome.curve]})
+    )
 
 
-def graft_checkpoint(older: Path, newest: Path, parent: Path) -> Path:
+def combine_checkpoints(older: Path, newest: Path, parent: Path) -> Path:
     """A checkpoint with the weights and moments of ``find_older_checkpoint`` and the step and data position of ``newest_checkpoint``; returns its
     path."""
     target = parent / newest.name
@@ -385,7 +387,7 @@ def graft_checkpoint(older: Path, newest: Path, parent: Path) -> Path:
     return target
 
 
-def has_lost_moments(checkpoint: Path) -> bool:
+def has_zero_moments(checkpoint: Path) -> bool:
     """Whether all moments of a checkpoint are zero."""
     moments = [
         t

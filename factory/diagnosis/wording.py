@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from agents.core.untrusted import limited_text, one_line
 from agents.llm.exchange import LlmError
 from agents.loop.role import DraftError
-from agents.loss_doctor.curves import StepPoint
-from agents.loss_doctor.wording import AGENT, ArmResult, DiagnosisFacts, Wording, ask_for_wording
+from agents.loss_doctor.curves import StepMetrics
+from agents.loss_doctor.wording import AGENT, ArmResult, CheckedWording, DiagnosisFacts, ask_for_wording
 from factory.code_loop.agent_runs import AgentOptions, AgentRuns
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
@@ -45,7 +45,7 @@ def describe_diagnosis(plant: Plant, number: int) -> None:
     """
     detail = newest_details_by_anomaly(plant.ledger, DIAGNOSED)[number]
     lead, segment = detail["lead"], SegmentRow.get(plant.ledger, detail["segment"])
-    said, model, failed = Wording(), "", ""
+    said, model, failed = CheckedWording(), "", ""
     asked = AgentOptions(target=f"diagnosis:{detail['event']}")
     plant.progress.line(
         Message(
@@ -97,7 +97,7 @@ def describe_waiting_diagnoses(plant: Plant) -> None:
 
 
 def make_diagnosis_facts(
-    detail: Mapping[str, Any], lines: Sequence[StepPoint], documents: Sequence[Mapping[str, Any]] = ()
+    detail: Mapping[str, Any], lines: Sequence[StepMetrics], documents: Sequence[Mapping[str, Any]] = ()
 ) -> DiagnosisFacts:
     """The facts of a diagnosis for a language model. ``lines``: of the live run. ``documents``: from ``read_shown_documents``.
 

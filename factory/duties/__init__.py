@@ -1,7 +1,7 @@
 """The work of the daemon as an ordered list of duties.
 
     table     the list; a duty's place in it is its rank
-    duty      the classes: a duty (``Duty``), the state that it looks at (``DutyState``), one piece of work (``Errand``)
+    duty      the classes: a duty (``Duty``), the state that it looks at (``DutyState``), one piece of work (``DutyTask``)
     runner    the loop that does the duties (``work``: one pass; ``run``: the daemon)
     back_off  failures: a failed errand rests, twice as long each time, is reported once, and other errands continue
     listing   ``factory duties``: the list with due, resting and held duties, and when each was last done

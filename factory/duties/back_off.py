@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from factory.core.errors import ConfigError, FactoryError, InputError, WaitingError
-from factory.core.faults import LOCKED, Fault, find_fault_in, is_machine_fault_of_no_file
+from factory.core.faults import LOCKED, Fault, find_fault_in, is_machine_fault_without_file
 from factory.core.time_formats import format_duration
 from factory.core.workspace import Workspace
 from factory.ledger.ledger import record_event
@@ -37,25 +37,25 @@ MOST_UNRECORDED = 100
 T = TypeVar("T")
 
 
-class ErrandAttempts:
+class DutyTaskAttempts:
     """Does the errands of a pass. A key is an errand as text. In this class nothing rests and failures are raised, for a single pass.
 
-    ``factory run --once`` uses this class; the daemon uses ``RetryingAttempts``.
+    ``factory run --once`` uses this class; the daemon uses ``DutyTaskRetries``.
     """
 
-    def rests(self) -> Mapping[str, FailureWait]:
+    def failure_states(self) -> Mapping[str, FailureWait]:
         """The state of each failed errand, by key."""
         return {}
 
-    def resting(self) -> frozenset[str]:
+    def waiting_tasks(self) -> frozenset[str]:
         """Keys of errands that are not tried now."""
         return frozenset()
 
-    def failing(self) -> frozenset[str]:
+    def failing_tasks(self) -> frozenset[str]:
         """Keys of errands that failed and have not succeeded since."""
         return frozenset()
 
-    def attempt(self, key: str, act: Callable[[], object]) -> bool:
+    def try_task(self, key: str, act: Callable[[], object]) -> bool:
         """Do an errand; returns whether it was done. False: it failed and rests, or a decision made it out of date."""
         try:
             act()
@@ -63,13 +63,13 @@ class ErrandAttempts:
             return False
         return True
 
-    def waits(self, why: FactoryError | None) -> None:
+    def report_training_wait(self, why: FactoryError | None) -> None:
         """Report why training waits for a person; None: training does not wait."""
         if why is not None:
             raise why
 
 
-class RetryingAttempts(ErrandAttempts):
+class DutyTaskRetries(DutyTaskAttempts):
     """Attempts of the daemon: failed errands rest and are retried."""
 
     def __init__(self, plant: Plant) -> None:
@@ -87,20 +87,20 @@ class RetryingAttempts(ErrandAttempts):
         self._failed: set[str] = set()  # keys that failed in this pass
         self._waiting = ""  # the reported reason why training waits
 
-    def resting(self) -> frozenset[str]:
-        resting = self.backoff.resting()
+    def waiting_tasks(self) -> frozenset[str]:
+        resting = self.backoff.waiting_keys()
         self._rested |= resting
         return resting
 
-    def failing(self) -> frozenset[str]:
-        return frozenset({*self.backoff.known(), *self._told})
+    def failing_tasks(self) -> frozenset[str]:
+        return frozenset({*self.backoff.failure_states(), *self._told})
 
-    def rests(self) -> Mapping[str, FailureWait]:
-        return self.backoff.known()
+    def failure_states(self) -> Mapping[str, FailureWait]:
+        return self.backoff.failure_states()
 
-    def attempt(self, key: str, act: Callable[[], object]) -> bool:
+    def try_task(self, key: str, act: Callable[[], object]) -> bool:
         """Raises: any error that a fault of the machine causes, because other errands would fail too."""
-        if self.backoff.rests(key):
+        if self.backoff.is_waiting(key):
             return False
         try:
             act()
@@ -110,7 +110,7 @@ class RetryingAttempts(ErrandAttempts):
         except WaitingError:
             return False  # the next look reports it
         except TrainerDiedError as died:  # the ledger has it already, with its count
-            rest, _ = self.backoff.failed(key, str(died), failures=died.tries)
+            rest, _ = self.backoff.record_failure(key, str(died), failures=died.tries)
             again = Message(
                 "duties.next_try",
                 "{died} The next try begins in {wait}.",
@@ -120,15 +120,17 @@ class RetryingAttempts(ErrandAttempts):
             )
             self.say(str(died) if died.parked else again)
             if died.parked:
-                self.backoff.succeeded(key)
+                self.backoff.record_success(key)
             return False
         except Exception as error:
             fault = find_fault_in(error)
             if fault is not None:
-                self.backoff.failed(key, fault.description, longest=min(FAULT_SECONDS * TURN, self.backoff.longest))
+                self.backoff.record_failure(
+                    key, fault.description, longest=min(FAULT_SECONDS * TURN, self.backoff.longest)
+                )
                 raise
             self._failed.add(key)
-            rest, news = self.backoff.failed(key, self._words(error, key))
+            rest, news = self.backoff.record_failure(key, self._words(error, key))
             if news:
                 failed = Message(
                     "duties.failed", "{errand} failed: {error} (next try in {wait}; other work continues)",
@@ -139,34 +141,34 @@ class RetryingAttempts(ErrandAttempts):
         self._works(key)
         return True
 
-    def waits(self, why: FactoryError | None) -> None:
+    def report_training_wait(self, why: FactoryError | None) -> None:
         """Report a reason once."""
         reason = str(why) if why else ""
         if reason and reason != self._waiting:
             self.say(reason)
         self._waiting = reason
 
-    def too_early(self) -> bool:
+    def is_too_early_for_pass(self) -> bool:
         """Whether it is too early for the next pass, because a pass failed."""
         self._hear()
-        return self.backoff.rests(PASS_KEY)
+        return self.backoff.is_waiting(PASS_KEY)
 
-    def passed(self) -> None:
+    def record_pass_end(self) -> None:
         """A pass ended: every due errand was tried, or rests."""
         self._works(PASS_KEY)
         for key in sorted(self._told - self._rested - self._failed):
-            self.backoff.succeeded(key)
+            self.backoff.record_success(key)
             gone = Message("duties.no_longer_due", "{errand} failed earlier and is no longer due", errand=key)
             self._tell_no_longer(key, gone, "")
         self._failed.clear()
         self._rested.clear()
 
-    def pass_failed(self, error: Exception) -> None:
+    def record_pass_failure(self, error: Exception) -> None:
         """A pass ended early by a fault of the machine or a bug."""
         fault = find_fault_in(error)
         said = fault_message(fault) if fault else self._words(error, PASS_KEY)
         longest = min(FAULT_SECONDS, self.backoff.longest)
-        rest, news = self.backoff.failed(PASS_KEY, said, about=fault.remedy if fault else "", longest=longest)
+        rest, news = self.backoff.record_failure(PASS_KEY, said, about=fault.remedy if fault else "", longest=longest)
         if news:
             # Writing to a locked ledger would block for a minute, so this event is recorded later.
             self._tell(PASS_FAILED, PASS_KEY, said, rest, record_now=fault != LOCKED)
@@ -182,7 +184,7 @@ class RetryingAttempts(ErrandAttempts):
         return _unexpected(self.workspace, key, error)
 
     def _works(self, key: str) -> None:
-        before = self.backoff.succeeded(key)
+        before = self.backoff.record_success(key)
         if key in self._told:
             seconds = self.backoff.clock() - before.since if before else None
             again = Message(
@@ -215,7 +217,7 @@ class RetryingAttempts(ErrandAttempts):
             asked = f"SELECT max(id) AS id FROM events WHERE kind = '{ASKED}' AND id > :heard"
             newest = self.ledger.read(asked, heard=self._asked or 0)[0]["id"]
             if newest is not None and self._asked is not None:
-                self.backoff.try_all()
+                self.backoff.end_all_waits()
             self._asked = newest or self._asked or 0
 
 
@@ -300,10 +302,10 @@ def retry_faults(act: Callable[[], T], say: Callable[[str], object]) -> T:
             return act()
         except Exception as error:
             fault = find_fault_in(error)
-            mistake = isinstance(error, ConfigError | InputError) and not is_machine_fault_of_no_file(error)
+            mistake = isinstance(error, ConfigError | InputError) and not is_machine_fault_without_file(error)
             if fault is None or mistake:
                 raise
-            rest, news = waits.failed("start", fault.description)
+            rest, news = waits.record_failure("start", fault.description)
             if news:
                 if isinstance(error, FactoryError):  # it has more facts, for example the server's name
                     say(f"  {error}")

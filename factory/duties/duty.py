@@ -53,7 +53,7 @@ class DutyState:
                 return None
         return row.id
 
-    def rests(self, name: str) -> list[int]:
+    def waiting_subjects(self, name: str) -> list[int]:
         """The numbers of the subjects that a duty should not try now."""
         return [int(key.removeprefix(f"{name} ")) for key in self.resting if key.startswith(f"{name} ")]
 
@@ -69,7 +69,7 @@ class Duty:
 
     name: str  # a verb and its object as one word, for requests of a person and messages about failures
     description: str  # a line for 'factory duties'
-    # The subjects that wait, most urgent first: a number, a path, None, or an Errand of another duty.
+    # The subjects that wait, most urgent first: a number, a path, None, or an DutyTask of another duty.
     due: Callable[[DutyState], Iterable[object]]
     do: Callable[..., object]  # do(plant, subject): safe to repeat; its own transaction records it
     trains: bool = False  # starts trainers: waits while training is paused
@@ -82,7 +82,7 @@ class Duty:
     in_background: float = 0.0  # seconds between two turns in a thread of its own, also while the daemon is paused
     at_end: bool = False  # a background duty that is also done before 'factory run --once' ends
 
-    def why_held(self, look: DutyState) -> str:
+    def reason_for_waiting(self, look: DutyState) -> str:
         """Why the duty waits, whether or not it is due; empty when it does not wait."""
         if not self.in_background and look.pause and (self.trains or look.pause.what == EVERYTHING):
             return look.pause.message
@@ -99,13 +99,13 @@ class Duty:
         return ""
 
     @property
-    def look_key(self) -> str:
+    def due_check_key(self) -> str:
         """The key of the errand that asks ``due`` again after an error."""
         return f"check if {self.name} is due"
 
 
 @dataclass(frozen=True)
-class Errand:
+class DutyTask:
     """A duty to be done on one subject. Its text, such as 'judge 3', is used in requests, for rests and in messages about failures."""
 
     duty: Duty
@@ -123,7 +123,7 @@ class Errand:
         self.duty.do(plant, self.subject)
 
     @classmethod
-    def parse(cls, text: str, duties: Iterable[Duty]) -> Errand:
+    def parse(cls, text: str, duties: Iterable[Duty]) -> DutyTask:
         """The inverse of ``str``. Raises: InputError for an unknown duty or an invalid number."""
         name, _, number = text.partition(" ")
         duty = next((one for one in duties if one.name == name and not one.in_background), None)

@@ -15,7 +15,7 @@ from typing import Any
 from factory.core.faults import find_fault_in
 from factory.core.time_formats import format_duration, format_local_time
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, DutyState, Errand
+from factory.duties.duty import Duty, DutyState, DutyTask
 from factory.duties.table import DUTIES
 from factory.ledger.file_events import find_low_disk
 from factory.ledger.plant import Plant
@@ -28,7 +28,7 @@ NAME = "duties.json"  # in logs/: {"done": {duty: {"errand", "at"}}, "rests": {e
 MOST_SHOWN = 5  # errands of a duty
 
 
-def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: Errand | None = None) -> None:
+def write_note(workspace: Workspace, rests: Mapping[str, FailureWait], done: DutyTask | None = None) -> None:
     """Write the rests and the finished errand to a file for people. If the disk is full, nothing is written or raised."""
     before, now = read_note(workspace), time.time()
     known = before["rests"]
@@ -55,9 +55,10 @@ def read_note(workspace: Workspace) -> dict[str, dict[str, Any]]:
 
 
 def duty_facts(plant: Plant) -> list[dict[str, Any]]:
-    """The facts of each duty: ``rank``, ``name``, ``description``, ``when`` it is looked at, ``due``, ``why_held``, ``rests``, ``done``.
+    """The facts of each duty: ``rank``, ``name``, ``description``, ``when`` it is looked at, ``due``, ``reason_for_waiting``, ``rests``, ``done``.
 
-    ``due``: errands, or an error; ``why_held``: why it waits; ``rests``: until when each errand rests, and why; ``done``: the last errand, and when.
+    ``due``: errands, or an error; ``reason_for_waiting``: why it waits; ``rests``: until when each errand rests, and why; ``done``: the last errand,
+    and when.
     Times are seconds since 1970.
     """
     noted, now = read_note(plant.workspace), time.time()
@@ -71,7 +72,7 @@ def duty_facts(plant: Plant) -> list[dict[str, Any]]:
                 "does": str(duty.description),
                 "when": _when(duty),
                 "due": _due(duty, look),
-                "held": duty.why_held(look),
+                "held": duty.reason_for_waiting(look),
                 "rests": {
                     key: rest | {"error": errors.get(key, "")}
                     for key, rest in noted["rests"].items()
@@ -98,11 +99,11 @@ def _due(duty: Duty, look: DutyState) -> list[str]:
         if find_fault_in(error):
             raise
         return [f"unknown: {error}"]
-    return [str(one if isinstance(one, Errand) else Errand(duty, one)) for one in found]
+    return [str(one if isinstance(one, DutyTask) else DutyTask(duty, one)) for one in found]
 
 
 def _of(duty: Duty, key: str) -> bool:
-    return key in (duty.name, duty.look_key) or key.startswith(f"{duty.name} ")
+    return key in (duty.name, duty.due_check_key) or key.startswith(f"{duty.name} ")
 
 
 def duty_lines(found: list[dict[str, Any]]) -> list[str]:

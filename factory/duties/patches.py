@@ -16,7 +16,7 @@ from factory.code_loop.approvals import judge_due_patches_again
 from factory.code_loop.reverting import open_reverts
 from factory.duties.duty import Duty, DutyState, always_due
 from factory.ledger.plant import Plant
-from factory.show.mlflow.approval_answers import settle_proposals
+from factory.show.mlflow.approval_answers import carry_out_proposal_decisions
 from kernels.contract.message import Message
 
 if TYPE_CHECKING:
@@ -36,9 +36,9 @@ def _audit(plant: Plant, segment: int) -> None:
 
 
 def _improvement(look: DutyState) -> Iterable[object]:
-    from factory.code_loop.improvements import improve_policy_as_written
+    from factory.code_loop.improvements import read_unchecked_improve_policy
 
-    if improve_policy_as_written(look.plant.workspace).get("when", "off") == "off":
+    if read_unchecked_improve_policy(look.plant.workspace).get("when", "off") == "off":
         return ()  # before the heavy imports
     from factory.code_loop.improving import due_stages
 
@@ -57,7 +57,7 @@ OPEN_REVERTS = Duty(
 )  # fmt: skip
 FOLLOW_APPROVALS = Duty(
     "follow_approvals", Message("duties.follow_approvals", "merge, revert or close the decided proposals"), always_due,
-    lambda plant, _: settle_proposals(plant), each="pass",
+    lambda plant, _: carry_out_proposal_decisions(plant), each="pass",
 )  # fmt: skip
 JUDGE_MERGED_AGAIN = Duty(
     "judge_merged_again", Message("duties.judge_merged_again", "judge merged patches again after their environment changed"), always_due,

@@ -9,23 +9,23 @@ from collections.abc import Iterator
 from functools import partial
 
 from factory.core.errors import InputError
-from factory.duties.duty import Duty, DutyState, Errand, always_due
+from factory.duties.duty import Duty, DutyState, DutyTask, always_due
 from factory.ledger.plant import Plant
 from factory.retrying.requests import open_requests, record_request_done
 from kernels.contract.message import Message
 
 
-def _asked(look: DutyState) -> list[Errand]:
+def _asked(look: DutyState) -> list[DutyTask]:
     """The requests, oldest first; those that start no trainer come before the others."""
     return sorted(_errands(look), key=lambda errand: errand.duty.trains)
 
 
-def _errands(look: DutyState) -> Iterator[Errand]:
+def _errands(look: DutyState) -> Iterator[DutyTask]:
     for request, one in open_requests(look.db).items():
         try:
-            yield Errand.parse(request, look.duties)
+            yield DutyTask.parse(request, look.duties)
         except InputError as error:
-            yield Errand(Duty("refuse", "", always_due, partial(_refuse, str(error), one["event"])), request)
+            yield DutyTask(Duty("refuse", "", always_due, partial(_refuse, str(error), one["event"])), request)
 
 
 def _refuse(why: str, event: int, plant: Plant, request: str) -> None:

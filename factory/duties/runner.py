@@ -13,10 +13,10 @@ from dataclasses import replace
 from functools import partial
 
 from factory.core.errors import FactoryError, InputError, SegmentError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.workspace import MODEL_LOOP
-from factory.duties.back_off import ErrandAttempts, RetryingAttempts, run_in_background
-from factory.duties.duty import Duty, DutyState, Errand, always_due
+from factory.duties.back_off import DutyTaskAttempts, DutyTaskRetries, run_in_background
+from factory.duties.duty import Duty, DutyState, DutyTask, always_due
 from factory.duties.listing import write_note
 from factory.duties.table import DUTIES
 from factory.ingest.inbox import SETTLE_SECONDS
@@ -34,12 +34,12 @@ MOST_REPEATS = 3  # of one errand in a row
 REQUEST_KEYS = ("action", "by", "at", "event")  # keys of a request; its other keys are arguments of ``do``
 
 
-def find_next_errands(look: DutyState) -> list[Errand]:
+def find_next_duty_tasks(look: DutyState) -> list[DutyTask]:
     """The first errand that is due, not resting and not held, after the "look" duties before it.
 
     Without such an errand, the daemon waits for files or for a person.
     """
-    found: list[Errand] = []
+    found: list[DutyTask] = []
     for duty in look.duties:
         if duty.in_background or duty.each == "pass":
             continue
@@ -50,16 +50,16 @@ def find_next_errands(look: DutyState) -> list[Errand]:
     return found
 
 
-def _first(duty: Duty, look: DutyState) -> Errand | None:
+def _first(duty: Duty, look: DutyState) -> DutyTask | None:
     """The first errand of a duty, or None. If ``due`` fails, an errand that asks it again: its error is repaired or reported, and it rests."""
-    if look.resting & {duty.name, duty.look_key} or duty.why_held(look):
+    if look.resting & {duty.name, duty.due_check_key} or duty.reason_for_waiting(look):
         return None
-    again = Errand(Duty(duty.look_key, duty.description, always_due, partial(_look_again, duty, replace(look))))
-    if duty.look_key in look.failing:
+    again = DutyTask(Duty(duty.due_check_key, duty.description, always_due, partial(_look_again, duty, replace(look))))
+    if duty.due_check_key in look.failing:
         return again
     try:
         for subject in duty.due(look):
-            errand = subject if isinstance(subject, Errand) else Errand(duty, subject)
+            errand = subject if isinstance(subject, DutyTask) else DutyTask(duty, subject)
             if str(errand) not in look.resting and not errand.duty.why_held(look):
                 return errand
     except Exception:
@@ -77,7 +77,7 @@ def run_pass(
     *,
     settle: float = SETTLE_SECONDS,
     endless: bool = False,
-    attempts: ErrandAttempts | None = None,
+    attempts: DutyTaskAttempts | None = None,
     duties: tuple[Duty, ...] = DUTIES,
 ) -> int:
     """Make a pass: do errands until none is due; returns the number of errands done.
@@ -85,36 +85,38 @@ def run_pass(
     A bad shard or file does not stop other errands. A missing or damaged token shard or checkpoint is made again. ``attempts``: handles
     failures; by default they are raised, and so is the reason why training waits for a person.
     """
-    attempts = attempts or ErrandAttempts()
+    attempts = attempts or DutyTaskAttempts()
     nothing = DutyState(plant, plant.ledger, duties, settle=settle, endless=endless)
-    look = replace(nothing, resting=attempts.resting(), failing=attempts.failing())
+    look = replace(nothing, resting=attempts.waiting_tasks(), failing=attempts.failing_tasks())
     for errand in [errand for duty in duties if duty.each == "pass" and (errand := _first(duty, look))]:
-        attempts.attempt(str(errand), partial(errand.do, plant))
+        attempts.try_task(str(errand), partial(errand.do, plant))
     done = repeats = 0
     previous = ""
     while True:
         low = must_training_wait(plant)
         with plant.ledger.snapshot() as db:
-            look = replace(nothing, db=db, low_on_disk=low, resting=attempts.resting(), failing=attempts.failing())
-            errands = find_next_errands(look)
+            look = replace(
+                nothing, db=db, low_on_disk=low, resting=attempts.waiting_tasks(), failing=attempts.failing_tasks()
+            )
+            errands = find_next_duty_tasks(look)
             over = not errands or bool(errands[-1].duty.each)
             why = _why_training_waits(look) if over else None
         for errand in errands:
             if errand.duty.each:
-                attempts.attempt(str(errand), partial(errand.do, plant))
+                attempts.try_task(str(errand), partial(errand.do, plant))
                 continue
             repeats = repeats + 1 if str(errand) == previous and not errand.duty.recurs else 0
             previous = str(errand)
-            worked = attempts.attempt(previous, partial(_do, plant, errand, repeats))
-            write_note(plant.workspace, attempts.rests(), errand if worked else None)
+            worked = attempts.try_task(previous, partial(_do, plant, errand, repeats))
+            write_note(plant.workspace, attempts.failure_states(), errand if worked else None)
             done += worked
         if over:
-            write_note(plant.workspace, attempts.rests())
-            attempts.waits(why)
+            write_note(plant.workspace, attempts.failure_states())
+            attempts.report_training_wait(why)
             return done
 
 
-def _do(plant: Plant, errand: Errand, repeats: int) -> None:
+def _do(plant: Plant, errand: DutyTask, repeats: int) -> None:
     """Do an errand. Raises: FactoryError for an errand that is due repeatedly without effect."""
     if repeats >= MOST_REPEATS:
         raise FactoryError(
@@ -126,7 +128,7 @@ def _do(plant: Plant, errand: Errand, repeats: int) -> None:
     try:
         call_with_repairs(plant, partial(errand.duty.do, plant, errand.subject, **how))
     except InputError as error:  # for example, the anomaly was closed meanwhile
-        if not wanted or is_machine_fault_of_no_file(error):
+        if not wanted or is_machine_fault_without_file(error):
             raise
         plant.print_line(
             Message(
@@ -182,14 +184,14 @@ def run_daemon(plant: Plant, *, once: bool = False, every: float = 5.0) -> None:
         for duty in threads:  # each thread has its own connections
             own = replace(plant, ledger=Ledger.open(plant.workspace.ledger_url, plant.workspace.root))
             stack.enter_context(run_in_background(plant, duty.name, duty.in_background, partial(duty.do, own, None)))
-        back_off = RetryingAttempts(plant)
+        back_off = DutyTaskRetries(plant)
         while True:
-            if not back_off.too_early():
+            if not back_off.is_too_early_for_pass():
                 try:
                     run_pass(plant, endless=True, attempts=back_off)
-                    back_off.passed()
+                    back_off.record_pass_end()
                 except Exception as error:
-                    back_off.pass_failed(error)
+                    back_off.record_pass_failure(error)
                     if is_own_disk_full(plant.workspace, error):
                         with suppress(Exception):  # the next pass meets the error again
                             free_space(plant)

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import keep_ladder_during, keep_window_during
+from factory.audit.kept_checkpoints import keep_checkpoints_while_training, keep_window_while_training
 from factory.duties.duty import Duty, DutyState
 from factory.gates.release.policy import ReleasePolicy
 from factory.ledger.anomalies import CLOSED, DOCUMENTS_FREED, DOCUMENTS_QUARANTINED
@@ -36,7 +36,7 @@ def train_segment(plant: Plant, segment: int) -> None:
     follower = MlflowTracking.open(plant).follow_segment(row, plant.progress.line)
     follower.make_run()
     try:
-        with keep_window_during(plant, row), keep_ladder_during(plant.workspace, row):
+        with keep_window_while_training(plant, row), keep_checkpoints_while_training(plant.workspace, row):
             mend = lambda every: repair_inputs(plant, segment, every)
             result = run_segment(plant, segment, follower, mend)
     finally:

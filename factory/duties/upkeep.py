@@ -16,7 +16,7 @@ from factory.ingest.inbox import ingest_inbox_file, list_complete_files, update_
 from factory.ledger.plant import Plant
 from factory.releasable.recorded_report import update_report
 from factory.release.releases import finish_releases
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.telling.delivery import Notifier
 from kernels.contract.message import Message
@@ -79,7 +79,7 @@ UPDATE_SERVED_FOLDER = Duty(
     each="pass",
 )
 PUBLISH_REPORTS = Duty(
-    "show", Message("duties.show", "add new results to MLflow and to reports/"), always_due, lambda plant, _: show_missing(plant), each="look"
+    "show", Message("duties.show", "add new results to MLflow and to reports/"), always_due, lambda plant, _: show_unshown_items(plant), each="look"
 )  # fmt: skip
 NOTIFY = Duty(
     "notify", Message("duties.notify", "send notifications to their receivers"), always_due, lambda plant, _: _notifier(plant).deliver_new_events(),

@@ -92,7 +92,7 @@ def measure_baselines(
     return found
 
 
-def hash_of_baselines(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
+def hash_baseline_inputs(suite_sha256: str, shards: Sequence[TokenShard]) -> str:
     """A hash of the suite and the token shards, on which the baselines depend."""
     return hashlib.sha256(json.dumps([suite_sha256, sorted(shard.id for shard in shards)]).encode()).hexdigest()
 

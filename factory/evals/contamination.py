@@ -17,7 +17,7 @@ import numpy.typing as npt
 import sqlalchemy as sa
 
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check, join_sentences
+from factory.evals.probes.checks import ProbeCheck, join_sentences
 from factory.ingest.shapes.tool_calls import strip_tools
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out
@@ -35,7 +35,7 @@ Hashes = npt.NDArray[np.uint64]
 
 def check_contamination(
     ledger: Ledger, tokenizer: Tokenizer, shards: Sequence[TokenShard], policy: EvalPolicy
-) -> list[Check]:
+) -> list[ProbeCheck]:
     """Both checks of the token shards that a candidate was trained on."""
     found = list(_held_out_tokens(ledger, tokenizer))
     held, skipped = {key: ids for key, ids, _ in found}, {key: tools for key, _, tools in found}
@@ -43,7 +43,7 @@ def check_contamination(
     return [_same_hashes(ledger), check_shared_ngrams(held, shards, size, limit, skipped)]
 
 
-def _same_hashes(ledger: Ledger) -> Check:
+def _same_hashes(ledger: Ledger) -> ProbeCheck:
     held, train = documents.alias("held"), documents.alias("train")
     both = sa.select(held.c.key, train.c.key.label("train")).join(
         train, held.c.content_sha256 == train.c.content_sha256
@@ -62,7 +62,7 @@ def _same_hashes(ledger: Ledger) -> Check:
             "contamination.not_held_out", "No training document has the content hash of one of {documents:,} held-out documents",
             documents=next(iter(total.values())),
         )  # fmt: skip
-    return Check("no_held_out_in_training", not found, detail)
+    return ProbeCheck("no_held_out_in_training", not found, detail)
 
 
 def _held_out_tokens(ledger: Ledger, tokenizer: Tokenizer) -> Iterator[tuple[str, Tokens, int]]:
@@ -85,7 +85,7 @@ def check_shared_ngrams(
     size: int,
     limit: float,
     skipped: Mapping[str, int] | None = None,
-) -> Check:
+) -> ProbeCheck:
     """The check that no held-out document occurs in the token shards.
 
     A document is contaminated if a training document has the same ids, or if more than ``limit`` of its n-grams of ``size`` tokens occur.
@@ -126,7 +126,7 @@ def check_shared_ngrams(
                 count=len(copies), first=first, copy=copy,
             )
         )  # fmt: skip
-    return Check("no_shared_ngrams", not over and not copies, join_sentences(details))
+    return ProbeCheck("no_shared_ngrams", not over and not copies, join_sentences(details))
 
 
 def _copies(shard: TokenShard, held: dict[str, Tokens], copies: dict[str, str]) -> None:

@@ -18,12 +18,12 @@ import sqlalchemy as sa
 
 from factory.core.errors import DamagedExportError, InputError
 from factory.core.exports import export_folder_sha256
-from factory.core.faults import is_machine_fault_of_no_file
-from factory.evals.baselines import hash_of_baselines, measure_baselines, open_shards
+from factory.core.faults import is_machine_fault_without_file
+from factory.evals.baselines import hash_baseline_inputs, measure_baselines, open_shards
 from factory.evals.export_config import ExportError
 from factory.evals.parity import ParityCase, check_parity
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check, join_sentences
+from factory.evals.probes.checks import ProbeCheck, join_sentences
 from factory.evals.reference_model import ReferenceModel
 from factory.evals.suite import TASK_VERSIONS, Suite, build_suite
 from factory.evals.tasks import (
@@ -118,7 +118,7 @@ def refuse_damaged_export(candidate: CandidateRow) -> None:
                 ),
             )
     except (InputError, OSError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise DamagedExportError(candidate.id, str(error)) from error
 
@@ -148,7 +148,7 @@ def _measure(
                 export=export, model=model.config.vocab_size, tokenizer=tokenizer.vocab_size,
             )  # fmt: skip
     except ExportError as error:
-        return summary | _parity_summary([Check("export", False, _shortened(error))]), []
+        return summary | _parity_summary([ProbeCheck("export", False, _shortened(error))]), []
     encode = lambda documents: encode_documents(documents, tokenizer, token_bytes, policy.document_bytes)
     texts, dev_texts = encode(suite.documents), encode(suite.dev)
     cloze = build_cloze_items(suite, tokenizer, policy)
@@ -165,7 +165,7 @@ def _measure(
         task.advance(len(samples), "chat samples")
         summary |= _baselines(plant.ledger, suite, shards, texts, token_bytes, policy, task)
         checks = [
-            Check(
+            ProbeCheck(
                 "export",
                 True,
                 Message(
@@ -175,12 +175,12 @@ def _measure(
             )
         ]  # fmt: skip
         if problem := _not_finite([*bpb_items, *dev_items], cloze_items, noise):
-            return summary | _parity_summary([*checks, Check("finite_loss", False, problem)]), []
+            return summary | _parity_summary([*checks, ProbeCheck("finite_loss", False, problem)]), []
         all_finite = Message(
             "evaluator.all_finite", "The losses of {documents:,} held-out documents and {items:,} items are finite",
             documents=len(bpb_items), items=total,
         )  # fmt: skip
-        checks.append(Check("finite_loss", True, all_finite))
+        checks.append(ProbeCheck("finite_loss", True, all_finite))
         try:
             if not released:
                 checks += check_parity(
@@ -198,12 +198,12 @@ def _measure(
                     )
                 )
         except (TokenShardError, OSError) as error:
-            if is_machine_fault_of_no_file(error):
+            if is_machine_fault_without_file(error):
                 raise
             unreadable = Message(
                 "evaluator.unreadable_shard", "A token shard cannot be read: {reason}", reason=str(error)
             )
-            checks.append(Check("trainer_tokens", False, unreadable))
+            checks.append(ProbeCheck("trainer_tokens", False, unreadable))
         task.advance(len(checks), "parity")
     summary |= _results(bpb_items, noise, cloze_items, samples) | _parity_summary(checks)
     summary["dev"] = {
@@ -214,7 +214,7 @@ def _measure(
 
 
 def _shortened(error: CodedError) -> Message:
-    return Message.restored(error.code, str(error)[:500], error.data)
+    return Message.from_parts(error.code, str(error)[:500], error.data)
 
 
 def _not_finite(documents: list[EvalItem], cloze: list[EvalItem], noise: dict[str, float]) -> Message | None:
@@ -290,7 +290,7 @@ def _baselines(
     task: Any,
 ) -> dict[str, Any]:
     """Bits per byte of the byte n-gram models. An earlier evaluation on the same suite and data already has them."""
-    key = hash_of_baselines(suite.sha256, shards)
+    key = hash_baseline_inputs(suite.sha256, shards)
     for row in ledger.select_rows(sa.select(evaluations.c.summary).where(evaluations.c.suite_sha256 == suite.sha256)):
         if row["summary"].get("baselines_key") == key:
             return {"baselines_key": key, "baselines": row["summary"]["baselines"]}
@@ -300,12 +300,12 @@ def _baselines(
             "baselines": measure_baselines(shards, texts, token_bytes, policy.baseline_bytes_per_domain, task),
         }
     except (TokenShardError, OSError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         return {}  # the gate holds without baselines; parity's check names the shard
 
 
-def _parity_summary(checks: list[Check]) -> dict[str, Any]:
+def _parity_summary(checks: list[ProbeCheck]) -> dict[str, Any]:
     return {"parity": {check.name: {"ok": check.ok, "detail": check.detail} for check in checks}}
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.evals.export_config import ExportConfig, ExportError, parse_config
 
 ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja"}
@@ -102,7 +102,7 @@ def read_weights(folder: Path, config: ExportConfig) -> dict[str, torch.Tensor]:
                 # Copy: otherwise a tensor of the file's own type is mapped from the file and changes with it.
                 weights[name] = file.get_tensor(name).to(torch.float32, copy=True)
     except (SafetensorError, OSError, ValueError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise unreadable_weights(path, error) from error
     broken = [name for name, weight in weights.items() if not torch.isfinite(weight).all()]
@@ -126,7 +126,7 @@ def read_json(path: Path) -> dict[str, Any]:
             raise ExportError("export_folder.large_json", "{file} has more than 1 MiB", file=path)
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise ExportError(
             "export_folder.no_json", "{file} cannot be read as JSON: {reason}", file=path, reason=str(error)

@@ -18,10 +18,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from factory.core.errors import NoMemoryError, SegmentError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.evals.export_config import parse_config
 from factory.evals.export_folder import ExportError, read_json, unreadable_weights
-from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, Check, join_sentences
+from factory.evals.probes.checks import OF_CHECKPOINT, OF_FILES, ProbeCheck, join_sentences
 from factory.ingest.tokenizer import END, IM_END
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import CandidateRow, Subject
@@ -91,7 +91,7 @@ def hash_checkpoint_tensors(checkpoint: Path, recipe: dict[str, Any]) -> Digests
                     )
         return _digests(convert_tensors(checkpoints.read_tensors(checkpoint, "model"), _recipe(recipe)))
     except (TrainerError, OSError, KeyError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise SegmentError(
             "export_parity.unreadable",
@@ -124,7 +124,7 @@ def _tensors(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
             for name in file.keys():  # noqa: SIM118 - not a mapping
                 yield name, file.get_tensor(name)
     except (SafetensorError, OSError, ValueError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise unreadable_weights(path, error) from error
 
@@ -143,14 +143,14 @@ def _total(digests: Digests) -> str:
 
 
 # -- is it that? -------------------------------------------------------------------------------------------------------
-def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[Check]:
+def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary: int) -> list[ProbeCheck]:
     """A check for each name in ``OF_CHECKPOINT``. ``vocabulary``: number of tokens of the tokenizer."""
     made = recorded_export(ledger, candidate.id)
     if made is None:
         detail = join_sentences(
             [Message("export_parity.not_recorded", "The ledger has no hashes of this export"), AGAIN]
         )
-        return [Check(name, None, detail) for name in OF_CHECKPOINT]
+        return [ProbeCheck(name, None, detail) for name in OF_CHECKPOINT]
     export = Path(candidate.export_path)
     here, where = read_json(export / "config.json"), export / "config.json"
     found = asdict(parse_config(here, where))
@@ -181,13 +181,13 @@ def check_against_checkpoint(ledger: Ledger, candidate: CandidateRow, vocabulary
         ),
     }  # fmt: skip
     checks = [
-        Check(name, not wrong[name], join_sentences([*wrong[name], AGAIN]) if wrong[name] else detail)
+        ProbeCheck(name, not wrong[name], join_sentences([*wrong[name], AGAIN]) if wrong[name] else detail)
         for name, detail in passed.items()
     ]
     return [_weights(export, made), *checks]
 
 
-def _weights(export: Path, made: ExpectedExport) -> Check:
+def _weights(export: Path, made: ExpectedExport) -> ProbeCheck:
     tensors = hash_export_tensors(export)
     found, recorded = _total(tensors), made.weights_sha256
     if found == recorded:
@@ -195,12 +195,12 @@ def _weights(export: Path, made: ExpectedExport) -> Check:
             "export_parity.same_weights", "All bits of {tensors:,} tensors are the checkpoint's (sha256 {sha256:.12})",
             tensors=len(tensors), sha256=found,
         )  # fmt: skip
-        return Check("weights", True, same)
+        return ProbeCheck("weights", True, same)
     other = Message(
         "export_parity.other_weights", "The tensors have sha256 {found:.12}, but the checkpoint's have {recorded:.12}",
         found=found, recorded=recorded,
     )  # fmt: skip
-    return Check("weights", False, join_sentences([other, AGAIN]))
+    return ProbeCheck("weights", False, join_sentences([other, AGAIN]))
 
 
 def check_export_files(
@@ -209,12 +209,12 @@ def check_export_files(
     tokenizer_ids: list[int | None],
     asked: list[int],
     bos: int | None,
-) -> list[Check]:
+) -> list[ProbeCheck]:
     """Checks of BOS, EOS, sampling defaults and chat template in the export's other files.
 
     ``asked``: the tokenizer's end and stop tokens. ``bos``: the first token of a document, if any.
     """
-    parts: dict[str, Callable[[], Check]] = {
+    parts: dict[str, Callable[[], ProbeCheck]] = {
         "bos_eos": lambda: _bos_eos(export, made_config, tokenizer_ids, asked, bos),
         "generation_config": lambda: _generation(export),
         "template": lambda: _template(export),
@@ -225,7 +225,7 @@ def check_export_files(
         try:
             found.append(part())
         except ExportError as error:
-            found.append(Check(name, False, join_sentences([error.message, AGAIN])))
+            found.append(ProbeCheck(name, False, join_sentences([error.message, AGAIN])))
     return found
 
 
@@ -235,7 +235,7 @@ def _bos_eos(
     tokenizer_ids: list[int | None],
     stop: list[int],
     bos: int | None,
-) -> Check:
+) -> ProbeCheck:
     config = read_json(export / "config.json")
     end, end_of_turn = stop
     expected: dict[str, Any] = {"eos_token_id": end, "pad_token_id": end}
@@ -263,7 +263,7 @@ def _bos_eos(
         "export_parity.special_tokens", "Special tokens: BOS {bos}, end of document {end}, end of turn {end_of_turn}",
         bos="none" if bos is None else bos, end=end, end_of_turn=end_of_turn,
     )  # fmt: skip
-    return Check("bos_eos", not wrong, join_sentences([*wrong, AGAIN]) if wrong else passed)
+    return ProbeCheck("bos_eos", not wrong, join_sentences([*wrong, AGAIN]) if wrong else passed)
 
 
 def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
@@ -273,7 +273,7 @@ def _other_key(file: str, key: str, found: Any, expected: Any) -> Message:
     )  # fmt: skip
 
 
-def _generation(export: Path) -> Check:
+def _generation(export: Path) -> ProbeCheck:
     """The model was judged with greedy decoding, so transformers and vLLM must be greedy by default and must not change logits."""
     where = export / "generation_config.json"
     found = read_json(where)
@@ -289,23 +289,23 @@ def _generation(export: Path) -> Check:
             file=where.name,
             config=json.dumps(generation_config()),
         )
-        return Check("generation_config", False, join_sentences([*wrong, todo]))
-    return Check(
+        return ProbeCheck("generation_config", False, join_sentences([*wrong, todo]))
+    return ProbeCheck(
         "generation_config", True, Message("export_parity.greedy", "transformers and vLLM decode greedily by default")
     )
 
 
-def _template(export: Path) -> Check:
+def _template(export: Path) -> ProbeCheck:
     """transformers reads the file chat_template.jinja, other programs the key chat_template of tokenizer_config.json."""
     file, key = export / "chat_template.jinja", read_json(export / "tokenizer_config.json").get("chat_template")
     text = file.read_text(encoding="utf-8", errors="replace") if file.is_file() else None
     same = text is not None and key in (None, text)
     if same:
-        return Check(
+        return ProbeCheck(
             "template", True, Message("export_parity.same_template", "chat_template.jinja holds the only chat template")
         )
     other = Message(
         "export_parity.other_template",
         "chat_template.jinja is missing or differs from key chat_template of tokenizer_config.json. Export the checkpoint again",
     )
-    return Check("template", False, other)
+    return ProbeCheck("template", False, other)

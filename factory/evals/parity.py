@@ -25,7 +25,7 @@ from factory.evals.export_parity import check_against_checkpoint, check_export_f
 from factory.evals.policy import EvalPolicy
 from factory.evals.probes.chat_checks import AGAIN, CHAT_CHECKS, ProbeRequest, check_chats
 from factory.evals.probes.checks import CHECKS as CHECKS
-from factory.evals.probes.checks import OF_ENGINE, Check, join_sentences
+from factory.evals.probes.checks import OF_ENGINE, ProbeCheck, join_sentences
 from factory.evals.probes.engine import Fixture, make_fixture
 from factory.evals.probes.engine_process import (
     NATIVE,
@@ -77,7 +77,7 @@ class ParityCase:
         return Path(self.candidate.export_path)
 
 
-def check_parity(case: ParityCase) -> list[Check]:
+def check_parity(case: ParityCase) -> list[ProbeCheck]:
     """All checks except 'export' and 'finite_loss'. A failed check does not raise."""
     count = case.policy.parity_documents
     by_hash = sorted(case.suite.documents, key=lambda document: hash_order("parity", document.key))
@@ -122,11 +122,11 @@ def check_parity(case: ParityCase) -> list[Check]:
     ]
 
 
-def _vllm(case: ParityCase, fixture: Fixture) -> list[Check]:
+def _vllm(case: ParityCase, fixture: Fixture) -> list[ProbeCheck]:
     """vLLM's checks. If vLLM cannot run this model on this machine, they pass and say so: that is not the export's fault."""
     if lacks := why_vllm_cannot_run(case.model.config.head_dim):
         return [
-            Check(
+            ProbeCheck(
                 name,
                 True,
                 prefix_engine_name("vllm", Message("parity.vllm_skipped", "Skipped. {reason}", reason=lacks)),
@@ -137,15 +137,17 @@ def _vllm(case: ParityCase, fixture: Fixture) -> list[Check]:
         return vllm.run_checks(fixture, case.policy.vllm_seconds)
 
 
-def _together(checks: Sequence[Check]) -> Check:
+def _together(checks: Sequence[ProbeCheck]) -> ProbeCheck:
     """The same check of several engines as one check. All must pass."""
     worst = min(checks, key=lambda check: (check.ok is not False, check.ok is True))
     return (
-        worst if worst.ok is not True else Check(worst.name, True, join_sentences([check.detail for check in checks]))
+        worst
+        if worst.ok is not True
+        else ProbeCheck(worst.name, True, join_sentences([check.detail for check in checks]))
     )
 
 
-def _files(case: ParityCase, stop: list[int], served: ProbeAnswer) -> list[Check]:
+def _files(case: ParityCase, stop: list[int], served: ProbeAnswer) -> list[ProbeCheck]:
     made = recorded_export(case.ledger, case.candidate.id)
     bos = case.tokenizer.bos_token
     ids = served.answer.get(
@@ -155,7 +157,7 @@ def _files(case: ParityCase, stop: list[int], served: ProbeAnswer) -> list[Check
 
 
 # -- trainer against evaluator -----------------------------------------------------------------------------------------
-def _tokenizer(case: ParityCase) -> Check:
+def _tokenizer(case: ParityCase) -> ProbeCheck:
     named = {"the workspace": case.tokenizer.sha256}
     path = case.export / "tokenizer.json"
     named["the export"] = hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else "missing"
@@ -166,12 +168,12 @@ def _tokenizer(case: ParityCase) -> Check:
             "parity.same_tokenizer", "Workspace, export and {shards:,|token shard|token shards} have the same tokenizer ({sha256:.12})",
             shards=len(case.shards), sha256=case.tokenizer.sha256,
         )  # fmt: skip
-        return Check("tokenizer", True, same)
+        return ProbeCheck("tokenizer", True, same)
     other = Message(
         "parity.other_tokenizer", "The workspace's tokenizer ({sha256:.12}) is missing elsewhere: {others}",
         sha256=case.tokenizer.sha256, others=[f"{who} has {sha[:12]}" for who, sha in list(others.items())[:3]],
     )  # fmt: skip
-    return Check("tokenizer", False, join_sentences([other, AGAIN]))
+    return ProbeCheck("tokenizer", False, join_sentences([other, AGAIN]))
 
 
 def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, int, int]]:
@@ -185,7 +187,7 @@ def _sampled(case: ParityCase, count: int) -> list[tuple[str, str, TokenShard, i
     return sorted(listed, key=lambda entry: entry[0])[:count]
 
 
-def _trainer_tokens(case: ParityCase) -> Check:
+def _trainer_tokens(case: ParityCase) -> ProbeCheck:
     sample = _sampled(case, 2 * case.policy.parity_documents)
     wrong, tokens = [], 0
     for _, key, shard, start, length in sample:
@@ -194,7 +196,7 @@ def _trainer_tokens(case: ParityCase) -> Check:
         if not _encodes_again(case, ids, mask):
             wrong.append(key)
     if wrong or not sample:
-        return Check(
+        return ProbeCheck(
             "trainer_tokens",
             False,
             Message(
@@ -202,7 +204,7 @@ def _trainer_tokens(case: ParityCase) -> Check:
                 wrong=len(wrong), documents=len(sample), first=wrong[:1],
             ),
         )  # fmt: skip
-    return Check(
+    return ProbeCheck(
         "trainer_tokens",
         True,
         Message(
@@ -212,7 +214,7 @@ def _trainer_tokens(case: ParityCase) -> Check:
     )  # fmt: skip
 
 
-def _packing(case: ParityCase) -> Check:
+def _packing(case: ParityCase) -> ProbeCheck:
     """The check that every packing strategy gives rows whose pieces have their documents' own ids and loss mask."""
     listed = {shard.id: shard for shard in case.shards}
     domains = sorted({domain for shard in case.shards for domain in shard.documents.column("domain").to_pylist()})
@@ -244,9 +246,9 @@ def _packing(case: ParityCase) -> Check:
                             "Packing strategy {strategy} gives a row whose ids or loss mask differ from document {document} at token {token}",
                             strategy=strategy, document=key, token=piece.start,
                         )  # fmt: skip
-                        return Check("packing", False, other)
+                        return ProbeCheck("packing", False, other)
     except (TrainerError, KeyError) as error:
-        return Check(
+        return ProbeCheck(
             "packing",
             False,
             Message("parity.not_packed", "The documents cannot be packed: {reason}", reason=str(error)),
@@ -255,7 +257,7 @@ def _packing(case: ParityCase) -> Check:
         "parity.packed", "With {strategies:,} packing strategies, {pieces:,} pieces of documents keep their ids and loss mask",
         strategies=len(STRATEGIES), pieces=pieces,
     )  # fmt: skip
-    return Check("packing", True, packed)
+    return ProbeCheck("packing", True, packed)
 
 
 def _training_texts(case: ParityCase, count: int) -> list[str]:
@@ -296,7 +298,7 @@ def _text(token_bytes: TokenBytes, ids: npt.NDArray[np.int64]) -> str:
     return token_bytes.bytes_of_ids(ids)[0].tobytes().decode("utf-8")
 
 
-def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) -> Check:
+def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) -> ProbeCheck:
     """The check that encoding, decoding and encoding again gives the same text and ids, here and at the server."""
     texts = asked.request()["texts"]
     encoded = [tokenizer.encode_text(text)[0] for text in texts]
@@ -312,16 +314,16 @@ def _round_trip(tokenizer: Tokenizer, asked: ProbeRequest, served: ProbeAnswer) 
         texts=len(texts), here=wrong, server=wrong_there,
     )  # fmt: skip
     same = not wrong and not wrong_there
-    return Check("round_trip", same, detail if same else join_sentences([detail, AGAIN]))
+    return ProbeCheck("round_trip", same, detail if same else join_sentences([detail, AGAIN]))
 
 
 # -- server against evaluator ------------------------------------------------------------------------------------------
-def _unserved(name: str, served: ProbeAnswer) -> Check:
+def _unserved(name: str, served: ProbeAnswer) -> ProbeCheck:
     detail = Message("parity.not_served", "transformers gave no answer: {problem}", problem=served.problem)
-    return Check(name, None if served.out_of_time else False, detail)
+    return ProbeCheck(name, None if served.out_of_time else False, detail)
 
 
-def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: ProbeAnswer) -> list[Check]:
+def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: ProbeAnswer) -> list[ProbeCheck]:
     if served.problem:
         return [_unserved(name, served) for name in (*CHAT_CHECKS, "stop")]
     answer = served.answer
@@ -340,10 +342,10 @@ def _server(tokenizer: Tokenizer, asked: ProbeRequest, stop: list[int], served: 
             "Each end token of generation_config.json ends generation: {tokens}",
             tokens=sorted(answer["eos_token_ids"]),
         )
-    return [*check_chats(tokenizer, asked, answer), Check("stop", not (missing or more or ran_on), detail)]
+    return [*check_chats(tokenizer, asked, answer), ProbeCheck("stop", not (missing or more or ran_on), detail)]
 
 
-def _logits(model: ReferenceModel, ids: list[int], served: ProbeAnswer) -> Check:
+def _logits(model: ReferenceModel, ids: list[int], served: ProbeAnswer) -> ProbeCheck:
     if served.logits_TV is None:
         return _unserved("logits", served)
     ours = model.logits(torch.tensor([ids]))[0].numpy()
@@ -352,20 +354,20 @@ def _logits(model: ReferenceModel, ids: list[int], served: ProbeAnswer) -> Check
             "parity.other_logits", "The logits have shape {here!r} here and {server!r} at the server",
             here=list(ours.shape), server=list(served.logits_TV.shape),
         )  # fmt: skip
-        return Check("logits", False, other)
+        return ProbeCheck("logits", False, other)
     scale, apart = max(1.0, float(np.abs(ours).max())), float(np.abs(ours - served.logits_TV).max())
     detail = Message(
         "parity.logits", "At {positions:,} positions of a held-out document, logits differ by at most {apart:.1e}. The largest logit is {scale:.1f}",
         positions=len(ids), apart=apart, scale=scale,
     )  # fmt: skip
-    return Check("logits", bool(apart <= LOGITS_TOLERANCE * scale), detail)  # NaN compares false
+    return ProbeCheck("logits", bool(apart <= LOGITS_TOLERANCE * scale), detail)  # NaN compares false
 
 
-def _smoke(served: ProbeAnswer) -> Check:
+def _smoke(served: ProbeAnswer) -> ProbeCheck:
     if served.problem:
         return _unserved("smoke", served)
     count = len(served.answer["generated"])
-    return Check(
+    return ProbeCheck(
         "smoke",
         count > 0,
         Message("parity.generated", "transformers loaded the export and generated {tokens:,} tokens", tokens=count),

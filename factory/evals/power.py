@@ -47,7 +47,7 @@ class RequiredBound:
     moves: bool = True
     tails: float = 0.0
 
-    def chance(self, gain: float) -> float:
+    def pass_probability(self, gain: float) -> float:
         """The probability that a candidate with the true gain ``gain`` passes. Without ``moves``, the true gain is 0."""
         if self.measured.confidence_bound(self.level) is None:
             return 0.0
@@ -193,7 +193,7 @@ def chance_to_pass_all(
     """The probability that a candidate with the true gain ``gain`` passes all bounds. Arguments as in ``smallest_detectable_gain``."""
     steps = assign_holm_levels(guards or {}, gain)
     bounds = *needed, *(guard for name, guard in steps.items() if name != apart)
-    return math.prod(one.chance(gain) for one in bounds)
+    return math.prod(one.pass_probability(gain) for one in bounds)
 
 
 def smallest_detectable_gain(
@@ -223,7 +223,7 @@ def smallest_detectable_gain(
     return high
 
 
-def groups_factor_needed(
+def groups_factor_to_detect(
     gain: float,
     needed: Sequence[RequiredBound],
     otherwise: float = 0.0,
@@ -233,7 +233,7 @@ def groups_factor_needed(
     """The factor by which groups must grow to show ``gain`` with 80 %, to a tenth. At most 1: these are enough. None: more than 1000.
 
     >>> target = Gain(0.0, 0.01, 2001, 2001.0)
-    >>> round(groups_factor_needed(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
+    >>> round(groups_factor_to_detect(0.014, [RequiredBound(target, 0.025)]), 1)  # half the gain of above
     4.1
     """
 

@@ -23,7 +23,7 @@ import sqlalchemy as sa
 
 from factory.core.policy_file import hash_policy
 from factory.evals.policy import EvalPolicy
-from factory.ingest.shapes.chats import carries_loss
+from factory.ingest.shapes.chats import message_has_loss
 from factory.ledger.ledger import Ledger, documents, held_out
 from factory.ledger.removals import REMOVED_FATE
 
@@ -73,7 +73,7 @@ class HeldOutDocument:
     @property
     def bytes(self) -> int:
         """UTF-8 bytes of the scored text. In a chat, only answers of the assistant with a weight above 0 are scored."""
-        said = [str(one["content"]) for one in self.messages or () if carries_loss(one)]
+        said = [str(one["content"]) for one in self.messages or () if message_has_loss(one)]
         return len("".join(said if self.messages is not None else [self.content["text"]]).encode())
 
 

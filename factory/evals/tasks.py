@@ -24,7 +24,7 @@ from factory.evals.reference_model import ReferenceModel
 from factory.evals.reply_code import extract_fenced_code
 from factory.evals.suite import HeldOutDocument, Suite, hash_order
 from factory.evals.token_bytes import TokenBytes
-from factory.ingest.shapes.chats import carries_loss
+from factory.ingest.shapes.chats import message_has_loss
 from factory.ingest.tokenizer import Tokenizer
 
 BATCH_TOKENS = 4096
@@ -220,7 +220,7 @@ def _piece(
 ) -> tuple[HeldOutDocument, npt.NDArray[np.int64], str] | None:
     long = policy.cloze_continuation_bytes
     if document.messages is not None:
-        last = max((i for i, message in enumerate(document.messages) if carries_loss(message)), default=0)
+        last = max((i for i, message in enumerate(document.messages) if message_has_loss(message)), default=0)
         if last == 0 or len(document.messages[last]["content"]) < long:
             return None
         return (
@@ -265,7 +265,7 @@ def generate_chat_samples(
     questions: list[tuple[HeldOutDocument, list[dict[str, Any]], list[int], bool]] = []
     for document in suite.documents:
         messages = document.messages or []
-        at = next((i for i, message in enumerate(messages) if carries_loss(message)), 0)
+        at = next((i for i, message in enumerate(messages) if message_has_loss(message)), 0)
         prompt = tokenizer.encode_chat_prompt(messages[:at]).tolist() if at else []
         if prompt and len(prompt) + 16 <= model.config.context:
             questions.append((document, messages[:at], prompt, extract_code(messages[at]["content"]) is not None))

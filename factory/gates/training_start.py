@@ -13,7 +13,7 @@ from factory.computing.tuned_kernels import KERNELS
 from factory.core import devices
 from factory.ledger.ledger import Ledger, checkpoints, data_plans, segments
 from factory.ledger.removals import with_replaced_token_shards
-from kernels.contract.choice import text_without_auto
+from kernels.contract.choice import resolve_auto_in_text
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TrainingStart:
 
     def kernels_of(self, code: Path) -> str:
         """The ``kernels.yaml`` of a checkout, with each ``auto`` replaced by what the trunk runs."""
-        return text_without_auto((code / KERNELS).read_bytes(), devices.device_kind(), self.kernels)
+        return resolve_auto_in_text((code / KERNELS).read_bytes(), devices.device_kind(), self.kernels)
 
 
 def find_training_start(ledger: Ledger) -> TrainingStart | None:

@@ -1,7 +1,7 @@
 """git as a store of trees. Each command runs with a clean environment, without hooks, file-system monitors, transports or other configuration.
 Files are written byte for byte as stored: git itself checks nothing out.
 
-Commands that change a repository run one at a time (``take_turn``). A killed git leaves lock files (``index.lock``, ``HEAD.lock``,
+Commands that change a repository run one at a time (``hold_repository_lock``). A killed git leaves lock files (``index.lock``, ``HEAD.lock``,
 ``refs/…/main.lock``), and git then refuses every later command. A lock file does not name its owner. The factory's commands therefore take
 turns under a lock of the kernel. git inherits that lock, and holds it after its factory was killed. While a command works, a mark names the lock
 files that existed before. A mark that another command finds is from a killed command, and so are all lock files that the mark does not name:
@@ -35,7 +35,7 @@ END = "end\n"  # the last line of a whole mark: without it the command did not s
 
 
 @contextmanager
-def take_turn(folder: Path) -> Iterator[int | None]:
+def hold_repository_lock(folder: Path) -> Iterator[int | None]:
     """Wait until no other command of a factory changes the repository of ``folder``, and keep others waiting during the block.
 
     Yields a descriptor for git to inherit; None without a repository. Raises: OSError.
@@ -188,7 +188,7 @@ def run_git(
     clean = [f"{key}={value}" for key, value in {**ENVIRONMENT, **(environment or {})}.items()]
     pinned = [word for key, value in PINNED_CONFIGURATION.items() for word in ("-c", f"{key}={value}")]
     changes = arguments[0] in CHANGING_COMMANDS and "GIT_INDEX_FILE" not in (environment or {})
-    with tempfile.TemporaryFile() as given, take_turn(folder) if changes else nullcontext() as turn:
+    with tempfile.TemporaryFile() as given, hold_repository_lock(folder) if changes else nullcontext() as turn:
         given.write(data)
         given.seek(0)
         words = ["/usr/bin/env", "-i", *clean, "git", "-C", str(folder), *pinned, *arguments]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core.errors import InputError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.removal import remove_path
 from factory.core.workspace import Workspace
 from factory.git.git_store import (
@@ -259,7 +259,7 @@ def is_ancestor(repository: Path, commit: str, older: str) -> bool:
     try:
         run_git(repository, "merge-base", "--is-ancestor", older, commit)
     except RepositoryError as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         return False
     return True

@@ -264,7 +264,7 @@ def _run(
         shutil.rmtree(token_shard.path)
         return ProcessedShard(rows, decided, finished, tokenizer, None, told, {})
     return ProcessedShard(
-        rows, decided, finished, tokenizer, token_shard, told, ledger_rows.count_held_back(rows, policy.licences)
+        rows, decided, finished, tokenizer, token_shard, told, ledger_rows.count_release_blockers(rows, policy.licences)
     )
 
 

@@ -23,7 +23,7 @@ from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.near_duplicates import NearDuplicates, Signatures
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes
-from factory.ingest.worker import AnalysedChunk, FinishTask, read_spooled_ngrams
+from factory.ingest.worker import AnalysedChunk, DocumentToFinish, read_spooled_ngrams
 from factory.ledger.removals import REMOVED_FATE
 from kernels.contract.message import Message
 
@@ -37,7 +37,7 @@ class ShardDecisions:
     """``tasks``: by chunk, the work on the remaining documents. ``held_out``: n-grams of the new held-out documents. ``read_licences``: by shard ('':
     this one), the number of dropped copies that the shard has under another licence."""
 
-    tasks: list[list[FinishTask]]
+    tasks: list[list[DocumentToFinish]]
     held_out: dict[str, Hashes]
     near: NearDuplicates
     signatures: Signatures  # [alive, permutations], numbered as ``numbers``
@@ -103,7 +103,7 @@ def _drop_duplicates(
         if content in first:
             same = Message("ingest.same_here", "the same content, in this shard")
             return "exact_duplicate", here[first[content]], same, first[content]
-        if found := near.match(one.number):
+        if found := near.find_most_similar(one.number):
             other, similarity = found
             if isinstance(other, int):
                 key = by_number[other]
@@ -128,7 +128,7 @@ def _drop_duplicates(
         elif found:
             _drop_copy(row, *found)
         if not found or row.licence_refusal:  # a barred copy may be near to documents that its original is not near to
-            near.keep(one.number)
+            near.add_document(one.number)
             by_number[one.number] = row.key
             assert row.content_sha256
             first.setdefault(row.content_sha256, row.key)
@@ -184,7 +184,7 @@ def _hold_out(
     trained = index.find_trained_groups(sorted({one.row.group_key for one in own if one.row.group_key}))
     recorded = {name: half for name, half in index.read_held_out_groups().items() if name not in trained}
     select = _selecting(own, index, policy, recorded, trained)
-    held: dict[int, held_out_split.HeldOutPlace] = {}
+    held: dict[int, held_out_split.HeldOutAssignment] = {}
     refused: dict[int, str] = {}
     for _ in range(DRAWS):  # each time, other documents replace those that share words with training data
         held = select(refused)
@@ -226,7 +226,7 @@ def _selecting(
     policy: DataPolicy,
     recorded: Mapping[str, bool],
     trained: Collection[str],
-) -> Callable[[Collection[int]], dict[int, held_out_split.HeldOutPlace]]:
+) -> Callable[[Collection[int]], dict[int, held_out_split.HeldOutAssignment]]:
     """A function that selects held-out documents; it leaves out the documents with the numbers in its argument."""
     before = index.read_held_out_counts()
     count = functools.cache(index.count_trained)
@@ -235,7 +235,7 @@ def _selecting(
         at_most = policy.rules_of_domain(domain).hold_out_at_most
         return held_out_split.HeldOutTarget(policy.held_out.share, min(policy.held_out.least, at_most // 2), at_most)
 
-    def of(refused: Collection[int]) -> dict[int, held_out_split.HeldOutPlace]:
+    def of(refused: Collection[int]) -> dict[int, held_out_split.HeldOutAssignment]:
         arrived = [
             held_out_split.CandidateDocument(
                 one.number, one.row.key, one.row.domain, one.row.group_key, one.row.content_sha256 or "",
@@ -326,9 +326,9 @@ def _find_contamination(
     policy: DataPolicy,
     spool: Path,
     held_out: dict[str, Hashes],
-) -> list[list[FinishTask]]:
+) -> list[list[DocumentToFinish]]:
     known = contamination.HeldOutNgrams.build([*index.read_held_out_ngrams(), *held_out.items()])
-    tasks: list[list[FinishTask]] = [[] for _ in analysed]
+    tasks: list[list[DocumentToFinish]] = [[] for _ in analysed]
     for one, grams in _grams(living, analysed, spool):
         cuts: list[tuple[int, int]] = []
         if one.row.fate == "dropped":
@@ -338,5 +338,5 @@ def _find_contamination(
             cuts = contamination.merge_spans(collisions, policy.decontamination.ngram)
             if cuts:
                 one.row.matched = known.owner(grams[collisions[0]])
-        tasks[one.chunk].append(FinishTask(one.place, one.row.key, one.row.fate == "held_out", cuts))
+        tasks[one.chunk].append(DocumentToFinish(one.place, one.row.key, one.row.fate == "held_out", cuts))
     return tasks

@@ -14,9 +14,9 @@ from factory.core.errors import InputError
 from factory.ingest.rules.held_out_split import read_grouping_facts
 from factory.ingest.shapes.bad_row import BadRow as BadRow
 from factory.ingest.shapes.chats import ROLES as ROLES
-from factory.ingest.shapes.chats import ReadingNotes, carries_loss
+from factory.ingest.shapes.chats import ReadingNotes, message_has_loss
 from factory.ingest.shapes.field_mapping import FieldMapping
-from factory.ingest.shapes.row_shapes import to_document_contract
+from factory.ingest.shapes.row_shapes import normalise_row
 from factory.ingest.shapes.tool_calls import strip_tools
 from kernels.contract.message import Message
 
@@ -87,19 +87,19 @@ class ParsedDocument:
     facts: dict[str, str] = field(default_factory=dict)  # names that may group it (``rules/split``)
 
 
-def format_release_maker(release: int, export_sha256: str) -> str:
+def format_writing_release(release: int, export_sha256: str) -> str:
     """The ``synthetic_by`` of documents that a release wrote: its number and the hash of its weights.
 
-    >>> format_release_maker(3, "0123456789abcdef0123")
+    >>> format_writing_release(3, "0123456789abcdef0123")
     'release 3 (weights 0123456789abcdef)'
     """
     return f"release {release} (weights {export_sha256[:16]})"
 
 
-def read_maker(detail: str | None) -> str | None:
+def read_writing_model(detail: str | None) -> str | None:
     """The model that wrote a document, from ``documents.detail``; None: it names no model.
 
-    >>> read_maker("synthetic, by release 3; replaced: 1 email"), read_maker("replaced: 1 email")
+    >>> read_writing_model("synthetic, by release 3; replaced: 1 email"), read_writing_model("replaced: 1 email")
     ('release 3', None)
     """
     return (
@@ -109,13 +109,13 @@ def read_maker(detail: str | None) -> str | None:
     )
 
 
-def keep_maker(before: str | None, detail: str | None) -> str | None:
+def keep_writing_model(before: str | None, detail: str | None) -> str | None:
     """A new ``documents.detail`` that still names the model that wrote the document, as ``before`` does.
 
-    >>> keep_maker("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_maker("replaced: 1 email", None)
+    >>> keep_writing_model("synthetic, by release 3; replaced: 1 email", "by ann: private"), keep_writing_model("replaced: 1 email", None)
     ('synthetic, by release 3; by ann: private', None)
     """
-    maker = read_maker(before)
+    maker = read_writing_model(before)
     return "; ".join([f"{SYNTHETIC_PREFIX}{maker}", *([detail] if detail else [])]) if maker else detail
 
 
@@ -159,7 +159,7 @@ def parse_document(
     Raises: BadRow 'bad_schema' | 'bad_encoding' | 'no_supervised' | 'empty'.
     """
     notes = ReadingNotes() if notes is None else notes
-    row = to_document_contract(row, mapping, notes)
+    row = normalise_row(row, mapping, notes)
     content: Content = {"messages": row["messages"]} if "messages" in row else {"text": row["text"]}
     if "text" in content and not isinstance(content["text"], str):
         kind = type(content["text"]).__name__
@@ -202,7 +202,7 @@ def normalise_content(content: Content, *, code: bool) -> Content:
         return {"text": text}
     # Blanks at the start of a message would merge with the line end after its role.
     messages = [m | {"content": _normal(m["content"], code).strip()} for m in content["messages"]]
-    if not any(m["content"] for m in messages if carries_loss(m)):
+    if not any(m["content"] for m in messages if message_has_loss(m)):
         raise BadRow("empty", Message("ingest.no_answer", "the assistant's messages are empty"))
     return {"messages": messages}
 

@@ -18,7 +18,7 @@ from factory.ingest.rules.licence_names import fold_licence_name
 from factory.ingest.rules.policy import DataPolicy, Licences
 from factory.ingest.rules.word_hashes import Hashes
 from factory.ledger.ledger import Ledger, documents, held_out, meta, shards
-from factory.ledger.removals import REMOVED_FATE, find_barred_labels, list_removals
+from factory.ledger.removals import REMOVED_FATE, find_refused_labels, list_removals
 from kernels.contract.message import Message
 
 _AT_ONCE = 5000  # values in one IN (…)
@@ -82,7 +82,7 @@ class DocumentIndex:
 
     def make_refusal_check(self) -> Callable[[str | None, str | None], str]:
         """A function of (source, licence) that returns why a document is refused: a person took out its source or licence. '': it is not."""
-        known = find_barred_labels(self._ledger)
+        known = find_refused_labels(self._ledger)
         licences = {fold_licence_name(name): number for name, number in known["license"].items()}
         why = {removal.number: removal.why for removal in list_removals(self._ledger)}
 

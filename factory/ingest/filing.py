@@ -33,7 +33,7 @@ from typing import Any
 from factory.core.workspace import Workspace
 from factory.ingest.reading.file_kinds import detect_kind
 from factory.ingest.reading_key import compute_reading_key
-from factory.ledger.file_events import SHARD_FILED, filed_shards, shards_packed_from, sources_of_shard
+from factory.ledger.file_events import SHARD_FILED, filed_shards, list_shards_made_from, sources_of_shard
 from factory.ledger.ledger import Ledger, record_event, shards
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards, former_file_hashes
@@ -85,7 +85,7 @@ def file_original(plant: Plant, path: Path, reported: Container[str]) -> None:
     if sha256 in reported:
         file_shard(plant, path, sha256, "quarantined")
         return
-    if {part["shard"] for part in shards_packed_from(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
+    if {part["shard"] for part in list_shards_made_from(plant.ledger, sha256)} & set(erased_shards(plant.ledger)):
         path.unlink()
         return
     original = plant.workspace.root / ORIGINALS / name_filed_file(sha256, path)
@@ -261,7 +261,7 @@ ENDS = {  # the bytes that such files begin and end with
 ROWS = (".jsonl", ".ndjson", ".jsonlines", ".json")
 
 
-def read_stamp(path: Path) -> FileStamp:
+def read_file_stamp(path: Path) -> FileStamp:
     """(size, mtime, ctime) of a file, times in ns; (inode,) of anything else. Raises: OSError."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
@@ -308,17 +308,17 @@ def _writes(process: Path, descriptor: str) -> bool:
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
 
 
-def find_early_end(path: Path) -> Message | None:
+def find_truncation(path: Path) -> Message | None:
     """How a file ends too early; None: it is complete, or of a kind whose end cannot be recognised.
 
     Raises: OSError.
     """
-    return _cut_off(path, read_stamp(path))
+    return _cut_off(path, read_file_stamp(path))
 
 
 @lru_cache(maxsize=256)
 def _cut_off(path: Path, stamp: FileStamp) -> Message | None:
-    """As ``find_early_end``. A compressed file is read completely, once for each ``stamp``."""
+    """As ``find_truncation``. A compressed file is read completely, once for each ``stamp``."""
     kind, compression = detect_kind(path.name)
     if kind == ".zip":
         return None if zipfile.is_zipfile(path) else Message("ingest.zip_open", "the zip file has no directory yet")

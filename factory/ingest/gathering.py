@@ -11,7 +11,7 @@ from pathlib import Path
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.ingest.packing import MANY, SMALL_BYTES, Pack
+from factory.ingest.packing import MANY, SMALL_BYTES, FileGroup
 from factory.ingest.readers import ShardProblem, is_readable_kind
 from factory.ingest.reading.columns import is_dataset
 from factory.ingest.reading.file_kinds import is_archive
@@ -27,7 +27,7 @@ class GatheredFiles:
     each fetched file. ``known``: the number of files at addresses that were ingested before. ``broken``: by folder, why a data set cannot be
     read."""
 
-    packs: list[Pack] = field(default_factory=list)
+    packs: list[FileGroup] = field(default_factory=list)
     files: list[Path] = field(default_factory=list)
     left_out: Counter[str] = field(default_factory=Counter)
     addresses: dict[Path, str] = field(default_factory=dict)
@@ -68,7 +68,7 @@ def gather_files(plant: Plant, names: Sequence[str]) -> GatheredFiles:
     if len(small) >= MANY:
         base = Path(os.path.commonpath([folder.resolve() for folder, _ in small]))
         files = sorted((str(path.resolve().relative_to(base)), path) for _, path in small if _is_below(path, base))
-        pack, refused = Pack(base.name or "files", files).split_off_refused(
+        pack, refused = FileGroup(base.name or "files", files).split_off_refused_files(
             DataPolicy.load(plant.workspace.policy_path("data.yaml"))
         )
         found.packs += [pack] if pack.files else []
@@ -105,9 +105,9 @@ def _paths(workspace: Workspace, name: str) -> list[Path]:
     )
 
 
-def _dataset(folder: Path) -> Pack:
+def _dataset(folder: Path) -> FileGroup:
     try:
-        return Pack.of_dataset(folder)
+        return FileGroup.of_dataset(folder)
     except ShardProblem as problem:
         raise InputError("ingest.dataset", "{folder}: {why}", folder=folder, why=problem.message) from problem
 

@@ -31,9 +31,9 @@ from factory.ingest.filing import (
     FileStamp,
     file_original,
     file_shard,
-    find_early_end,
+    find_truncation,
     find_writer,
-    read_stamp,
+    read_file_stamp,
     return_changed_files,
     return_quarantined_files,
     return_to_inbox,
@@ -106,9 +106,9 @@ def _take_alone(plant: Plant, path: Path) -> None:
 
     stamp: FileStamp = ()
     try:
-        stamp = read_stamp(path)
+        stamp = read_file_stamp(path)
         path = _readable(path, plant.progress)
-        stamp = read_stamp(path)
+        stamp = read_file_stamp(path)
         ingest_and_file(plant, path, workers=1 if _deaths(plant, path, stamp) else None)
     except FileNotFoundError:
         if path.exists():
@@ -136,7 +136,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
         _hold(plant, InboxFile(path, stamp, why), refused=True, deaths=deaths)
         plant.progress.line(_stays_line(path, why))
     except Exception as error:
-        if not is_about_the_file(error):
+        if not concerns_only_this_file(error):
             raise
         if not path.exists():
             plant.progress.line(_removed_line(path))
@@ -156,7 +156,7 @@ def _take_alone(plant: Plant, path: Path) -> None:
             )
             with contextlib.suppress(OSError):
                 append_traceback(log, f"ingest of {printable_name(path)}", error)
-        if stamp == read_stamp(path):  # else another file has this name now, and is tried
+        if stamp == read_file_stamp(path):  # else another file has this name now, and is tried
             text = _text_there(plant) if isinstance(error, TooLittleTextError) else ""
             _hold(plant, InboxFile(path, stamp, why), refused=True, text=text)
         plant.progress.line(_stays_line(path, why))
@@ -180,7 +180,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     Returns the files that must be ingested, or quarantined, each alone; None: ``path`` is not one of many. Returns all of them if one spoils the
     shard: it would spoil a shard of fewer files too.
     """
-    from factory.ingest.packing import MANY, SMALL_BYTES, Pack, ingest_pack
+    from factory.ingest.packing import MANY, SMALL_BYTES, FileGroup, ingest_file_group
     from factory.ingest.readers import is_readable_kind
     from factory.ingest.reading.file_kinds import is_archive
     from factory.ingest.rules.policy import DataPolicy
@@ -205,7 +205,7 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
     say = lambda report: plant.progress.line(
         describe_shard(report.name, report.state, report.rows, report.counts, report.reason)
     )
-    pack, refused = Pack("inbox", [(file.name, file.path) for file in ready]).split_off_refused(
+    pack, refused = FileGroup("inbox", [(file.name, file.path) for file in ready]).split_off_refused_files(
         DataPolicy.load(plant.workspace.policy_path("data.yaml"))
     )
     if not pack.files:
@@ -219,9 +219,9 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
         )
     )
     try:
-        ingest_pack(plant, pack, ingested=say, unread=unread)
+        ingest_file_group(plant, pack, ingested=say, unread=unread)
     except (FactoryError, OSError) as error:
-        if not is_about_the_file(error) and not isinstance(error, FileNotFoundError):
+        if not concerns_only_this_file(error) and not isinstance(error, FileNotFoundError):
             raise
         plant.progress.line(
             Message("ingest.not_together", "  the small files are ingested one by one instead: {why}", why=error)
@@ -229,12 +229,12 @@ def _take_together(plant: Plant, path: Path) -> list[Path] | None:
         return [path] if isinstance(error, FileNotFoundError | TooLittleTextError) else [file.path for file in ready]
     for file in ready:
         with contextlib.suppress(FileNotFoundError):
-            if file.path not in unread and read_stamp(file.path) == file.stamp:
+            if file.path not in unread and read_file_stamp(file.path) == file.stamp:
                 file.path.unlink()
     return sorted(unread)
 
 
-def is_about_the_file(error: Exception) -> bool:
+def concerns_only_this_file(error: Exception) -> bool:
     """Is the error about this file alone, so that other files can be ingested?"""
     if isinstance(error, FactoryError):
         return isinstance(error, InputError) and not is_unreadable_now(error)
@@ -266,7 +266,7 @@ def ingest_path(
     Raises: as ``ingest_shard``.
     """
     from factory.ingest.chain import ingest_shard
-    from factory.ingest.packing import Pack, ingest_pack, is_cut_into_parts
+    from factory.ingest.packing import FileGroup, ingest_file_group, is_cut_into_parts
     from factory.ingest.rules.policy import DataPolicy
 
     folder = path.resolve().parent
@@ -282,9 +282,9 @@ def ingest_path(
         path = return_to_inbox(plant.workspace, path)
         folder = plant.workspace.inbox.resolve()
     if path.is_file() and is_cut_into_parts(path, DataPolicy.load(plant.workspace.policy_path("data.yaml")).limits):
-        reports = ingest_pack(
+        reports = ingest_file_group(
             plant,
-            Pack.of_file(path),
+            FileGroup.of_file(path),
             again=again,
             workers=workers,
             ingested=ingested,
@@ -351,7 +351,7 @@ def _look(plant: Plant, settle: float) -> Iterator[InboxFile]:
     for name in names:
         path = plant.workspace.inbox / name
         try:
-            stamp = read_stamp(path)
+            stamp = read_file_stamp(path)
             known = refused.get(printable_name(path))
             read_by = key + (_text_there(plant) if known and known.get("text") else "")
             if (
@@ -411,7 +411,7 @@ def _incomplete(path: Path, stamp: FileStamp) -> str:
             "{writer} has the file open for writing; the daemon ingests the file when {writer} closes it",
             writer=writer,
         )
-    if abs(time.time() - stamp[1] / 1e9) >= COMPLETE_AFTER_SECONDS or not (end := find_early_end(path)):
+    if abs(time.time() - stamp[1] / 1e9) >= COMPLETE_AFTER_SECONDS or not (end := find_truncation(path)):
         return ""
     return Message(
         "ingest.incomplete",

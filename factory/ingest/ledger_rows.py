@@ -53,7 +53,7 @@ def count_rows(rows: Sequence[Row]) -> dict[str, Any]:
     return {"counts": counts, "domains": domains, "tokens": sum(domain["tokens"] for domain in domains.values())}
 
 
-def count_held_back(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
+def count_release_blockers(rows: Sequence[Row], policy: Licences) -> dict[str, dict[str, Any]]:
     """By licence as written, the training documents that hold a release back: their number, and why ('missing', 'listed', 'unlisted')."""
     counts = Counter(row.license or "" for row in rows if row.fate == "train" and not row.releasable)
     why = lambda name: "listed" if policy.is_listed(name) else "unlisted" if name else "missing"

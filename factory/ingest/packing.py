@@ -45,7 +45,7 @@ from factory.ingest.reading_key import compute_reading_key
 from factory.ingest.rules.policy import DataPolicy, ShardLimits
 from factory.ingest.shapes.row_counts import RowCounts, find_missing_columns
 from factory.ingest.worker import count_row_columns, read_row
-from factory.ledger.file_events import PACKED, shards_packed_from
+from factory.ledger.file_events import PACKED, list_shards_made_from
 from factory.ledger.ledger import Ledger, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
@@ -59,7 +59,7 @@ _NAMED = 4  # reasons for leaving files out that a message names
 
 
 @dataclass(frozen=True)
-class Pack:
+class FileGroup:
     """Files that are cut into shards of JSON lines together. ``files``: (path that the rows name, file), in the order of the rows. The path is
     '' for a file that is ingested alone."""
 
@@ -68,20 +68,20 @@ class Pack:
     folder: Path | None = None  # of a data set on disk
 
     @classmethod
-    def of_file(cls, path: Path) -> Pack:
+    def of_file(cls, path: Path) -> FileGroup:
         return cls(path.name, [("", path)])
 
     @classmethod
-    def of_dataset(cls, folder: Path) -> Pack:
+    def of_dataset(cls, folder: Path) -> FileGroup:
         """The pack of a data set on disk. Raises: ShardProblem."""
         return cls(folder.name, [(str(file.relative_to(folder)), file) for file in list_dataset_files(folder)], folder)
 
-    def split_off_refused(self, policy: DataPolicy) -> tuple[Pack, list[Path]]:
+    def split_off_refused_files(self, policy: DataPolicy) -> tuple[FileGroup, list[Path]]:
         """(the pack without the files that lack a mapped column, those files). Each of those files is refused alone."""
         refused = [path for name, path in self.files if policy.fields and _lacks_columns(name, path, self.name, policy)]
         return replace(self, files=[one for one in self.files if one[1] not in refused]), refused
 
-    def split_off_bad(self, policy: DataPolicy) -> tuple[Pack, dict[str, ShardProblem]]:
+    def split_off_bad_files(self, policy: DataPolicy) -> tuple[FileGroup, dict[str, ShardProblem]]:
         """(the pack without the files that would be quarantined if they came alone, by path why each would be)."""
         bad = {name: why for name, path in self.files if (why := _unusable(name, path, self.name, policy))}
         return replace(self, files=[one for one in self.files if one[0] not in bad]), bad
@@ -153,9 +153,9 @@ def is_cut_into_parts(path: Path, limits: ShardLimits) -> bool:
     return path.stat().st_size > 0 and (not is_ingested_as_is(path, limits) or exceeds_one_shard(path, limits))
 
 
-def ingest_pack(
+def ingest_file_group(
     plant: Plant,
-    pack: Pack,
+    pack: FileGroup,
     *,
     again: bool = False,
     workers: int | None = None,
@@ -175,7 +175,7 @@ def ingest_pack(
     limits, together = policy.limits, pack.single_file is None and pack.folder is None
     before = _stamps(pack)
     sha256 = pack.sha256()
-    parts = shards_packed_from(plant.ledger, sha256)
+    parts = list_shards_made_from(plant.ledger, sha256)
     key = compute_reading_key(plant.workspace)
     if pack.single_file and (known := find_finished_report(plant, pack.single_file, sha256, again)):
         ingested(known)
@@ -205,9 +205,9 @@ def ingest_pack(
                     rows=skip,
                 )
             )
-        for part in _parts(read_pack_rows(pack, limits, left), folder, pack.name, limits, len(done), skip):
+        for part in _parts(read_file_group_rows(pack, limits, left), folder, pack.name, limits, len(done), skip):
             _refuse_changed(pack, before)
-            whole = None if part.first == 0 and part.last else lambda: read_pack_rows(pack, limits)
+            whole = None if part.first == 0 and part.last else lambda: read_file_group_rows(pack, limits)
             how: dict[str, Any] = {"again": again, "workers": workers, "other_files": other_files, "whole": whole}
             how["quarantines"] = not together
             one = ingest_shard(plant, part.path, **how)
@@ -228,7 +228,7 @@ def ingest_pack(
             raise ShardProblem("ingest.pack_unread", "nothing in the file can be read: {why}", why=why)
     except ShardProblem as problem:
         _refuse_changed(pack, before)
-        rest, bad = pack.split_off_bad(policy) if together else (pack, {})
+        rest, bad = pack.split_off_bad_files(policy) if together else (pack, {})
         if bad and rest.files:
             spoilt = _LeftOut()
             for name, path in pack.files:
@@ -244,7 +244,7 @@ def ingest_pack(
                 "other_files": other_files,
                 "unread": left.files,
             }
-            return [*reports, *ingest_pack(plant, rest, **how)]
+            return [*reports, *ingest_file_group(plant, rest, **how)]
         stored = [*done, *reports]
         if stored:
             rows = sum(part["rows"] for part in done) + sum(one.rows for one in reports)
@@ -290,7 +290,7 @@ def _file(plant: Plant, path: Path, one: ShardReport) -> None:
         file_shard(plant, path, one.sha256, one.state)
 
 
-def read_pack_rows(pack: Pack, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
+def read_file_group_rows(pack: FileGroup, limits: ShardLimits, left: _LeftOut | None = None) -> Iterator[RawRow]:
     """All rows of a pack, in order. ``left`` counts what is not read. Raises: ShardProblem, except for one of many small files."""
     left = left or _LeftOut()
     if pack.single_file:
@@ -361,7 +361,7 @@ def _parts(
         first += count
 
 
-def _stamps(pack: Pack) -> list[tuple[int, int, int]]:
+def _stamps(pack: FileGroup) -> list[tuple[int, int, int]]:
     try:
         found = [path.stat() for _, path in pack.files]
     except OSError as error:
@@ -369,7 +369,7 @@ def _stamps(pack: Pack) -> list[tuple[int, int, int]]:
     return [(one.st_size, one.st_mtime_ns, one.st_ino) for one in found]
 
 
-def _refuse_changed(pack: Pack, before: list[tuple[int, int, int]]) -> None:
+def _refuse_changed(pack: FileGroup, before: list[tuple[int, int, int]]) -> None:
     now = _stamps(pack)
     for (_, path), was, is_now in zip(pack.files, before, now, strict=True):
         if was != is_now:

@@ -13,10 +13,10 @@ from typing import Any
 from agents.core.untrusted import one_line
 from factory.core.workspace import Workspace
 from factory.ingest.document import BadRow, Content, Row
-from factory.ingest.ledger_rows import count_held_back, count_rows
-from factory.ingest.packing import Pack, read_pack_rows
+from factory.ingest.ledger_rows import count_release_blockers, count_rows
+from factory.ingest.packing import FileGroup, read_file_group_rows
 from factory.ingest.rules.policy import DataPolicy
-from factory.ingest.shapes.chats import carries_loss
+from factory.ingest.shapes.chats import message_has_loss
 from factory.ingest.shapes.row_counts import RowCounts, describe_rows, refuse_missing_columns
 from factory.ingest.tokenizer import template_shows_calls
 from factory.ingest.worker import read_row
@@ -70,7 +70,7 @@ class Preview:
             yield from (f"    {line}" for line in _words(content))
 
 
-def preview_pack(workspace: Workspace, pack: Pack) -> Preview:
+def preview_file_group(workspace: Workspace, pack: FileGroup) -> Preview:
     """Read at most ``ROWS`` rows and apply the rules that look at one row. Only ingest finds copies, and documents that share words with
     held-out ones.
 
@@ -79,7 +79,7 @@ def preview_pack(workspace: Workspace, pack: Pack) -> Preview:
     policy = DataPolicy.load(workspace.policy_path("data.yaml"))
     told, rows, shown = RowCounts(), list[Row](), list[tuple[Row, Content]]()
     plain = not template_shows_calls(workspace.tokenizer)
-    raw_rows = read_pack_rows(pack, policy.limits)
+    raw_rows = read_file_group_rows(pack, policy.limits)
     for raw in islice(raw_rows, ROWS):
         key = f"preview:{len(rows)}"
         rows.append(row := Row(len(rows), key, key, "unknown"))
@@ -96,7 +96,7 @@ def preview_pack(workspace: Workspace, pack: Pack) -> Preview:
     whole = next(raw_rows, None) is None
     refuse_missing_columns(told, policy.fields, pack.name)
     counts = count_rows(rows)["counts"] | told.to_shard_counts()
-    held = count_held_back(rows, policy.licences)
+    held = count_release_blockers(rows, policy.licences)
     return Preview(pack.name, len(rows), whole, counts | ({"not_releasable": held} if held else {}), shown)
 
 
@@ -105,5 +105,5 @@ def _words(content: Content) -> Iterator[str]:
         yield one_line(content["text"], _LONGEST)
         return
     for turn in content["messages"]:
-        loss = " (loss)" if carries_loss(turn) else ""
+        loss = " (loss)" if message_has_loss(turn) else ""
         yield f"{turn['role']}{loss}: {one_line(turn['content'], _LONGEST)}"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
 from factory.core.errors import InputError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.progress import Progress
 from factory.ingest.filing import file_shard
 from factory.ledger.ledger import Ledger, record_event
@@ -162,7 +162,7 @@ def _fetch(system: Any, path: str, about: dict[str, Any], target: Path, progress
                 _append(system, path, about, part, task)
                 break
             except Exception as error:  # from any library that fsspec uses  # noqa: BLE001
-                if isinstance(error, OSError) and (is_machine_fault_of_no_file(error) or error.filename):
+                if isinstance(error, OSError) and (is_machine_fault_without_file(error) or error.filename):
                     raise  # a fault of this machine's own disk
                 if attempt == _TRIES - 1:
                     there = part.stat().st_size if part.exists() else 0

@@ -46,7 +46,7 @@ from factory.ingest.chat_template import (
     TEMPLATE_WITHOUT_CALLS_AND_BOS,
 )
 from factory.ingest.document import Content
-from factory.ingest.shapes.chats import carries_loss, make_turn
+from factory.ingest.shapes.chats import make_turn, message_has_loss
 from factory.ingest.tokenizer_probes import PROBES
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -254,7 +254,7 @@ class Tokenizer:
         ids, mask = list(self.bos), [False] * len(self.bos)
         for message in messages:
             role, content = message["role"], message["content"]
-            answer = carries_loss(message)
+            answer = message_has_loss(message)
             head, body = self._message(f"{role}\n", content)
             ids += [self.start_token, *head, *body, self.stop_token, *self._line_end]
             mask += [False] * (1 + len(head)) + [answer] * (len(body) + 1)

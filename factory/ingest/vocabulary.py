@@ -23,7 +23,7 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.shapes.row_counts import RowCounts
 from factory.ingest.tokenizer import FILES, Tokenizer, train_tokenizer
 from factory.ingest.vocabulary_size import check_planned_vocabulary
-from factory.ingest.worker import FinishTask, read_row, read_spooled_contents
+from factory.ingest.worker import DocumentToFinish, read_row, read_spooled_contents
 from factory.ledger.file_events import is_small_vocabulary_allowed
 from factory.ledger.ledger import tokenizers
 from factory.ledger.plant import Plant
@@ -44,7 +44,7 @@ class TooLittleTextError(InputError):
 def load_or_train_tokenizer(
     plant: Plant,
     policy: DataPolicy,
-    tasks: Sequence[Sequence[FinishTask]],
+    tasks: Sequence[Sequence[DocumentToFinish]],
     spool: Path,
     path: Path,
     other_files: Sequence[Path],
@@ -125,7 +125,7 @@ def _damaged(why: str) -> DamagedTokenizerError:
     )
 
 
-def _sample_spool(tasks: Sequence[Sequence[FinishTask]], spool: Path, budget: int) -> Iterator[str]:
+def _sample_spool(tasks: Sequence[Sequence[DocumentToFinish]], spool: Path, budget: int) -> Iterator[str]:
     """Every k-th training document of a shard, so that the sample of about ``budget`` characters is spread over the shard."""
     total = sum(file.stat().st_size for file in spool.glob("*.jsonl"))
     every = max(1, -(-total // budget))
@@ -158,7 +158,7 @@ def _sample_file(path: Path, policy: DataPolicy, budget: int) -> Iterator[str]:
                 continue
             assert row.content_sha256
             if row.spells_special_token or not held_out_split.is_drawn(
-                held_out_split.name_unit(row.group_key, row.content_sha256), policy.held_out.share
+                held_out_split.name_draw_unit(row.group_key, row.content_sha256), policy.held_out.share
             ):
                 text = join_texts(content)[:_OF_ONE_DOCUMENT]
                 drawn += len(text)

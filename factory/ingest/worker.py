@@ -43,7 +43,7 @@ from factory.ingest.document import (
     parse_json,
     text_to_compare,
 )
-from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, take_origin
+from factory.ingest.reading.rows import BadRow, RawRow, RowOrigin, pop_row_origin
 from factory.ingest.rules import contamination, filters, held_out_split, near_duplicates, personal_data
 from factory.ingest.rules.policy import DataPolicy
 from factory.ingest.rules.word_hashes import Hashes, hash_words, winnow
@@ -52,7 +52,7 @@ from factory.ingest.shapes.field_mapping import FieldMapping
 from factory.ingest.shapes.row_counts import RowCounts
 from factory.ingest.tokenizer import Tokenizer, spells_special_token
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import UsualTimes, Watchdog
+from factory.retrying.watchdog import UsualDurations, Watchdog
 from kernels.contract.message import Message
 
 READ = ("text", "messages", "id", "domain", "source", "license", "synthetic_by")  # keys of a row that ingest needs
@@ -83,7 +83,7 @@ class AnalysedChunk:
 
 
 @dataclass(frozen=True)
-class FinishTask:
+class DocumentToFinish:
     """One document that ``finish_chunk`` takes from the spool: its position in the spool, and the word spans to cut."""
 
     place: int
@@ -167,7 +167,9 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
     row.synthetic_by = one_line((parsed.synthetic_by or "").replace(";", ","), LONGEST_MAKER) or None
     rules = policy.rules_of_domain(row.domain)
     row.grouping_facts = parsed.facts
-    row.group_key = held_out_split.name_group(rules.group, row.source, row.grouping_facts, row.key.partition(":")[0])
+    row.group_key = held_out_split.name_document_group(
+        rules.group, row.source, row.grouping_facts, row.key.partition(":")[0]
+    )
     licence = policy.licences.find_licence(row.license)
     row.releasable = licence.release
     row.licence_refusal = (
@@ -177,7 +179,7 @@ def read_row(policy: DataPolicy, row: Row, raw: RawRow, file: str, told: RowCoun
     )
     content = normalise_content(parsed.content, code=row.domain == "code")
     text = join_texts(content)
-    failure = filters.first_failure(text, rules)
+    failure = filters.find_first_broken_rule(text, rules)
     if failure is None and rules.must_parse and "text" in content and (row.source or "").endswith(".py"):
         reason = filters.does_not_parse(text)
         failure = ("does_not_parse", reason) if reason else None
@@ -202,7 +204,7 @@ def _looked_at(
     if isinstance(raw, BadRow):
         raise raw
     decoded = parse_json(raw) if isinstance(raw, bytes) else raw
-    origin = take_origin(decoded)
+    origin = pop_row_origin(decoded)
     if mapping := policy.find_mapping(PurePath(origin.path).name, file):
         told.count_columns(decoded | origin.unreadable if isinstance(decoded, dict) else decoded, *mapping)
     return decoded, origin, mapping
@@ -221,7 +223,7 @@ def _redact(content: Content, kinds: Sequence[str], row: Row) -> Content:
 
 
 def finish_chunk(
-    job: IngestJob, chunk: int, tasks: Sequence[FinishTask], tokenizer_folder: Path
+    job: IngestJob, chunk: int, tasks: Sequence[DocumentToFinish], tokenizer_folder: Path
 ) -> list[FinishedDocument]:
     """Trim and tokenise the kept documents of a chunk."""
     tokenizer = _tokenizer(tokenizer_folder)
@@ -229,7 +231,7 @@ def finish_chunk(
     return [_finish_one(job.policy, task, contents[task.place], tokenizer) for task in tasks]
 
 
-def _finish_one(policy: DataPolicy, task: FinishTask, content: Content, tokenizer: Tokenizer) -> FinishedDocument:
+def _finish_one(policy: DataPolicy, task: DocumentToFinish, content: Content, tokenizer: Tokenizer) -> FinishedDocument:
     rules = policy.decontamination
     trimmed = 0
     if task.cuts:
@@ -325,7 +327,7 @@ class WorkerPool:
             for call in calls:
                 yield function(*call)
             return
-        dog = Watchdog(self.policy, UsualTimes(), os.getpid(), self.spool, first_counts=True, unit="chunk")
+        dog = Watchdog(self.policy, UsualDurations(), os.getpid(), self.spool, first_counts=True, unit="chunk")
         under_way: deque[Future[R]] = deque()
         done = 0
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
-from factory.core.workspace import list_factory_work
+from factory.core.workspace import list_factory_files
 from factory.ledger.version import GONE
 from kernels.contract.message import Message
 
@@ -23,7 +23,7 @@ DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 ROW_NUMBER = sa.BigInteger().with_variant(sa.Integer, "sqlite")
 
 
-class PlainText(sa.TypeDecorator[str]):
+class NulSafeText(sa.TypeDecorator[str]):
     """Text that PostgreSQL accepts: a NUL, which names in shards may contain, is stored as U+FFFD. A ``Subject`` is stored as text."""
 
     impl = sa.Text
@@ -95,7 +95,7 @@ def sqlite_file(url: str) -> Path | None:
 def check_ledger_exists(file: Path, root: Path) -> None:
     """Raises: WorkspaceError when the workspace ``root`` has no ledger. SQLite would make an empty one."""
     if not file.exists() or not file.stat().st_size:
-        known = [name for name in list_factory_work(root) if not name.endswith(".db")]
+        known = [name for name in list_factory_files(root) if not name.endswith(".db")]
         init = Message("engine.run_init", "The workspace is empty: finish it with 'factory init'")
         raise WorkspaceError(
             "engine.no_ledger", "there is no ledger at {file}. {advice}", file=file, advice=GONE if known else init

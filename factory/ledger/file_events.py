@@ -37,7 +37,7 @@ def filed_shards(db: ReadsSql, most: int = -1) -> dict[tuple[str, str], dict[str
     return {(one["folder"], one["name"]): one for one in (row["detail"] for row in reversed(rows))}
 
 
-def shards_packed_from(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
+def list_shards_made_from(db: ReadsSql, sha256: str) -> list[dict[str, Any]]:
     """Return the ``PACKED`` details of the shards that were made of a file, a folder or a group of files, oldest first."""
     rows = db.read(
         "SELECT detail FROM events WHERE kind = :kind AND subject = :subject ORDER BY id",
@@ -58,7 +58,7 @@ def is_small_vocabulary_allowed(db: ReadsSql) -> bool:
     return bool(db.read("SELECT id FROM events WHERE kind = :kind LIMIT 1", kind=SMALL_VOCABULARY))
 
 
-def retired_paths(db: ReadsSql) -> set[str]:
+def list_paths_removed_by_retention(db: ReadsSql) -> set[str]:
     """Return the paths, relative to the workspace, of all files that retention removed. Some may exist again."""
     return {row["detail"]["path"] for row in db.read("SELECT detail FROM events WHERE kind = :kind", kind=RETIRED)}
 

@@ -20,7 +20,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import WorkspaceError
 from factory.core.faults import find_fault_in
-from factory.ledger.engine import ROW_NUMBER, PlainText, check_ledger_exists, make_engine, sqlite_file
+from factory.ledger.engine import ROW_NUMBER, NulSafeText, check_ledger_exists, make_engine, sqlite_file
 from factory.ledger.journal import append_to_newest_backup, create_triggers
 from factory.ledger.rows import Subject
 from factory.ledger.snapshot import Snapshot
@@ -28,7 +28,7 @@ from factory.ledger.stored_paths import to_stored_path
 from factory.ledger.version import GONE, SCHEMA_VERSION, SERVER_ADVICE, check_version
 
 metadata = sa.MetaData()
-T, N, F, J, C = PlainText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
+T, N, F, J, C = NulSafeText, sa.BigInteger, sa.Float, sa.JSON, sa.Column
 
 # keys: 'schema' (version of the tables), 'identity' (the ledger's random name), 'ingest_index' (the version of its hashes)
 meta = sa.Table("meta", metadata, C("key", T, primary_key=True), C("value", T))

@@ -78,7 +78,7 @@ def list_removals(db: ReadsSql) -> list[Removal]:
     return list(found.values())
 
 
-def find_barred_labels(db: ReadsSql) -> dict[str, dict[str | None, int]]:
+def find_refused_labels(db: ReadsSql) -> dict[str, dict[str | None, int]]:
     """Return the sources and licences that new documents may not have: {'source': {name: number of the removal}, 'license': …}.
 
     The name None stands for documents without a licence.
@@ -127,7 +127,7 @@ def with_replaced_token_shards(db: ReadsSql, plan: Mapping[str, Any]) -> dict[st
     return {**plan, "token_shards": [{**shard, **now(shard["id"])} for shard in plan["token_shards"]]}
 
 
-def list_marked_releases(db: ReadsSql) -> list[dict[str, Any]]:
+def list_releases_with_removed_data(db: ReadsSql) -> list[dict[str, Any]]:
     """Return the releases trained on documents that were quarantined or removed later. Removals that were undone do not count.
 
     Each has ``release``, ``documents`` (how many), ``removal`` (None: they were quarantined) and ``exact`` (False: the data plans only
@@ -144,12 +144,12 @@ def list_marked_releases(db: ReadsSql) -> list[dict[str, Any]]:
     return found
 
 
-def describe_mark(mark: Mapping[str, Any]) -> Message:
-    """Describe one of ``list_marked_releases``.
+def describe_removed_training_data(mark: Mapping[str, Any]) -> Message:
+    """Describe one of ``list_releases_with_removed_data``.
 
-    >>> print(describe_mark({"release": 1, "documents": 2, "removal": 3, "exact": True}))
+    >>> print(describe_removed_training_data({"release": 1, "documents": 2, "removal": 3, "exact": True}))
     release 1 was trained on 2 documents, later removed (removal 3)
-    >>> print(describe_mark({"release": 1, "documents": 2, "removal": None, "exact": False}))
+    >>> print(describe_removed_training_data({"release": 1, "documents": 2, "removal": None, "exact": False}))
     release 1 may have been trained on 2 documents, later quarantined
     """
     known = {

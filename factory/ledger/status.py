@@ -8,7 +8,7 @@ from factory.core.time_formats import format_local_time
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY, list_anomalies
 from factory.ledger.reader import LedgerReader
-from factory.ledger.removals import describe_mark, list_marked_releases, list_removals
+from factory.ledger.removals import describe_removed_training_data, list_releases_with_removed_data, list_removals
 from factory.ledger.rows import (
     CandidateRow,
     EvaluationRow,
@@ -100,7 +100,7 @@ def read_status(workspace: Workspace) -> dict[str, Any]:
         "proposals": [row.select_fields(*PROPOSAL_FIELDS) for row in ProposalRow.select(db)],
         "anomalies": list_anomalies(db)[::-1][:20],
         "removals": [vars(removal) for removal in list_removals(db)],
-        "marked_releases": list_marked_releases(db),
+        "marked_releases": list_releases_with_removed_data(db),
     }
 
 
@@ -300,7 +300,7 @@ def _anomaly_lines(facts: dict[str, Any]) -> list[Message]:
                 )
             )
     for mark in facts["marked_releases"]:
-        lines.append(Message("ledger.marked_release", "          {mark}", mark=describe_mark(mark)))
+        lines.append(Message("ledger.marked_release", "          {mark}", mark=describe_removed_training_data(mark)))
     return lines
 
 

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from factory.core.launching import GPU_DEVICES
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError
-from trainer.contract.plan.sizing import GB, Layout, memory_parts, total_bytes
+from trainer.contract.plan.sizing import GB, GpuLayout, memory_parts, total_bytes
 from trainer.contract.recipe import Recipe
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
@@ -70,7 +70,7 @@ def memory_needed(recipe: Recipe, ranks: int, memory: float, itemsize: int) -> f
     data = recipe.parallel.data_ranks(ranks, recipe.model)
     recipe.batch.check_ranks(data)
     micro = recipe.batch.micro_sequences or recipe.batch.sequences // data
-    layout = Layout(ranks, recipe.parallel.tensor, micro, recipe.parallel.recompute, recipe.parallel.replicas)
+    layout = GpuLayout(ranks, recipe.parallel.tensor, micro, recipe.parallel.recompute, recipe.parallel.replicas)
     parts = memory_parts(
         recipe.model, layout, memory, optimizer=recipe.optimizer.name, itemsize=itemsize, logit_rows=None
     )

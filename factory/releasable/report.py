@@ -36,7 +36,7 @@ from factory.ledger.removals import NO_LICENCE
 from factory.ledger.rows import EvaluationRow, SegmentRow, find_champion
 from factory.tasks.policy import TasksPolicy
 from factory.tasks.task_file import EvalTask, list_tasks, load_task_by_name, task_folder
-from kernels.contract.message import Message, plain
+from kernels.contract.message import Message, messages_to_json
 
 NAMED = 4  # a line names at most this many licences
 PLAIN = re.compile(r"[\w.+ -]+", re.ASCII)  # a licence that is safe inside quotes in a shell and in YAML
@@ -52,7 +52,7 @@ class ReportLine:
     todo: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        return {name: plain(value) for name, value in vars(self).items()}
+        return {name: messages_to_json(value) for name, value in vars(self).items()}
 
 
 def make_report(plant: Plant) -> list[ReportLine]:

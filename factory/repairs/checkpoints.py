@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import audit_folder, copy_checkpoint, ladder_folder
+from factory.audit.kept_checkpoints import audit_folder, copy_checkpoint, kept_checkpoints_folder
 from factory.core.errors import FactoryError, InputError
 from factory.core.exports import export_folder_sha256
 from factory.core.faults import is_unreadable_now
@@ -24,7 +24,7 @@ from factory.ledger.stored_paths import to_stored_paths
 from factory.runs.trainer_folder import read_result
 from factory.training.exporting import write_export
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import set_aside
+from factory.training.segment_folder import move_to_set_aside
 from factory.training.training import run_trainer
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
@@ -156,7 +156,7 @@ def _older(workspace: Workspace, row: SegmentRow, target: Path, recorded: dict[s
     """Copy the newest good checkpoint of a segment, from all places where some are kept, to ``target``. Returns its step, else the first."""
     sources = (
         Path(row.folder) / "checkpoints",
-        ladder_folder(workspace, row.id),
+        kept_checkpoints_folder(workspace, row.id),
         audit_folder(workspace, row.id) / "live",
     )
     found = [one for source in sources for one in saved_steps(source)]
@@ -245,7 +245,7 @@ def remake_export(plant: Plant, number: int) -> str:
             path=place,
         )
     if place.exists() or place.is_symlink():
-        set_aside(plant.workspace.root, place)
+        move_to_set_aside(plant.workspace.root, place)
     rename_into_place(aside, place)
     with plant.ledger.begin() as tx:
         record_event(tx, "exported_again", Subject("candidate", number), {"export_sha256": row.export_sha256})

@@ -17,7 +17,7 @@ from factory.core.errors import WorkspaceError
 from factory.core.workspace import Workspace
 from factory.ingest.hash_index import INDEX, hashes_file, list_hash_sources, read_hashes
 from factory.ledger.engine import sqlite_file
-from factory.ledger.file_events import retired_paths
+from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
 from factory.ledger.rows import CandidateRow, SegmentRow, find_champion
@@ -58,7 +58,7 @@ class ExaminedKind:
     faults: list[Damage]
 
 
-def examine_work(plant: Plant, deep: bool) -> list[ExaminedKind]:
+def examine_workspace_files(plant: Plant, deep: bool) -> list[ExaminedKind]:
     """Examine each kind of ``CHECKS``, in that order. Changes nothing."""
     return [check(plant, deep) for check in CHECKS.values()]
 
@@ -112,7 +112,7 @@ def _look(
 
 def _kept(plant: Plant, rows: Sequence[Row], place: Callable[[Row], str]) -> list[Row]:
     """Return the rows whose files retention has not removed."""
-    gone = {plant.workspace.root / path for path in retired_paths(plant.ledger)}
+    gone = {plant.workspace.root / path for path in list_paths_removed_by_retention(plant.ledger)}
     return [row for row in rows if Path(place(row)) not in gone or Path(place(row)).exists()]
 
 

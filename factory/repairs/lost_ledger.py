@@ -34,7 +34,7 @@ from factory.backups.signing_keys import restore_key
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.progress import Progress
 from factory.core.removal import remove_path
-from factory.core.workspace import FOLDERS, Workspace, list_factory_work
+from factory.core.workspace import FOLDERS, Workspace, list_factory_files
 from factory.ingest.chain import ingest_shard
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger import journal
@@ -56,7 +56,7 @@ from factory.ledger.version import SCHEMA_VERSION
 from factory.ledger.writing import insert_row
 from factory.repairs.checkpoints import find_checkpoint_damage
 from factory.training.planning import last_checkpoint
-from factory.training.segment_folder import PLANNED, read_owner, segment_plan_sha256, set_aside
+from factory.training.segment_folder import PLANNED, move_to_set_aside, read_owner, segment_plan_sha256
 from kernels.contract.files import rename_into_place
 from kernels.contract.message import Message
 
@@ -83,7 +83,7 @@ def restore_ledger(root: Path, name: str, progress: Progress) -> list[str]:
         for lock in LOCKS:
             held.enter_context(workspace.hold_lock(lock))
         base = find_backup(workspace, name) if name else _newest_good(root, said)
-        if base is None and not list_factory_work(root):
+        if base is None and not list_factory_files(root):
             raise WorkspaceError(
                 "lost_ledger.empty_workspace",
                 "{folder} has no work from which a ledger could be made: run 'factory init'",
@@ -127,11 +127,11 @@ def _restore_config(root: Path, name: str) -> list[str]:
     """Restore ``factory.yaml``, folders and policies that are missing. Existing policies stay unchanged. Returns lines for a person."""
     backups = [root / BACKUPS_FOLDER / name, Path(name).expanduser().resolve()] if name else list_backups(root)[::-1]
     # On a new disk everything comes from the named backup.
-    fresh = not list_factory_work(root) and not (root.is_dir() and any(root.iterdir()))
+    fresh = not list_factory_files(root) and not (root.is_dir() and any(root.iterdir()))
     if (root / "factory.yaml").exists() or not (
-        list_factory_work(root) or (fresh and any(map(journal.read_backup_info, backups)))
+        list_factory_files(root) or (fresh and any(map(journal.read_backup_info, backups)))
     ):
-        for folder in FOLDERS if list_factory_work(root) else ():
+        for folder in FOLDERS if list_factory_files(root) else ():
             (root / folder).mkdir(exist_ok=True)
         return []
     kept = next((path for path in backups if (path / "factory.yaml").is_file()), None)
@@ -370,7 +370,7 @@ def _set_aside(plant: Plant, path: Path, why: str) -> Message:
         "lost_ledger.set_aside",
         "  {path} is set aside in {place}: {why}",
         path=path,
-        place=set_aside(plant.workspace.root, path),
+        place=move_to_set_aside(plant.workspace.root, path),
         why=why,
     )
 

@@ -22,12 +22,12 @@ from factory.repairs.examining import (
     examine_checkpoints,
     examine_token_shards,
     examine_tokenizer,
-    examine_work,
+    examine_workspace_files,
     find_damaged_databases,
 )
 from factory.repairs.lost_ledger import restore_ledger, restore_mlflow
 from factory.repairs.token_shards import (
-    HashedShards,
+    HashedShardNotes,
     find_token_shard_damage,
     rebuild_hashes,
     rebuild_token_shard,
@@ -50,7 +50,9 @@ def repair_all(workspace: Workspace, deep: bool, progress: Progress) -> list[str
     ledger = Ledger.open(workspace.ledger_url, workspace.root)
     with workspace.hold_lock("model-loop"):
         faults = [fault for fault in databases if fault.kind == "mlflow"]
-        faults += [fault for one in examine_work(Plant(workspace, ledger, progress), deep) for fault in one.faults]
+        faults += [
+            fault for one in examine_workspace_files(Plant(workspace, ledger, progress), deep) for fault in one.faults
+        ]
         for fault in faults:
             if fault.is_repairable:
                 try:
@@ -111,7 +113,7 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     Without ``every``, only token shards that changed since they were last hashed are checked: the trainer itself hashes its other inputs.
     Raises: FactoryError with the remedy when a repair fails.
     """
-    row, known = SegmentRow.get(plant.ledger, number), HashedShards(plant.workspace)
+    row, known = SegmentRow.get(plant.ledger, number), HashedShardNotes(plant.workspace)
     shards = {shard["id"]: Path(shard["path"]) for shard in read_data_plan(plant.ledger, row)["token_shards"]}
     looked = {name: path for name, path in shards.items() if every or not known.is_unchanged(path)}
     damaged = []
@@ -123,7 +125,7 @@ def repair_inputs(plant: Plant, number: int, every: bool = True) -> bool:
     if every and row.parent and (fault := find_checkpoint_damage(last_checkpoint(plant.ledger, row.parent), deep=True)):
         damaged.append(Damage("checkpoints", str(row.parent), fault, "", True))
     mended = _mended(plant, damaged)
-    known.note_whole(looked.values())
+    known.note_undamaged(looked.values())
     return mended
 
 

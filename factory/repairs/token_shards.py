@@ -44,8 +44,8 @@ from factory.ingest.task_hashes import record_task_ngrams
 from factory.ingest.tokenizer import FILES as TOKENIZER_FILES
 from factory.ingest.tokenizer import Tokenizer, template_shows_calls
 from factory.ingest.worker import (
+    DocumentToFinish,
     FinishedDocument,
-    FinishTask,
     IngestJob,
     analyse_chunk,
     finish_chunk,
@@ -55,7 +55,7 @@ from factory.ledger.journal import list_backups
 from factory.ledger.ledger import Ledger, record_event, tokenizers
 from factory.ledger.plant import Plant
 from factory.ledger.removals import erased_shards
-from factory.training.segment_folder import set_aside
+from factory.training.segment_folder import move_to_set_aside
 from kernels.contract.files import rename_into_place, write_atomically
 from kernels.contract.message import Message
 from trainer.contract.data.token_shard import FILES, TokenizedDocument, TokenShard, file_sha256, write_token_shard
@@ -107,7 +107,7 @@ def _missing(path: Path) -> Message:
     return Message("token_shards.missing", "{path} is missing", path=path)
 
 
-class HashedShards:
+class HashedShardNotes:
     """A note in ``cache/hashed.json`` of the sizes and times of token shards' files when they were last hashed and whole.
 
     A file with the same size and times counts as unchanged: the start of a segment hashes only new and changed files. Damage by the disk itself
@@ -126,7 +126,7 @@ class HashedShards:
         """Return whether a token shard's files have the noted sizes and times."""
         return self.known.get(folder.name) == _times(folder)
 
-    def note_whole(self, folders: Iterable[Path]) -> None:
+    def note_undamaged(self, folders: Iterable[Path]) -> None:
         """Note the sizes and times of token shards that were hashed and are whole."""
         new = {folder.name: _times(folder) for folder in folders}
         if any(self.known.get(name) != times for name, times in new.items()):
@@ -184,7 +184,7 @@ def rebuild_token_shard(plant: Plant, number: str) -> str:
         if made.id == expected:
             place = Path(row["path"])
             if place.exists():
-                set_aside(plant.workspace.root, place)
+                move_to_set_aside(plant.workspace.root, place)
             rename_into_place(made.path, place)
             with plant.ledger.begin() as tx:
                 record_event(
@@ -213,7 +213,7 @@ def rebuild_hashes(plant: Plant, subject: str) -> str:
     """
     file = hashes_file(plant.workspace.root, subject)
     if file.exists():
-        set_aside(plant.workspace.root, file)
+        move_to_set_aside(plant.workspace.root, file)
     make = _hashes_of_shard if subject.startswith("shard:") else _hashes_of_task
     why = "" if _hashes_from_backup(plant, subject) else make(plant, subject)
     if not why:
@@ -379,7 +379,7 @@ def _again(
             for place, grams in enumerate(every):
                 if alive[place].key in trained:
                     cuts = contamination.merge_spans(known.find(grams), policy.decontamination.ngram)
-                    tasks.append(FinishTask(place, alive[place].key, False, cuts))
+                    tasks.append(DocumentToFinish(place, alive[place].key, False, cuts))
             done = (
                 {one.place: one for one in finish_chunk(job, chunk[0], tasks, plant.workspace.tokenizer)}
                 if tasks
@@ -471,7 +471,7 @@ def restore_tokenizer(plant: Plant) -> str:
     for name in TOKENIZER_FILES:
         shutil.copyfile(good / name, aside / name)
     if plant.workspace.tokenizer.exists():
-        set_aside(plant.workspace.root, plant.workspace.tokenizer)
+        move_to_set_aside(plant.workspace.root, plant.workspace.tokenizer)
     rename_into_place(aside, plant.workspace.tokenizer)
     with plant.ledger.begin() as tx:
         record_event(tx, "tokenizer_restored", "tokenizer", {"from": plant.ledger.to_stored_path(good)})

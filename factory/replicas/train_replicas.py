@@ -31,7 +31,7 @@ from factory.ledger.rows import ReadsSql, SegmentRow, Subject
 from factory.retrying.watchdog import measure_usual_times
 from factory.runs.arm import Arm
 from factory.runs.live_code import LiveCode
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_checkpoint
 from factory.runs.trainer_folder import read_result
 from factory.training.planning import last_checkpoint
@@ -86,8 +86,8 @@ def replicas_folder(workspace: Workspace) -> Path:
     return workspace.root / "replicas"
 
 
-def replica_runs(plant: Plant, anneal: int) -> Runs:
-    return Runs(plant, replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
+def replica_runs(plant: Plant, anneal: int) -> TaskRuns:
+    return TaskRuns(plant, replicas_folder(plant.workspace) / f"{anneal:05d}", "replica", Subject("segment", anneal))
 
 
 def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
@@ -98,7 +98,7 @@ def replica_arm(plant: Plant, row: SegmentRow, number: int) -> Arm:
     return Arm(f"replica {number}", spec, row.code_commit, plan=order, kernels=format_kernels(row.computing))
 
 
-def _fault(runs: Runs, arm: Arm) -> str:
+def _fault(runs: TaskRuns, arm: Arm) -> str:
     """Why a replica is not finished and whole; '': it is."""
     from trainer.contract.checkpoint.format import find_fault
 
@@ -110,7 +110,7 @@ def _fault(runs: Runs, arm: Arm) -> str:
         return str(error)
 
 
-def _train(runs: Runs, row: SegmentRow, number: int, arm: Arm) -> None:
+def _train(runs: TaskRuns, row: SegmentRow, number: int, arm: Arm) -> None:
     plant, folder = runs.plant, runs.folder(arm)
     if (folder / "result.json").exists():
         remove_path(folder)  # the replica is damaged

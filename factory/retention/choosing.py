@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from factory.ledger.rows import SegmentRow
-from factory.retention.needs import Needs
+from factory.retention.needs import RetentionNeeds
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored_folders import StoredFolder
 from kernels.contract.message import Message
@@ -16,7 +16,7 @@ OF_CODE = ("worktree", "compiled")
 
 
 @dataclass(frozen=True)
-class Choice:
+class RetentionDecision:
     """The decision about a folder: whether it ``is_removed`` (is removed), and why, for a person."""
 
     folder: StoredFolder
@@ -26,12 +26,12 @@ class Choice:
 
 def choose_removals(
     policy: RetentionPolicy,
-    needs: Needs,
+    needs: RetentionNeeds,
     segments: Sequence[SegmentRow],
     ends: dict[int, int],
     found: Sequence[StoredFolder],
     now: float,
-) -> list[Choice]:
+) -> list[RetentionDecision]:
     """Decide about each folder. ``ends``: the step of each segment's last checkpoint; ``now``: seconds since 1970."""
     rows = {row.id: row for row in segments}
     trunk = [row.id for row in segments if row.kind == "trunk" and row.state == "done"][-policy.trunk_segments :]
@@ -43,18 +43,18 @@ def choose_removals(
     for what in found:
         reason = _needed(needs, ends, what)
         if reason:
-            choices.append(Choice(what, False, reason))
+            choices.append(RetentionDecision(what, False, reason))
             continue
         if what.kind in OF_CODE:
             if what.commit in commits:
                 why = Message("choosing.new_commit", "its commit is one of the newest (worktrees)")
-                choices.append(Choice(what, False, why))
+                choices.append(RetentionDecision(what, False, why))
             else:
                 why = Message("choosing.old_commit", "no recent segment has its commit")
-                choices.append(Choice(what, True, why))
+                choices.append(RetentionDecision(what, True, why))
             continue
         if what.kind == "diagnosis":
-            choices.append(Choice(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
+            choices.append(RetentionDecision(what, True, Message("choosing.closed_anomaly", "its anomaly is closed")))
             continue
         if what.made_at is not None:
             written = Message("choosing.written", "it was written")
@@ -63,13 +63,13 @@ def choose_removals(
         row = rows.get(what.number)
         if row is None:
             why = Message("choosing.no_segment", "the ledger has no segment with its number: a person must decide")
-            choices.append(Choice(what, False, why))
+            choices.append(RetentionDecision(what, False, why))
             continue
         choices.append(_of_segment(policy, row, what, trunk, ladders, candidates, now))
     return choices
 
 
-def _needed(needs: Needs, ends: dict[int, int], what: StoredFolder) -> str:
+def _needed(needs: RetentionNeeds, ends: dict[int, int], what: StoredFolder) -> str:
     if what.kind in OF_CODE:
         return next((why for commit, why in needs.commits.items() if commit[:12] == what.commit), "")
     if what.kind == "diagnosis":
@@ -98,13 +98,15 @@ def _of_segment(
     ladders: set[int],
     candidates: set[int],
     now: float,
-) -> Choice:
+) -> RetentionDecision:
     days = (now - (row.finished_at or row.created_at)) / DAY
     ended = Message("choosing.ended", "segment {segment} ended", segment=row.id)
     if what.kind == "ladder":
         if row.id in ladders:
-            return Choice(what, False, Message("choosing.new_ladder", "its segment is one of the newest (ladders)"))
-        return Choice(what, True, Message("choosing.old_ladder", "newer segments have ladders"))
+            return RetentionDecision(
+                what, False, Message("choosing.new_ladder", "its segment is one of the newest (ladders)")
+            )
+        return RetentionDecision(what, True, Message("choosing.old_ladder", "newer segments have ladders"))
     if what.kind == "log":
         return _by_age(what, days, policy.log_days, "log_days", ended)
     if what.kind == "run":
@@ -118,17 +120,17 @@ def _of_segment(
         )
         return _by_age(what, days, policy.rewound_days, "rewound_days", not_done)
     if what.kind == "runs":
-        return Choice(what, True, Message("choosing.done", "segment {segment} is done", segment=row.id))
+        return RetentionDecision(what, True, Message("choosing.done", "segment {segment} is done", segment=row.id))
     if row.id in candidates:
         return _by_age(what, days, policy.candidate_days, "candidate_days", ended)
     if row.id in trunk:
         why = Message("choosing.new_trunk", "its segment is one of the newest of the trunk (trunk_segments)")
-        return Choice(what, False, why)
-    return Choice(what, True, Message("choosing.old_trunk", "the trunk has newer segments"))
+        return RetentionDecision(what, False, why)
+    return RetentionDecision(what, True, Message("choosing.old_trunk", "the trunk has newer segments"))
 
 
-def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> Choice:
+def _by_age(what: StoredFolder, days: float, limit: float, key: str, event: Message) -> RetentionDecision:
     why = Message(
         "choosing.age", "{event} {days:.1f} days ago ({key}: {limit:g})", event=event, days=days, key=key, limit=limit
     )
-    return Choice(what, days >= limit, why)
+    return RetentionDecision(what, days >= limit, why)

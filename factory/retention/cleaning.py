@@ -25,8 +25,8 @@ from factory.ledger.file_events import RETIRED
 from factory.ledger.ledger import record_event, tracked_runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.retention.choosing import Choice, choose_removals
-from factory.retention.needs import Needs
+from factory.retention.choosing import RetentionDecision, choose_removals
+from factory.retention.needs import RetentionNeeds
 from factory.retention.policy import RetentionPolicy
 from factory.retention.stored_folders import list_stored
 from kernels.contract.message import Message
@@ -40,19 +40,19 @@ LOCKS = {"export": "release", "model": "release", "worktree": "code-loop", "comp
 class CleaningResult:
     """The result of ``remove_unneeded``: all decisions, and the bytes of the removed folders."""
 
-    choices: list[Choice]
+    choices: list[RetentionDecision]
     bytes: int
 
-    def gone(self) -> list[Choice]:
+    def removed_decisions(self) -> list[RetentionDecision]:
         """Return the decisions whose folders were removed."""
         return [choice for choice in self.choices if choice.is_removed]
 
 
-def list_choices(plant: Plant, *, hard: bool = False) -> list[Choice]:
+def list_retention_decisions(plant: Plant, *, hard: bool = False) -> list[RetentionDecision]:
     """Decide about each stored folder. ``hard``: as when the disk is almost full. Raises: ConfigError, RepositoryError."""
     policy = RetentionPolicy.load(plant.workspace.policy_path("retention.yaml"))
     found = list_stored(plant)  # before the needs, so that folders made later are not in the list
-    needs = Needs.find(plant)
+    needs = RetentionNeeds.find(plant)
     last = plant.ledger.read("SELECT segment, MAX(step) AS step FROM checkpoints GROUP BY segment")
     ends = {row["segment"]: row["step"] for row in last}
     policy = policy.for_full_disk() if hard else policy
@@ -60,7 +60,8 @@ def list_choices(plant: Plant, *, hard: bool = False) -> list[Choice]:
 
 
 def remove_unneeded(plant: Plant, *, hard: bool = False) -> CleaningResult:
-    """Remove the folders that ``list_choices`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use stay.
+    """Remove the folders that ``list_retention_decisions`` chooses. The caller holds the lock 'model-loop'. Folders that another process may use
+    stay.
 
     Raises: ConfigError, RepositoryError.
     """
@@ -72,8 +73,8 @@ def remove_unneeded(plant: Plant, *, hard: bool = False) -> CleaningResult:
     with ExitStack() as held:
         busy = {name for name in set(LOCKS.values()) if not _locked(held, plant.workspace, name)}
         choices = [
-            Choice(one.folder, False, BUSY) if one.is_removed and LOCKS.get(one.folder.kind) in busy else one
-            for one in list_choices(plant, hard=hard)
+            RetentionDecision(one.folder, False, BUSY) if one.is_removed and LOCKS.get(one.folder.kind) in busy else one
+            for one in list_retention_decisions(plant, hard=hard)
         ]
         going = [choice for choice in choices if choice.is_removed]
         freed = _remove_folders(plant, [choice for choice in going if choice.folder.kind != "run"])
@@ -81,7 +82,7 @@ def remove_unneeded(plant: Plant, *, hard: bool = False) -> CleaningResult:
     return CleaningResult(choices, freed)
 
 
-def _remove_folders(plant: Plant, choices: list[Choice]) -> int:
+def _remove_folders(plant: Plant, choices: list[RetentionDecision]) -> int:
     """Remove folders and record them. Returns the freed bytes."""
     freed, untold = 0, dict[Path, dict[str, Any]]()
     try:
@@ -116,7 +117,7 @@ def _tell(plant: Plant, gone: dict[Path, dict[str, Any]]) -> None:
             record_event(tx, RETIRED, f"{detail['kind']}:{name}", {"path": name} | detail)
 
 
-def _remove_runs(plant: Plant, choices: list[Choice]) -> int:
+def _remove_runs(plant: Plant, choices: list[RetentionDecision]) -> int:
     """Remove MLflow's runs from the ledger and record that. ``factory.show`` removes them from MLflow later. Returns the freed bytes."""
     if not choices:
         return 0
@@ -153,7 +154,7 @@ def describe_cleaning(cleaned: CleaningResult) -> Message:
     >>> print(describe_cleaning(CleaningResult([], 0)))
     nothing to remove
     """
-    gone = cleaned.gone()
+    gone = cleaned.removed_decisions()
     if not gone:
         return Message("cleaning.nothing", "nothing to remove")
     kinds = {choice.folder.kind for choice in gone}
@@ -169,7 +170,7 @@ def clean_after_segment(plant: Plant) -> None:
     """Call ``remove_unneeded`` after a segment. An error becomes a line for a person: training never fails because of retention."""
     try:
         cleaned = remove_unneeded(plant)
-        if cleaned.gone():
+        if cleaned.removed_decisions():
             plant.progress.line(Message("cleaning.done", "  retention: {result}", result=describe_cleaning(cleaned)))
     except (FactoryError, OSError) as error:
         why = getattr(error, "message", str(error))

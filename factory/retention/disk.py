@@ -21,7 +21,7 @@ def note_free_space(workspace: Workspace, now: float | None = None) -> None:
     """Append a sample, unless the last sample is recent. A long file is cut to its newest half."""
     now = time.time() if now is None else now
     path = workspace.logs / SAMPLES_FILE
-    last = read_samples(workspace)[-1:]
+    last = read_free_space_samples(workspace)[-1:]
     if last and 0 <= now - last[0][0] < EVERY_SECONDS:
         return
     line = json.dumps({"at": now, "free": disk_usage(workspace.root).free}).encode() + b"\n"
@@ -33,7 +33,7 @@ def note_free_space(workspace: Workspace, now: float | None = None) -> None:
         file.write(line if read_tail(path, 1) in (b"", b"\n") else b"\n" + line)  # the last line may be half written
 
 
-def read_samples(workspace: Workspace) -> list[tuple[float, int]]:
+def read_free_space_samples(workspace: Workspace) -> list[tuple[float, int]]:
     """Return the samples (seconds since 1970, free bytes), oldest first."""
     found = []
     for line in read_tail(workspace.logs / SAMPLES_FILE, KEPT_BYTES).split(b"\n"):

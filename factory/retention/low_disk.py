@@ -30,7 +30,7 @@ def is_own_disk_full(workspace: Workspace, error: BaseException) -> bool:
 def free_space(plant: Plant) -> None:
     """Remove all files that nothing needs. Prints a line if any were removed."""
     cleaned = remove_unneeded(plant, hard=True)
-    if cleaned.gone():
+    if cleaned.removed_decisions():
         plant.progress.line(
             Message("low_disk.cleaned", "  the disk is almost full: {result}", result=describe_cleaning(cleaned))
         )

@@ -24,7 +24,7 @@ Reasons = dict[int, str]
 
 
 @dataclass
-class Needs:
+class RetentionNeeds:
     """The reason (the first that was found) why a file is needed, by number of its segment, unless noted otherwise."""
 
     segments: Reasons = field(default_factory=dict)  # all files of a segment
@@ -37,7 +37,7 @@ class Needs:
     commits: dict[str, str] = field(default_factory=dict)  # worktrees and compiled kernels, by commit
 
     @classmethod
-    def find(cls, plant: Plant) -> Needs:
+    def find(cls, plant: Plant) -> RetentionNeeds:
         """Find the needs at one moment of the ledger. Raises: ConfigError, RepositoryError."""
         kinds = AnomalyPolicy.load(plant.workspace.policy_path("anomalies.yaml")).kinds
         audits = AuditPolicy.load(plant.workspace.policy_path("gates/audit.yaml"))

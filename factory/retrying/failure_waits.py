@@ -34,7 +34,7 @@ class FailureWaits:
         self.first, self.longest, self.clock = first, longest, clock
         self._rests: dict[str, FailureWait] = {}
 
-    def failed(
+    def record_failure(
         self, key: str, says: str, *, about: str = "", longest: float | None = None, failures: int | None = None
     ) -> tuple[FailureWait, bool]:
         """Record a failure; returns (the new state, whether the failure has a new cause).
@@ -49,24 +49,24 @@ class FailureWaits:
         self._rests[key] = rest
         return rest, before is None or before.about != about
 
-    def rests(self, key: str) -> bool:
+    def is_waiting(self, key: str) -> bool:
         """Whether it is too early to try this key again."""
         rest = self._rests.get(key)
         return rest is not None and self.clock() < rest.until
 
-    def resting(self) -> frozenset[str]:
+    def waiting_keys(self) -> frozenset[str]:
         """The keys that it is too early to try again."""
-        return frozenset(key for key in self._rests if self.rests(key))
+        return frozenset(key for key in self._rests if self.is_waiting(key))
 
-    def known(self) -> dict[str, FailureWait]:
+    def failure_states(self) -> dict[str, FailureWait]:
         """The state of each key that failed and has not succeeded since, whether it rests or not."""
         return dict(self._rests)
 
-    def succeeded(self, key: str) -> FailureWait | None:
+    def record_success(self, key: str) -> FailureWait | None:
         """Forget a key; returns its state if it had failed."""
         return self._rests.pop(key, None)
 
-    def try_all(self) -> None:
+    def end_all_waits(self) -> None:
         """End all waits; the failures stay known."""
         self._rests = {key: replace(rest, until=self.clock()) for key, rest in self._rests.items()}
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from factory.core.errors import InputError, SegmentError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.launching import EXIT_DISK_FULL, EXIT_STOPPED
 from factory.core.untrusted_trainer_files import read_json_object
 from factory.ledger.rows import ReadsSql, SegmentRow, Subject
@@ -37,7 +37,7 @@ OUT_OF_MEMORY_TEXT = re.compile(
 
 
 @dataclass(frozen=True)
-class TrainerEnding:
+class TrainerFailure:
     """How a trainer ended."""
 
     kind: str  # HUNG, OUT_OF_MEMORY, KILLED, CRASHED or REFUSED
@@ -54,7 +54,7 @@ def count_oom_kills() -> int | None:
     return None
 
 
-def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerEnding:
+def classify_ending(code: int, line: str, log: str, kills_before: int | None) -> TrainerFailure:
     """How a trainer ended. code: its exit code, −n after signal n. line: the most helpful line of its log. log: the log's end.
 
     >>> classify_ending(1, "trainer: no", "", None)
@@ -63,7 +63,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
     cause = f": {line}" if line else ""
     if code == EXIT_STOPPED:
         if all(int(other) in (EXIT_STOPPED, -signal.SIGTERM) for other in RANK_EXIT_CODE.findall(log)):
-            return TrainerEnding(
+            return TrainerFailure(
                 KILLED,
                 Message(
                     "retrying.ended.stopped",
@@ -73,7 +73,7 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
             )
         code = 1  # torchrun stopped the other ranks because one had failed
     if code == EXIT_DISK_FULL:
-        return TrainerEnding(
+        return TrainerFailure(
             REFUSED,
             Message(
                 "retrying.ended.disk_not_full",
@@ -82,28 +82,28 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
             ),
         )
     if code == -signal.SIGTERM:
-        return TrainerEnding(
+        return TrainerFailure(
             KILLED, Message("retrying.ended.terminated", "was ended by SIGTERM from another process than this factory")
         )
     number = _signal(code, log)
     if number == signal.SIGKILL:
         kills = count_oom_kills()
         if kills is not None and kills_before is not None and kills > kills_before:
-            return TrainerEnding(
+            return TrainerFailure(
                 OUT_OF_MEMORY,
                 Message(
                     "retrying.ended.oom_killer",
                     "was killed by the kernel's OOM killer (SIGKILL): the machine or its control group has too little memory",
                 ),
             )
-        return TrainerEnding(
+        return TrainerFailure(
             KILLED,
             Message(
                 "retrying.ended.killed", "was killed by another process (SIGKILL), not by this machine's OOM killer"
             ),
         )
     if code > 0 and OUT_OF_MEMORY_TEXT.search(line):
-        return TrainerEnding(
+        return TrainerFailure(
             OUT_OF_MEMORY,
             Message(
                 "retrying.ended.out_of_memory",
@@ -113,11 +113,11 @@ def classify_ending(code: int, line: str, log: str, kills_before: int | None) ->
             ),
         )
     if number:
-        return TrainerEnding(
+        return TrainerFailure(
             CRASHED,
             Message("retrying.ended.signal", "ended with signal {signal}{cause}", signal=_name(number), cause=cause),
         )
-    return TrainerEnding(
+    return TrainerFailure(
         REFUSED, Message("retrying.ended.exit", "ended with exit {code}{cause}", code=code, cause=cause)
     )
 
@@ -166,13 +166,13 @@ def _is_whole(checkpoint: Path) -> bool:
         files = read_json_object(checkpoint / "manifest.json")["files"]
         return bool(files) and all((checkpoint / name).stat().st_size == file["bytes"] for name, file in files.items())
     except (SegmentError, OSError, LookupError, TypeError, ValueError, AttributeError) as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         return False
 
 
 def record_death(
-    ledger: Ledger, row: SegmentRow, ending: TrainerEnding, code: int, tries: int, final: bool
+    ledger: Ledger, row: SegmentRow, ending: TrainerFailure, code: int, tries: int, final: bool
 ) -> SegmentRow:
     """Record how a segment's trainer ended; returns the segment's new row.
 

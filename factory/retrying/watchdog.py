@@ -35,14 +35,14 @@ POLL_SECONDS = 5.0  # between two looks at a tool
 
 
 @dataclass(frozen=True)
-class UsualTimes:
+class UsualDurations:
     """Earlier measurements on this machine, in seconds; None: no measurement."""
 
     start: float | None = None  # the longest time from a trainer's start to its first step
     step: float | None = None  # the longest mean time of a step of a segment
 
 
-def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualTimes:
+def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualDurations:
     """The times of earlier trainers with this recipe on the same kind of machine."""
     machine = _machine(row)
     begun = ledger.read(f"SELECT detail FROM events WHERE kind = '{TRAINER_BEGUN}' ORDER BY id DESC LIMIT {STARTS}")
@@ -54,7 +54,7 @@ def measure_usual_times(ledger: Ledger, row: SegmentRow) -> UsualTimes:
         )
         if one.result and isinstance(one.result.get("seconds"), int | float) and _machine(one) == machine
     ]
-    return UsualTimes(max(starts, default=None), max(steps, default=None))
+    return UsualDurations(max(starts, default=None), max(steps, default=None))
 
 
 def record_first_step(ledger: Ledger, row: SegmentRow, process: int, seconds: float) -> None:
@@ -72,7 +72,7 @@ class Watchdog:
     """Watches one trainer, or a pool of workers, from its start. Call ``check`` about once a second."""
 
     def __init__(
-        self, policy: RetryPolicy, usual: UsualTimes, process: int, folder: Path, *, starts_often: bool = False, first_counts: bool = False,
+        self, policy: RetryPolicy, usual: UsualDurations, process: int, folder: Path, *, starts_often: bool = False, first_counts: bool = False,
         unit: str = "step", clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         """process: the root of the watched processes. folder: grows while a checkpoint is written. starts_often: every step may

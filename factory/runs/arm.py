@@ -60,7 +60,7 @@ class Arm:
         return int(self.base["last_step"]) if self.until is None else self.until
 
     @property
-    def resumes(self) -> Path | None:
+    def resumed_checkpoint(self) -> Path | None:
         """The checkpoint from which the arm resumes, like a stopped segment; None: it starts."""
         return self.start if self.first > self.base["first_step"] else None
 
@@ -72,7 +72,7 @@ class Arm:
         spec["data_plan"] |= self.plan
         if self.seed is not None:
             spec["data_plan"]["seed"], spec["restart_data"] = self.seed, True
-        if self.start is not None and self.resumes is None:
+        if self.start is not None and self.resumed_checkpoint is None:
             spec["initial_checkpoint"] = str(self.start)
         return spec
 
@@ -80,7 +80,7 @@ class Arm:
     def key(self) -> str:
         """The hash of everything that decides the training. Files count by content, not by path."""
         spec = self.spec(self.kernels or None)
-        begins = [_content(path) for path in (spec.pop("initial_checkpoint"), self.resumes)]
+        begins = [_content(path) for path in (spec.pop("initial_checkpoint"), self.resumed_checkpoint)]
         spec["data_plan"]["token_shards"] = [
             {key: value for key, value in shard.items() if key != "path"} for shard in spec["data_plan"]["token_shards"]
         ]

@@ -82,7 +82,7 @@ class LiveCode:
                 cwd=self.folder,
                 cache=self.cache,
                 environment=own,
-                nodes=devices.device_files(every=True),
+                nodes=devices.list_gpu_device_files(every=True),
                 stdout=stdout,
                 stderr=stderr,
                 lock=lock,
@@ -188,7 +188,7 @@ def find_newest_merged_proposal(ledger: Ledger) -> int | None:
 
 
 # -- the trainer -------------------------------------------------------------------------------------------------------
-def list_read_paths(spec: Mapping[str, Any]) -> list[Path]:
+def list_trainer_read_paths(spec: Mapping[str, Any]) -> list[Path]:
     """The paths that a trainer reads besides its folder and code: token shards, a checkpoint, ``kernels.yaml``."""
     names = [shard["path"] for shard in spec["data_plan"]["token_shards"]]
     return [Path(name) for name in (*names, spec["initial_checkpoint"], spec["kernels"]) if name]

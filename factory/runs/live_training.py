@@ -30,27 +30,34 @@ from factory.core.untrusted_trainer_files import count_lines, read_json_object, 
 from factory.ledger.plant import Plant
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.requests import refuse_paused
-from factory.retrying.trainer_deaths import HUNG, KILLED, OUT_OF_MEMORY, TrainerEnding, classify_ending, count_oom_kills
-from factory.retrying.watchdog import UsualTimes, Watchdog
+from factory.retrying.trainer_deaths import (
+    HUNG,
+    KILLED,
+    OUT_OF_MEMORY,
+    TrainerFailure,
+    classify_ending,
+    count_oom_kills,
+)
+from factory.retrying.watchdog import UsualDurations, Watchdog
 from factory.runs.arm import Arm, Spec
-from factory.runs.live_code import LiveCode, list_read_paths, start_trainer, stop_trainer, wait_for_end
+from factory.runs.live_code import LiveCode, list_trainer_read_paths, start_trainer, stop_trainer, wait_for_end
 from factory.runs.trainer_folder import (
     check_disk_space,
     lock_folder,
     max_checkpoint_bytes,
-    remove_odd_files,
+    remove_links_and_pipes,
     write_spec,
 )
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
 
 POLL_SECONDS = 1.0
-NO_USUAL_TIMES = UsualTimes()
+NO_USUAL_TIMES = UsualDurations()
 POSSIBLE_MACHINE_FAULTS = (HUNG, KILLED, OUT_OF_MEMORY)  # they say nothing about the code, unless they repeat
 
 
 @dataclass(frozen=True)
-class TrainerEnd:
+class TrainerExit:
     """The end of a trainer: exit code and last line. Code 0: every arm left its result."""
 
     code: int = 0
@@ -58,8 +65,13 @@ class TrainerEnd:
 
 
 def train_live(
-    plant: Plant, code: LiveCode, home: Path, arms: Mapping[Path, Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES
-) -> TrainerEnd:
+    plant: Plant,
+    code: LiveCode,
+    home: Path,
+    arms: Mapping[Path, Arm],
+    title: str,
+    usual: UsualDurations = NO_USUAL_TIMES,
+) -> TrainerExit:
     """Train ``arms``, each in its folder below ``home``. All have the same number of ranks. Returns the end of the first failed trainer.
 
     ``usual``: the measured times of such a trainer. Raises: PausedError while training is paused; SegmentError if a trainer was stopped or
@@ -72,10 +84,10 @@ def train_live(
     alone = (count_ranks(plant.workspace) if count is None else count) == 1
     lanes = _lanes(arms, len(devices.device_names()) if alone and len(arms) > 1 else 1)
     with lock_folder(home) as lock:  # the trainer of a killed factory may still write its last checkpoint
-        remove_odd_files(home, plant.progress)
+        remove_links_and_pipes(home, plant.progress)
         specs = {folder: prepare_folder(home, folder, arm) for folder, arm in arms.items()}
         if all((folder / "result.json").exists() for folder in arms):
-            return TrainerEnd()
+            return TrainerExit()
         steps = sum(arm.last - arm.first for arm in arms.values())
         with plant.progress.task(title, steps) as task:
             run = lambda lane: _Lane(plant, code, home, {folder: specs[folder] for folder in lane}, title, count, usual)
@@ -83,7 +95,7 @@ def train_live(
                 endings = [run(lanes[0]).train(task, lock)]
             else:
                 endings = devices.run_in_parallel([_on_one(run(lane), task, lock) for lane in lanes])
-    return next((ending for ending in endings if ending.code), TrainerEnd())
+    return next((ending for ending in endings if ending.code), TrainerExit())
 
 
 def _lanes(arms: Mapping[Path, Arm], count: int) -> list[list[Path]]:
@@ -92,10 +104,10 @@ def _lanes(arms: Mapping[Path, Arm], count: int) -> list[list[Path]]:
     return [lane for number in range(count) if (lane := folders[number::count])]
 
 
-def _on_one(lane: _Lane, task: ProgressTask, lock: int) -> Callable[[], TrainerEnd]:
+def _on_one(lane: _Lane, task: ProgressTask, lock: int) -> Callable[[], TrainerExit]:
     """A job that trains on one of the devices."""
 
-    def job() -> TrainerEnd:
+    def job() -> TrainerExit:
         with devices.hold_device():
             return lane.train(task, lock)
 
@@ -112,9 +124,9 @@ class _Lane:
     specs: Mapping[Path, Spec]
     title: str
     count: int | None  # of ranks
-    usual: UsualTimes
+    usual: UsualDurations
 
-    def train(self, task: ProgressTask, lock: int) -> TrainerEnd:
+    def train(self, task: ProgressTask, lock: int) -> TrainerExit:
         """Raises: PausedError, SegmentError."""
         plant, folders = self.plant, list(self.specs)
         log = self.home / f"{folders[0].name}.log"
@@ -127,7 +139,8 @@ class _Lane:
         with open(log, "wb") as out:
             process = start_trainer(
                 plant.workspace, self.code, ["--wait", *map(str, folders)], writable=folders,
-                readonly=sorted({path for spec in self.specs.values() for path in list_read_paths(spec)}), out=out, lock=lock, count=self.count,
+                readonly=sorted({path for spec in self.specs.values() for path in list_trainer_read_paths(spec)}), out=out, lock=lock,
+                count=self.count,
             )  # fmt: skip
             dog = Watchdog(policy, self.usual, process.pid, self.home, starts_often=len(folders) > 1)
             done = made = 0
@@ -147,11 +160,11 @@ class _Lane:
             if hung:
                 stop_trainer(process)
         for folder in folders:
-            remove_odd_files(folder, plant.progress)
+            remove_links_and_pipes(folder, plant.progress)
         status, line = read_exit_code(process.wait(), folders), find_failure_line(log)
         ending = classify_ending(status, line, read_tail(log, LOG_BYTES).decode(errors="replace"), kills)
         if hung:
-            ending = TrainerEnding(HUNG, f"hung and was killed: {hung}")
+            ending = TrainerFailure(HUNG, f"hung and was killed: {hung}")
         if status == EXIT_DISK_FULL:
             check_disk_space(self.home, largest, self.title, line)
         if ending.kind in POSSIBLE_MACHINE_FAULTS or status == EXIT_DISK_FULL:
@@ -165,10 +178,10 @@ class _Lane:
             repeated = Message(
                 "runs.ended_each_time", "{times} times, it {ending}", times=policy.tries, ending=ending.says
             )
-            return TrainerEnd(status or 1, repeated)
+            return TrainerExit(status or 1, repeated)
         if status == 0 and not all((folder / "result.json").exists() for folder in folders):
-            return TrainerEnd(1, Message("runs.no_result", "the trainer ended without a result"))
-        return TrainerEnd(status, f"exit {status}: {line or 'nothing'}" if status else "")
+            return TrainerExit(1, Message("runs.no_result", "the trainer ended without a result"))
+        return TrainerExit(status, f"exit {status}: {line or 'nothing'}" if status else "")
 
 
 @contextmanager
@@ -211,7 +224,7 @@ def prepare_folder(home: Path, folder: Path, arm: Arm) -> Spec:
     if known != spec:
         remove_path(folder)
         folder.mkdir(parents=True)
-        if arm.resumes is not None:
-            shutil.copytree(arm.resumes, folder / "checkpoints" / arm.resumes.name)
+        if arm.resumed_checkpoint is not None:
+            shutil.copytree(arm.resumed_checkpoint, folder / "checkpoints" / arm.resumed_checkpoint.name)
         write_spec(folder, spec)
     return spec

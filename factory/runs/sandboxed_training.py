@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from factory.core import devices
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.removal import remove_path
 from factory.runs.arm import Arm, Spec
-from factory.runs.trainer_folder import reveal_spec
+from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.sandbox import cpu_clock, sandbox
 from factory.sandbox.cpu_clock import CpuSeconds
 from factory.sandbox.sandbox import SandboxLimits
@@ -39,7 +39,7 @@ POLL_SECONDS = 0.003
 
 
 @dataclass(frozen=True)
-class ArmEnd:
+class ArmRunEnd:
     """The end of an arm. ``failed``: why there is no last checkpoint; '': ``folder`` has one."""
 
     folder: Path
@@ -52,7 +52,7 @@ class ArmEnd:
 
 def train_sandboxed(
     output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
-) -> Generator[ArmEnd, None, None]:
+) -> Generator[ArmRunEnd, None, None]:
     """Train ``arms``, each when it is requested, in their folders below ``output``. The trainer may write only there.
 
     The iterator ends after the first failed arm. Close it, which ends the trainer. If an arm's steps continue after its last checkpoint, the
@@ -61,7 +61,7 @@ def train_sandboxed(
     with ExitStack() as held:
         waiting = [_Waiting.made(folder, arm, held) for folder, arm in arms.items()]
         if len(waiting) == 1:
-            reveal_spec(waiting[0].opened, waiting[0].spec)
+            write_spec_into_open_folder(waiting[0].opened, waiting[0].spec)
         held.enter_context(devices.hold_device())  # the wait for a device does not count
         trainer = _Trainer(held, output, code, arms, wall_seconds)
         for one in waiting:
@@ -85,8 +85,8 @@ class _Waiting:
     def made(cls, path: Path, arm: Arm, held: ExitStack) -> _Waiting:
         remove_path(path)  # left by an earlier process
         path.mkdir(parents=True)
-        if arm.resumes is not None:
-            shutil.copytree(arm.resumes, path / "checkpoints" / arm.resumes.name)
+        if arm.resumed_checkpoint is not None:
+            shutil.copytree(arm.resumed_checkpoint, path / "checkpoints" / arm.resumed_checkpoint.name)
         if arm.kernels:
             (path / "kernels.yaml").write_text(arm.kernels)
         opened = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -125,7 +125,7 @@ class _Trainer:
         held.callback(self._enough.set)
         thread.start()
 
-    def train(self, arm: _Waiting, shown: bool) -> ArmEnd:
+    def train(self, arm: _Waiting, shown: bool) -> ArmRunEnd:
         """Train an arm. ``shown``: the trainer was started with it. Raises: IsolationError if nothing was run; OSError."""
         used, began = cpu_clock.CpuReading(), time.monotonic()
         if not shown:
@@ -135,11 +135,11 @@ class _Trainer:
                 if set(os.listdir(arm.opened)) - arm.holds:  # older files would be taken for the arm's own
                     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
                 used, began = cpu_clock.read_cpu_seconds(self._inits[0]), time.monotonic()
-                reveal_spec(arm.opened, arm.spec)
+                write_spec_into_open_folder(arm.opened, arm.spec)
             except OSError as error:  # code in the sandbox took the name
-                if is_machine_fault_of_no_file(error):
+                if is_machine_fault_without_file(error):
                     raise
-                return ArmEnd(
+                return ArmRunEnd(
                     arm.path, failed=Message("runs.not_begun", "the run could not begin: {error}", error=error.strerror)
                 )
         goes_on = arm.last < arm.spec["last_step"]
@@ -151,7 +151,7 @@ class _Trainer:
         if goes_on:
             self._enough.set()
             self._process.result()
-        return ArmEnd(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
+        return ArmRunEnd(arm.path, seconds, cpu=cpu, opened=-1 if shown else arm.opened)
 
     def _wait_for(self, folder: int, name: str) -> bool:
         """True once the file exists. Files are renamed into place, so they are whole. The trainer may have ended right after."""
@@ -165,23 +165,23 @@ class _Trainer:
                     return False
             time.sleep(POLL_SECONDS)
 
-    def _failed(self, path: Path, seconds: float) -> ArmEnd:
+    def _failed(self, path: Path, seconds: float) -> ArmRunEnd:
         result = self._process.result()
         early = Message("runs.ended_early", "the trainer ended before the run was done")
         why = early if result.ok else result.why()
-        return ArmEnd(path, seconds, why, result.timed_out)
+        return ArmRunEnd(path, seconds, why, result.timed_out)
 
 
 def _read_by(arm: Arm) -> list[Path]:
     """The shards, and the checkpoint at the start. A resumed arm does not read that checkpoint, which may be gone."""
     spec = arm.spec()
-    begins = None if arm.resumes else spec["initial_checkpoint"]
+    begins = None if arm.resumed_checkpoint else spec["initial_checkpoint"]
     return [Path(path) for path in (*(shard["path"] for shard in spec["data_plan"]["token_shards"]), begins) if path]
 
 
 def _limits(arms: Collection[Arm], output: Path, wall_seconds: float) -> SandboxLimits:
     """Limits with room for a checkpoint of each arm and a few more, by the size of the checkpoints at the start."""
-    begins = {Path(path) for arm in arms if (path := arm.resumes or arm.spec()["initial_checkpoint"])}
+    begins = {Path(path) for arm in arms if (path := arm.resumed_checkpoint or arm.spec()["initial_checkpoint"])}
     size = max(
         (sum(file.stat().st_size for file in path.iterdir()) for path in begins if not path.is_relative_to(output)),
         default=0,

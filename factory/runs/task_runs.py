@@ -1,4 +1,4 @@
-"""``Runs``: the arms of one task. Each is trained when it is requested, and has a row in the ledger."""
+"""``TaskRuns``: the arms of one task. Each is trained when it is requested, and has a row in the ledger."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from factory.core.time_formats import format_duration
 from factory.ledger.ledger import runs
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, RunRow, Subject
-from factory.retrying.watchdog import UsualTimes
+from factory.retrying.watchdog import UsualDurations
 from factory.runs import sandboxed_training
 from factory.runs.arm import Arm, check_arms
 from factory.runs.live_code import LiveCode
-from factory.runs.live_training import NO_USUAL_TIMES, TrainerEnd, train_live
-from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.live_training import NO_USUAL_TIMES, TrainerExit, train_live
+from factory.runs.sandboxed_training import ArmRunEnd
 from factory.runs.trace import Trace
 from kernels.contract.files import write_atomically
 from kernels.contract.message import Message
@@ -36,7 +36,7 @@ MAX_SILENCE_SECONDS = 3600.0  # a run on another machine that wrote nothing for 
 
 
 @dataclass(frozen=True)
-class Runs:
+class TaskRuns:
     """The arms of one task, below ``home``, by their keys. An arm that was trained there is not trained again."""
 
     plant: Plant
@@ -53,8 +53,8 @@ class Runs:
         return Trace(self.folder(arm), arm.first, arm.last)
 
     def train_live(
-        self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualTimes = NO_USUAL_TIMES
-    ) -> TrainerEnd:
+        self, code: LiveCode, arms: Sequence[Arm], title: str, usual: UsualDurations = NO_USUAL_TIMES
+    ) -> TrainerExit:
         """Train arms of one commit and one number of ranks with live code (``factory.runs.live_training``).
 
         Raises: InputError for impossible arms; PausedError, SegmentError if they were stopped. The same call then continues.
@@ -69,7 +69,7 @@ class Runs:
 
     def train_sandboxed(
         self, output: Path, code: Path, arms: Mapping[Path, Arm], wall_seconds: float
-    ) -> Generator[ArmEnd, None, None]:
+    ) -> Generator[ArmRunEnd, None, None]:
         """Train arms in the sandbox, each when it is requested (``factory.runs.sandboxed_training.train``). Close the iterator.
 
         Raises: InputError for an impossible arm; IsolationError.
@@ -84,11 +84,11 @@ class Runs:
                 if ended.failed:
                     return
 
-    def train_alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmEnd:
+    def train_alone(self, arm: Arm, code: Path, name: str, wall_seconds: float) -> ArmRunEnd:
         """Train an arm in its own sandbox, in a folder of this name, unless it already ended well. Raises: IsolationError."""
         output, done = self.folder(arm), self.home / f"{arm.key}.json"
         if done.exists():
-            return ArmEnd(output / name, **json.loads(done.read_text()))
+            return ArmRunEnd(output / name, **json.loads(done.read_text()))
         remove_path(output)  # left by a killed process
         (found,) = self.train_sandboxed(output, code, {output / name: arm}, wall_seconds)
         if not found.failed:
@@ -134,7 +134,7 @@ def _finish(plant: Plant, ends: dict[str, tuple[str, str | None]]) -> None:
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
-def with_real_state(row: RunRow) -> RunRow:
+def with_actual_run_state(row: RunRow) -> RunRow:
     """The row with its real state: a run whose process is gone was stopped. For a process of another machine, the folder decides."""
     import psutil
 
@@ -181,7 +181,7 @@ def run_to_json(row: RunRow) -> dict[str, Any]:
     """A run as JSON, with its duration and, while its folder exists, its newest recorded step."""
     from factory.core.untrusted_trainer_files import count_lines
 
-    row = with_real_state(row)
+    row = with_actual_run_state(row)
     took = None if row.finished_at is None else row.finished_at - row.started_at
     there = Path(row.folder).is_dir()
     return {

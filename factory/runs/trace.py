@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.core.errors import SegmentError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.untrusted_trainer_files import parse_json, read_json_object
 from factory.runs.trainer_folder import read_result
 from factory.runs.untrusted_files import (
@@ -61,7 +61,7 @@ class Trace:
             raise UntrustedFileError(error.message) from None
 
     @cached_property
-    def left(self) -> Checkpoint:
+    def final_checkpoint(self) -> Checkpoint:
         """Weights, moments and state after the last step, held in memory with this trace."""
         assert not self.ends or self.result
         return read_checkpoint(self.checkpoint, self._folders)
@@ -76,7 +76,7 @@ class Trace:
         """The lines of anomalies.jsonl."""
         return self._lines("anomalies.jsonl")
 
-    def series(self, names: Sequence[str]) -> dict[str, Series]:
+    def metric_series(self, names: Sequence[str]) -> dict[str, Series]:
         """The values per step of those ``names`` that metrics.jsonl has."""
         found = {}
         for name in names:
@@ -88,13 +88,13 @@ class Trace:
         return found
 
     @cached_property
-    def replicas_apart(self) -> list[str] | None:
+    def differing_replicas(self) -> list[str] | None:
         """The weights whose copies on the ranks differ, as the trainer reports; None if it does not report them."""
         names = read_json_object(self.folder / "result.json").get("replicas_apart")
         return [str(name)[:200] for name in names] if isinstance(names, list) else None
 
     @property
-    def bits(self) -> str:
+    def checkpoint_hash(self) -> str:
         """A hash of weights and moments, from the manifest."""
         refuse_links(self.checkpoint, self._folders)
         files = checkpoints.read_manifest(self.checkpoint)["files"]
@@ -126,7 +126,7 @@ def read_checkpoint(path: Path, folders: Sequence[Path] = ()) -> Checkpoint:
         RuntimeError,
         MemoryError,
     ) as error:
-        if isinstance(error, OSError) and is_machine_fault_of_no_file(error):
+        if isinstance(error, OSError) and is_machine_fault_without_file(error):
             raise
         said = str(error).replace(f"{path.parent}/", "")[:300]
         raise UntrustedFileError(
@@ -196,7 +196,7 @@ def refuse_links(checkpoint: Path, folders: Sequence[Path] = ()) -> None:
     except FileNotFoundError:
         pass  # the code that opens the checkpoint reports this
     except OSError as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise UntrustedFileError(
             "runs.checkpoint_missing",

@@ -27,7 +27,7 @@ def write_spec(folder: Path, spec: dict[str, Any]) -> None:
     write_atomically(folder / "segment.json", json.dumps(spec, indent=1, sort_keys=True))
 
 
-def reveal_spec(folder: int, spec: Mapping[str, Any]) -> None:
+def write_spec_into_open_folder(folder: int, spec: Mapping[str, Any]) -> None:
     """Write a run's ``segment.json`` into its folder, given as a descriptor. Code in the sandbox writes there too. Raises: OSError."""
     handle = os.open(PART_NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644, dir_fd=folder)
     with os.fdopen(handle, "w") as out:
@@ -87,7 +87,7 @@ def max_checkpoint_bytes(recipe: Mapping[str, Any]) -> int:
         return 1
 
 
-def remove_odd_files(folder: Path, progress: Progress) -> None:
+def remove_links_and_pipes(folder: Path, progress: Progress) -> None:
     """Remove links and pipes, which no trainer should leave in its folder. Raises: SegmentError (``remove_special_files``)."""
     if removed := remove_special_files(folder):
         progress.line(

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load
 
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.core.untrusted_trainer_files import parse_json_object
 from kernels.contract.message import CodedError
 
@@ -88,7 +88,7 @@ def read_bytes(folder: int, parts: Sequence[str], limit: int) -> bytes:
             return file.read(limit + 1)[:limit]
     except OSError as error:
         leased = isinstance(error, BlockingIOError)  # the candidate may hold a lease on the file
-        if is_machine_fault_of_no_file(error) and not leased:
+        if is_machine_fault_without_file(error) and not leased:
             raise
         raise missing_file_error(parts[-1], error) from None
     except MemoryError as error:

@@ -55,7 +55,7 @@ def build_command(
 ) -> list[str]:
     """Return bubblewrap's command line for ``words``, with the view of ``factory.sandbox.view``.
 
-    ``writable``: existing folders. ``given``: (source, place) pairs, read-only and required. ``tmp``: bytes of ``/tmp`` and of ``/dev/shm``.
+    ``writable``: existing folders. ``pass_data``: (source, place) pairs, read-only and required. ``tmp``: bytes of ``/tmp`` and of ``/dev/shm``.
     ``nodes``: further files in ``/dev``. ``held`` stays open while the sandbox exists.
 
     bubblewrap writes lines of JSON to ``opening.status_write``: ``{"child-pid": n}`` (the init of the new pid namespace) before the command
@@ -72,7 +72,7 @@ def build_command(
     arguments += ["--sync-fd", str(held)] if held is not None else []
     arguments += ["--uid", str(USER), "--gid", str(USER), "--hostname", HOSTNAME]
     if program := sandbox_filter.assemble_filter():
-        arguments += ["--seccomp", str(opening.given(program))]
+        arguments += ["--seccomp", str(opening.pass_data(program))]
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", "/tmp"):
         arguments += ["--size", str(tmp), "--tmpfs", folder]
@@ -81,7 +81,7 @@ def build_command(
     for path in [*readonly_system_paths(), *(GPU_FACTS if nodes else ())]:
         arguments += ["--ro-bind-try", path, path]
     for path, text in ETC_FILES.items():
-        arguments += ["--ro-bind-data", str(opening.given(text.encode())), path]
+        arguments += ["--ro-bind-data", str(opening.pass_data(text.encode())), path]
     arguments += ["--ro-bind", str(LAUNCHER), LAUNCHER_INSIDE]
     for path in nodes:
         arguments += ["--dev-bind", path, path]

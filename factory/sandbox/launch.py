@@ -42,7 +42,7 @@ def forbid_writing_outside(folders: "list[str]") -> None:
     os.close(ruleset)
 
 
-def writable_in_proc() -> "list[str]":
+def list_writable_proc_entries() -> "list[str]":
     """Return the entries of /proc, of init or of no process, on a writable mount."""
     paths = [f"/proc/{name}" for name in os.listdir("/proc") if name == "1" or not name.isdigit()]
     return [path for path in paths if not os.path.islink(path) and not os.statvfs(path).f_flag & os.ST_RDONLY]
@@ -69,7 +69,7 @@ def main() -> None:
         hard = resource.getrlimit(number)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)
         resource.setrlimit(number, (value, value))
-    if found := writable_in_proc():
+    if found := list_writable_proc_entries():
         print(f"not started: the sandbox could write to {', '.join(found)}", file=sys.stderr)
         os._exit(126)
     forbid_writing_outside(rules["writable"])

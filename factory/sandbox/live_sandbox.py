@@ -165,7 +165,7 @@ def start_in_sandbox(
             held=lock,
         )
         held = [] if lock is None else [lock]
-        status = opening.keep_status()
+        status = opening.copy_status_pipe()
         events = StatusPipe(status.fileno())
         process: subprocess.Popen[bytes] | None = None
         try:
@@ -174,13 +174,13 @@ def start_in_sandbox(
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                pass_fds=[*opening.inherited(), *held],
+                pass_fds=[*opening.inherited_descriptors(), *held],
                 env={},
                 start_new_session=True,  # Ctrl-C goes to the factory, which sends the command a SIGTERM
             )
             opening.close_inherited()
             init = events.wait_for_child()
-            opening.go_on()
+            opening.start_command()
         except BaseException:
             opening.close_inherited()
             kill_and_wait(events)

@@ -41,12 +41,12 @@ class StartPipes:
     def _pipe(self) -> list[IO[bytes]]:
         return [self._opened.enter_context(os.fdopen(end, mode, 0)) for end, mode in zip(os.pipe(), ("rb", "wb"))]
 
-    def given(self, data: bytes) -> int:
+    def pass_data(self, data: bytes) -> int:
         """Make a file with ``data`` that bubblewrap inherits. Returns its descriptor's number."""
         self._inherited.append(self._opened.enter_context(unnamed_file(data)))
         return self._inherited[-1].fileno()
 
-    def inherited(self) -> list[int]:
+    def inherited_descriptors(self) -> list[int]:
         """Return the numbers of all descriptors that bubblewrap inherits."""
         return [file.fileno() for file in self._inherited]
 
@@ -55,11 +55,11 @@ class StartPipes:
         for file in self._inherited:
             file.close()
 
-    def keep_status(self) -> IO[bytes]:
+    def copy_status_pipe(self) -> IO[bytes]:
         """Return a copy of this process's end of the status pipe, for a caller that reads events after the block."""
         return os.fdopen(os.dup(self.status.fileno()), "rb", 0)
 
-    def go_on(self) -> None:
+    def start_command(self) -> None:
         """Wait for the launcher, then let it become its command. From then on bubblewrap dies with this process."""
         self._here.read(1)
         with contextlib.suppress(BrokenPipeError):

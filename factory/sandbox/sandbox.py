@@ -139,7 +139,7 @@ def run_in_sandbox(
         **devices.device_environment(),
     }
     with StartPipes() as opening, make_mounts(readonly) as given:
-        rules = _rules(output, limits, devices.device_files())
+        rules = _rules(output, limits, devices.list_gpu_device_files())
         arguments = bubblewrap.build_command(
             launcher_words(command, rules, opening),
             opening,
@@ -148,7 +148,7 @@ def run_in_sandbox(
             cwd=cwd or output,
             environment={**seen_variables, **(environment or {})},
             tmp=limits.tmp,
-            nodes=devices.device_files(),
+            nodes=devices.list_gpu_device_files(),
         )
         process: subprocess.Popen[bytes] | None = None
         events = StatusPipe(opening.status.fileno())
@@ -160,7 +160,7 @@ def run_in_sandbox(
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    pass_fds=opening.inherited(),
+                    pass_fds=opening.inherited_descriptors(),
                     env={},
                     start_new_session=True,
                 )
@@ -171,7 +171,7 @@ def run_in_sandbox(
                     sandbox_cgroup.move_into_group(group, child)
                 if begun is not None and child is not None:
                     begun(child)
-                opening.go_on()
+                opening.start_command()
                 held.watch()
             finally:
                 # The tree still runs here only if this process was interrupted.

@@ -49,7 +49,7 @@ async def check_parity(client: httpx.AsyncClient, fixture: dict[str, Any], toler
         )
 
 
-async def make_in_process(export: Path) -> dict[str, Any]:
+async def make_parity_fixture_in_process(export: Path) -> dict[str, Any]:
     """Run ``make_parity_fixture`` in a process of its own. Raises: ParityError."""
     with tempfile.TemporaryDirectory(prefix="factory-fixture-") as folder:
         out = Path(folder) / "fixture.json"

@@ -323,7 +323,7 @@ class Supervisor:
     async def _fixture(self, champion: Champion) -> dict[str, Any]:
         """The fixture of an export, made once in a process of its own. Raises: ParityError."""
         if champion.export_sha256 not in self._fixtures:
-            self._fixtures = {champion.export_sha256: await fixture.make_in_process(champion.export)}
+            self._fixtures = {champion.export_sha256: await fixture.make_parity_fixture_in_process(champion.export)}
         return self._fixtures[champion.export_sha256]
 
     async def _passed(self, stage: str, engine: Engine) -> None:

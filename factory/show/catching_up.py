@@ -1,6 +1,7 @@
 """Finds everything in the ledger that people are not shown yet, and shows it in MLflow and on pages.
 
-The module has a list of ``ThingToShow``: each finds its missing things from the ledger alone, and shows one of them. An event records each thing that
+The module has a list of ``ShowableKind``: each finds its missing things from the ledger alone, and shows one of them. An event records each thing
+that
 was shown. So MLflow is opened only for things that it lacks: new ones, or ones lost when a process was killed, MLflow did not answer, or its
 database was lost. Pages are written first, because they do not need MLflow.
 """
@@ -22,7 +23,7 @@ from factory.ledger.file_events import MLFLOW_REMADE, RETIRED
 from factory.ledger.ledger import exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, ReleaseRow, RunRow, SegmentRow, Subject, VerdictRow
-from factory.runs.task_runs import with_real_state
+from factory.runs.task_runs import with_actual_run_state
 from factory.show.mlflow.outages import TrackingError, describe_single_failure, try_to_show
 from factory.show.mlflow.releases import show_releases
 from factory.show.mlflow.runs import (
@@ -44,7 +45,7 @@ ThingsBySubject = Mapping[
 
 
 @dataclass(frozen=True)
-class ThingToShow:
+class ShowableKind:
     """A kind of thing to show. ``behind``: finds the things not shown yet, from the ledger alone. ``show``: shows one; safe to repeat."""
 
     name: str
@@ -52,7 +53,7 @@ class ThingToShow:
     show: Callable[[Plant, MlflowTracking, Any], object]
 
 
-def show_missing(plant: Plant) -> None:
+def show_unshown_items(plant: Plant) -> None:
     """Show everything that is not shown yet. A thing that cannot be shown now is reported once; the others are shown, and a later call retries.
 
     Raises: the errors of a fault of the machine.
@@ -67,7 +68,7 @@ def show_missing(plant: Plant) -> None:
         try_to_show(plant.progress.line, partial(_in_mlflow, plant, tracking, rest))
 
 
-def _in_mlflow(plant: Plant, tracking: MlflowTracking, rest: Sequence[tuple[ThingToShow, list[Any]]]) -> bool:
+def _in_mlflow(plant: Plant, tracking: MlflowTracking, rest: Sequence[tuple[ShowableKind, list[Any]]]) -> bool:
     """Raises: TrackingError; WorkspaceError while another process shows."""
     with plant.workspace.hold_lock(
         "tracking", PATIENCE
@@ -84,7 +85,7 @@ def _in_mlflow(plant: Plant, tracking: MlflowTracking, rest: Sequence[tuple[Thin
 _refused: set[tuple[Path, str]] = set()  # messages that this process has printed
 
 
-def _alone(plant: Plant, tracking: MlflowTracking, showing: ThingToShow, one: Any) -> None:
+def _alone(plant: Plant, tracking: MlflowTracking, showing: ShowableKind, one: Any) -> None:
     """Show one thing. An error that concerns only this thing (a deleted run, a missing branch) is printed once per process.
 
     Raises: TrackingError where MLflow does not answer; the errors of a fault of the machine.
@@ -186,7 +187,7 @@ def _unshown_diagnoses(plant: Plant, db: ReadsSql) -> list[tuple[int, dict[str, 
 def _show_diagnosis(plant: Plant, tracking: MlflowTracking, one: tuple[int, dict[str, Any]]) -> None:
     event, detail = one
     segment, page = SegmentRow.get(plant.ledger, detail["segment"]), anomaly_page.diagnosis_page_path(plant, detail)
-    tracking.segment_diagnosed(segment, event, detail["causes"], detail["why"], page)
+    tracking.tag_diagnosis(segment, event, detail["causes"], detail["why"], page)
 
 
 def _unshown_profiles(plant: Plant, db: ReadsSql) -> list[int]:
@@ -197,7 +198,11 @@ def _unshown_profiles(plant: Plant, db: ReadsSql) -> list[int]:
 
 
 def _unshown_arms(plant: Plant, db: ReadsSql) -> list[RunRow]:
-    rows = [row for row in map(with_real_state, RunRow.select(db, "ORDER BY started_at, id")) if row.state != "running"]
+    rows = [
+        row
+        for row in map(with_actual_run_state, RunRow.select(db, "ORDER BY started_at, id"))
+        if row.state != "running"
+    ]
     return _untold(db, ARM_SHOWN, {f"arm:{row.id}": (row, {"state": row.state, "at": row.started_at}) for row in rows})
 
 
@@ -234,29 +239,29 @@ def _untold(db: ReadsSql, kind: str, wanted: ThingsBySubject) -> list[Any]:
 
 
 PAGES = (
-    ThingToShow(
+    ShowableKind(
         "candidates' pages",
         _candidates_without_page,
         lambda plant, _, one: _dated(release_report.write_report(plant, one[0]), one[1]),
     ),
-    ThingToShow(
+    ShowableKind(
         "proposals' pages",
         _proposals_without_page,
         lambda plant, _, one: proposal_report.write_proposal_report(plant, one),
     ),
-    ThingToShow(
+    ShowableKind(
         "diagnoses' pages",
         _diagnoses_without_page,
         lambda plant, _, one: _dated(anomaly_page.write_diagnosis_page(plant, one[0]), one[1]),
     ),
 )
 IN_MLFLOW = (
-    ThingToShow("segments", _unclosed, _close),
-    ThingToShow("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
-    ThingToShow("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
-    ThingToShow("diagnoses", _unshown_diagnoses, _show_diagnosis),
-    ThingToShow("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
-    ThingToShow("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
-    ThingToShow("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.print_line)),
-    ThingToShow("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
+    ShowableKind("segments", _unclosed, _close),
+    ShowableKind("releases", _any_judged, lambda plant, tracking, _: show_releases(plant, tracking)),
+    ShowableKind("proposals", _unshown_proposals, lambda _, tracking, one: tracking.proposal_run(one)),
+    ShowableKind("diagnoses", _unshown_diagnoses, _show_diagnosis),
+    ShowableKind("profiles", _unshown_profiles, lambda _, tracking, one: tracking.profile_run(one)),
+    ShowableKind("runs", _unshown_arms, lambda plant, tracking, row: tracking.arm_run(row, plant.progress.line)),
+    ShowableKind("exchanges", _untraced, lambda plant, tracking, row: tracking.exchange_trace(row, plant.print_line)),
+    ShowableKind("retired runs", _undeleted, lambda _, tracking, names: tracking.delete_runs(names)),
 )

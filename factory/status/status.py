@@ -16,7 +16,7 @@ from factory.ledger.file_events import find_low_disk
 from factory.ledger.reader import LedgerReader
 from factory.ledger.rows import ReadsSql
 from factory.releasable.recorded_report import newest_report
-from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, read_samples
+from factory.retention.disk import FLOOR_BYTES, estimate_hours_left, read_free_space_samples
 from factory.status.daemon_state import current_segment_facts, daemon_facts
 from factory.status.waiting import (
     ACTION_FAILED,
@@ -46,11 +46,11 @@ def status_facts(workspace: Workspace) -> dict[str, Any]:
             "waiting_for_a_person": list_waiting_for_person(workspace, db),
             "open_verdicts": open_verdicts(db),
             "open_anomalies": sum(row["state"] in ("open", "diagnosed") for row in list_anomalies(db)),
-            "data_ahead": read_data_ahead(db),
+            "data_ahead": read_remaining_data(db),
             "releasable": newest_report(workspace, db),
             "disk": disk_facts(workspace, db, now),
             "spend": spending_facts(db, now),
-            "improve": improvements.improvement_facts(db, improvements.improve_policy_as_written(workspace), now),
+            "improve": improvements.improvement_facts(db, improvements.read_unchecked_improve_policy(workspace), now),
         }
     )
 
@@ -63,7 +63,7 @@ def read_last_error(db: ReadsSql) -> dict[str, Any] | None:
     return None
 
 
-def read_data_ahead(db: ReadsSql) -> dict[str, Any] | None:
+def read_remaining_data(db: ReadsSql) -> dict[str, Any] | None:
     """How much training the data allowed at the last look: ``steps``, ``wanted``, ``new_shards``, ``missing_tokens``, ``at``."""
     for row in db.read("SELECT at, detail FROM events WHERE kind = :kind ORDER BY id DESC LIMIT 1", kind=AHEAD):
         return dict(row["detail"] | {"at": row["at"]})
@@ -85,7 +85,7 @@ def disk_facts(workspace: Workspace, db: ReadsSql, now: float) -> dict[str, Any]
             "{file}: floor_bytes and floor_share must be numbers.",
             file=workspace.policy_path("retention.yaml"),
         ) from None
-    left = estimate_hours_left(read_samples(workspace), room.free, floor, now)
+    left = estimate_hours_left(read_free_space_samples(workspace), room.free, floor, now)
     return {
         "free": room.free,
         "total": room.total,

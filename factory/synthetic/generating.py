@@ -392,7 +392,7 @@ async def _answer_all(
     async with open_writer(what.writer, workspace, policy, progress.line) as asking:
         with progress.task(f"{what.writer.name} writes", total=what.count) as task:
             task.advance(len(journal))
-            size, requests = asking.request_shape
+            size, requests = asking.batch_size_and_concurrency
             every = (range(first, min(first + size, what.count)) for first in range(0, what.count, size))
             left = (numbers for numbers in every if any(number not in journal for number in numbers))
             workers = [

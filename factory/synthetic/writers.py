@@ -23,7 +23,7 @@ from agents.llm.policy import LlmPolicy
 from factory.core.errors import FactoryError, InputError
 from factory.core.workspace import Workspace
 from factory.evals.export_folder import read_config
-from factory.ingest.document import Content, format_release_maker
+from factory.ingest.document import Content, format_writing_release
 from factory.ingest.tokenizer import Tokenizer
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import ReleaseRow, find_champion
@@ -77,7 +77,7 @@ def find_release_writer(ledger: Ledger, number: int | None) -> TextWriter:
         )
     Champion(row.number, Path(row.export_path), row.export_sha256).check_export()
     return TextWriter(
-        format_release_maker(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256
+        format_writing_release(row.number, row.export_sha256), row.number, row.export_path, row.export_sha256
     )
 
 
@@ -137,7 +137,7 @@ class WriterClient:
         return Tokenizer.load(Path(self.writer.export)), read_config(Path(self.writer.export)).context
 
     @property
-    def request_shape(self) -> tuple[int, int]:
+    def batch_size_and_concurrency(self) -> tuple[int, int]:
         """(prompts in one request, requests at the same time). A release's engine gets one batch at a time."""
         return (BATCH, 1) if self.engine else (1, BATCH)
 

@@ -32,7 +32,7 @@ class NumberValue:
 
 
 @dataclass(frozen=True)
-class SeveralValues:
+class ValueCollection:
     """Several values. ``form``: the brackets; ``{}`` for a set or a list without brackets (order does not count); ``∪`` for a union."""
 
     form: str
@@ -40,7 +40,7 @@ class SeveralValues:
 
 
 @dataclass(frozen=True)
-class NamedValue:
+class AssignedValue:
     """A value with its name: ``x = 5``."""
 
     name: str
@@ -61,7 +61,7 @@ class Formula:
     tex: str
 
 
-Value = NumberValue | SeveralValues | NamedValue | LiteralText | Formula
+Value = NumberValue | ValueCollection | AssignedValue | LiteralText | Formula
 Library = Callable[[str, str], bool]  # (gold, said), in TeX: are the formulas equal?
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
@@ -107,15 +107,15 @@ def parse_answer(text: str) -> Value | None:
 
 def is_same_value(gold: Value, said: Value, library: Library) -> bool:
     """Is the value ``said`` the right answer ``gold``?"""
-    if isinstance(gold, NamedValue) and isinstance(said, NamedValue):
+    if isinstance(gold, AssignedValue) and isinstance(said, AssignedValue):
         return gold.name == said.name and is_same_value(gold.value, said.value, library)
     if _is_equation(gold) or _is_equation(said):  # x + y = 5 is y = 5 - x
         gold, said = _equation(gold), _equation(said)
-    if isinstance(said, NamedValue):
+    if isinstance(said, AssignedValue):
         return is_same_value(gold, said.value, library)
-    if isinstance(gold, NamedValue):  # "5" is x = 5; "2x + 1" is not the line y = 2x + 1
+    if isinstance(gold, AssignedValue):  # "5" is x = 5; "2x + 1" is not the line y = 2x + 1
         return not isinstance(gold.value, Formula) and is_same_value(gold.value, said, library)
-    if isinstance(gold, SeveralValues) or isinstance(said, SeveralValues):
+    if isinstance(gold, ValueCollection) or isinstance(said, ValueCollection):
         return _same_items(gold, said, library)
     if isinstance(gold, NumberValue):
         return isinstance(said, NumberValue) and _same_number(gold, said)
@@ -129,7 +129,7 @@ def is_same_value(gold: Value, said: Value, library: Library) -> bool:
     )
 
 
-def is_literal_words(value: Value | None) -> bool:
+def is_nonmathematical_text(value: Value | None) -> bool:
     """Is it a text with letters that has no mathematical form?"""
     return isinstance(value, LiteralText) and any(letter.isalpha() for letter in value.text)
 
@@ -151,8 +151,8 @@ def _same_number(gold: NumberValue, said: NumberValue) -> bool:
 
 
 def _same_items(gold: Value, said: Value, library: Library) -> bool:
-    ours = gold if isinstance(gold, SeveralValues) else SeveralValues("{}", (gold,))
-    theirs = said if isinstance(said, SeveralValues) else SeveralValues("{}", (said,))
+    ours = gold if isinstance(gold, ValueCollection) else ValueCollection("{}", (gold,))
+    theirs = said if isinstance(said, ValueCollection) else ValueCollection("{}", (said,))
     if ours.form != theirs.form or len(ours.values) != len(theirs.values):
         return False
     if ours.form not in ("{}", "∪"):
@@ -183,8 +183,8 @@ def _is_equation(value: Value) -> bool:
 
 
 def _equation(value: Value) -> Value:
-    named = isinstance(value, NamedValue) and isinstance(value.value, Formula | NumberValue)
-    return Formula(f"{value.name}={_tex(value.value)}") if isinstance(value, NamedValue) and named else value
+    named = isinstance(value, AssignedValue) and isinstance(value.value, Formula | NumberValue)
+    return Formula(f"{value.name}={_tex(value.value)}") if isinstance(value, AssignedValue) and named else value
 
 
 def _tex(value: Value) -> str:
@@ -270,17 +270,17 @@ def _bracketed(text: str, depth: int) -> Value | None:
     """The value of a text in brackets: ``(1, 2)``, ``[0, 1)``, ``\\{1, 2\\}``; ``(5)`` is 5. None: not in brackets."""
     parts = re.split(r"\s*\\cup(?![a-zA-Z])\s*", text)
     if 1 < len(parts) <= MOST_ITEMS:
-        return SeveralValues("∪", tuple(_read(part, depth + 1) for part in parts))
+        return ValueCollection("∪", tuple(_read(part, depth + 1) for part in parts))
     if text in ("\\emptyset", "\\varnothing", "\\{\\}", "\\{ \\}", "{}"):
-        return SeveralValues("{}", ())
+        return ValueCollection("{}", ())
     if text.startswith("\\{") and text.endswith("\\}") and _whole(text[2:-2]):
-        return SeveralValues("{}", tuple(_read(part, depth + 1) for part in _split(text[2:-2])))
+        return ValueCollection("{}", tuple(_read(part, depth + 1) for part in _split(text[2:-2])))
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]" or not _whole(text[1:-1]):
         return None
     parts = _split(text[1:-1])
     if len(parts) == 1:
         return _read(text[1:-1], depth + 1) if text[0] == "(" and text[-1] == ")" else None
-    return SeveralValues(text[0] + text[-1], tuple(_read(part, depth + 1) for part in parts))
+    return ValueCollection(text[0] + text[-1], tuple(_read(part, depth + 1) for part in parts))
 
 
 def _named(text: str, depth: int) -> Value | None:
@@ -295,7 +295,9 @@ def _named(text: str, depth: int) -> Value | None:
     if re.fullmatch(r"\\?[A-Za-z]+(?:_\{?\w+\}?)?(?:\([a-z]\))?'?|«[^«»]+»", name):
         value = _read(parts[-1], depth + 1)
         return (
-            value if re.fullmatch(r"(?i)«?(?:the)?(?:final)?answer«?»?", name) else NamedValue(name.strip("«»"), value)
+            value
+            if re.fullmatch(r"(?i)«?(?:the)?(?:final)?answer«?»?", name)
+            else AssignedValue(name.strip("«»"), value)
         )
     if not re.search(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", "".join(parts[:-1]))):
         return _read(parts[-1], depth + 1)
@@ -305,15 +307,15 @@ def _named(text: str, depth: int) -> Value | None:
 def _several(text: str, depth: int) -> Value | None:
     """The values of a list without brackets: ``1, 2 and 3``, ``x = 1 or x = 2``, ``\\pm 2``. None: not a list, or a part is prose."""
     if found := re.fullmatch(r"(?:\\pm|\+/?-)\s*([^,]+)", text):
-        return SeveralValues("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
+        return ValueCollection("{}", (_read(found[1], depth + 1), _read(f"-{found[1]}", depth + 1)))
     spaced = re.sub(r"«\s*(?:,?\s*)(and|or)\s*»", r" \1 ", text)
     parts = [part for one in _split(spaced) for part in re.split(r"(?:^|\s)(?:and|or)\s", f" {one} ") if part.strip()]
     if not 1 < len(parts) <= MOST_ITEMS:
         return None
     values = [_read(part, depth + 1) for part in parts]
-    if any(is_literal_words(value) and len(part.split()) > 2 for value, part in zip(values, parts)):
+    if any(is_nonmathematical_text(value) and len(part.split()) > 2 for value, part in zip(values, parts)):
         return None
-    return SeveralValues("{}", tuple(values))
+    return ValueCollection("{}", tuple(values))
 
 
 def _number(text: str) -> NumberValue | None:

@@ -10,7 +10,7 @@ from factory.tasks.answer_forms import (
     Library,
     LiteralText,
     Value,
-    is_literal_words,
+    is_nonmathematical_text,
     is_same_value,
     parse_answer,
 )
@@ -82,7 +82,7 @@ def _is_answer(text: str) -> bool:
     value: Value | None = parse_answer(text)
     if value is None or isinstance(value, Formula):
         return value is not None
-    if isinstance(value, LiteralText) and is_literal_words(value):
+    if isinstance(value, LiteralText) and is_nonmathematical_text(value):
         words = value.text
         return len(words) <= MOST_WORDS and not re.search(r"\d|\\|[.!?]\s|[.!?]$", words) and len(words.split()) <= 2
     return not _prose(text)

@@ -49,7 +49,7 @@ def _or(ways: Mapping[str, int] | set[str]) -> str:
     return " or ".join(words for way, words in WAYS.items() if way in ways)
 
 
-def refuse_shown_items(items: Sequence[TaskItem], shown: Sequence[TaskItem], where: str) -> None:
+def refuse_examples_among_items(items: Sequence[TaskItem], shown: Sequence[TaskItem], where: str) -> None:
     """Raises: TaskError if an example asks the same question as a tested item. Ids, case, blanks and punctuation do not count."""
     tested = {_asked(item): item for item in reversed(items)}
     for example in shown:
@@ -61,7 +61,7 @@ def refuse_shown_items(items: Sequence[TaskItem], shown: Sequence[TaskItem], whe
             )  # fmt: skip
 
 
-def refuse_shown_records(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], shots: int) -> None:
+def refuse_repeated_records(files: Sequence[tuple[str, Sequence[Mapping[str, Any]]]], shots: int) -> None:
     """Check lm-eval's data files, (name, records) each, if ``shots`` examples are shown. Raises: TaskError if two records differ only in their id."""
     seen: dict[str, str] = {}
     for name, records in files if shots else ():

@@ -92,7 +92,7 @@ class ChoiceItem(TaskItem):
     """The right choice: its place (from 0), its letter or its text."""
 
     @property
-    def places_by_reading(self) -> dict[str, int]:
+    def choice_indices_by_reading(self) -> dict[str, int]:
         """The place of the choice that ``answer`` names, for each reading of ``answer`` (place, letter, text) that names one choice."""
         found: dict[str, int] = {}
         said = str(self.answer)
@@ -106,7 +106,7 @@ class ChoiceItem(TaskItem):
         return found
 
     @property
-    def right_place(self) -> int:
+    def right_choice_index(self) -> int:
         """The place of the right choice. A number is a place. A text is the choice's text or else its letter.
 
         Raises: ValueError if the answer names no choice or several.
@@ -114,8 +114,8 @@ class ChoiceItem(TaskItem):
         if isinstance(self.answer, str) and self.choices.count(self.answer) > 1:
             raise ValueError(f"answer {self.answer!r} names more than one choice")
         for way in ("place",) if isinstance(self.answer, int) else ("text", "letter"):
-            if way in self.places_by_reading:
-                return self.places_by_reading[way]
+            if way in self.choice_indices_by_reading:
+                return self.choice_indices_by_reading[way]
         raise ValueError(f"answer {self.answer!r} names no choice")
 
     @property
@@ -124,7 +124,7 @@ class ChoiceItem(TaskItem):
 
     @property
     def right_answer(self) -> str:
-        return self.choices[self.right_place]
+        return self.choices[self.right_choice_index]
 
 
 class MathsItem(TaskItem):
@@ -264,7 +264,7 @@ def _fault(item: TaskItem, doubled_choices: bool) -> Message | None:
         if len(set(item.choices)) < len(item.choices) and not doubled_choices:
             return Message("items.same_choices", "Two choices are the same")
         try:
-            item.right_place  # noqa: B018  (it raises)
+            item.right_choice_index  # noqa: B018  (it raises)
         except ValueError as error:
             return Message("items.odd_answer", "{reason}", reason=str(error))
     if isinstance(item, MathsItem):
@@ -280,7 +280,7 @@ def _no_tests(tests: str) -> Message | None:
     try:
         with warnings.catch_warnings(action="ignore"):  # about escapes in the tests
             if not ast.parse(tests).body:
-                return tests_are_empty()
+                return empty_tests_message()
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return Message(
             "items.odd_tests",
@@ -290,6 +290,6 @@ def _no_tests(tests: str) -> Message | None:
     return None
 
 
-def tests_are_empty() -> Message:
+def empty_tests_message() -> Message:
     """Tests that every program passes."""
     return Message("items.empty_tests", "The tests test nothing, so every program would pass")

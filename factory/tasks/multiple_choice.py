@@ -17,7 +17,7 @@ from factory.tasks.task_file import EvalTask, TaskFile
 def build_prompt(file: TaskFile, item: ChoiceItem, examples: Sequence[ChoiceItem]) -> str:
     """The prompt of a question: header, examples with their answers, question."""
     known = select_examples(item, examples, file.shots)
-    shown = [f"{_question(file, one)} {_choices(file, one)[one.right_place]}" for one in known]
+    shown = [f"{_question(file, one)} {_choices(file, one)[one.right_choice_index]}" for one in known]
     return file.header.format(subject=item.subject) + "\n\n".join([*shown, _question(file, item)])
 
 

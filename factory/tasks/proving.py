@@ -16,7 +16,7 @@ from typing import Any
 from factory.core.progress import Progress
 from factory.ledger.ledger import Ledger, record_event
 from factory.tasks.exact_answer import extract_answer, is_same_answer
-from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, tests_are_empty
+from factory.tasks.items import ChoiceItem, CodeItem, MathsItem, TaskError, empty_tests_message
 from factory.tasks.libraries import refuse_missing_libraries
 from factory.tasks.model import Advance, ContinuationScore
 from factory.tasks.multiple_choice import score_choices
@@ -30,7 +30,7 @@ EVENT = "task_proven"
 
 
 @dataclass(frozen=True)
-class Proof:
+class TaskProof:
     """The scores that prove a task, each a share of all items from the scorer that measures models."""
 
     gold: float | None = None  # of the right answers; None: the task has none that can be scored
@@ -62,17 +62,17 @@ class Proof:
         return said
 
 
-def prove_task(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> Proof:
+def prove_task(ledger: Ledger, task: EvalTask, policy: TasksPolicy, progress: Progress) -> TaskProof:
     """Prove a task and record the proof.
 
     Raises: TaskError naming the item that fails and how; IsolationError if programs or formulas need a sandbox and there is none.
     """
-    prover: dict[str, Callable[[], Proof]] = {
+    prover: dict[str, Callable[[], TaskProof]] = {
         "multiple_choice": lambda: _choices(task),
         "maths": lambda: _maths(task.items, policy.running),
         "code": lambda: _code(task.items, policy.running, progress, task.name),
     }
-    found = prover[task.kind]() if task.kind in prover else Proof()
+    found = prover[task.kind]() if task.kind in prover else TaskProof()
     with ledger.begin() as tx:
         record_event(tx, EVENT, f"task:{task.name}", {**_what(task), **asdict(found)})
     return found
@@ -105,11 +105,13 @@ class _Said:
         return [ContinuationScore(value, False) for value in self.values]
 
 
-def _choices(task: EvalTask) -> Proof:
+def _choices(task: EvalTask) -> TaskProof:
     assert isinstance(task.file, TaskFile)
     items: tuple[ChoiceItem, ...] = task.items
     scored = lambda values: score_choices(task, _Said(values), lambda n: None)
-    for row in scored([0.0 if at == item.right_place else -1e6 for item in items for at in range(len(item.choices))]):
+    for row in scored(
+        [0.0 if at == item.right_choice_index else -1e6 for item in items for at in range(len(item.choices))]
+    ):
         if row.value != 1:
             raise TaskError(
                 "proving.right_choice", "item {item!r}: its right choice is by far the likeliest, but scores {score:g} on {metric}, not 1",
@@ -127,7 +129,7 @@ def _choices(task: EvalTask) -> Proof:
                 "proving.not_chance", "A model without a preference scores {score:.3f} on {metric}, but chance is {chance:.3f}",
                 score=sum(mine) / len(mine), metric=metric, chance=chance,
             )  # fmt: skip
-    places = Counter(item.right_place for item in items)
+    places = Counter(item.right_choice_index for item in items)
     lengths = [[len(choice) for choice in item.choices] for item in items]
     place, most = places.most_common(1)[0]
     blind = {
@@ -147,19 +149,19 @@ def _choices(task: EvalTask) -> Proof:
                 "proving.length_tells", "'{rule}' is the right choice in all {items:,} items, so the length reveals the answer",
                 rule=rule, items=len(items),
             )  # fmt: skip
-    return Proof(1.0, None, chance, blind)
+    return TaskProof(1.0, None, chance, blind)
 
 
 def _share(lengths: list[list[int]], items: Sequence[ChoiceItem], which: Callable[[list[int]], int]) -> float:
     """The share of items whose right choice has the extreme length. If n choices share that length, an item counts 1/n."""
     return sum(
-        (mine[item.right_place] == which(mine)) / mine.count(which(mine))
+        (mine[item.right_choice_index] == which(mine)) / mine.count(which(mine))
         for mine, item in zip(lengths, items, strict=True)
     ) / len(items)
 
 
 # -- maths -------------------------------------------------------------------------------------------------------------
-def _maths(items: Sequence[MathsItem], running: TaskLimits) -> Proof:
+def _maths(items: Sequence[MathsItem], running: TaskLimits) -> TaskProof:
     golds = [extract_answer(str(item.answer)) or str(item.answer) for item in items]
     ways = [(str(item.answer), f"#### {gold}", f"\\boxed{{{gold}}}") for item, gold in zip(items, golds, strict=True)]
     asked = [(item, reply) for item, replies in zip(items, ways, strict=True) for reply in replies]
@@ -186,11 +188,11 @@ def _maths(items: Sequence[MathsItem], running: TaskLimits) -> Proof:
             "proving.same_answer", "All {items:,} items have the answer {answer!r}, so a model that always gives this answer scores 1",
             items=len(items), answer=often[:40],
         )  # fmt: skip
-    return Proof(1.0, 0.0, None, {f"always {often[:40]!r}": max(same) / len(items)})
+    return TaskProof(1.0, 0.0, None, {f"always {often[:40]!r}": max(same) / len(items)})
 
 
 # -- code --------------------------------------------------------------------------------------------------------------
-def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, name: str) -> Proof:
+def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, name: str) -> TaskProof:
     refuse_missing_libraries(items, running)
     empty = [(item, how, program) for item in items for how, program in empty_programs(item)]
     mine = sum(item.solution is not None for item in items)
@@ -202,9 +204,9 @@ def _code(items: Sequence[CodeItem], running: TaskLimits, progress: Progress, na
             raise TaskError(
                 "proving.empty_program",
                 "item {item!r}: {problem}. A program that {program} passes them. Call the function 'check', or run the TestCase with unittest.main()",
-                item=item.key, problem=tests_are_empty(), program=how,
+                item=item.key, problem=empty_tests_message(), program=how,
             )  # fmt: skip
-    return Proof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)
+    return TaskProof(1.0 if mine == len(items) else None, 0.0, without_solution=len(items) - mine)
 
 
 def empty_programs(item: CodeItem) -> Iterator[tuple[str, str]]:

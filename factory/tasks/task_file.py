@@ -27,7 +27,7 @@ from factory.core.policy_file import Count, StrictPolicy
 from factory.core.workspace import Workspace, load_yaml
 from factory.ingest.rules.task_folder import SUFFIXES, data_suffix, list_item_files, list_unread_files
 from factory.ingest.rules.task_items import ItemFile, read_items
-from factory.tasks.file_rules import refuse_shown_items, refuse_shown_records, resolve_answers
+from factory.tasks.file_rules import refuse_examples_among_items, refuse_repeated_records, resolve_answers
 from factory.tasks.items import TaskError, TaskItem, file_unreadable, read_published, read_records
 from factory.tasks.lm_eval_file import LmEvalFile, check_records, read_lm_eval_file
 from factory.tasks.policy import TasksPolicy
@@ -309,7 +309,7 @@ def load_task(path: Path, policy: TasksPolicy) -> EvalTask:
             _enough(path, len(records), policy)
             for one in data:
                 check_records(file, one.records, str(one.path))
-            refuse_shown_records([(one.path.name, one.records) for one in data], file.shots)
+            refuse_repeated_records([(one.path.name, one.records) for one in data], file.shots)
             return EvalTask(path.stem, path, file, tuple(one.sha256 for one in data), records=records)
         said = load_yaml(path)
         keys: dict[str, Any] = said if isinstance(said, dict) else {}
@@ -397,7 +397,7 @@ def _records(benchmark: Benchmark, file: ItemFile, lenient: bool) -> tuple[list[
 
 
 def _enough_shown(file: TaskFile, examples: Sequence[TaskItem], items: Sequence[TaskItem], where: Path) -> None:
-    refuse_shown_items(items, first_examples_of_subjects(examples, file.shots), str(where))
+    refuse_examples_among_items(items, first_examples_of_subjects(examples, file.shots), str(where))
     for subject in dict.fromkeys(item.subject for item in items):
         count = sum(one.subject == subject for one in examples)
         if count < file.shots:

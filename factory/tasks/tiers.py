@@ -62,7 +62,7 @@ def _evidence(plant: Plant, candidate: int, name: str, policy: TasksPolicy) -> T
             "repair task {task} ('factory tasks check FILE' tests it), then run 'factory evaluate {candidate}'. To stop measuring it: '{never}'.",
             task=name, candidate=candidate, never=never or "tier: never",
         )  # fmt: skip
-        reason = Message.restored(error.code, str(error).removesuffix("."), error.data)
+        reason = Message.from_parts(error.code, str(error).removesuffix("."), error.data)
         return TaskEvidence.of_problem(
             Message("tiers.not_measured", "Task {task} could not be measured: {reason}.", task=name, reason=reason),
             todo,

@@ -36,7 +36,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.stored_paths import with_absolute_paths
 from factory.runs.live_code import LiveCode
-from factory.runs.trainer_folder import remove_odd_files
+from factory.runs.trainer_folder import remove_links_and_pipes
 from factory.training.planning import insert_planned_segment, last_segment
 from factory.training.segment_folder import claim_folder, mark_failed, raise_trainer_failure, record_segment_done
 from kernels.contract.files import write_atomically
@@ -198,7 +198,7 @@ def run_average(plant: Plant, row: SegmentRow) -> dict[str, Any]:
         paths = [part["path"] for part in parts]
         arguments = [str(folder / "checkpoints"), *paths, "--weights", weights]
         made = code.run("-m", "trainer.tools.average", *arguments, writable=[folder], readonly=list(map(Path, paths)))
-        remove_odd_files(folder, plant.progress)
+        remove_links_and_pipes(folder, plant.progress)
         _succeeded(plant, row, made)
     path = folder / "checkpoints" / checkpoint_name(row.last_step)
     result = {
@@ -225,7 +225,7 @@ def _measure(
         scratch.mkdir()
         arguments = ["trainer.contract.checkpoint.export", part["path"], str(scratch)]
         made = code.run("-m", *arguments, writable=[scratch], readonly=[Path(part["path"])])
-        remove_odd_files(scratch, plant.progress)
+        remove_links_and_pipes(scratch, plant.progress)
         _succeeded(plant, row, made)
         if part is parts[-1]:
             part["loss"], noise = ruler.loss_and_noise(scratch, advance)

@@ -71,7 +71,7 @@ class CertificatePolicy(StrictPolicy):
 
 
 @dataclass(frozen=True)
-class RunNumbers:
+class JudgedRunNumbers:
     """The numbers of one run that are judged."""
 
     series: dict[str, Series]  # by name, one value for each step
@@ -90,10 +90,10 @@ class CertificateEvidence:
     steps: int = 0
     basis: Literal["segment", "parent", ""] = ""  # both commits ran with the recipe and data plan of this segment
     seeds: tuple[int, ...] = ()
-    old: RunNumbers | None = None
-    again: RunNumbers | None = None  # the old code a second time
-    new: RunNumbers | None = None
-    others: tuple[RunNumbers, ...] = ()  # the old code under ``seeds``
+    old: JudgedRunNumbers | None = None
+    again: JudgedRunNumbers | None = None  # the old code a second time
+    new: JudgedRunNumbers | None = None
+    others: tuple[JudgedRunNumbers, ...] = ()  # the old code under ``seeds``
     apart: float = math.nan  # ‖weights new − old‖
     apart_again: float = math.nan  # ‖weights again − old‖
     apart_seeds: float = math.nan  # root mean square over pairs of seeds of ‖weights − weights‖
@@ -102,7 +102,7 @@ class CertificateEvidence:
 
 
 @dataclass(frozen=True)
-class Measure:
+class RunDifference:
     """One way in which two runs differ."""
 
     name: str
@@ -123,7 +123,7 @@ class Judgement:
 
     outcome: Literal["promote", "hold", "reject"]  # promote: the segment may start
     reasons: list[Message]
-    measures: list[Measure]
+    measures: list[RunDifference]
 
 
 # -- the judge ---------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
     if evidence.steps < 1 or not any(value is not None for value in evidence.old.series.get("loss", [])):
         why = Message("training.certificate.no_losses", "The run of the old code wrote no loss to compare with.")
         return Judgement("hold", [why], [])
-    found = compute_measures(evidence)
+    found = compute_run_differences(evidence)
     unmeasured = [m.name for m in found if math.isnan(m.noise) or m.name in ("loss", "weights") and m.noise == 0]
     if unmeasured:
         why = Message(
@@ -209,7 +209,7 @@ def judge_certificate(policy: CertificatePolicy, evidence: CertificateEvidence) 
     return Judgement("promote", facts, found)
 
 
-def compute_measures(evidence: CertificateEvidence) -> list[Measure]:
+def compute_run_differences(evidence: CertificateEvidence) -> list[RunDifference]:
     """All measured differences between the run of the new code and the run of the old code."""
     old, new, again, others = evidence.old, evidence.new, evidence.again or evidence.old, evidence.others
     assert old is not None and new is not None and again is not None
@@ -219,7 +219,7 @@ def compute_measures(evidence: CertificateEvidence) -> list[Measure]:
             found.append(_by_step(name, old, new, again, others, evidence.first_step))
     means = [_mean(trace.series.get("loss", []), old.series["loss"]) for trace in (old, new, again, *others)]
     found.append(_scalar("mean loss", *means))
-    found.append(Measure("weights", evidence.apart, evidence.apart_seeds, evidence.apart_again))
+    found.append(RunDifference("weights", evidence.apart, evidence.apart_seeds, evidence.apart_again))
     found.append(_scalar("length of the update", *(_length(trace.moved) for trace in (old, new, again, *others))))
     found.append(_by_tensor(TENSOR_UPDATE_MEASURE, *(trace.moved for trace in (old, new, again, *others))))
     kinds = sorted({name.partition(".")[0] for name in old.optimizer.keys() & new.optimizer.keys()})
@@ -231,8 +231,13 @@ def compute_measures(evidence: CertificateEvidence) -> list[Measure]:
 
 # -- one measure each --------------------------------------------------------------------------------------------------
 def _by_step(
-    name: str, old: RunNumbers, new: RunNumbers, again: RunNumbers, others: Sequence[RunNumbers], first_step: int
-) -> Measure:
+    name: str,
+    old: JudgedRunNumbers,
+    new: JudgedRunNumbers,
+    again: JudgedRunNumbers,
+    others: Sequence[JudgedRunNumbers],
+    first_step: int,
+) -> RunDifference:
     """The largest difference of any step; the noise is pooled over the steps."""
     values = old.series.get(name, [])
     apart = [_apart(a, b) for a, b in itertools.zip_longest(values, new.series.get(name, []))]
@@ -246,19 +251,19 @@ def _by_step(
     scale = max((abs(value) for value in values if value is not None), default=0.0)
     at = max(range(len(apart)), key=apart.__getitem__, default=0)
     noise = _rooted_mean(between) if between else math.nan
-    return Measure(
+    return RunDifference(
         name, max(apart, default=0.0), _least(noise, scale, name), max(reruns, default=0.0), f"step {first_step + at}"
     )
 
 
-def _scalar(name: str, old: float, new: float, again: float, *others: float) -> Measure:
+def _scalar(name: str, old: float, new: float, again: float, *others: float) -> RunDifference:
     noise = _rooted_mean([(a - b) ** 2 for a, b in itertools.combinations(others, 2)])
-    return Measure(name, abs(new - old), max(noise, ROUNDING * abs(old)), abs(again - old))
+    return RunDifference(name, abs(new - old), max(noise, ROUNDING * abs(old)), abs(again - old))
 
 
 def _by_tensor(
     name: str, old: dict[str, float], new: dict[str, float], again: dict[str, float], *others: dict[str, float]
-) -> Measure:
+) -> RunDifference:
     """The largest difference of any tensor, as a share of the tensor's own norm.
 
     The noise is pooled over the tensors, because the spread of one tensor over a few seeds can be small by chance.
@@ -274,7 +279,7 @@ def _by_tensor(
     ]
     at = max(sorted(apart), key=apart.__getitem__, default="")
     noise = max(_rooted_mean(between) if between else 0.0, ROUNDING)
-    return Measure(name, apart.get(at, 0.0), noise, max(reruns, default=0.0), at)
+    return RunDifference(name, apart.get(at, 0.0), noise, max(reruns, default=0.0), at)
 
 
 def _apart(a: float | None, b: float | None) -> float:
@@ -303,26 +308,26 @@ def _least(noise: float, scale: float, name: str) -> float:
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
-def _worst_first(found: Iterable[Measure]) -> list[Measure]:
-    by_share: Callable[[Measure], float] = lambda m: math.inf if math.isnan(m.share) else m.share
+def _worst_first(found: Iterable[RunDifference]) -> list[RunDifference]:
+    by_share: Callable[[RunDifference], float] = lambda m: math.inf if math.isnan(m.share) else m.share
     return sorted(found, key=by_share, reverse=True)
 
 
-def _inside_noise(measure: Measure) -> Message:
+def _inside_noise(measure: RunDifference) -> Message:
     return Message(
         "training.certificate.inside_noise", "Inside seed noise: {measure}{place} differs by {difference:.3g}, which is {share:.2g} of "
         "the noise of {noise:.3g}. A second run of the old code differs by {again:.2g}.", **_numbers(measure),
     )  # fmt: skip
 
 
-def _outside_noise(measure: Measure) -> Message:
+def _outside_noise(measure: RunDifference) -> Message:
     return Message(
         "training.certificate.outside_noise", "Outside seed noise: {measure}{place} differs by {difference:.3g}, which is {share:.2g} "
         "times the noise of {noise:.3g}. A second run of the old code differs by {again:.2g}.", **_numbers(measure),
     )  # fmt: skip
 
 
-def _numbers(measure: Measure) -> dict[str, Any]:
+def _numbers(measure: RunDifference) -> dict[str, Any]:
     return {
         "measure": measure.name,
         "place": f" ({measure.where})" if measure.where and measure.difference else "",

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.computing import compute_settings
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.git.repository import CheckoutError, RepositoryError, read_changes
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -24,10 +24,16 @@ from factory.ledger.rows import SegmentRow, Subject
 from factory.runs.arm import Arm, Spec
 from factory.runs.distance import Tensors, sum_distances, tensor_distances, tensor_norms
 from factory.runs.live_code import LiveCode
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
-from factory.training.certificate import SERIES, TRAINING_FILES, CertificateEvidence, CertificatePolicy, RunNumbers
+from factory.training.certificate import (
+    SERIES,
+    TRAINING_FILES,
+    CertificateEvidence,
+    CertificatePolicy,
+    JudgedRunNumbers,
+)
 from factory.training.planning import read_data_plan
 from factory.training.segment_folder import segment_spec
 from kernels.contract.message import Message
@@ -56,7 +62,7 @@ def gather_certificate_evidence(
             return evidence
         sides = {name: LiveCode.of_commit(plant, side.code_commit) for name, side in (("old", parent), ("new", row))}
     except RepositoryError as error:
-        if isinstance(error, CheckoutError) or is_machine_fault_of_no_file(error):
+        if isinstance(error, CheckoutError) or is_machine_fault_without_file(error):
             raise
         return replace(evidence, changed=["(unknown)"], old_failed=str(error))
     what = f"{parent.code_commit[:12]} → {row.code_commit[:12]}, {len(files)} files" if files else ""
@@ -73,8 +79,8 @@ def gather_certificate_evidence(
     plan = with_replaced_token_shards(plant.ledger, read_data_plan(plant.ledger, row))
     seeds = tuple(noise_seed(plan, number) for number in range(policy.seeds))
     evidence = replace(evidence, changed=changed, first_step=row.first_step, steps=steps, seeds=seeds)
-    runs = Runs(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
-    for basis, spec in specs_by_basis(plant.ledger, row, parent, steps).items():
+    runs = TaskRuns(plant, Path(row.folder) / "certificate", "certificate", Subject("segment", row.id))
+    for basis, spec in list_comparable_specs(plant.ledger, row, parent, steps).items():
         evidence = replace(evidence, basis=basis, old_failed="")
         old, again, others, new = certificate_arms(spec, parent, row, seeds)
         done = runs.train_live(sides["old"], [old, *again, *others], "certificate, old code")
@@ -100,7 +106,7 @@ def noise_seed(plan: dict[str, Any], number: int) -> int:
     return int(hashlib.sha256(f"{plan['seed']}/{shards}/{number}".encode()).hexdigest()[:7], 16)
 
 
-def specs_by_basis(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
+def list_comparable_specs(ledger: Ledger, row: SegmentRow, parent: SegmentRow, steps: int) -> dict[Any, Spec]:
     """The specs that both commits can be run with, best first: that of the segment, then that of its parent.
 
     The parent's spec is for a segment whose recipe or data plan has keys that the old code cannot read. An anneal is shortened
@@ -150,7 +156,9 @@ def compare_certificate_runs(
         old_numbers, old_weights = _read(old, origin)
         again_numbers, weights = (old_numbers, old_weights) if again == old else _read(again, origin)
         # Each checkpoint is read again, so that only two are in memory.
-        between = [_weights_apart(*(replace(one).left.model for one in pair)) for pair in combinations(others, 2)]
+        between = [
+            _weights_apart(*(replace(one).final_checkpoint.model for one in pair)) for pair in combinations(others, 2)
+        ]
         evidence = replace(
             evidence, old=old_numbers, again=again_numbers, others=tuple(_read(one, origin)[0] for one in map(replace, others)),
             apart_again=_weights_apart(old_weights, weights), apart_seeds=math.hypot(*between) / math.sqrt(len(between)),
@@ -175,9 +183,9 @@ def _weights_apart(a: Tensors, b: Tensors) -> float:
     return sum_distances(tensor_distances(a, b).values()).apart
 
 
-def _read(trace: Trace, origin: Tensors) -> tuple[RunNumbers, dict[str, Any]]:
+def _read(trace: Trace, origin: Tensors) -> tuple[JudgedRunNumbers, dict[str, Any]]:
     """Raises: UntrustedFileError when a file or tensor is missing or a tensor has another shape."""
-    left = trace.left
+    left = trace.final_checkpoint
     moved = {name: one.apart for name, one in tensor_distances(origin, left.model).items()}
     if not all(map(math.isfinite, moved.values())):
         raise UntrustedFileError(
@@ -186,4 +194,4 @@ def _read(trace: Trace, origin: Tensors) -> tuple[RunNumbers, dict[str, Any]]:
                 "Its weights are not finite, or their names or shapes differ from those of the checkpoint.",
             )
         )
-    return RunNumbers(trace.series(SERIES), moved, tensor_norms(left.optimizer)), left.model
+    return JudgedRunNumbers(trace.metric_series(SERIES), moved, tensor_norms(left.optimizer)), left.model

@@ -16,7 +16,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow, Subject
 from factory.ledger.writing import insert_row, next_key
 from factory.runs.live_code import LiveCode
-from factory.runs.trainer_folder import remove_odd_files
+from factory.runs.trainer_folder import remove_links_and_pipes
 from factory.training.planning import last_checkpoint
 from kernels.contract.files import sync_folder, sync_tree
 
@@ -65,7 +65,7 @@ def write_export(plant: Plant, row: SegmentRow, folder: Path, as_it_was: bool = 
     code = LiveCode.of_commit(plant.with_progress(SILENT), row.code_commit)
     arguments = ["trainer.contract.checkpoint.export", checkpoint["path"], str(folder)]
     done = code.run("-m", *arguments, writable=[folder], readonly=[Path(checkpoint["path"])])
-    remove_odd_files(folder, SILENT)
+    remove_links_and_pipes(folder, SILENT)
     if done.returncode:
         raise SegmentError(
             "training.export_failed", "The export of {checkpoint} failed: {error}",

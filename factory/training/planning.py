@@ -372,7 +372,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
 
     Raises: ConfigError naming each other change with both values, the file, and what to do.
     """
-    from trainer.contract.checkpoint.same_function import function_changes, unaccepted_changes
+    from trainer.contract.checkpoint.same_function import find_function_changes, unaccepted_changes
     from trainer.contract.recipe import ACCEPTABLE
 
     if parent is None:
@@ -382,7 +382,7 @@ def refuse_changed_model(plant: Plant, recipe: Recipe, parent: SegmentRow | None
     before = parent.recipe_json.get("model")  # of the ledger: an old checkpoint may not name its model
     if not before:
         return []  # an older factory recovered the row without its recipe; the trainer compares the weights
-    changes = function_changes(before, recipe.model)
+    changes = find_function_changes(before, recipe.model)
     refused = unaccepted_changes(before, recipe.model, recipe.accept_changes)
     if before.get("context", recipe.model.context) != recipe.model.context:
         changes["context"] = before["context"], recipe.model.context

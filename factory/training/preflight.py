@@ -41,7 +41,7 @@ MOST_WEIGHTS_NAMED = 3  # weights in a message
 
 
 @dataclass(frozen=True)
-class TrainingWay:
+class TrainingVariant:
     """One way to train that must end with the weights of the straight run. ``words``: names both sides of the comparison."""
 
     name: str
@@ -53,21 +53,21 @@ class TrainingWay:
 
 
 WAYS = (
-    TrainingWay("resumed", "resume", Message("training.preflight.resumed", "a resumed run and an uninterrupted run")),
-    TrainingWay(
+    TrainingVariant("resumed", "resume", Message("training.preflight.resumed", "a resumed run and an uninterrupted run")),
+    TrainingVariant(
         "accumulated", "accumulation",
         Message("training.preflight.accumulated", "accumulation of {micro_batches} micro-batches and of 1", micro_batches=MICRO_BATCHES),
         {"batch.micro_sequences": SEQUENCES // MICRO_BATCHES},
     ),
-    TrainingWay(
+    TrainingVariant(
         "reference", "kernels", Message("training.preflight.reference", "reference kernels and the chosen kernels"), reference_kernels=True
     ),
-    TrainingWay("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
-    TrainingWay("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
-    TrainingWay(
+    TrainingVariant("compiled", "compile", Message("training.preflight.compiled", "compiled blocks and uncompiled blocks"), {"compile": True}),
+    TrainingVariant("split", "ranks", Message("training.preflight.split", "2 ranks that split the weights and 1 rank"), ranks=2),
+    TrainingVariant(
         "tensor", "ranks", Message("training.preflight.tensor", "2 ranks that split each matrix and 1 rank"), {"parallel.tensor": 2}, ranks=2
     ),
-    TrainingWay(
+    TrainingVariant(
         "replicas", "ranks", Message("training.preflight.replicas", "2 ranks that each hold all weights and 1 rank"),
         {"parallel.replicas": 2}, ranks=2,
     ),
@@ -202,14 +202,14 @@ def judge_preflight(policy: PreflightPolicy, evidence: PreflightEvidence) -> Jud
     return Judgement("promote", facts, [])
 
 
-def _beyond_exact(way: TrainingWay, beyond: ExcessDifference) -> Message:
+def _beyond_exact(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     return Message(
         "training.preflight.bits_differ", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
         "all bits must be the same.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,
     )  # fmt: skip
 
 
-def _beyond_rounding(way: TrainingWay, beyond: ExcessDifference) -> Message:
+def _beyond_rounding(way: TrainingVariant, beyond: ExcessDifference) -> Message:
     return Message(
         "training.preflight.beyond_rounding", "Preflight: {both} differ. {what} at step {step} differs by {difference:.2g} of its value; "
         "rounding gives {rounding:.2g}.", both=way.words, what=beyond.what, step=beyond.step, difference=beyond.difference,

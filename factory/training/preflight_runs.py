@@ -14,7 +14,7 @@ from pathlib import Path
 
 from factory.computing import compute_settings
 from factory.core.errors import SegmentError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.git.repository import CheckoutError, RepositoryError
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
@@ -26,7 +26,7 @@ from factory.runs.distance import (
     save_perturbed_checkpoint,
 )
 from factory.runs.live_code import LiveCode
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import Series, Trace, read_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from factory.training.certificate import PreflightPolicy
@@ -39,7 +39,7 @@ from factory.training.preflight import (
     WAYS,
     PreflightEvidence,
     StraightRunDistance,
-    TrainingWay,
+    TrainingVariant,
     make_small_recipe,
 )
 from kernels.contract.message import Message
@@ -77,15 +77,15 @@ def run_preflight(plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> Pre
     try:
         code = LiveCode.of_commit(plant, row.code_commit)
     except RepositoryError as error:
-        if isinstance(error, CheckoutError) or is_machine_fault_of_no_file(error):
+        if isinstance(error, CheckoutError) or is_machine_fault_without_file(error):
             raise
         return replace(found, failed={"straight": str(error)})
-    for name, arms in flight.trainers():
+    for name, arms in flight.arms_by_trainer():
         done = flight.runs.train_live(code, arms, f"preflight, {name}")
         if done.code:
             unfinished = [arm for arm in arms if not (flight.runs.folder(arm) / "result.json").exists()]
             return replace(found, failed={(unfinished or arms)[0].name: done.line})
-    found = compare_preflight_runs(found, flight.ways, flight.parted, flight.began, flight.trace)
+    found = compare_preflight_runs(found, flight.ways, flight.branch_checkpoint, flight.start_checkpoint, flight.trace)
     return replace(found, seconds=time.monotonic() - began)
 
 
@@ -94,7 +94,7 @@ class PreflightRuns:
 
     def __init__(self, plant: Plant, row: SegmentRow, policy: PreflightPolicy) -> None:
         self.row, self.last = row, LEAD_STEPS + policy.steps
-        self.runs = Runs(plant, Path(row.folder) / "preflight", "preflight", Subject("segment", row.id))
+        self.runs = TaskRuns(plant, Path(row.folder) / "preflight", "preflight", Subject("segment", row.id))
         self.recipe = Recipe.parse(
             make_small_recipe(Recipe.parse(row.recipe_json).model_dump(), policy.steps)
         ).model_dump()
@@ -112,7 +112,7 @@ class PreflightRuns:
         """The steps of all runs together."""
         return LEAD_STEPS + (1 + len(PERTURBED_RUNS) + len(self.ways)) * (self.last - LEAD_STEPS)
 
-    def _impossible(self, way: TrainingWay) -> str:
+    def _impossible(self, way: TrainingVariant) -> str:
         """Why a way cannot be run here, as a clause; empty: it can."""
         if way.part == "kernels" and not self.row.computing:
             return Message(
@@ -138,7 +138,7 @@ class PreflightRuns:
             return error.message
         return ""
 
-    def trainers(self) -> Iterator[tuple[str, list[Arm]]]:
+    def arms_by_trainer(self) -> Iterator[tuple[str, list[Arm]]]:
         """(name, its arms) of each trainer, in order. Later arms start from the checkpoint of the first."""
         yield "straight", [self.arm("straight")]
         ranks = [way.name for way in self.ways if way.ranks > 1]
@@ -160,7 +160,8 @@ class PreflightRuns:
             kernels = kernels | {"kernels": dict.fromkeys(kernels["kernels"], "reference")}
         return Arm(
             name, self.base | ({"last_step": 1} if born else {}), self.row.code_commit,
-            recipe={**(way.recipe if way else {}), **(FROZEN_RECIPE if born else {})}, start=None if born or name == "straight" else self.began(name),
+            recipe={**(way.recipe if way else {}), **(FROZEN_RECIPE if born else {})},
+            start=None if born or name == "straight" else self.start_checkpoint(name),
             kernels=compute_settings.format_kernels(kernels), ranks=way.ranks if way else 1,
         )  # fmt: skip
 
@@ -171,59 +172,60 @@ class PreflightRuns:
         )
 
     @cached_property
-    def parted(self) -> Path:
+    def branch_checkpoint(self) -> Path:
         """The straight run's checkpoint at step LEAD, where the runs separate."""
         return self.runs.folder(self.arm("straight")) / "checkpoints" / checkpoint_name(LEAD_STEPS)
 
-    def began(self, name: str) -> Path:
+    def start_checkpoint(self, name: str) -> Path:
         """The checkpoint from which an arm starts: that of the straight run, or a perturbed copy."""
         if name not in PERTURBED_RUNS:
-            return self.parted
+            return self.branch_checkpoint
         target = self.runs.home / "perturbed" / name.replace(" ", "-")
         return save_perturbed_checkpoint(
-            self.parted, target, ROUNDING[self.recipe["precision"]], PERTURBED_RUNS.index(name)
+            self.branch_checkpoint, target, ROUNDING[self.recipe["precision"]], PERTURBED_RUNS.index(name)
         )
 
 
 # -- what the runs left ------------------------------------------------------------------------------------------------
 def compare_preflight_runs(
     found: PreflightEvidence,
-    ways: Sequence[TrainingWay],
+    ways: Sequence[TrainingVariant],
     parted: Path,
     began: Callable[[str], Path],
     trace: Callable[[str], Trace],
 ) -> PreflightEvidence:
     """Add how far each run is from the straight run. Holds four checkpoints in memory.
 
-    ``began``, ``trace``: by a run's name, its first checkpoint and its trace. Raises: any error that a fault of the machine causes; such an
+    ``start_checkpoint``, ``trace``: by a run's name, its first checkpoint and its trace. Raises: any error that a fault of the machine causes; such
+    an
     error is no evidence about the runs.
     """
     ranks, run = [way.name for way in ways if way.ranks > 1], "straight"
     try:
         begun, straight = read_checkpoint(parted).model, trace(run)
-        series, apart = series_of(straight), {}
+        series, apart = read_metric_series(straight), {}
         for run in (*PERTURBED_RUNS, *(way.name for way in ways)):
             other, left = trace(run), read_checkpoint(began(run)).model if run in PERTURBED_RUNS else None
-            values = series_of(other)
+            values = read_metric_series(other)
             shares = {name: relative_differences(series[name], values[name]) for name in SERIES}
             apart[run] = StraightRunDistance(
-                shares, checkpoint_distance(straight.left, other.left, begun, left).shares()
+                shares, checkpoint_distance(straight.final_checkpoint, other.final_checkpoint, begun, left).shares()
             )
         born: dict[str, list[str]] = {}
         if ranks:
-            first = trace(run := INITIAL_WEIGHTS_PREFIX + "1 rank").left.model
+            first = trace(run := INITIAL_WEIGHTS_PREFIX + "1 rank").final_checkpoint.model
             born = {
-                way: find_different_weights(first, trace(run := INITIAL_WEIGHTS_PREFIX + way).left.model)
+                way: find_different_weights(first, trace(run := INITIAL_WEIGHTS_PREFIX + way).final_checkpoint.model)
                 for way in ranks
             }
-        copies = {run: trace(run).replicas_apart for run in ranks}
+        copies = {run: trace(run).differing_replicas for run in ranks}
     except (UntrustedFileError, SegmentError) as error:
         return replace(found, failed={run: unreadable_run_message(error)})
     rounding = [apart.pop(run) for run in PERTURBED_RUNS]
     return replace(found, rounding=rounding, apart=apart, born_apart=born, replicas_apart=copies)
 
 
-def series_of(trace: Trace) -> dict[str, Series]:
+def read_metric_series(trace: Trace) -> dict[str, Series]:
     """All of ``SERIES``, with None where the trainer wrote nothing."""
     nothing: Series = [None] * (trace.last - trace.first)
-    return dict.fromkeys(SERIES, nothing) | trace.series(SERIES)
+    return dict.fromkeys(SERIES, nothing) | trace.metric_series(SERIES)

@@ -23,7 +23,7 @@ from factory.retrying.policy import RetryPolicy
 from factory.retrying.requests import refuse_rewound
 from factory.retrying.trainer_deaths import (
     TrainerDiedError,
-    TrainerEnding,
+    TrainerFailure,
     classify_ending,
     format_start,
     newest_checkpoint_step,
@@ -65,7 +65,7 @@ def claim_folder(plant: Plant, row: SegmentRow) -> Path:
     """
     folder = Path(row.folder)
     if folder.is_dir() and any(folder.iterdir()) and not is_owner(read_owner(folder), plant.ledger, row):
-        away = set_aside(plant.workspace.root, folder)
+        away = move_to_set_aside(plant.workspace.root, folder)
         plant.progress.line(
             Message(
                 "training.folder_set_aside",
@@ -111,7 +111,7 @@ def segment_plan_sha256(row: SegmentRow) -> str:
     return hashlib.sha256(json.dumps(plan, sort_keys=True).encode()).hexdigest()
 
 
-def set_aside(root: Path, path: Path) -> Path:
+def move_to_set_aside(root: Path, path: Path) -> Path:
     """Move a file or folder without a known owner to ``set-aside/``; returns its new path. Nothing is deleted."""
     away = root / "set-aside" / f"{time.time_ns()}-{path.name}"
     away.parent.mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def set_aside(root: Path, path: Path) -> Path:
 
 
 def raise_trainer_failure(
-    plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: TrainerEnding | None = None
+    plant: Plant, row: SegmentRow, code: int, kills_before: int | None, why: TrainerFailure | None = None
 ) -> NoReturn:
     """Record how a segment's trainer ended: ``why``, or what its exit and log show. ``kills_before``: ``count_oom_kills`` at its start.
 

@@ -19,11 +19,11 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
 from factory.retrying.requests import refuse_paused, refuse_rewound
-from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerEnding, count_oom_kills
+from factory.retrying.trainer_deaths import HUNG, REFUSED, TrainerFailure, count_oom_kills
 from factory.retrying.watchdog import Watchdog, measure_usual_times, record_first_step
-from factory.runs.live_code import LiveCode, list_read_paths, start_trainer, stop_trainer, wait_for_end
+from factory.runs.live_code import LiveCode, list_trainer_read_paths, start_trainer, stop_trainer, wait_for_end
 from factory.runs.live_training import ignore_machine_faults
-from factory.runs.trainer_folder import check_disk_space, lock_folder, read_result, remove_odd_files, write_spec
+from factory.runs.trainer_folder import check_disk_space, lock_folder, read_result, remove_links_and_pipes, write_spec
 from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.segment_folder import claim_folder, raise_trainer_failure, record_segment_done, segment_spec
 from kernels.contract.message import Message
@@ -71,7 +71,7 @@ def run_segment(
     )  # the number of GPUs may differ from that at planning
     folder = claim_folder(plant, row)
     ensure_certified(plant, row)
-    mend(not all(path.exists() for path in list_read_paths(segment_spec(plant.ledger, row))))
+    mend(not all(path.exists() for path in list_trainer_read_paths(segment_spec(plant.ledger, row))))
     while True:
         kills = count_oom_kills()
         code, hung = run_trainer(plant, row, folder, follower)
@@ -84,13 +84,13 @@ def run_segment(
         record_segment_done(plant.ledger, row, folder, result)
     except SegmentError as error:
         said = Message("training.result_refused", "ended with exit {code}: {error}", code=code, error=error)
-        raise_trainer_failure(plant, row, code, kills, TrainerEnding(REFUSED, said))
+        raise_trainer_failure(plant, row, code, kills, TrainerFailure(REFUSED, said))
     return result
 
 
 def run_trainer(
     plant: Plant, row: SegmentRow, folder: Path, follower: SegmentFollower | None
-) -> tuple[int, TrainerEnding | None]:
+) -> tuple[int, TrainerFailure | None]:
     """Run a segment's trainer in ``folder``, from the newest checkpoint there; returns (its exit code, its ending if it hung).
 
     A trainer that hangs is killed. Raises: PausedError when a pause stopped the trainer; RewoundError when the segment was rewound.
@@ -103,11 +103,11 @@ def run_trainer(
         open(log, "ab") as out,
         plant.progress.task(title, row.last_step - row.first_step) as task,
     ):
-        remove_odd_files(folder, plant.progress)  # files of a trainer that was killed together with its factory
+        remove_links_and_pipes(folder, plant.progress)  # files of a trainer that was killed together with its factory
         remove_exit_codes(folder)
         spec = segment_spec(plant.ledger, row) | {"kernels": write_kernels(folder, row.computing)}
         write_spec(folder, spec)
-        reads = list_read_paths(spec | {"kernels": None})
+        reads = list_trainer_read_paths(spec | {"kernels": None})
         check_disk_space(folder, row.recipe_json, f"segment {row.id}")
         policy, usual = (
             RetryPolicy.load(plant.workspace.policy_path("retries.yaml")),
@@ -139,13 +139,13 @@ def run_trainer(
             raise
         if hung:
             _kill(process, row, number, hung)
-        remove_odd_files(folder, plant.progress)
+        remove_links_and_pipes(folder, plant.progress)
     if follower:
         follower.poll()
     ending = Message(
         "training.hung", "hung, so the factory killed its process {process}: {hung}", hung=hung, process=number
     )
-    return read_exit_code(process.wait(), [folder]), TrainerEnding(HUNG, ending) if hung else None
+    return read_exit_code(process.wait(), [folder]), TrainerFailure(HUNG, ending) if hung else None
 
 
 def _kill(process: RunningCommand, row: SegmentRow, number: int, hung: str) -> None:

@@ -31,7 +31,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``table``: rows of ``tensors`` int64: addresses of weights, gradients, both moments and steps; numbers of elements; first
-    programs. ``tensor_of_each_program``: the tensor of each program."""
+    programs. ``map_programs_to_tensors``: the tensor of each program."""
     if tl.load(skip) > 0:
         return
     program = tl.program_id(0)
@@ -68,10 +68,10 @@ def numbers_on_device(numbers: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(KEPT)
-def tensor_of_each_program(blocks: tuple[int, ...], device: torch.device) -> Tensor:
+def map_programs_to_tensors(blocks: tuple[int, ...], device: torch.device) -> Tensor:
     """int32 [programs]: the tensor whose block each program has.
 
-    >>> tensor_of_each_program((2, 0, 1), torch.device("cpu")).tolist()
+    >>> map_programs_to_tensors((2, 0, 1), torch.device("cpu")).tolist()
     [0, 0, 2]
     """
     each = torch.tensor(blocks)
@@ -113,7 +113,7 @@ def adamw(
         table = (*addresses, *(step.data_ptr() for step in steps), *counts, *begins)
         update_kernel[(programs,)](
             weights[0],
-            tensor_of_each_program(blocks, device),
+            map_programs_to_tensors(blocks, device),
             numbers_on_device(table, device),
             divide_by,
             skip,

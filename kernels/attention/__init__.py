@@ -140,7 +140,7 @@ def native(q_BTHK: Tensor, k_BTGK: Tensor, v_BTGK: Tensor, document_BT: Tensor) 
     return recompute(q_BTHK, k_BTGK, v_BTGK, document_BT)
 
 
-def native_fallback(shape: Shape, dtype: torch.dtype) -> str:
+def find_native_fallback(shape: Shape, dtype: torch.dtype) -> str:
     """What ``native`` hands the work to for such a call; "" if its C++ computes. Raises: KernelError if the C++ cannot be compiled."""
     if dtype != torch.bfloat16:
         dtype_name = str(dtype).removeprefix("torch.")
@@ -159,20 +159,20 @@ NATIVE = Implementation(
     native,
     description="C++: a key head's rows stay in cache, blocks of other documents are left out",
     devices=("cpu",),
-    fallback=native_fallback,
+    fallback=find_native_fallback,
 )
 
 
 MOST_HEAD_DIM = 256  # of FlashAttention
 
 
-def takes_heads(head_dim: int, dtype: torch.dtype) -> bool:
+def supports_head_dim(head_dim: int, dtype: torch.dtype) -> bool:
     """True if FlashAttention takes such heads."""
     return head_dim <= MOST_HEAD_DIM and dtype == torch.bfloat16
 
 
-def varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
-    if takes_heads(shape.head_dim, dtype):
+def find_varlen_fallback(shape: Shape, dtype: torch.dtype) -> str:
+    if supports_head_dim(shape.head_dim, dtype):
         return ""
     return Message(
         "kernels.flash_heads",
@@ -188,7 +188,7 @@ VARLEN = Implementation(
     ImportedAtFirstCall("kernels.attention.varlen", function="varlen"),
     description="FlashAttention over the stretches of one document, found once a batch",
     devices=("cuda",),
-    fallback=varlen_fallback,
+    fallback=find_varlen_fallback,
     prepare=ImportedAtFirstCall("kernels.attention.varlen", function="stretch_bounds"),
 )
 FLEX = Implementation(

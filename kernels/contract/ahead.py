@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from kernels.contract.op import KernelError, Op, OracleCase, Shape
 from kernels.contract.oracle import outputs_and_gradients
 from kernels.contract.registry import OPS, find_op
@@ -221,7 +221,7 @@ Exits with 1 if a kernel spills, or does not fit its target. Takes seconds for e
                 for target in chosen.target or TARGETS:
                     rows += compile_op(op, target, shapes, dtype, name)
     except KernelError as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     print(json.dumps([asdict(row) for row in rows], indent=1) if chosen.json else compiled_table(rows))
     return 0 if all(row.fits for row in rows) else 1

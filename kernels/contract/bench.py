@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.machine import fast_precision
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from kernels.contract.op import KernelError, Op, OracleCase, Shape, unreadable_file
 from kernels.contract.precision import DTYPES, bf16_matmul
 from kernels.contract.registry import DEVICE_CLASSES, OPS, find_implementation, find_op, unknown_device_class
@@ -216,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
             )
         print(json.dumps(asdict(found)))
     except KernelError as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     return 0
 

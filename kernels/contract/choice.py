@@ -90,12 +90,12 @@ def device_section(text: str | bytes | None, device: str) -> Choice:
     return {str(op): str(name) for op, name in section.items()} if isinstance(section, dict) else {}
 
 
-def text_without_auto(
+def resolve_auto_in_text(
     text: str | bytes, device: str, tuned: Mapping[str, str] | None = None, machine: str | None = None
 ) -> str:
     """``kernels.yaml`` for one device, without any ``auto``: its section resolved, and ``fallback`` as it stands.
 
-    >>> print(text_without_auto("cpu: {attention: auto, adamw: auto}", "cpu", {"attention": "native"}), end="")
+    >>> print(resolve_auto_in_text("cpu: {attention: auto, adamw: auto}", "cpu", {"attention": "native"}), end="")
     cpu:
       attention: native
       adamw: fused

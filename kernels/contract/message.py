@@ -33,10 +33,10 @@ class Message(str):
     data: Mapping[str, Any]
 
     def __new__(cls, code: str, template: str, /, **data: Any) -> Self:
-        return cls.restored(code, _TEMPLATES.vformat(template, (), data), data)
+        return cls.from_parts(code, _TEMPLATES.vformat(template, (), data), data)
 
     @classmethod
-    def restored(cls, code: str, text: str, data: Mapping[str, Any]) -> Self:
+    def from_parts(cls, code: str, text: str, data: Mapping[str, Any]) -> Self:
         """A message from its parts, for example from the ledger. ``code`` is '' where an older version stored text alone."""
         self = super().__new__(cls, text)
         self.code, self.data = code, data
@@ -52,19 +52,19 @@ class Message(str):
         if isinstance(value, cls):
             return value
         if isinstance(value, dict):
-            return cls.restored(str(value.get("code", "")), str(value.get("text", "")), value.get("data") or {})
-        return cls.restored("", str(value), {})
+            return cls.from_parts(str(value.get("code", "")), str(value.get("text", "")), value.get("data") or {})
+        return cls.from_parts("", str(value), {})
 
     def to_json(self) -> dict[str, Any]:
         """``code``, ``text`` and ``data``, as JSON-ready values."""
         return {
             "code": self.code,
             "text": str(self),
-            "data": {name: plain(value) for name, value in self.data.items()},
+            "data": {name: messages_to_json(value) for name, value in self.data.items()},
         }
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Message.restored, (self.code, str(self), dict(self.data))
+        return Message.from_parts, (self.code, str(self), dict(self.data))
 
 
 class CodedError(Exception):
@@ -89,10 +89,10 @@ class CodedError(Exception):
         return getattr(self.message, "data", {})
 
 
-def titled(error: BaseException) -> str:
+def format_error_with_code(error: BaseException) -> str:
     """An error as a command prints it.
 
-    >>> titled(CodedError("ingest.no_file", "{file}: no such file.", file="a.csv"))
+    >>> format_error_with_code(CodedError("ingest.no_file", "{file}: no such file.", file="a.csv"))
     'error[ingest.no_file]: a.csv: no such file.'
     """
     code = getattr(error, "code", "")
@@ -115,10 +115,10 @@ class _Templates(string.Formatter):
 _TEMPLATES = _Templates()
 
 
-def plain(value: Any) -> Any:
+def messages_to_json(value: Any) -> Any:
     """``value`` with its messages as JSON objects, at any depth; all else JSON-ready.
 
-    >>> plain({"reasons": [Message("data.none", "No data.")], "at": float("nan")})
+    >>> messages_to_json({"reasons": [Message("data.none", "No data.")], "at": float("nan")})
     {'reasons': [{'code': 'data.none', 'text': 'No data.', 'data': {}}], 'at': 'nan'}
     """
     if isinstance(value, Message):
@@ -128,7 +128,9 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
+        return {str(key): messages_to_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
-        return [plain(one) for one in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)]
+        return [
+            messages_to_json(one) for one in (sorted(value, key=str) if isinstance(value, set | frozenset) else value)
+        ]
     return str(value)

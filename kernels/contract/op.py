@@ -69,10 +69,10 @@ Inputs = tuple[Any, ...]
 LEAST_STRETCHES = 64
 
 
-def stretches_bound(stretches: int) -> int:
+def max_document_runs(stretches: int) -> int:
     """An upper bound of a micro-batch's number of stretches (runs of one document): a power of two, so that few values are compiled.
 
-    >>> stretches_bound(3), stretches_bound(64), stretches_bound(65)
+    >>> max_document_runs(3), max_document_runs(64), max_document_runs(65)
     (64, 64, 128)
     """
     return max(LEAST_STRETCHES, 1 << max(0, stretches - 1).bit_length())
@@ -99,7 +99,7 @@ class Implementation:
             return inputs
         *others, document_BT = inputs
         stretches = int((document_BT[:, 1:] != document_BT[:, :-1]).sum()) + len(document_BT)
-        return *others, self.prepare(document_BT, stretches_bound(stretches))
+        return *others, self.prepare(document_BT, max_document_runs(stretches))
 
     def can_run_on(self, device_class: str) -> bool:
         if self.needs_triton and importlib.util.find_spec("triton") is None:

@@ -45,7 +45,7 @@ DEVICE_CLASSES = ("cpu", "cuda")
 FALLBACKS = ("fail", "reference")  # what happens if a chosen kernel cannot be compiled or run; the first is the default
 
 
-def documents_unchanged(document_BT: Tensor, stretches: int) -> Any:
+def return_documents_unchanged(document_BT: Tensor, stretches: int) -> Any:
     """The documents unchanged: for attention that takes the documents themselves."""
     return document_BT
 
@@ -66,7 +66,7 @@ class Ops:
     adamw: Callable[..., None]
     # (documents [B, T], upper bound of the number of stretches of one document) → the documents as ``attention`` takes them. Made once a
     # batch, and shared by all layers in their forward pass, backward pass and recomputation.
-    prepare_attention: Callable[[Tensor, int], Any] = field(default=documents_unchanged)
+    prepare_attention: Callable[[Tensor, int], Any] = field(default=return_documents_unchanged)
 
 
 class _Registered(Mapping[str, Op]):
@@ -188,7 +188,7 @@ def find_implementation(name: str | Op, implementation: str, device_class: str) 
 
 
 @functools.cache
-def find_failure(
+def find_implementation_failure(
     name: str, implementation: str, device_class: str, dtype: torch.dtype, compile: bool = True
 ) -> str | None:
     """Run an implementation once, forward and backward, on small sizes. Returns what goes wrong; None if nothing does.
@@ -234,7 +234,9 @@ def _working(
         elif one != names[-1] and (fallback := found.fallback(CASES[0].shape, dtype)):
             problem = fallback  # a later name of the choice is the better replacement
         else:
-            problem = None if one == "reference" else find_failure(name, one, device_class, dtype, compile)
+            problem = (
+                None if one == "reference" else find_implementation_failure(name, one, device_class, dtype, compile)
+            )
         if problem is None:
             return found, problems
         problems.append(

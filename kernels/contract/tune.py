@@ -24,7 +24,7 @@ from kernels.contract import machine
 from kernels.contract.bench import BenchSetting, Comparison, compare_implementations
 from kernels.contract.choice import Choice, implementation_names, untuned_implementation
 from kernels.contract.host_memory import keep_freed_memory
-from kernels.contract.message import Message, titled
+from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.op import CASES, Implementation, KernelError, Op
 from kernels.contract.oracle import compare_with_fp64
 from kernels.contract.precision import DTYPES, bf16_matmul
@@ -110,7 +110,9 @@ def timing_order(wanted: Sequence[Op], setting: BenchSetting, device: str) -> li
         for implementation in implementations_to_time(op, setting, device):
             compiles = implementation.eager is not None
             turn[op.name, compiles] += 1
-            every.append((compiles, -least_flops(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation))
+            every.append(
+                (compiles, -min_flops_of_op(op, setting) / (2 * turn[op.name, compiles] - 1), op, implementation)
+            )
     return [(op, implementation) for _, _, op, implementation in sorted(every, key=lambda one: one[:2])]
 
 
@@ -131,7 +133,7 @@ def fastest_implementation(timed: Sequence[TimedImplementation], plain: str) -> 
     return "reference" if slower else plain
 
 
-def least_flops(op: Op, setting: BenchSetting) -> float:
+def min_flops_of_op(op: Op, setting: BenchSetting) -> float:
     """The least work of a step's calls of the op, in FLOPs. A machine computes about eight FLOPs while it moves one byte."""
     calls = setting.layers if op.in_block else 1
     cost = op.cost(setting.shape, DTYPES[setting.precision].itemsize)
@@ -214,7 +216,7 @@ def main(arguments: list[str] | None = None) -> int:
         say = lambda line: print(line, file=sys.stderr, flush=True)
         found = tune(setting, chosen.device, chosen.seconds, tuple(chosen.ops) or ops_of_training(chosen.recipe), say)
     except KernelError as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     print(json.dumps({"machine": machine.this_machine(chosen.device).to_json(), **asdict(found)}))
     return 0

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from agents.line_profiler.capture import Recorder
+from agents.line_profiler.capture import OperationRecorder
 from agents.line_profiler.isolation import ITERATIONS, IsolatedTime, make_inputs, measure_operation, measure_operations
-from agents.line_profiler.signature import copy_samples, signature_of
+from agents.line_profiler.signature import copy_nonrandom_inputs, signature_of
 
 CPU = torch.device("cpu")
 aten = torch.ops.aten
@@ -18,7 +18,7 @@ aten = torch.ops.aten
 
 def fresh(func: Any, *args: Any, **kwargs: Any) -> list[Any]:
     generator = torch.Generator().manual_seed(1)
-    return make_inputs(signature_of(func, args, kwargs), copy_samples(args, kwargs), CPU, generator)
+    return make_inputs(signature_of(func, args, kwargs), copy_nonrandom_inputs(args, kwargs), CPU, generator)
 
 
 def test_tensors_keep_shape_stride_and_dtype_and_get_new_floats() -> None:
@@ -70,7 +70,7 @@ def test_an_operation_that_fails_says_why() -> None:
 
 
 def test_identical_calls_are_measured_once_and_slow_ones_bounded() -> None:
-    recorder = Recorder()
+    recorder = OperationRecorder()
     x, large = torch.randn(16, 16), torch.randn(1200, 1200)
     with recorder:
         for _ in range(5):
@@ -85,7 +85,7 @@ def test_identical_calls_are_measured_once_and_slow_ones_bounded() -> None:
 
 
 def test_bytes_and_flops_are_those_of_the_shapes() -> None:
-    recorder = Recorder()
+    recorder = OperationRecorder()
     x, w = torch.randn(4, 8), torch.randn(8, 2)
     with recorder:
         (x @ w).view(-1)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from agents.core.proposal import Edit, Proposal
 from agents.core.untrusted import limited_text, one_line, quote_as_data
-from agents.core.workbench import AgentLines, EarlierProposal, MeasurementError
+from agents.core.workbench import AgentWrittenLines, EarlierProposal, MeasurementError
 from agents.kernel_engineer.draft import AGENT, read_draft
 from agents.kernel_engineer.role import KernelEngineer
 from agents.kernel_engineer.targets import ProfileTarget, find_named_target, find_targets, worthwhile_targets
@@ -47,7 +47,7 @@ SWIGLU = ProfileTarget("kernel:swiglu", "swiglu", ("kernels/swiglu/__init__.py:1
 class FreshBench(LiveWorkbench):
     """A workbench without earlier proposals. (The ledger has those of other tests in this process, and of the recorded sessions.)"""
 
-    def written_by_agents(self, path: str) -> list[AgentLines]:
+    def written_by_agents(self, path: str) -> list[AgentWrittenLines]:
         return []
 
     def history(self, target: str) -> list[EarlierProposal]:
@@ -245,7 +245,9 @@ def test_the_target_is_the_largest_gain_at_the_roofline_that_may_be_patched(benc
         "kernel:attention",
         "file:trainer/model/transformer.py",
     ]
-    assert found[0].gain_at_roofline == pytest.approx(1 / 0.92) and found[0].most == pytest.approx(1 / 0.9)
+    assert found[0].gain_at_roofline == pytest.approx(1 / 0.92) and found[0].largest_possible_gain == pytest.approx(
+        1 / 0.9
+    )
     refused = {"kernel:swiglu": [EarlierProposal("", "reject")] * 3}
     first, second = (worthwhile_targets(found, past)[0] for past in (lambda _: [], lambda name: refused.get(name, [])))
     assert first and second and (first.op, second.op) == ("swiglu", "attention")

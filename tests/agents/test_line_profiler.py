@@ -14,7 +14,7 @@ import torch
 
 from agents.line_profiler import session
 from agents.line_profiler.__main__ import write_profile
-from agents.line_profiler.capture import Recorder
+from agents.line_profiler.capture import OperationRecorder
 from agents.line_profiler.report.page import html_page
 from agents.line_profiler.report.report import profile_table
 from agents.line_profiler.report.summary_text import profile_summary
@@ -114,7 +114,7 @@ def test_profile_survives_json_and_prints(found: Profile) -> None:
 
 
 def test_time_is_not_counted_outside_of_the_mode() -> None:
-    recorder = Recorder()
+    recorder = OperationRecorder()
     torch.ones(3).sum()
     with recorder:
         pass

@@ -10,9 +10,17 @@ from typing import Any
 
 import pytest
 
-from agents.loss_doctor.arms import AnomalyCase, ArmOutcome, BudgetSpent, DocumentScore, JoinedShards, ReplayArm, Start
-from agents.loss_doctor.causes import TABLE, ArmFindings, name_cause
-from agents.loss_doctor.curves import StepPoint, Symptom, find_onset
+from agents.loss_doctor.arms import (
+    AnomalyCase,
+    ArmOutcome,
+    DocumentScore,
+    NewShardsComparison,
+    ReplayArm,
+    ReplayBudgetSpentError,
+    Start,
+)
+from agents.loss_doctor.causes import TABLE, ArmFindings, choose_cause
+from agents.loss_doctor.curves import StepMetrics, Symptom, find_anomaly_onset
 from agents.loss_doctor.doctor import diagnose
 from agents.loss_doctor.suspects import smallest_masked_set
 from tests.support.messages import the
@@ -22,7 +30,7 @@ RECIPE = {
     "precision": "bf16", "optimizer": {"lr": 1e-3, "beta2": 0.99}, "stability": {"grad_clip": 1.0}, "batch": {"micro_sequences": 2},
     "schedule": {"warmup_steps": 30, "trunk_steps": {"first": 100, "later": 10}},
 }  # fmt: skip
-CALM = [StepPoint(step, 2.0, 0.5) for step in range(40)]
+CALM = [StepMetrics(step, 2.0, 0.5) for step in range(40)]
 
 
 # ArmFindings and their cause. Later findings meet the conditions of earlier rows of the table but one.
@@ -78,7 +86,7 @@ ROWS: list[tuple[dict[str, Any], tuple[str, ...] | None]] = [
 
 @pytest.mark.parametrize(("findings", "causes"), ROWS, ids=lambda value: str(value))
 def test_the_table(findings: dict[str, Any], causes: tuple[str, ...] | None) -> None:
-    named = name_cause(ArmFindings(**{"kind": "loss_spike", "repeatable": True} | findings))
+    named = choose_cause(ArmFindings(**{"kind": "loss_spike", "repeatable": True} | findings))
     assert (named and named.causes) == causes
 
 
@@ -100,7 +108,7 @@ class MadeUp:
     older: bool = True
     noisy: bool = False
     failing: str = ""
-    joining: Sequence[JoinedShards] = ()
+    joining: Sequence[NewShardsComparison] = ()
     live: float = 6.0
     height: float = 6.0  # of the spike in replays
     at_end: Sequence[DocumentScore] | None = None
@@ -108,27 +116,27 @@ class MadeUp:
     ran: list[str] = field(default_factory=list)
 
     def case(self) -> AnomalyCase:
-        spike = Symptom.from_live_run("loss_spike", CALM, [StepPoint(40, 6.0, 0.5)])
+        spike = Symptom.from_live_run("loss_spike", CALM, [StepMetrics(40, 6.0, 0.5)])
         case = AnomalyCase(
             "loss_spike", 40, 40, spike, RECIPE, has_previous_commit=True, has_earlier=self.older, has_older=self.older
         )
-        return replace(case, live=(StepPoint(40, self.live, 0.5),), has_end=self.at_end is not None, **self.facts)
+        return replace(case, live=(StepMetrics(40, self.live, 0.5),), has_end=self.at_end is not None, **self.facts)
 
     def run(self, arm: ReplayArm) -> ArmOutcome:
         if self.budget <= 0:
-            raise BudgetSpent("loss_doctor.budget", "the budget is spent")
+            raise ReplayBudgetSpentError("loss_doctor.budget", "the budget is spent")
         self.budget -= 1
         self.ran.append(arm.name)
         if self.failing:
             return ArmOutcome(arm.name, None, failed=self.failing)
         spikes = self.spikes(arm)
         bits = str(random.random()) if self.noisy else "same"
-        return ArmOutcome(arm.name, spikes, 1, bits, (StepPoint(40, self.height if spikes else 2.1, 0.5),))
+        return ArmOutcome(arm.name, spikes, 1, bits, (StepMetrics(40, self.height if spikes else 2.1, 0.5),))
 
     def scores(self, start: Start) -> Sequence[DocumentScore]:
         return self.at_end or () if start == "end" else self.scored
 
-    def joined(self) -> Sequence[JoinedShards]:
+    def joined(self) -> Sequence[NewShardsComparison]:
         return self.joining
 
 
@@ -189,18 +197,18 @@ def test_a_known_change_is_undone_first() -> None:
 @pytest.mark.parametrize(
     ("joined", "causes"),
     [
-        (JoinedShards("chat", ("odd",), "chat", 1.0, 0.5), ("loss mask",)),
-        (JoinedShards("chat", ("odd",), "chat", 0.5, 0.5, begins_alike=0.1), ("loss mask",)),
-        (JoinedShards("chat", ("odd",), "code", 0.5, 0.5), ("mixture shift or wrong label",)),
-        (JoinedShards("chat", ("odd",), "chat", 0.5, 0.5), ("bad data",)),
+        (NewShardsComparison("chat", ("odd",), "chat", 1.0, 0.5), ("loss mask",)),
+        (NewShardsComparison("chat", ("odd",), "chat", 0.5, 0.5, begins_alike=0.1), ("loss mask",)),
+        (NewShardsComparison("chat", ("odd",), "code", 0.5, 0.5), ("mixture shift or wrong label",)),
+        (NewShardsComparison("chat", ("odd",), "chat", 0.5, 0.5), ("bad data",)),
         (
-            JoinedShards("chat", ("bad-1",), "code", 0.5, 0.5),
+            NewShardsComparison("chat", ("bad-1",), "code", 0.5, 0.5),
             ("bad data",),
         ),  # odd, but the anomaly is not gone without them
     ],
 )
 def test_new_documents_are_to_blame_only_if_the_anomaly_is_gone_without_them(
-    joined: JoinedShards, causes: tuple[str, ...]
+    joined: NewShardsComparison, causes: tuple[str, ...]
 ) -> None:
     found = diagnose(
         MadeUp(lambda arm: "odd" not in arm.masked, DOCUMENTS, joining=[joined], facts={"generation_begins": 35})
@@ -289,7 +297,7 @@ def test_only_a_bad_document_is_guilty_among_others_of_the_shards_kind() -> None
 
 def test_a_document_that_does_not_stand_out_may_make_a_value_that_is_not_finite() -> None:
     calm = [DocumentScore(f"d{n}", 2.0 + n / 100, 1.0 + n / 100) for n in range(30)]
-    spike = Symptom.from_live_run("non_finite", CALM, [StepPoint(40, math.inf, math.inf)])
+    spike = Symptom.from_live_run("non_finite", CALM, [StepMetrics(40, math.inf, math.inf)])
     bench = MadeUp(
         lambda arm: "d7" not in arm.masked, calm, facts={"symptom": spike, "kind": "non_finite"}, height=math.inf
     )
@@ -302,7 +310,7 @@ def test_too_many_easy_documents_are_blamed_together() -> None:
     before = [DocumentScore(f"old-{n}", *(easy if n < 20 else fair), in_window=False) for n in range(100)]
     window = [DocumentScore(f"easy-{n}", *easy, joined=True) for n in range(5)]
     window += [DocumentScore(f"fair-{n}", *fair) for n in range(20)]
-    low = Symptom.from_live_run("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    low = Symptom.from_live_run("loss_drop", CALM, [StepMetrics(40, 0.5, 0.5)])
     bench = MadeUp(
         lambda arm: not {f"easy-{n}" for n in range(5)} <= set(arm.masked),
         [*window, *before],
@@ -319,7 +327,7 @@ def test_documents_that_were_learnt_since_are_named_together() -> None:
     window = [DocumentScore(f"easy-{n}", 0.1, 0.1) for n in range(8)] + [
         DocumentScore(f"d{n}", 2.0 + n / 100, 1.0) for n in range(30)
     ]
-    low = Symptom.from_live_run("loss_drop", CALM, [StepPoint(40, 0.5, 0.5)])
+    low = Symptom.from_live_run("loss_drop", CALM, [StepMetrics(40, 0.5, 0.5)])
     easy = {f"easy-{n}" for n in range(8)}
     bench = MadeUp(
         lambda arm: arm.start != "older weights" and not easy <= set(arm.masked),
@@ -365,7 +373,7 @@ def test_the_smallest_set_is_found_among_many() -> None:
 
 
 def test_the_onset_comes_before_the_noticed_step() -> None:
-    rising = [StepPoint(40 + n, 2.0, 0.5 * 2.0**n) for n in range(1, 6)]
-    assert find_onset([*CALM, StepPoint(40, 2.0, 0.5), *rising, StepPoint(46, 7.0, 30.0)], 46) == 41
-    assert find_onset([*CALM, StepPoint(40, 7.0, 0.5)], 40) == 40
-    assert find_onset([], 3) == 3
+    rising = [StepMetrics(40 + n, 2.0, 0.5 * 2.0**n) for n in range(1, 6)]
+    assert find_anomaly_onset([*CALM, StepMetrics(40, 2.0, 0.5), *rising, StepMetrics(46, 7.0, 30.0)], 46) == 41
+    assert find_anomaly_onset([*CALM, StepMetrics(40, 7.0, 0.5)], 40) == 40
+    assert find_anomaly_onset([], 3) == 3

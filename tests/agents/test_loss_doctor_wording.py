@@ -14,7 +14,7 @@ from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import LlmPolicy
 from agents.loop.role import DraftError
 from agents.loss_doctor.prompts import MOST_CHARS, MOST_CLAIMS
-from agents.loss_doctor.wording import ArmResult, DiagnosisFacts, Wording, ask_for_wording, read_wording
+from agents.loss_doctor.wording import ArmResult, CheckedWording, DiagnosisFacts, ask_for_wording, read_wording
 from tests.support.factory.engineer import Notes, recorded
 from tests.support.replay_server import Answer, RecordedSession, ReplayServer
 
@@ -34,7 +34,7 @@ FACTS = DiagnosisFacts(
 )
 
 
-def read(*claims: Any) -> Wording:
+def read(*claims: Any) -> CheckedWording:
     return read_wording(json.dumps({"claims": claims}), FACTS)
 
 
@@ -60,7 +60,7 @@ def test_a_claim_that_holds_is_kept_with_the_records_value(says: str, rests_on: 
     found = read(claim(says, rests_on, shows))
     assert not found.dropped, found
     assert (found.claims[0].says, found.claims[0].rests_on) == (says, rests_on)
-    assert found.claims[0].shows == FACTS.about(rests_on)[0]  # type: ignore[index]
+    assert found.claims[0].shows == FACTS.look_up_fact(rests_on)[0]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_every_kept_claim_rests_on_the_record(claims: list[dict[str, Any]]) -> N
     found = read(*claims)
     assert len(found.claims) + len(found.dropped) == len(claims)
     for kept in found.claims:
-        about = FACTS.about(kept.rests_on)
+        about = FACTS.look_up_fact(kept.rests_on)
         assert about is not None and kept.shows == about[0]
         assert kept.says.isprintable() and not set("<>&`$|\\/") & set(kept.says) and "hardware" not in kept.says
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from agents.line_profiler.capture import Event, Line
+from agents.line_profiler.capture import Line, RecordedOperation
 from agents.line_profiler.graph import conditions_of_lines, data_flow_edges, fusion_candidates, stream_candidates
 from agents.line_profiler.lines import PeakRates, profile_lines
 
@@ -18,16 +18,16 @@ def line(number: int) -> Line:
     return ("made/up.py", number, "")
 
 
-def event(number: int, reads: tuple[int, ...], writes: tuple[int, ...], **other: object) -> Event:
+def event(number: int, reads: tuple[int, ...], writes: tuple[int, ...], **other: object) -> RecordedOperation:
     """A pointwise operation on tensors of one megabyte each, at a tenth of the bandwidth."""
     moved = MB * (len(reads) + len(writes))
-    return Event(
+    return RecordedOperation(
         line(number), "", bool(other.get("backward")), "aten.mul.Tensor", moved / 1e8, 0.0,
         float(other.get("flops", 0.0)), moved, reads, writes, None,  # type: ignore[arg-type]
     )  # fmt: skip
 
 
-def candidates(events: list[Event]) -> dict[tuple[str, ...], float]:
+def candidates(events: list[RecordedOperation]) -> dict[tuple[str, ...], float]:
     lines = profile_lines(events, {}, step_s=0.1, roof=ROOF)
     return {c.lines: c.bytes_saved for c in fusion_candidates(events, lines, ROOF.bytes_per_s, 0.1)}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agents.core.workbench import AgentLines, EarlierProposal, Measurement, MeasurementError, ReadError
+from agents.core.workbench import AgentWrittenLines, EarlierProposal, Measurement, MeasurementError, ReadError
 from agents.core.yaml_edit import set_value
 from agents.search_proposer.search_proposer import POLICY, propose_implementations
 from factory.demo.demo import use_plain_kernels
@@ -42,7 +42,7 @@ class Bench:
         ratio = self.ratios[op, implementation]
         return Measurement(seconds=0.1 / ratio, against_seconds=0.1, ratio=ratio, ratio_low=ratio)
 
-    def written_by_agents(self, path: str) -> list[AgentLines]:
+    def written_by_agents(self, path: str) -> list[AgentWrittenLines]:
         return []
 
     def history(self, target: str) -> list[EarlierProposal]:

@@ -11,15 +11,21 @@ import torch
 from torch import Tensor
 
 from agents.line_profiler import stopwatch
-from agents.line_profiler.capture import Event
-from agents.line_profiler.session import TimedRounds
-from agents.line_profiler.stopwatch import TimedOperation, add_times, stopwatch_overhead, time_operations, total_seconds
+from agents.line_profiler.capture import RecordedOperation
+from agents.line_profiler.session import RepeatedStepTimings
+from agents.line_profiler.stopwatch import (
+    TimedOperation,
+    add_measured_times,
+    stopwatch_overhead,
+    time_operations,
+    total_seconds,
+)
 
 ADD, MUL = "aten.add.Tensor", "aten.mul.Tensor"
 
 
-def _event(operation: str) -> Event:
-    return Event(("trainer/run.py", 1, ""), "", False, operation, 9.0, 9.0, 0.0, 0.0, (), (), None)
+def _event(operation: str) -> RecordedOperation:
+    return RecordedOperation(("trainer/run.py", 1, ""), "", False, operation, 9.0, 9.0, 0.0, 0.0, (), (), None)
 
 
 def test_time_between_operations_is_not_theirs() -> None:
@@ -47,7 +53,7 @@ def test_a_crossing_comes_out_of_the_gap_first_then_out_of_the_operation_then_ou
         TimedOperation(ADD, 0.5, 0.5),
         TimedOperation(MUL, 5.0, 1.0, after=7.0),
     ]
-    events = add_times([_event(lap.operation) for lap in seen], seen, 2.0)
+    events = add_measured_times([_event(lap.operation) for lap in seen], seen, 2.0)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (0.0, 2.0), (0.0, 0.0), (9.0, 1.0)]
     assert sum(event.host_s + event.seconds for event in events) == total_seconds(seen) - 4 * 2.0
 
@@ -72,15 +78,15 @@ def test_by_a_devices_clock_a_crossing_comes_out_of_gaps_alone() -> None:
         seen == [TimedOperation(ADD, 5.0, 3.0), TimedOperation(MUL, 0.5, 3.0, after=8.5)]
         and total_seconds(seen) == 20.0
     )
-    events = add_times([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
+    events = add_measured_times([_event(lap.operation) for lap in seen], seen, 2.0, on_host=False)
     assert [(event.host_s, event.seconds) for event in events] == [(3.0, 3.0), (8.5, 3.0)]
 
 
 def test_laps_of_another_step_are_refused() -> None:
     with pytest.raises(AssertionError, match="not the same step"):
-        add_times([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
+        add_measured_times([_event(ADD)], [TimedOperation(MUL, 1.0, 1.0)], 0.0)
     with pytest.raises(AssertionError, match="not the same step"):
-        add_times([_event(ADD)], [], 0.0)
+        add_measured_times([_event(ADD)], [], 0.0)
 
 
 def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +113,8 @@ def test_a_crossing_is_the_time_that_the_stopwatch_adds(monkeypatch: pytest.Monk
 def test_a_fastest_step_is_settled_when_four_others_are_near() -> None:
     watched = lambda *seconds: [[TimedOperation(ADD, 0.0, each)] for each in seconds]
     near, far = (1.0, 1.02, 1.01, 5.0, 1.0, 1.02), (1.0, 1.2, 1.3, 1.01, 1.0, 1.02)
-    assert TimedRounds(list(near), watched(*near), list(near)).settled()
-    assert not TimedRounds(list(far), watched(*near), list(near)).settled()
-    assert not TimedRounds(list(near), watched(*far), list(near)).settled()
-    assert not TimedRounds(list(near), watched(*near), list(far)).settled()
-    assert not TimedRounds([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).settled()
+    assert RepeatedStepTimings(list(near), watched(*near), list(near)).is_fastest_step_confirmed()
+    assert not RepeatedStepTimings(list(far), watched(*near), list(near)).is_fastest_step_confirmed()
+    assert not RepeatedStepTimings(list(near), watched(*far), list(near)).is_fastest_step_confirmed()
+    assert not RepeatedStepTimings(list(near), watched(*near), list(far)).is_fastest_step_confirmed()
+    assert not RepeatedStepTimings([1.0, 1.0], watched(1.0, 1.0), [1.0, 1.0]).is_fastest_step_confirmed()

@@ -12,11 +12,16 @@ import torch
 
 from agents.line_profiler.isolation import measure_operation
 from agents.line_profiler.lines import PeakRates
-from agents.line_profiler.sweep.shapes import SHAPES, one_layer_slice
-from agents.line_profiler.sweep.slices import Slice, slice_events
-from agents.line_profiler.sweep.sweep import Sweep, measure_slices, parse_slices, sweep_table
-from agents.line_profiler.sweep.sweep_items import SweepLimits, choose_measurable, collect_operations, measure_item
-from agents.line_profiler.sweep.work_queue import Processes, SweepError
+from agents.line_profiler.sweep.shapes import SHAPES, make_one_layer_model
+from agents.line_profiler.sweep.slices import LayerSlice, record_slice_operations
+from agents.line_profiler.sweep.sweep import SweepResult, measure_slices, parse_slices, sweep_table
+from agents.line_profiler.sweep.sweep_items import (
+    SweepLimits,
+    collect_operations,
+    measure_item,
+    select_measurable_items,
+)
+from agents.line_profiler.sweep.work_queue import ProcessWorkers, SweepError
 from tests.support.messages import codes, refused
 
 ROOF = PeakRates(1e12, 1e10)
@@ -32,12 +37,12 @@ def test_shapes_have_the_parameters_of_their_names(name: str) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
     """FLOPs of its matrix products: 6 a weight and token, of the experts those that a token goes to."""
-    of = Slice(name, 2, 64)
-    shape = one_layer_slice(SHAPES[name], 64)
+    of = LayerSlice(name, 2, 64)
+    shape = make_one_layer_model(SHAPES[name], 64)
     assert shape.layers == 1 and shape.is_expert_layer(0) == (shape.experts is not None)
     weights = shape.matmul_parameters - shape.vocab_size * shape.d_model
-    assert sum(event.flops for event in slice_events(of)) == pytest.approx(6 * weights * 128)
-    assert {event.line[0] for event in slice_events(of)} >= {
+    assert sum(event.flops for event in record_slice_operations(of)) == pytest.approx(6 * weights * 128)
+    assert {event.line[0] for event in record_slice_operations(of)} >= {
         "trainer/model/transformer.py",
         "kernels/rms_norm/__init__.py",
         "kernels/swiglu/__init__.py",
@@ -45,22 +50,26 @@ def test_a_slice_computes_one_layer_forward_and_backward(name: str) -> None:
 
 
 def test_identical_operations_of_all_slices_are_measured_once() -> None:
-    alone = collect_operations([Slice("7b", 1, 64)], ROOF)
+    alone = collect_operations([LayerSlice("7b", 1, 64)], ROOF)
     assert len({item.what for item in alone}) <= len(alone) and sum(item.index < 0 for item in alone) == 1
-    assert len(collect_operations([Slice("7b", 1, 64), Slice("7b", 1, 64)], ROOF)) == len(alone)
-    both = collect_operations([Slice("7b", 1, 64), Slice("7b", 2, 64)], ROOF)
+    assert len(collect_operations([LayerSlice("7b", 1, 64), LayerSlice("7b", 1, 64)], ROOF)) == len(alone)
+    both = collect_operations([LayerSlice("7b", 1, 64), LayerSlice("7b", 2, 64)], ROOF)
     assert len(alone) < len(both) < 2 * len(alone)  # the casts of weights are the same
 
 
 def test_an_item_that_does_not_fit_says_why() -> None:
-    items = choose_measurable(collect_operations([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1)
+    items = select_measurable_items(
+        collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 1e9, 1), workers=1
+    )
     large = [item for item in items if item.bytes > 1e9]
     assert large and set(codes(item.fits for item in large)) <= {
         "line_profiler.needs_memory",
         "line_profiler.needs_time",
     }
     assert any(not item.fits for item in items)
-    none = choose_measurable(collect_operations([Slice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1)
+    none = select_measurable_items(
+        collect_operations([LayerSlice("1t", 1, 64)], ROOF), SweepLimits(1e9, 1.0, 0.0, 1), workers=1
+    )
     assert all(item.fits for item in none) and "line_profiler.no_time" in codes(item.fits for item in none)
 
 
@@ -68,7 +77,7 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
     """Where only shapes were recorded, indices must be valid and the experts' rows balanced."""
     names = ("index", "gather", "scatter", "sort", "topk", "cumsum")
     seen = set()
-    for event in slice_events(Slice("375b", 1, 16)):
+    for event in record_slice_operations(LayerSlice("375b", 1, 16)):
         signature = event.signature
         if signature is None or not any(name in signature.operation for name in names) or signature.bytes > 1e8:
             continue
@@ -81,9 +90,9 @@ def test_operations_of_experts_run_on_made_up_indices() -> None:
 @pytest.mark.long("two workers measure operations of two large models' layers")
 def test_a_sweep_measures_fitting_operations_and_marks_the_others(tmp_path: Path) -> None:
     limits = SweepLimits(memory_bytes=2e8, item_s=0.3, total_s=6.0, threads=1)
-    slices = [Slice("7b", 1, 16), Slice("1t", 1, 16)]
-    found = measure_slices(slices, limits, lambda: Processes(measure_item, 2), 2, "reference")
-    assert Sweep.from_mapping(json.loads(json.dumps(asdict(found)))) == found
+    slices = [LayerSlice("7b", 1, 16), LayerSlice("1t", 1, 16)]
+    found = measure_slices(slices, limits, lambda: ProcessWorkers(measure_item, 2), 2, "reference")
+    assert SweepResult.from_mapping(json.loads(json.dumps(asdict(found)))) == found
     by_model = {one.model: one for one in found.slices}
     marks = {line.how for one in found.slices for line in one.lines}
     assert marks >= {"measured", "roofline"}

@@ -17,12 +17,12 @@ import pytest
 
 from agents.line_profiler.sweep.work_queue import (
     MOST_TRIES,
-    LostItem,
-    Processes,
+    ProcessWorkers,
     RayActors,
     SweepError,
-    longest_first,
-    measure_on,
+    UnmeasuredItem,
+    measure_items_on_workers,
+    order_longest_first,
 )
 from tests.support.patience import PATIENCE_S
 
@@ -56,7 +56,7 @@ def test_the_item_of_a_killed_worker_is_measured_again(tmp_path: Path) -> None:
 
     killer = threading.Thread(target=kill_who_has_three, daemon=True)
     killer.start()
-    results = measure_on(Processes(slowly, 2), [(str(tmp_path), n) for n in range(8)], [1.0] * 8)
+    results = measure_items_on_workers(ProcessWorkers(slowly, 2), [(str(tmp_path), n) for n in range(8)], [1.0] * 8)
     killer.join(PATIENCE_S)
     assert [number for number, _ in results] == list(range(8))
     begun = Counter(int(path.name.partition("-")[0]) for path in tmp_path.iterdir())
@@ -67,8 +67,8 @@ def test_the_item_of_a_killed_worker_is_measured_again(tmp_path: Path) -> None:
 
 
 def test_an_item_that_kills_every_worker_is_given_up(tmp_path: Path) -> None:
-    results = measure_on(Processes(deadly, 2), [(str(tmp_path), n) for n in range(3)], [1.0] * 3)
-    assert results == [0, LostItem(MOST_TRIES), 2]
+    results = measure_items_on_workers(ProcessWorkers(deadly, 2), [(str(tmp_path), n) for n in range(3)], [1.0] * 3)
+    assert results == [0, UnmeasuredItem(MOST_TRIES), 2]
     assert len(list(tmp_path.glob("1-*"))) == MOST_TRIES
 
 
@@ -79,7 +79,11 @@ def fail(item: int) -> int:
 
 
 def test_an_item_that_raises_costs_no_other_item_its_result() -> None:
-    assert measure_on(Processes(fail, 2), range(3), [1.0] * 3) == [0, LostItem(1, "ArithmeticError: item 1"), 2]
+    assert measure_items_on_workers(ProcessWorkers(fail, 2), range(3), [1.0] * 3) == [
+        0,
+        UnmeasuredItem(1, "ArithmeticError: item 1"),
+        2,
+    ]
 
 
 def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> None:
@@ -90,10 +94,10 @@ def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> 
 
     folder = tmp_path / "begun"
     folder.mkdir()
-    workers = Processes(slowly, 2)
+    workers = ProcessWorkers(slowly, 2)
     others = set(threading.enumerate())
     with pytest.raises(KeyboardInterrupt):
-        measure_on(workers, [(str(folder), n) for n in (3, 4)], [2.0, 1.0], interrupt)
+        measure_items_on_workers(workers, [(str(folder), n) for n in (3, 4)], [2.0, 1.0], interrupt)
     for thread in set(threading.enumerate()) - others:
         thread.join(PATIENCE_S / 2)
         assert not thread.is_alive(), f"{thread.name} waits for the item"
@@ -101,20 +105,22 @@ def test_a_sweep_that_is_interrupted_ends_while_an_item_runs(tmp_path: Path) -> 
 
 def test_progress_is_reported_once_for_each_item() -> None:
     seen: list[tuple[int, int]] = []
-    assert measure_on(Processes(abs, 2), [-1, -2, -3], [1.0] * 3, lambda done, of: seen.append((done, of))) == [1, 2, 3]
+    assert measure_items_on_workers(
+        ProcessWorkers(abs, 2), [-1, -2, -3], [1.0] * 3, lambda done, of: seen.append((done, of))
+    ) == [1, 2, 3]
     assert seen == [(1, 3), (2, 3), (3, 3)]
 
 
 def busy_share(durations: Sequence[float], estimates: Sequence[float], workers: int) -> float:
     """Share of the workers' time until the last item ends that goes into items, were these their durations."""
     free = [0.0] * workers  # when each is free again
-    for item in longest_first(estimates):
+    for item in order_longest_first(estimates):
         heapq.heappush(free, heapq.heappop(free) + durations[item])
     return sum(durations) / (workers * max(free))
 
 
 def test_the_longest_items_are_started_first() -> None:
-    assert longest_first([1.0, 5.0, 3.0, 5.0]) == [1, 3, 2, 0]
+    assert order_longest_first([1.0, 5.0, 3.0, 5.0]) == [1, 3, 2, 0]
     assert busy_share([1.0] * 4, [1.0] * 4, workers=4) == 1.0
     assert busy_share([1.0] * 5, [1.0] * 5, workers=4) == pytest.approx(5 / 8)
     known, unknown = [1.0] * 99 + [33.0], [1.0] * 100

@@ -25,7 +25,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from agents.core.proposal import Edit, Proposal
-from agents.core.workbench import AgentLines
+from agents.core.workbench import AgentWrittenLines
 from agents.loop import tools
 from factory.cli.app import app
 from factory.code_loop.workbench import LiveWorkbench
@@ -33,7 +33,7 @@ from factory.core.console import Terminal
 from factory.core.progress import SILENT
 from factory.gates.training_start import TrainingStart
 from factory.ledger.plant import Plant
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.ledger.ledger import proposals, verdicts
 from factory.code_loop.submitting import submit_proposal
 
@@ -68,7 +68,7 @@ def told(request: pytest.FixtureRequest) -> Iterator[Told]:
     screen = io.StringIO()
     plant = Plant(made.workspace, made.ledger, Terminal(Console(file=screen, width=400)))
     number = submit_proposal(plant, drafted, made.base)
-    show_missing(plant)
+    show_unshown_items(plant)
     row = made.ledger.select_first(
         sa.select(proposals, verdicts.c.reasons, verdicts.c.outcome)
         .join(verdicts, verdicts.c.id == proposals.c.verdict)
@@ -136,7 +136,9 @@ def test_text_of_an_agent_is_shown_as_data_with_its_author(tmp_path: Path) -> No
     start = TrainingStart(plant.target, 0, {}, {})
     bench = LiveWorkbench(Plant(plant.workspace, plant.ledger), plant.head(), start)
     last = hostile.count("\n")
-    assert bench.written_by_agents("kernels/ops.py") == [AgentLines(2, last, "search", 1)]  # the first is people's
+    assert bench.find_agent_written_lines("kernels/ops.py") == [
+        AgentWrittenLines(2, last, "search", 1)
+    ]  # the first is people's
     told = tools.read_file(bench, "kernels/ops.py")
     note, mark, data = told.partition("<data ")
     assert note == (

@@ -67,7 +67,7 @@ def tested(
     folder = tmp_path_factory.mktemp("tested")
     baseline = make_target(folder / "baseline")
     jobs = oracle.make_oracle_jobs(SHIPPED.oracle, [ChangedOp("swiglu", "reference", "reference")], "bf16")
-    with op_answers.answer_jobs(jobs, SHIPPED.oracle, baseline, baseline, folder / "work") as answers:
+    with op_answers.run_op_jobs(jobs, SHIPPED.oracle, baseline, baseline, folder / "work") as answers:
         yield baseline, jobs, answers
 
 
@@ -138,7 +138,7 @@ def test_a_process_that_ends_early_fails_and_one_that_never_ends_is_missing(name
     ops = [ChangedOp("swiglu", "reference", "fast")]
     jobs = oracle.make_oracle_jobs(policy, ops, RECIPE["precision"])
     jobs += exploits.make_exploit_calls(SHIPPED.exploits, ops, RECIPE, random.SystemRandom())
-    with op_answers.answer_jobs(jobs, policy, baseline, candidate, tmp_path / "work") as answers:
+    with op_answers.run_op_jobs(jobs, policy, baseline, candidate, tmp_path / "work") as answers:
         found = oracle.oracle_evidence(answers), exploits.exploit_evidence(answers)
     assert found[0]["state"] == found[1]["state"] == state, found
     assert all(one.get("out_of_time", False) == (state == "missing") for one in found), found

@@ -253,7 +253,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Judged]:
             more = exploits.make_exploit_calls(policy, [changed_op], RECIPE, random.SystemRandom())
         ranges[name].append(range(len(jobs), len(jobs) + len(more)))
         jobs += more
-    with op_answers.answer_jobs(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
+    with op_answers.run_op_jobs(jobs, SHIPPED.oracle, baseline, candidate, root / "work") as answers:
         assert not answers.missing and not answers.died, answers
         return {
             name: Judged(

@@ -20,7 +20,7 @@ from factory.gates.patch.stages.training import TrainingSide, compare_training
 from factory.gates.training_start import find_training_start
 from factory.ledger.plant import Plant
 from factory.ledger.rows import Subject
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.core.workspace import checkout_root
 
 SHIPPED = PatchPolicy.load(checkout_root() / "policies" / "gates" / "patch.yaml")
@@ -124,7 +124,7 @@ def compared(
         )
         for name, code in (("a", baseline), ("b", code))
     ]
-    runs = Runs(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
+    runs = TaskRuns(Plant(made.workspace, made.ledger), folder, "patch gate", Subject("proposal", 99))
     return compare_training(runs, policy, start, *sides, new_code, 1)[0]
 
 

@@ -59,12 +59,12 @@ def _command(words: Sequence[str], kinds: frozenset[str]) -> None:
     from factory.cli.app import main
     from factory.duties import runner
 
-    next_errands = runner.find_next_errands
+    next_errands = runner.find_next_duty_tasks
 
     def only(look: DutyState) -> list[Errand]:
         return [errand for errand in next_errands(look) if errand.duty.each or errand.duty.name in kinds]
 
-    with mock.patch.object(runner, "find_next_errands", only), mock.patch.object(sys, "argv", ["factory", *words]):
+    with mock.patch.object(runner, "find_next_duty_tasks", only), mock.patch.object(sys, "argv", ["factory", *words]):
         try:
             main()
         except SystemExit as end:

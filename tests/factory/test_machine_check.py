@@ -65,10 +65,10 @@ def test_a_machine_without_a_compiler_fails_or_takes_the_reference(
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(native_library, "shutil", SimpleNamespace(which=lambda name: None))
-    for cache in (native_library.load_library, registry.find_failure):
+    for cache in (native_library.load_library, registry.find_implementation_failure):
         cache.cache_clear()
     ok, lines = _kernels(workspace, f"fallback: {fallback}\ncpu: {{linear_cross_entropy: native}}")
-    for cache in (native_library.load_library, registry.find_failure):
+    for cache in (native_library.load_library, registry.find_implementation_failure):
         cache.cache_clear()
     assert ok is (fallback == "reference")
     says = {"fail": "native cannot run here", "reference": "native → reference computes instead"}[fallback]
@@ -87,7 +87,7 @@ def test_measured_rates_and_the_cost_of_a_slow_precision_are_reported(
     assert ok and the(lines, "machine_check.precision").data["asked"] == "auto"
     assert "machine_check.step_time" in codes(lines)
     rates = {name: {"products": 1e9, "attention": 1e9, "loss head": 1e9} for name in ("fp32", "bf16")}
-    slow = precision.Probe("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
+    slow = precision.PrecisionTimings("cpu", {"fp32": 0.1, "bf16": 4.0}, rates)
     monkeypatch.setattr(precision, "time_precisions", lambda recipe, device, seconds: slow)
     recipe = workspace.root / "policies" / "recipes" / f"{workspace.config.recipe}.yaml"
     recipe.write_text(RECIPE.replace("precision: fp32", "precision: bf16"))

@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 
 from factory.core.errors import FactoryError
 from factory.core.workspace import Workspace
-from factory.gates.release.policy import ReleasePolicy, Replicas
+from factory.gates.release.policy import ReleasePolicy, ReplicaNoisePolicy
 from factory.gates.release.replica_noise import (
     MEASURED,
     find_due_anneal,
@@ -28,9 +28,9 @@ from factory.ledger.ledger import Ledger, record_event, segments
 from factory.ledger.plant import Plant
 from factory.ledger.rows import ReadsSql, SegmentRow
 from factory.replicas.train_replicas import replica_arm, replica_runs, replicas_folder, train_next_replica
-from factory.retention.needs import Needs
+from factory.retention.needs import RetentionNeeds
 from factory.runs.arm import Arm
-from factory.runs.task_runs import Runs, list_runs
+from factory.runs.task_runs import TaskRuns, list_runs
 from factory.training.exporting import export_candidate
 from factory.training.planning import last_checkpoint
 from tests.support.factory.code_loop import make_target
@@ -54,7 +54,7 @@ def plant(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
     yield workspace, ledger
 
 
-def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[Runs, list[Arm]]:
+def two_replicas(workspace: Workspace, ledger: Ledger) -> tuple[TaskRuns, list[Arm]]:
     plant = Plant(workspace, ledger)
     return replica_runs(plant, 2), [replica_arm(plant, SegmentRow.get(ledger, 2), number) for number in (1, 2)]
 
@@ -120,7 +120,7 @@ def overflows(folder: Path) -> None:
 
 
 def schedule(db: ReadsSql, **keys: int) -> tuple[int, int] | None:
-    found = find_due_anneal(db, Replicas(**keys))
+    found = find_due_anneal(db, ReplicaNoisePolicy(**keys))
     return (found[0].id, found[1]) if found else None
 
 
@@ -133,7 +133,7 @@ def test_the_schedule(workspace: Workspace, ledger: Ledger) -> None:
         tx.execute(segments.update().where(segments.c.id == 1).values(kind="trunk", parent=None))
         tx.execute(segments.update().where(segments.c.id == 3).values(kind="average", parent=2))
     assert schedule(ledger) == (2, 3), "of an average, the anneal whose checkpoints it is made of"
-    needs = Needs()
+    needs = RetentionNeeds()
     needs._replicas(ledger, ReleasePolicy())
     assert set(needs.ends) == {1, 2}, "what they begin at, and what they are compared with, is kept"
     assert schedule(ledger, from_release=4) is None and schedule(ledger, count=0) is None
@@ -158,7 +158,7 @@ def test_replicas_take_a_limited_share_of_the_steps(workspace: Workspace, ledger
     anneal = SegmentRow.get(ledger, 3)
 
     def waits_no_more(**keys: float) -> bool:
-        return may_start_replicas(ledger, Replicas.model_validate(keys), anneal)
+        return may_start_replicas(ledger, ReplicaNoisePolicy.model_validate(keys), anneal)
 
     assert waits_no_more(count=1, steps_max=0.34) and not waits_no_more(count=1, steps_max=0.33)
     assert waits_no_more(count=2, steps_max=0.67) and not waits_no_more(count=2) and not waits_no_more(steps_max=0.0)

@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.attention import flex, varlen
 from kernels.contract.op import CASES, OracleCase
 from kernels.contract.oracle import compare_with_fp64
-from kernels.contract.registry import OPS, bind_ops, documents_unchanged
+from kernels.contract.registry import OPS, bind_ops, return_documents_unchanged
 
 ATTENTION = OPS["attention"]
 
@@ -35,7 +35,7 @@ def test_bounds_are_where_documents_begin(lengths_of_rows: list[list[int]], spar
         begins.append(at)
         pieces = [[document] * length for document, length in enumerate(lengths)]
         rows.append(sum(pieces, []) + [-1] * (T - sum(lengths)))
-    found = varlen.stretch_bounds(torch.tensor(rows, dtype=torch.int32), len(begins) + spare)
+    found = varlen.document_run_bounds(torch.tensor(rows, dtype=torch.int32), len(begins) + spare)
     assert found.dtype == torch.int32
     assert found.tolist() == begins + [len(rows) * T] * (spare + 1)
 
@@ -64,7 +64,7 @@ def test_stretches_compute_the_same_as_the_mask(case: OracleCase, values: str, m
     stood_in = lambda *inputs, **options: called.append(1) or by_stretch(*inputs, **options)
     monkeypatch.setattr(varlen, "varlen_attn", stood_in)
     monkeypatch.setattr(
-        varlen, "takes_heads", lambda head_dim, dtype: True
+        varlen, "supports_head_dim", lambda head_dim, dtype: True
     )  # in fp32, too: exact enough to see any mistake
     for dtype in (torch.float32, torch.bfloat16):
         found = compare_with_fp64(ATTENTION, "varlen", case, dtype=dtype, values=values)
@@ -77,7 +77,7 @@ def test_prepared_documents_give_the_same_results_as_documents(
     case: OracleCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(varlen, "varlen_attn", by_stretch)
-    monkeypatch.setattr(varlen, "takes_heads", lambda head_dim, dtype: True)
+    monkeypatch.setattr(varlen, "supports_head_dim", lambda head_dim, dtype: True)
     inputs = tuple(x.detach() for x in ATTENTION.inputs(case))  # FlexAttention has no backward on a CPU
     with torch.no_grad():
         expected = ATTENTION.reference(*inputs)
@@ -91,9 +91,9 @@ def test_prepared_documents_give_the_same_results_as_documents(
 
 
 def test_other_implementations_take_the_documents_as_they_are() -> None:
-    assert bind_ops({"attention": "native"}).prepare_attention is documents_unchanged
+    assert bind_ops({"attention": "native"}).prepare_attention is return_documents_unchanged
     documents = torch.zeros(1, 4, dtype=torch.int32)
-    assert documents_unchanged(documents, 1) is documents
+    assert return_documents_unchanged(documents, 1) is documents
     assert flex.document_blocks(documents).shape == (1, 1, 4, 4)
 
 

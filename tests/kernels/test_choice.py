@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from kernels.contract.choice import EVERY_OP, auto_ops, device_section, replace_auto, text_without_auto
+from kernels.contract.choice import EVERY_OP, auto_ops, device_section, replace_auto, resolve_auto_in_text
 from kernels.contract.registry import OPS, KernelError, load_choice
 from tests.support.paths import ROOT
 
@@ -29,7 +29,7 @@ def test_untuned_auto_is_the_reference_and_the_fused_optimiser() -> None:
 
 
 def test_resolved_text_keeps_one_device_and_the_fallback() -> None:
-    text = text_without_auto(TEXT, "cpu", {"attention": "native"})
+    text = resolve_auto_in_text(TEXT, "cpu", {"attention": "native"})
     assert yaml.safe_load(text) == {
         "cpu": {"attention": "native", "adamw": "fused", "swiglu": "native"},
         "fallback": "reference",

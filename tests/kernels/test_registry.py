@@ -132,7 +132,7 @@ def broken_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
     (tmp_path / "linear_cross_entropy").mkdir()
     (tmp_path / "linear_cross_entropy" / "linear_cross_entropy.cpp").write_text("this is no C++;\n")
     monkeypatch.setattr(native_library, "SOURCES", tmp_path)
-    caches = (native_library.load_library, registry.find_failure)
+    caches = (native_library.load_library, registry.find_implementation_failure)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -212,7 +212,7 @@ def test_a_replacement_implementation_is_reported(monkeypatch: pytest.MonkeyPatc
         for units in (True, False):
             monkeypatch.setattr(attention_native, "is_usable", lambda head_dim, units=units: units)
             attention.native(*OPS["attention"].inputs(CASES[0], dtype=dtype))
-            fallback = attention.native_fallback(Shape(), dtype)
+            fallback = attention.find_native_fallback(Shape(), dtype)
             assert ran.pop() == (fallback.split(",")[0] or "native"), (dtype, units)
 
 

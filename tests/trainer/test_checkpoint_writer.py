@@ -41,13 +41,13 @@ def submit(writer: CheckpointWriter, step: int, contents: Contents | None = None
 def written(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[int, int]]]:
     """Of each save: (address, bytes) of the copies that are written to disk."""
     found: list[list[tuple[int, int]]] = []
-    save_share = checkpoint_writer.save_share
+    save_share = checkpoint_writer.save_rank_share
 
     def noted(parent: Path, step: int, copied: Contents, *rest: Any) -> Path:
         found.append([(tensor.data_ptr(), tensor.nbytes) for _, _, tensor in each_tensor(copied)])
         return save_share(parent, step, copied, *rest)
 
-    monkeypatch.setattr(checkpoint_writer, "save_share", noted)
+    monkeypatch.setattr(checkpoint_writer, "save_rank_share", noted)
     return found
 
 
@@ -97,14 +97,14 @@ def test_memory_is_not_written_again_while_the_disk_still_reads_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reached, go = threading.Event(), threading.Event()
-    save_share = checkpoint_writer.save_share
+    save_share = checkpoint_writer.save_rank_share
 
     def slow(*arguments: Any) -> Path:
         reached.set()
         assert go.wait(timeout=60)
         return save_share(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "save_share", slow)
+    monkeypatch.setattr(checkpoint_writer, "save_rank_share", slow)
     writer = CheckpointWriter(tmp_path, keep=2, reserve=1 << 16)
     weight = torch.ones(1000)
     submit(writer, 1, {"model": {"w": weight}, "optimizer": {}})
@@ -146,7 +146,7 @@ def test_a_run_knows_how_much_its_checkpoints_take_before_its_first_step(
     run.train_step(make_batch(run.order))  # its update waits for the copy
     writer.wait()
     writer.close()
-    contents, _ = run.contents()
+    contents, _ = run.checkpoint_contents()
     assert host_bytes(tensor for _, _, tensor in each_tensor(contents)) == size and written[0] == written[1]
 
 

@@ -16,9 +16,9 @@ from tests.support.trainer.segment_runs import assert_same_run
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.cuda_graphs import MOST, WARM_UPS, Graphs, uses_graphs
+from trainer.cuda_graphs import MOST, WARM_UPS, GraphReplayer, uses_graphs
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 CHANGES: dict[str, Any] = {
     "batch__warmup": [{"until_step": 9, "sequences": 4}],
@@ -75,19 +75,19 @@ def test_a_segment_with_graphs_leaves_the_same_files(
     plan, recipe = plan_of(make_shard()), recipe_with(**CHANGES, stability__read_every=3, batch__micro_sequences=2)
     plain, replayed = (write_spec(tmp_path / name, plan, recipe, last_step=20) for name in ("plain", "replayed"))
     assert train_here(plain) == (0, "")
-    runs: list[Run] = []
+    runs: list[SegmentRun] = []
     monkeypatch.setattr("trainer.run.uses_graphs", lambda *_: True)
-    monkeypatch.setattr("trainer.run.OnDevice", Called)
-    save = Run.save
+    monkeypatch.setattr("trainer.run.CudaGraphCapture", Called)
+    save = SegmentRun.save
 
-    def stopping(run: Run) -> None:
+    def stopping(run: SegmentRun) -> None:
         runs.append(run)
         if len(runs) == 2:
             raise KeyboardInterrupt
         save(run)
 
     with monkeypatch.context() as once:
-        once.setattr(Run, "save", stopping)
+        once.setattr(SegmentRun, "save", stopping)
         with pytest.raises(KeyboardInterrupt):
             train_here(replayed)
     assert train_here(replayed) == (0, "")
@@ -115,8 +115,8 @@ def inputs(number: int, size: int = 4, scale: int = 2) -> dict[str, Any]:
     return {"x": torch.randn(size, generator=generator), "y": torch.randn(2, generator=generator), "scale": scale}
 
 
-def graphs_of(function: Squares, form: Any) -> Graphs[Tensor]:
-    return Graphs(function, function.sums, form)
+def graphs_of(function: Squares, form: Any) -> GraphReplayer[Tensor]:
+    return GraphReplayer(function, function.sums, form)
 
 
 def test_shapes_and_numbers_are_recorded_apart_and_only_so_many() -> None:
@@ -230,7 +230,7 @@ def test_graphs_on_a_device_give_the_same_run(tmp_path: Path, make_shard: MakeSh
     for graphs in ("off", "on"):
         recipe = recipe_with(**CHANGES, batch__micro_sequences=2, cuda_graphs=graphs, precision=precision, compile=True)
         folder = write_spec(tmp_path / graphs, plan, recipe, last_step=1000)
-        run = Run(SegmentSpec.load(folder), Ranks(0, 1, torch.device("cuda", 0)), None)
+        run = SegmentRun(SegmentSpec.load(folder), Ranks(0, 1, torch.device("cuda", 0)), None)
         found[graphs] = [run.train_step(make_batch(run.order).to(run.ranks.device)) for _ in range(40)]
     assert run.graphs is not None and run.graphs.why_not == "" and run.graphs.replays > 40
     assert run.graphs.replays < 4 * 40  # the first ones of a shape are not

@@ -24,7 +24,7 @@ from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, writ
 from trainer.batch import make_batch
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 aten = torch.ops.aten
 # Their result's size, or the result itself, is the host's to know; ``lift_fresh`` is a tensor made of Python's values, which is copied.
@@ -106,10 +106,10 @@ def kernels(tmp_path: Path) -> str:
     return str(tmp_path / "kernels.yaml")
 
 
-def make_run(folder: Path, make_shard: MakeShard, kernels: str, device: str, changes: dict[str, Any]) -> Run:
+def make_run(folder: Path, make_shard: MakeShard, kernels: str, device: str, changes: dict[str, Any]) -> SegmentRun:
     plan = plan_of(make_shard(counts={"code": 600, "docs": 200, "chat": 200}))
     spec = SegmentSpec.load(write_spec(folder / "run", plan, recipe_with(**changes), kernels=kernels))
-    return Run(spec, Ranks(0, 1, torch.device(device)), None)
+    return SegmentRun(spec, Ranks(0, 1, torch.device(device)), None)
 
 
 @pytest.mark.parametrize("changes", RUNS.values(), ids=RUNS)

@@ -18,7 +18,7 @@ from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 STEPS = 60
 WATCHFUL = {"window": 16, "noise_scale_every": 4}
@@ -80,7 +80,7 @@ def test_it_moves_no_weight_and_nothing_that_later_steps_are_judged_by(
         stability=WATCHFUL,
     )  # fmt: skip
     spec = SegmentSpec.load(write_spec(tmp_path / "run", plan, changed, last_step=STEPS))
-    run = Run(spec, Ranks.join(changed.parallel, changed.model), None)
+    run = SegmentRun(spec, Ranks.join(changed.parallel, changed.model), None)
     seen = set()
     for number in range(30):
         batch = make_batch(run.order)

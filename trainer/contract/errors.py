@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kernels.contract.message import CodedError, Message, titled
+from kernels.contract.message import CodedError, Message, format_error_with_code
 
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}  # numbers of an OSError that mean: the disk is full
 ERRORS_OF_NO_FILE = {
@@ -53,7 +53,7 @@ class StoppedBySignal(TrainerError):
     exit_code = EXIT_STOPPED
 
 
-def exit_code_of(
+def run_for_exit_code(
     program: str, work: Callable[[], object], wrong: type[Exception] = TrainerError, where: Path | None = None
 ) -> int:
     """Do the work. Returns 0, or the exit code of an error that a user can correct, after printing it to stderr in one line.
@@ -63,10 +63,10 @@ def exit_code_of(
     try:
         work()
     except TrainerError as error:
-        print(f"{program}: {titled(error)}", file=sys.stderr)
+        print(f"{program}: {format_error_with_code(error)}", file=sys.stderr)
         return error.exit_code
     except wrong as error:
-        print(f"{program}: {titled(error)}", file=sys.stderr)
+        print(f"{program}: {format_error_with_code(error)}", file=sys.stderr)
         return EXIT_WRONG
     except OSError as error:
         if error.errno not in FULL:
@@ -79,7 +79,7 @@ def exit_code_of(
             place=place,
             problem=error.strerror,
         )
-        print(f"{program}: {titled(said)}", file=sys.stderr)
+        print(f"{program}: {format_error_with_code(said)}", file=sys.stderr)
         return EXIT_FULL
     return 0
 

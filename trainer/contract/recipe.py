@@ -147,7 +147,7 @@ class ModelRecipe(Strict):
         return self
 
     @property
-    def width_share(self) -> float:
+    def mup_width_ratio(self) -> float:
         """The width for which the rates were found, divided by this width: 1/m of muP (arXiv 2203.03466)."""
         return self.base_d_model / self.d_model if self.base_d_model else 1.0
 
@@ -257,7 +257,7 @@ class MixtureRecipe(Strict):
         return self
 
 
-class SmallerBatch(Strict):
+class WarmupBatch(Strict):
     """A batch of the warm-up."""
 
     until_step: Positive
@@ -268,7 +268,7 @@ class BatchRecipe(Strict):
     """One optimiser step."""
 
     sequences: Positive  # rows of ``model.context`` positions, over all ranks
-    warmup: list[SmallerBatch] = []  # smaller batches first; the rate falls with the square root of their share
+    warmup: list[WarmupBatch] = []  # smaller batches first; the rate falls with the square root of their share
     micro_sequences: Positive | None = None  # rows of one forward and backward on one rank; null: all at once
     packing: Literal["best-fit", "document", "token-budget", "truncate-and-concatenate", "length-bucketed"] = "best-fit"
     max_padding: Share | None = None  # the largest allowed share of empty positions; null: no limit
@@ -337,7 +337,7 @@ class TrunkSteps(Strict):
     later: Positive
 
 
-class Milestone(Strict):
+class LrMilestone(Strict):
     """From a step of the trunk on, the rate is this share of the peak."""
 
     from_step: Positive
@@ -353,7 +353,7 @@ class ScheduleRecipe(Strict):
 
     kind: Literal["wsd", "cosine", "multi-step"] = "wsd"
     cosine_steps: Positive | None = None
-    milestones: list[Milestone] = []
+    milestones: list[LrMilestone] = []
     continue_from: Literal["trunk", "anneal"] = (
         "trunk"  # anneal: WSD-S (arXiv 2410.05192), training continues with the decayed weights
     )

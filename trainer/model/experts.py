@@ -25,7 +25,7 @@ class Routing:
     weights_Nk: Tensor  # fp32, each row sums to one
     logits_NE: Tensor  # fp32
 
-    def load(self, counts_N: Tensor) -> Tensor:
+    def tokens_per_expert(self, counts_N: Tensor) -> Tensor:
         """Tokens at each expert, fp32 [E], of those where ``counts_N`` (bool) is true."""
         E = self.logits_NE.shape[1]
         chosen_NkE = self.experts_Nk.unsqueeze(-1) == torch.arange(E, device=self.experts_Nk.device)

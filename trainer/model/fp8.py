@@ -48,7 +48,7 @@ def multiply_fp8(a_MK: Tensor, b_NK: Tensor, factors: tuple[Tensor, Tensor], dty
     return torch._scaled_mm(a_MK, b_NK.t(), *factors, out_dtype=dtype, use_fast_accum=fast)
 
 
-class Products(torch.autograd.Function):
+class Fp8Products(torch.autograd.Function):
     """x [M, K] with several matrices [N, K] → [M, N] of each. x is quantised once, and kept in eight bits."""
 
     @staticmethod
@@ -82,7 +82,7 @@ class Products(torch.autograd.Function):
 def fp8_products(x: Tensor, matrices: Sequence[Tensor]) -> list[Tensor]:
     """x […, K] weightᵀ of each matrix [N, K]. All sizes are multiples of 16 (``Recipe`` checks that)."""
     x_MK = x.reshape(-1, x.shape[-1])
-    return [y.view(*x.shape[:-1], -1) for y in Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
+    return [y.view(*x.shape[:-1], -1) for y in Fp8Products.apply(x_MK, *matrices)]  # type: ignore[no-untyped-call]
 
 
 def fp8_product(x: Tensor, weight: Tensor) -> Tensor:

@@ -126,7 +126,7 @@ class Block(nn.Module):
         if self.experts.shared:
             y_BTD = y_BTD + self.transform(h_BTD, self.shared_gate, self.shared_up, self.shared_down)
         # every tensor rank routes every token; the division makes the sum over ranks count each token once
-        return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.load(holds_N))) / self.tensor.size
+        return y_BTD, torch.cat((routing.z_loss(holds_N)[None], routing.tokens_per_expert(holds_N))) / self.tensor.size
 
     def _products(self, h_BTD: Tensor, matrices: Sequence[Tensor]) -> Sequence[Tensor]:
         """h matrixᵀ of each; one product if the backward pass keeps a joined copy of the matrices anyway."""
@@ -218,7 +218,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.run = torch.compile(block.run, dynamic=False)  # type: ignore[assignment,arg-type]
 
-    def join(self) -> None:
+    def join_matrices(self) -> None:
         """Multiply with several matrices at once. For one rank only: FSDP would free the joined copies. Not for a GPU, whose products are large
         enough: parts of a joined product are strided, and copying them took 8 % of the kernels' time of 1 B weights on an H200."""
         for block in self.blocks:
@@ -229,7 +229,7 @@ class Decoder(nn.Module):
         for block in self.blocks:
             block.fp8, block.multiply = True, fp8.fp8_product  # type: ignore[assignment]
 
-    def recompute(self) -> None:
+    def use_recomputation(self) -> None:
         """Keep only each block's input for the backward pass, which runs the block again."""
         for block in self.blocks:
             block.recompute = True  # type: ignore[assignment]
@@ -296,7 +296,7 @@ class Decoder(nn.Module):
 
     def _head_input(self, x_BSD: Tensor) -> Tensor:
         h_BSD = self.ops.rms_norm(x_BSD, self.tensor.weight(self.final_norm).to(self.dtype), self.shape.norm_eps)
-        share = self.shape.width_share  # muP: logits keep their size as the width grows
+        share = self.shape.mup_width_ratio  # muP: logits keep their size as the width grows
         return h_BSD if share == 1 else h_BSD * share
 
 

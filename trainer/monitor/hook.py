@@ -13,7 +13,7 @@ calls must not wait: no ``.item()``, no ``.tolist()``, no branch on a tensor.
 With ``stability.read_every`` above one, the first two calls of later steps come before the last two of this step. Those still come step by
 step. Therefore everything that ``record`` must know of its step comes with the numbers; their names may carry it. A number must be a tensor
 of its own step, into which no later step writes.
-To add a hook: a subclass of ``Hook``, and its place in ``Run.hooks``.
+To add a hook: a subclass of ``StepHook``, and its place in ``Run.hooks``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Anomaly:
 
 
 @dataclass(frozen=True)
-class Update:
+class WeightUpdate:
     """One update of the weights. Tensors are on the device."""
 
     step: int
@@ -56,7 +56,7 @@ class Update:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class UpdateOutcome:
     """The facts of an update that the host knows."""
 
     supervised: int  # tokens of the global batch that carry loss
@@ -67,20 +67,20 @@ class Outcome:
     )  # tokens of the global batch that carry loss
 
 
-class Hook:
+class StepHook:
     """A hook that does nothing. A subclass overrides the calls that it needs."""
 
     key: str  # the unique name of its state in a checkpoint
     required = True  # False: a checkpoint may be older than the hook, and lack its state
 
-    def before_update(self, update: Update) -> None:
+    def before_update(self, update: WeightUpdate) -> None:
         """May copy gradients or weights, which the update changes."""
 
-    def after_update(self, update: Update) -> dict[str, Tensor]:
+    def after_update(self, update: WeightUpdate) -> dict[str, Tensor]:
         """Numbers by unique names: fp32 tensors on the device, of any shape."""
         return {}
 
-    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+    def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
         """Keys of the step's record. ``numbers``: the numbers of ``after_update``, flat, on the host."""
         return {}
 

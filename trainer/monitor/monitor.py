@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.monitor.hook import Hook, Outcome, Update
+from trainer.monitor.hook import StepHook, UpdateOutcome, WeightUpdate
 from trainer.optim.optimizer import Optimizer
 from trainer.parallel.ranks import Ranks, copies_of_tensor, local_part
 
@@ -66,7 +66,7 @@ class LayerBeforeUpdate:
     agreements: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Monitor(Hook):
+class Monitor(StepHook):
     """Update-to-weight ratios and the noise scale. This hook is also called between the backward passes of a step (``after_half_batch``)."""
 
     key = "monitor"
@@ -118,7 +118,7 @@ class Monitor(Hook):
         return True
 
     @torch.no_grad()
-    def before_update(self, update: Update) -> None:
+    def before_update(self, update: WeightUpdate) -> None:
         half, self._half = self._half, None
         agreements: dict[str, Tensor] = {}
         if half is not None:
@@ -134,7 +134,7 @@ class Monitor(Hook):
         self._before = LayerBeforeUpdate(layer, weights, norms, agreements)
 
     @torch.no_grad()
-    def after_update(self, update: Update) -> dict[str, Tensor]:
+    def after_update(self, update: WeightUpdate) -> dict[str, Tensor]:
         """``agreement/<layer>``: h₁ · h₂ of each layer measured. ``lengths/<layer>``: Σ update², Σ weight² of the layer to measure.
         ``grad_norms``: by layer, unclipped. All over all ranks. Uses up the copies of the weights.
         """
@@ -159,7 +159,7 @@ class Monitor(Hook):
     def _on_device(self, values: list[Any]) -> Tensor:
         return torch.tensor(values, device=self.ranks.device)
 
-    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+    def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
         """``grad_norm/<layer>``; ``update_ratio/<layer>`` of the layer measured; ``noise_scale`` once all layers were measured."""
         grad_norms = dict(zip(self.layers, numbers["grad_norms"]))
         record: dict[str, Any] = {f"grad_norm/{layer}": norm for layer, norm in grad_norms.items()}

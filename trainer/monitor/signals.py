@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from kernels.qk_norm_rope import apply_rope
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Block, Decoder
-from trainer.monitor.hook import Anomaly, Hook, Outcome, Update
-from trainer.monitor.window import Window, median_and_deviation
+from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate
+from trainer.monitor.window import RecentValues, median_and_deviation
 from trainer.parallel.ranks import Ranks
 
 QUERIES = 64  # of a row, whose attention logits are computed
@@ -47,7 +47,7 @@ class PartHistory:
 
     def __init__(self, window: int) -> None:
         self.past: dict[str, deque[float]] = {}
-        self.changes = Window(window)  # value / the median of its part's past, of all parts
+        self.changes = RecentValues(window)  # value / the median of its part's past, of all parts
 
     def observe(self, part: str, value: float) -> tuple[float, float] | None:
         """(the part's usual value, robust deviations of the change above the usual change); None: not known yet."""
@@ -77,7 +77,7 @@ class RankNorms:
 
     def __init__(self, window: int) -> None:
         self.past: list[deque[float]] = []  # by rank
-        self.spreads = Window(
+        self.spreads = RecentValues(
             window
         )  # the factor, at least 1, by which the rank that changed most moved away from the others
 
@@ -116,7 +116,7 @@ class RankNorms:
 LayerInputs = dict[str, tuple[nn.Module, tuple[Any, ...]]]  # layer → (its module, what it read)
 
 
-class Signals(Hook):
+class InstabilitySignals(StepHook):
     """The hook of these signs. It is also called before the forward pass (``begin_step``), and its numbers travel in ``by_rank``."""
 
     key = "signals"
@@ -175,7 +175,7 @@ class Signals(Hook):
         self.by_rank[self.ranks.rank, 0] += torch.linalg.vector_norm(gradient, dtype=torch.float32).square()
 
     @torch.no_grad()
-    def after_update(self, update: Update) -> dict[str, Tensor]:
+    def after_update(self, update: WeightUpdate) -> dict[str, Tensor]:
         numbers = {"rank_squares": self.by_rank[:, 0]} if self.ranks.size > 1 else {}
         if self._layer in self.layers:
             numbers |= {f"activation_max/{self._layer}": self.by_rank[:, 1]}
@@ -184,7 +184,7 @@ class Signals(Hook):
             numbers["balance"] = expert_balance(update.load_LE, self.per_token)
         return numbers
 
-    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+    def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
         """``activation_max/<layer>``, ``attention_logit_max/<layer>`` of the layer measured; ``router_balance/<layer>``.
 
         With several ranks ``rank_grad_norm_ratio``, of the ranks' largest gradient norm to their smallest.

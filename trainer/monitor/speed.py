@@ -14,7 +14,7 @@ from trainer.contract.recipe import Recipe
 from trainer.parallel.ranks import Ranks
 
 
-class Speed:
+class SpeedMeter:
     """Model FLOP/s of steps, as shares of the GPUs' peak.
 
     ``flops_per_s`` is the model's: 6 FLOPs a weight and token, and attention's (PaLM, arXiv 2204.02311, appendix B). Recomputed work counts
@@ -24,7 +24,7 @@ class Speed:
     """
 
     def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
-        """Measures for a second on a GPU. Every rank must make a ``Speed``, so that they heat the machine together, as training does."""
+        """Measures for a second on a GPU. Every rank must make a ``SpeedMeter``, so that they heat the machine together, as training does."""
         device, dtype = ranks.device, DTYPES[recipe.precision]
         self.flops_per_token = recipe.model.flops_per_token()
         peak = data_sheet_peak(device, dtype)

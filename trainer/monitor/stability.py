@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trainer.contract.recipe import StabilityRecipe
-from trainer.monitor.hook import Anomaly, Hook, Outcome
-from trainer.monitor.window import Window, find_onset
+from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome
+from trainer.monitor.window import RecentValues, find_rise_onset
 
 MOST_BLOCKS = 64  # number of blocks that keep a run's losses
 MAY_FALL, FALLS = (
@@ -40,7 +40,7 @@ class LossHistory:
         self.partial: list[float] = []  # medians of the windows of the block that is not full yet
         self.seen = 0  # steps of the window that is not full yet
 
-    def observe(self, window: Window) -> bool:
+    def observe(self, window: RecentValues) -> bool:
         """Call it once for each value that joined a window. Returns True if a new block is full."""
         self.seen += 1
         if self.seen < (window.values.maxlen or 0):
@@ -56,14 +56,14 @@ class LossHistory:
             self.windows *= 2
         return True
 
-    def judged_windows(self) -> int:
-        """The number of windows that ``halves`` covers."""
+    def count_judged_windows(self) -> int:
+        """The number of windows that ``compare_halves`` covers."""
         return self._recent() * self.windows
 
     def _recent(self) -> int:
         return max(self.least, len(self.blocks) // RECENT_SHARE)
 
-    def halves(self) -> tuple[float, float, float] | None:
+    def compare_halves(self) -> tuple[float, float, float] | None:
         """(mean of the earlier half of the recent blocks, of the later half, the standard error of their difference).
 
         The error comes from the differences of neighbouring blocks, which a slow fall hardly changes.
@@ -89,7 +89,7 @@ class LossHistory:
         self.windows, self.seen = state["windows"], state["seen"]
 
 
-def deviations_below(window: Window, value: float) -> float:
+def deviations_below(window: RecentValues, value: float) -> float:
     """Robust deviations by which the next value lies below the window, or twice those of the mean of its last eighth, if that is larger. A
     loss that is too low stays low while its documents last, and a mean of several steps varies less.
 
@@ -112,7 +112,7 @@ class DomainWindows:
     """The last losses of one domain, each with the number of tokens that it is the mean of."""
 
     def __init__(self, size: int) -> None:
-        self.loss, self.tokens = Window(size), Window(size)
+        self.loss, self.tokens = RecentValues(size), RecentValues(size)
 
     def deviations(self, loss: float, tokens: float) -> tuple[float, float]:
         """(usual loss, robust deviations above it). A mean of fewer tokens than usual varies more, by √(usual / tokens)."""
@@ -121,15 +121,15 @@ class DomainWindows:
         return center, (loss - center) / (few * deviation)
 
 
-class Detector(Hook):
+class StabilityDetector(StepHook):
     """Watches loss and gradient norm, step by step and over windows, and the loss of each domain."""
 
     key = "detector"
 
     def __init__(self, recipe: StabilityRecipe) -> None:
         self.recipe = recipe
-        self.loss = Window(recipe.window)
-        self.grad_norm = Window(recipe.window)
+        self.loss = RecentValues(recipe.window)
+        self.grad_norm = RecentValues(recipe.window)
         self.domains: dict[str, DomainWindows] = {}
         # [step, loss, gradient norm] of the last steps whose both are finite
         self.trace: deque[tuple[int, float, float]] = deque(maxlen=TRACE_WINDOWS * recipe.window)
@@ -155,7 +155,7 @@ class Detector(Hook):
         center, deviation = self.grad_norm.center_and_deviation()
         return center + self.recipe.skip_deviations * deviation
 
-    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+    def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
         self._tokens = outcome.supervised_by_domain
         return {}
 
@@ -222,9 +222,9 @@ class Detector(Hook):
     def _onset(self, anomaly: Anomaly) -> int:
         """The step where the anomaly began: the earliest beginning of a departure of loss or gradient norm that still holds."""
         steps, losses, norms = zip(*self.trace) if self.trace else ((), (), ())
-        found: Iterable[int | None] = (find_onset(losses), find_onset(norms))
+        found: Iterable[int | None] = (find_rise_onset(losses), find_rise_onset(norms))
         if anomaly.kind.endswith("_drop"):
-            found = (find_onset(losses, -1),)
+            found = (find_rise_onset(losses, -1),)
         return min((steps[index] for index in found if index is not None), default=anomaly.step)
 
     def _lasting(self, step: int, loss: float) -> Iterator[Anomaly]:
@@ -239,12 +239,12 @@ class Detector(Hook):
         diverged = center > self.recipe.divergence * self.best
         if self._is_new("divergence", diverged):
             yield Anomaly(step, "divergence", center, self.best, (center - self.best) / deviation, False)
-        if grown and (halves := self.course.halves()) is not None:
+        if grown and (halves := self.course.compare_halves()) is not None:
             earlier, later, error = halves
             falls = (earlier - later) / max(error, 1e-12)
             flat = falls < (FALLS if "plateau" in self.reported else MAY_FALL)
             if self._is_new("plateau", flat and not diverged):
-                began = max(0, step + 1 - self.course.judged_windows() * self.recipe.window)
+                began = max(0, step + 1 - self.course.count_judged_windows() * self.recipe.window)
                 yield Anomaly(step, "plateau", later, earlier, -falls, False, onset=began)
 
     def _is_new(self, kind: str, holds: bool) -> bool:
@@ -284,7 +284,7 @@ class Detector(Hook):
         self._held = math.inf if limit is None else limit
 
 
-class ThroughputDetector(Hook):
+class ThroughputDetector(StepHook):
     """Watches tokens/s. Its state is valid only on an equal machine: as many devices of the same name."""
 
     key = "throughput"
@@ -294,8 +294,8 @@ class ThroughputDetector(Hook):
         """``machine``: the name of the machine that has the usual rate."""
         self.least_share = recipe.throughput_drop
         self.machine = machine
-        self.usual = Window(recipe.window)
-        self.recent = Window(self.RECENT)
+        self.usual = RecentValues(recipe.window)
+        self.recent = RecentValues(self.RECENT)
         self.low = False
 
     def after_step(self, record: dict[str, Any]) -> list[Anomaly]:

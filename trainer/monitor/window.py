@@ -12,11 +12,11 @@ from statistics import median
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: Rousseeuw and Croux 1993
 LEAST_DEVIATION = 0.02  # share of the median: in a window that hardly moves, a small ripple must not be a spike
-# For ``find_onset``, in robust deviations: half of the smallest shift that is searched; the most that one value counts; the largest sum
+# For ``find_rise_onset``, in robust deviations: half of the smallest shift that is searched; the most that one value counts; the largest sum
 SLACK, CLIP, MOST = 1.25, 4.0, 9.0
 
 
-class Window:
+class RecentValues:
     """The last values of one quantity."""
 
     def __init__(self, size: int) -> None:
@@ -49,7 +49,7 @@ def median_and_deviation(values: Sequence[float]) -> tuple[float, float]:
     return center, MAD_TO_DEVIATION * median([abs(value - center) for value in values])
 
 
-def find_onset(values: Sequence[float], sign: int = 1) -> int | None:
+def find_rise_onset(values: Sequence[float], sign: int = 1) -> int | None:
     """The index where a rise began that still holds at the last value; None if none does. ``sign`` −1: a fall.
 
     A one-sided CUSUM of the logarithms in robust deviations. The sum grows by the distance of a value above median + ``SLACK``, and shrinks to
@@ -62,9 +62,9 @@ def find_onset(values: Sequence[float], sign: int = 1) -> int | None:
     A gradient norm as BLOOM's climbed over five steps (chronicles of its 176B run), after 20 usual ones:
 
     >>> usual = [0.24, 0.25, 0.23, 0.24] * 5
-    >>> find_onset([*usual, 1.3, 6.6, 35.0, 180.0, 960.0])
+    >>> find_rise_onset([*usual, 1.3, 6.6, 35.0, 180.0, 960.0])
     20
-    >>> find_onset([*usual, 960.0, *usual]) is None
+    >>> find_rise_onset([*usual, 960.0, *usual]) is None
     True
     """
     if not values:

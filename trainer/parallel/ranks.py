@@ -144,7 +144,7 @@ def copies_of_tensor(tensor: Any) -> int:
     return count
 
 
-def is_first_holder(tensor: Any) -> bool:
+def is_first_rank_with_part(tensor: Any) -> bool:
     """True if this is the first of the ranks that hold the same part of a tensor."""
     if not is_split(tensor):
         return True
@@ -158,7 +158,7 @@ def gather_whole(value: Tensor, like: Tensor) -> Tensor:
     if not is_split(like):
         return value
     total = value.new_zeros(like.shape)
-    if is_first_holder(like):
+    if is_first_rank_with_part(like):
         Region.region_of_tensor(like).view_of(total).copy_(value)
     dist.all_reduce(total)
     return total

@@ -14,7 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from trainer.parallel.ranks import Ranks
 
 
-def distribute(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
+def shard_parameters(model: nn.Module, blocks: Iterable[nn.Module], ranks: Ranks, dtype: torch.dtype) -> None:
     """Split a model's parameters, still on the meta device, over the mesh. They get values later.
 
     ``model.split_dimension(name)``: the dimension along which *tensor* ranks split a parameter; None: each rank has all of it.

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.format import Checkpoint
-from trainer.contract.errors import CheckpointError, TrainerError, exit_code_of
+from trainer.contract.errors import CheckpointError, TrainerError, run_for_exit_code
 
 
 class AverageError(TrainerError):
@@ -143,14 +143,14 @@ def main(arguments: list[str]) -> int:
             weights = [float(word) for word in arguments[at + 1].split(",")]
         except (IndexError, ValueError):
             said = AverageError("trainer.not_weights", "--weights: expected numbers with commas between them.")
-            print(f"trainer.tools.average: {titled(said)}", file=sys.stderr)
+            print(f"trainer.tools.average: {format_error_with_code(said)}", file=sys.stderr)
             return 2
         arguments = arguments[:at] + arguments[at + 2 :]
     if len(arguments) < 2 or any(word.startswith("-") for word in arguments):
         print(__doc__, file=sys.stderr)
         return 2
     out, *sources = map(Path, arguments)
-    return exit_code_of(
+    return run_for_exit_code(
         "trainer.tools.average", lambda: print(checkpoints.save(out, average(sources, weights))), where=out
     )
 

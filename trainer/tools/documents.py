@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.data.data_order import DataOrder, document_indices_at
 from trainer.contract.data.token_shard import file_sha256
@@ -23,7 +23,7 @@ from trainer.contract.errors import CheckpointError, SpecError, TrainerError
 from trainer.contract.plan.spec import SegmentSpec
 
 
-def documents_of(segment: Path, step: int) -> list[str]:
+def list_step_documents(segment: Path, step: int) -> list[str]:
     """Sorted keys of the documents in the global batch of a step of a segment.
 
     Raises: SpecError if the segment has no such step; TrainerError, TokenShardError if a part of it cannot be read.
@@ -69,7 +69,7 @@ def sampler_state(checkpoint: Path) -> dict[str, Any]:
     expected = checkpoints.read_manifest(checkpoint)["files"].get("state.json", {}).get("sha256")
     state = checkpoints.read_state(checkpoint)
     if file_sha256(checkpoint / "state.json") != expected:
-        raise CheckpointError(checkpoints.hash_mismatch(checkpoint / "state.json"))
+        raise CheckpointError(checkpoints.hash_mismatch_fault(checkpoint / "state.json"))
     return dict(state["sampler"])
 
 
@@ -86,9 +86,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help='print {"step": …, "documents": […]} instead')
     asked = parser.parse_args(arguments)
     try:
-        found = documents_of(asked.segment, asked.step)
+        found = list_step_documents(asked.segment, asked.step)
     except TrainerError as error:
-        print(f"trainer.tools.documents: {titled(error)}", file=sys.stderr)
+        print(f"trainer.tools.documents: {format_error_with_code(error)}", file=sys.stderr)
         return error.exit_code
     print(json.dumps({"step": asked.step, "documents": found}) if asked.json else "\n".join(found))
     return 0

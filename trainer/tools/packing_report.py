@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kernels.contract.message import Message, titled
+from kernels.contract.message import Message, format_error_with_code
 from trainer.contract.data.data_order import DataOrder, Row
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.packing import STRATEGIES
@@ -206,7 +206,7 @@ def main(arguments: list[str]) -> int:
         recipe, plan = read_inputs(asked.paths)
         found = measure_all_packings(plan, recipe, asked.steps)
     except TrainerError as error:
-        print(f"trainer.tools.packing_report: {titled(error)}", file=sys.stderr)
+        print(f"trainer.tools.packing_report: {format_error_with_code(error)}", file=sys.stderr)
         return error.exit_code
     if asked.json:
         print(json.dumps([asdict(report) | {"used_share": report.used_share} for report in found], indent=1))

@@ -26,7 +26,7 @@ SHAPES: dict[str, ModelRecipe] = {
 }  # fmt: skip
 
 
-def one_layer_slice(model: ModelRecipe, sequence: int) -> ModelRecipe:
+def make_one_layer_model(model: ModelRecipe, sequence: int) -> ModelRecipe:
     """The model with one layer, of experts where it has any, and rows of ``sequence`` positions."""
     experts = model.experts and model.experts.model_copy(update={"dense_layers": 0})
     return model.model_copy(update={"layers": 1, "context": sequence, "experts": experts})

@@ -10,8 +10,8 @@ from functools import cache
 
 import torch
 
-from agents.line_profiler.capture import Event, Recorder
-from agents.line_profiler.sweep.shapes import SHAPES, one_layer_slice
+from agents.line_profiler.capture import OperationRecorder, RecordedOperation
+from agents.line_profiler.sweep.shapes import SHAPES, make_one_layer_model
 from kernels.contract.op import Cost, Shape
 from kernels.contract.registry import OPS, bind_ops
 from trainer.model.transformer import Block, rope_tables
@@ -22,7 +22,7 @@ DTYPE = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class Slice:
+class LayerSlice:
     """One layer of a named model on ``batch`` rows of ``sequence`` positions."""
 
     model: str
@@ -31,7 +31,7 @@ class Slice:
 
     @property
     def shape(self) -> Shape:
-        m = one_layer_slice(SHAPES[self.model], self.sequence)
+        m = make_one_layer_model(SHAPES[self.model], self.sequence)
         return Shape(self.batch, self.sequence, m.d_model, m.heads, m.kv_heads, m.head_dim, m.d_ff, m.vocab_size)
 
     @property
@@ -43,13 +43,13 @@ class Slice:
 
 
 @cache
-def slice_events(of: Slice) -> tuple[Event, ...]:
+def record_slice_operations(of: LayerSlice) -> tuple[RecordedOperation, ...]:
     """The operations of the layer without attention's; those of the backward pass at the lines that caused them.
 
     Their times mean nothing; their signatures, bytes and FLOPs are real.
     """
-    shape = one_layer_slice(SHAPES[of.model], of.sequence)
-    recorder = Recorder()
+    shape = make_one_layer_model(SHAPES[of.model], of.sequence)
+    recorder = OperationRecorder()
     with torch.device("meta"):
         block = Block(shape, 0, recorder.watch(bind_ops({}, "cpu", DTYPE, compile=False)), DTYPE, TensorRanks())
         block.joined = True

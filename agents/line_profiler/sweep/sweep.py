@@ -1,7 +1,7 @@
 """``python -m agents.line_profiler.sweep.sweep --out DIR``: batch × sequence × model shapes, one layer of each, line by line.
 
 Every distinct operation is measured once, on any free worker. An operation that does not fit in memory or time is estimated by its roofline;
-every line says which. Writes DIR/sweep.json (``Sweep``).
+every line says which. Writes DIR/sweep.json (``SweepResult``).
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from typing import Any
 import torch
 from pydantic import TypeAdapter
 
-from agents.line_profiler.capture import ROOT, moves_nothing
+from agents.line_profiler.capture import ROOT, is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime
 from agents.line_profiler.lines import PeakRates, source_text
 from agents.line_profiler.session import device_name
-from agents.line_profiler.stopwatch import count_progress
+from agents.line_profiler.stopwatch import make_progress_reporter
 from agents.line_profiler.sweep.shapes import SHAPES
-from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, slice_events
+from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, LayerSlice, record_slice_operations
 from agents.line_profiler.sweep.sweep_items import (
-    Item,
+    SweepItem,
     SweepLimits,
     SweepTask,
-    attention_key,
+    attention_shape_key,
     build_attention,
-    choose_measurable,
     collect_operations,
     measure_item,
+    select_measurable_items,
 )
 from agents.line_profiler.sweep.work_queue import (
-    LostItem,
-    Processes,
+    ProcessWorkers,
     RayActors,
     SweepError,
+    UnmeasuredItem,
     Workers,
-    measure_on,
+    measure_items_on_workers,
     require_ray,
 )
 from agents.line_profiler.table import line_name
 from kernels.contract.choice import implementation_names
-from kernels.contract.message import Message, titled
+from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.registry import KernelError, load_choice
 from trainer.contract import stopping
 from trainer.contract.plan.rates import matmul_rate, memory_rate
@@ -59,7 +59,7 @@ MEMORY_SHARE = 0.5  # of the free memory, for all workers together
 
 
 @dataclass(frozen=True)
-class SweptLine:
+class SweepLineResult:
     """Seconds of one forward and backward of one layer. ``how``: measured, roofline, or both for parts of it."""
 
     name: str
@@ -71,7 +71,7 @@ class SweptLine:
 
 
 @dataclass(frozen=True)
-class SweptSlice:
+class SweepSliceResult:
     """One layer of a model at one batch size and sequence length."""
 
     model: str
@@ -79,11 +79,11 @@ class SweptSlice:
     sequence: int
     seconds: float
     measured_share: float  # of the seconds
-    lines: tuple[SweptLine, ...]  # slowest first
+    lines: tuple[SweepLineResult, ...]  # slowest first
 
 
 @dataclass(frozen=True)
-class SweptItem:
+class SweepItemResult:
     """One distinct operation: its measurement, or the reason why there is none."""
 
     what: str
@@ -97,7 +97,7 @@ class SweptItem:
 
 
 @dataclass(frozen=True)
-class Sweep:
+class SweepResult:
     """The contents of ``sweep.json``."""
 
     format: int
@@ -108,11 +108,11 @@ class Sweep:
     workers: int
     seconds: float
     busy: float  # share of the workers' time that went into items
-    slices: tuple[SweptSlice, ...]
-    items: tuple[SweptItem, ...]
+    slices: tuple[SweepSliceResult, ...]
+    items: tuple[SweepItemResult, ...]
 
     @classmethod
-    def from_mapping(cls, raw: Mapping[str, Any]) -> Sweep:
+    def from_mapping(cls, raw: Mapping[str, Any]) -> SweepResult:
         """From parsed ``sweep.json``. Raises: ValueError for another format or other fields."""
         if raw.get("format") != FORMAT:
             raise ValueError(f"sweep.json: format {raw.get('format')!r}, this code reads {FORMAT}")
@@ -120,20 +120,20 @@ class Sweep:
 
 
 def measure_slices(
-    slices: Sequence[Slice],
+    slices: Sequence[LayerSlice],
     limits: SweepLimits,
     start: Callable[[], Workers],
     workers: int,
     attention: str,
     report: Callable[[str], None] = lambda text: None,
-) -> Sweep:
+) -> SweepResult:
     """Measure all slices. ``start`` starts the ``workers`` workers. It is called only if an operation has to be measured.
 
     Raises: SweepError.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     roof = PeakRates(matmul_rate(device, DTYPE), memory_rate(device))
-    items = choose_measurable(collect_operations(slices, roof), limits, workers)
+    items = select_measurable_items(collect_operations(slices, roof), limits, workers)
     wanted = [item for item in items if not item.fits]
     report(
         Message(
@@ -148,17 +148,17 @@ def measure_slices(
     )
     build_attention(attention, device)
     began = time.perf_counter()
-    results: list[tuple[IsolatedTime, float] | LostItem] = []
+    results: list[tuple[IsolatedTime, float] | UnmeasuredItem] = []
     if wanted:
         tasks = [SweepTask(item, device.type, attention, limits) for item in wanted]
-        results = measure_on(
-            start(), tasks, [item.estimated_s for item in wanted], count_progress(report, "operations ")
+        results = measure_items_on_workers(
+            start(), tasks, [item.estimated_s for item in wanted], make_progress_reporter(report, "operations ")
         )
     seconds = time.perf_counter() - began
     by_item = dict(zip(wanted, results))
     swept = {_key(item): _swept(item, by_item.get(item)) for item in items}
     took = sum(item.took_s for item in swept.values())
-    return Sweep(
+    return SweepResult(
         format=FORMAT,
         device=device_name(device),
         torch=torch.__version__,
@@ -172,52 +172,58 @@ def measure_slices(
     )
 
 
-def _key(item: Item) -> object:
-    return attention_key(item.of) if item.index < 0 else slice_events(item.of)[item.index].signature
+def _key(item: SweepItem) -> object:
+    return attention_shape_key(item.of) if item.index < 0 else record_slice_operations(item.of)[item.index].signature
 
 
-def _swept(item: Item, result: tuple[IsolatedTime, float] | LostItem | None) -> SweptItem:
-    missing = lambda why, took: SweptItem(item.what, item.roof_s, 0.0, 0, item.roof_s, item.estimated_s, took, why)
+def _swept(item: SweepItem, result: tuple[IsolatedTime, float] | UnmeasuredItem | None) -> SweepItemResult:
+    missing = lambda why, took: SweepItemResult(
+        item.what, item.roof_s, 0.0, 0, item.roof_s, item.estimated_s, took, why
+    )
     if result is None:
         return missing(item.fits, 0.0)
-    if isinstance(result, LostItem):
+    if isinstance(result, UnmeasuredItem):
         died = Message("line_profiler.worker_died", "its worker died {tries:,|time|times}", tries=result.tries)
         return missing(result.error or died, 0.0)
     one, took = result
     if one.why_not:
         return missing(one.why_not, took)
-    return SweptItem(item.what, one.median_s, one.spread_s, one.iterations, item.roof_s, item.estimated_s, took, "")
+    return SweepItemResult(
+        item.what, one.median_s, one.spread_s, one.iterations, item.roof_s, item.estimated_s, took, ""
+    )
 
 
-def _slice(of: Slice, swept: Mapping[object, SweptItem], roof: PeakRates) -> SweptSlice:
+def _slice(of: LayerSlice, swept: Mapping[object, SweepItemResult], roof: PeakRates) -> SweepSliceResult:
     """Each line is the sum of its operations, each measured or estimated by the roofline."""
-    parts: defaultdict[tuple[str, str], list[tuple[SweptItem, float, float]]] = defaultdict(list)
-    for event in slice_events(of):
-        if event.signature is not None and not moves_nothing(event.signature.func):
+    parts: defaultdict[tuple[str, str], list[tuple[SweepItemResult, float, float]]] = defaultdict(list)
+    for event in record_slice_operations(of):
+        if event.signature is not None and not is_view_or_empty(event.signature.func):
             name = line_name(*event.line)
             parts[name, source_text(*event.line[:2])].append((swept[event.signature], event.flops, event.bytes))
     cost = of.attention_cost
     flops, moved = cost.forward_flops + cost.backward_flops, cost.forward_bytes + cost.backward_bytes
-    parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append((swept[attention_key(of)], flops, moved))
+    parts[f"kernels/attention/__init__.py#{ATTENTION}", ATTENTION].append(
+        (swept[attention_shape_key(of)], flops, moved)
+    )
     lines = [_line(name, text, found) for (name, text), found in parts.items()]
     every = [part for found in parts.values() for part, _, _ in found]
     seconds = sum(part.seconds for part in every)
     measured = sum(part.seconds for part in every if not part.why_not)
     ordered = tuple(sorted(lines, key=lambda line: -line.seconds))
-    return SweptSlice(of.model, of.batch, of.sequence, seconds, measured / seconds, ordered)
+    return SweepSliceResult(of.model, of.batch, of.sequence, seconds, measured / seconds, ordered)
 
 
-def _line(name: str, text: str, parts: Iterable[tuple[SweptItem, float, float]]) -> SweptLine:
+def _line(name: str, text: str, parts: Iterable[tuple[SweepItemResult, float, float]]) -> SweepLineResult:
     found = list(parts)
     missing = sum(bool(part.why_not) for part, _, _ in found)
     how = "measured" if not missing else "roofline" if missing == len(found) else "both"
     seconds, flops, moved = (
         sum(column) for column in zip(*((part.seconds, flops, moved) for part, flops, moved in found))
     )
-    return SweptLine(name, text, seconds, how, flops, moved)
+    return SweepLineResult(name, text, seconds, how, flops, moved)
 
 
-def sweep_table(found: Sweep, top: int = 3) -> str:
+def sweep_table(found: SweepResult, top: int = 3) -> str:
     """A table for people: one row for each slice, with its slowest lines."""
     head = Message(
         "line_profiler.swept",
@@ -276,7 +282,7 @@ def main(arguments: list[str] | None = None) -> int:
         memory = chosen.memory_gb * 1e9 if chosen.memory_gb else MEMORY_SHARE * free_memory() / workers
         limits = SweepLimits(memory, chosen.item_seconds, chosen.budget, max(1, torch.get_num_threads() // workers))
         start: Callable[[], Workers] = lambda: (
-            RayActors(measure_item, workers, chosen.ray) if chosen.ray else Processes(measure_item, workers)
+            RayActors(measure_item, workers, chosen.ray) if chosen.ray else ProcessWorkers(measure_item, workers)
         )
         kernels = load_choice(chosen.kernels, "cuda" if torch.cuda.is_available() else "cpu")
         report = lambda said: print(f"profile: {said}", file=sys.stderr, flush=True)
@@ -284,13 +290,13 @@ def main(arguments: list[str] | None = None) -> int:
         chosen.out.mkdir(parents=True, exist_ok=True)
         (chosen.out / "sweep.json").write_text(json.dumps(asdict(found), indent=1), encoding="utf-8")
     except (SweepError, KernelError, OSError) as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     print(json.dumps(asdict(found), indent=1) if chosen.json else sweep_table(found))
     return 0
 
 
-def parse_slices(models: str, batches: str, sequences: str) -> list[Slice]:
+def parse_slices(models: str, batches: str, sequences: str) -> list[LayerSlice]:
     """The slices of comma-separated lists. Raises: SweepError that names the wrong part and the allowed values."""
     for model in models.split(","):
         if model not in SHAPES:
@@ -310,7 +316,7 @@ def parse_slices(models: str, batches: str, sequences: str) -> list[Slice]:
                 value=given,
             )
         numbers[option] = [int(part) for part in given.split(",")]
-    return [Slice(*one) for one in product(models.split(","), numbers["--batches"], numbers["--sequences"])]
+    return [LayerSlice(*one) for one in product(models.split(","), numbers["--batches"], numbers["--sequences"])]
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ from functools import cache
 
 import torch
 
-from agents.line_profiler.capture import moves_nothing
+from agents.line_profiler.capture import is_view_or_empty
 from agents.line_profiler.isolation import IsolatedTime, make_clock, measure_operation, time_repeatedly
 from agents.line_profiler.lines import PeakRates
-from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, Slice, slice_events
+from agents.line_profiler.sweep.slices import ATTENTION, DTYPE, LayerSlice, record_slice_operations
 from kernels.contract.host_memory import keep_freed_memory
 from kernels.contract.message import Message
 from kernels.contract.op import OracleCase
@@ -25,10 +25,10 @@ SLOWER = 3.0  # than the roofline, for estimates
 
 
 @dataclass(frozen=True)
-class Item:
+class SweepItem:
     """One operation of a slice: the ``index``-th of its events, or attention (−1). Small, because it is sent to a worker."""
 
-    of: Slice
+    of: LayerSlice
     index: int
     what: str
     bytes: float  # of memory that it needs
@@ -47,9 +47,9 @@ class SweepLimits:
     threads: int
 
 
-def collect_operations(slices: Iterable[Slice], roof: PeakRates) -> list[Item]:
+def collect_operations(slices: Iterable[LayerSlice], roof: PeakRates) -> list[SweepItem]:
     """The distinct operations of all slices."""
-    found: dict[object, Item] = {}
+    found: dict[object, SweepItem] = {}
     for of in slices:
         cost = of.attention_cost
         seconds = roof.seconds(cost.forward_flops, cost.forward_bytes) + roof.seconds(
@@ -57,26 +57,26 @@ def collect_operations(slices: Iterable[Slice], roof: PeakRates) -> list[Item]:
         )
         moved = cost.forward_bytes + cost.backward_bytes
         what = f"{ATTENTION}, forward and backward, {of}"
-        found[attention_key(of)] = Item(of, -1, what, 4 * moved, seconds, 0.0)
-        for index, event in enumerate(slice_events(of)):
+        found[attention_shape_key(of)] = SweepItem(of, -1, what, 4 * moved, seconds, 0.0)
+        for index, event in enumerate(record_slice_operations(of)):
             signature = event.signature
-            if signature is not None and signature not in found and not moves_nothing(signature.func):
+            if signature is not None and signature not in found and not is_view_or_empty(signature.func):
                 seconds = roof.seconds(event.flops, event.bytes)
-                found[signature] = Item(of, index, str(signature), event.bytes, seconds, 0.0)
+                found[signature] = SweepItem(of, index, str(signature), event.bytes, seconds, 0.0)
     return list(found.values())
 
 
-def attention_key(of: Slice) -> object:
+def attention_shape_key(of: LayerSlice) -> object:
     """Slices with the same attention shape share one measurement."""
     s = of.shape
     return (ATTENTION, s.batch, s.context, s.heads, s.kv_heads, s.head_dim)
 
 
-def choose_measurable(items: Sequence[Item], limits: SweepLimits, workers: int) -> list[Item]:
+def select_measurable_items(items: Sequence[SweepItem], limits: SweepLimits, workers: int) -> list[SweepItem]:
     """The items with their estimates; those that do not fit, with the reason. The shortest are measured first."""
     sized = [_sized(item, limits) for item in items]
     spent = 0.0
-    done: dict[int, Item] = {}
+    done: dict[int, SweepItem] = {}
     for number in sorted(range(len(sized)), key=lambda n: sized[n].estimated_s):
         item = sized[number]
         if not item.fits:
@@ -90,7 +90,7 @@ def choose_measurable(items: Sequence[Item], limits: SweepLimits, workers: int) 
     return [done[number] for number in range(len(sized))]
 
 
-def _sized(item: Item, limits: SweepLimits) -> Item:
+def _sized(item: SweepItem, limits: SweepLimits) -> SweepItem:
     making = item.bytes / FILL_BYTES_PER_S
     least = making + LEAST_CALLS * SLOWER * item.roof_s
     why: str = ""
@@ -112,7 +112,7 @@ def _sized(item: Item, limits: SweepLimits) -> Item:
 class SweepTask:
     """An item as it is sent to a worker."""
 
-    item: Item
+    item: SweepItem
     device: str
     attention: str  # the implementation of kernels.yaml
     limits: SweepLimits
@@ -129,7 +129,7 @@ def measure_item(task: SweepTask) -> tuple[IsolatedTime, float]:
         if task.item.index < 0:
             found = _attention(task, device)
         else:
-            signature = slice_events(task.item.of)[task.item.index].signature
+            signature = record_slice_operations(task.item.of)[task.item.index].signature
             assert signature is not None
             found = measure_operation(signature, (None,) * len(signature.leaves), device, task.limits.item_s)
     return found, time.perf_counter() - began

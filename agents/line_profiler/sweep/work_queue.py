@@ -25,7 +25,7 @@ class SweepError(CodedError):
 
 
 @dataclass(frozen=True)
-class LostItem:
+class UnmeasuredItem:
     """In place of a result: the item's worker died each time, or the item raised ``error``."""
 
     tries: int
@@ -48,18 +48,18 @@ class WorkerLost(Exception):
     """The worker died while it measured an item."""
 
 
-def longest_first(costs: Sequence[float]) -> list[int]:
+def order_longest_first(costs: Sequence[float]) -> list[int]:
     """The positions of the items in the order in which they are started."""
     return sorted(range(len(costs)), key=lambda item: -costs[item])
 
 
-def measure_on(
+def measure_items_on_workers(
     workers: Workers,
     items: Sequence[Any],
     costs: Sequence[float],
     report: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Any]:
-    """The result of each item, or ``LostItem``. ``costs``: estimated, in any unit."""
+    """The result of each item, or ``UnmeasuredItem``. ``costs``: estimated, in any unit."""
     idle: SimpleQueue[int] = SimpleQueue()
     for worker in range(workers.count):
         idle.put(worker)
@@ -73,14 +73,14 @@ def measure_on(
                 except WorkerLost:
                     continue
                 except Exception as error:  # one item that cannot be measured must not cost the others' hours
-                    return LostItem(1, f"{type(error).__name__}: {error}")
-            return LostItem(MOST_TRIES)
+                    return UnmeasuredItem(1, f"{type(error).__name__}: {error}")
+            return UnmeasuredItem(MOST_TRIES)
         finally:
             idle.put(worker)
 
     threads = ThreadPoolExecutor(workers.count)
     try:
-        futures = {item: threads.submit(measure, items[item]) for item in longest_first(costs)}
+        futures = {item: threads.submit(measure, items[item]) for item in order_longest_first(costs)}
         for done, future in enumerate(as_completed(futures.values()), start=1):
             future.result()
             report(done, len(items))
@@ -90,7 +90,7 @@ def measure_on(
         workers.stop()
 
 
-class Processes:
+class ProcessWorkers:
     """``count`` processes of this machine. ``function`` runs in them and must be importable.
 
     Each is a pool of its own: when a process dies, ``ProcessPoolExecutor`` gives up everything that was submitted to it.

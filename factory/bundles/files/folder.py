@@ -101,7 +101,7 @@ class BundleFolder:
     def read(self, name: str, limit: int = JSON_BYTES) -> bytes:
         """A whole file of at most ``limit`` bytes."""
         if name not in self.paths:
-            raise BundleError(missing_file(name))
+            raise BundleError(bundle_file_missing_error(name))
         try:
             with open_regular_file(self.root / name) as file:
                 found = file.read(limit + 1)
@@ -118,7 +118,7 @@ class BundleFolder:
     def read_rows(self, name: str, limit: int | None = ROWS_BYTES) -> Iterator[dict[str, Any]]:
         """The JSON objects of a JSON Lines file, one at a time. ``limit``: most bytes of the file; None if the caller keeps no row."""
         if name not in self.paths:
-            raise BundleError(missing_file(name))
+            raise BundleError(bundle_file_missing_error(name))
         if limit is not None and self.hashes[name].bytes > limit:
             raise BundleError(file_too_large(name, limit))
         try:
@@ -134,7 +134,7 @@ class BundleFolder:
             raise unreadable_error(name, error) from error
 
 
-def missing_file(name: str) -> Message:
+def bundle_file_missing_error(name: str) -> Message:
     """A file is not in the bundle."""
     return Message("bundles.missing_file", "{file} is missing", file=name)
 
@@ -187,14 +187,14 @@ def _odd(value: Any, place: str = "", depth: int = 0) -> Message | None:
     )
 
 
-def first_difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> Message | None:
+def find_first_json_difference(found: Any, expected: Any, tolerance: float = 0.0, place: str = "") -> Message | None:
     """The first difference between two JSON values. None: they are equal.
 
     ``tolerance`` of numbers is absolute below 1 and relative to the larger number above. ``place``: where the values stand in a file.
 
-    >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2.5]})
+    >>> find_first_json_difference({"a": [1, 2.0]}, {"a": [1, 2.5]})
     'a/1 is 2.0, expected 2.5'
-    >>> first_difference({"a": [1, 2.0]}, {"a": [1, 2.0 + 1e-12]}, tolerance=1e-9) is None
+    >>> find_first_json_difference({"a": [1, 2.0]}, {"a": [1, 2.0 + 1e-12]}, tolerance=1e-9) is None
     True
     """
     inside = f"{place}/" if place else ""
@@ -203,8 +203,10 @@ def first_difference(found: Any, expected: Any, tolerance: float = 0.0, place: s
             if key not in expected:
                 return unexpected_key(f"{inside}{printable(str(key))}")
             if key not in found:
-                return missing_file(f"{inside}{printable(str(key))}")
-            if problem := first_difference(found[key], expected[key], tolerance, f"{inside}{printable(str(key))}"):
+                return bundle_file_missing_error(f"{inside}{printable(str(key))}")
+            if problem := find_first_json_difference(
+                found[key], expected[key], tolerance, f"{inside}{printable(str(key))}"
+            ):
                 return problem
         return None
     if isinstance(found, list) and isinstance(expected, list):
@@ -213,7 +215,9 @@ def first_difference(found: Any, expected: Any, tolerance: float = 0.0, place: s
                 "bundles.other_length", "{place} has {found:,|entry|entries}, expected {expected:,}",
                 place=place or "the list", found=len(found), expected=len(expected),
             )  # fmt: skip
-        parts = (first_difference(a, b, tolerance, f"{inside}{n}") for n, (a, b) in enumerate(zip(found, expected)))
+        parts = (
+            find_first_json_difference(a, b, tolerance, f"{inside}{n}") for n, (a, b) in enumerate(zip(found, expected))
+        )
         return next((problem for problem in parts if problem), None)
     number = lambda value: isinstance(value, int | float) and not isinstance(value, bool)
     if tolerance and number(found) and number(expected):

@@ -25,7 +25,7 @@ import typer
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.ledger.plant import Plant
-from kernels.contract.message import plain
+from kernels.contract.message import messages_to_json
 
 if TYPE_CHECKING:
     from factory.core.console import Terminal
@@ -114,4 +114,4 @@ def current_user() -> str:
 
 def print_json(value: Any) -> None:
     """Print JSON for programs. A message becomes {"code", "text", "data"}."""
-    print(json.dumps(plain(value), indent=2, ensure_ascii=False))
+    print(json.dumps(messages_to_json(value), indent=2, ensure_ascii=False))

@@ -65,7 +65,7 @@ def remove_data(
     puts the documents back, unless their text was erased.
     """
     from factory.data.removing import apply_removal, plan_removal
-    from factory.data.selecting import removable_fates, select_by_name, select_by_value
+    from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
 
     given = {"key": document, "source": source, "license": licence}
     chosen = [(column, names) for column, names in given.items() if names]
@@ -75,7 +75,7 @@ def remove_data(
     selection = (
         select_by_name(plant.ledger, names, removable_fates(erase))
         if column == "key"
-        else select_by_value(plant.ledger, column, names)
+        else select_documents_by_label(plant.ledger, column, names)
     )
     found = plan_removal(plant.ledger, selection, erase)
     from factory.core.workspace import MODEL_LOOP

@@ -124,14 +124,14 @@ def ingest(
 
 def _preview(workspace: Workspace, found: GatheredFiles, say: AnswerPrinter) -> None:
     """Print how the first rows of each file are read. Raises: InputError where no file can be read."""
-    from factory.ingest.packing import Pack
-    from factory.ingest.preview import preview_pack
+    from factory.ingest.packing import FileGroup
+    from factory.ingest.preview import preview_file_group
     from factory.ingest.reading.rows import ShardProblem
 
     shown, broken = [], dict(found.broken)
-    for pack in [*found.packs, *map(Pack.of_file, found.files)]:
+    for pack in [*found.packs, *map(FileGroup.of_file, found.files)]:
         try:
-            shown.append(preview_pack(workspace, pack))
+            shown.append(preview_file_group(workspace, pack))
         except (ShardProblem, InputError) as error:
             broken[pack.name] = str(error)
             continue
@@ -224,8 +224,8 @@ class _Done:
 
 def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) -> None:
     """Ingest each file. Files that came when there was too little text for a tokenizer are tried again afterwards."""
-    from factory.ingest.inbox import ingest_path, is_about_the_file
-    from factory.ingest.packing import ingest_pack
+    from factory.ingest.inbox import concerns_only_this_file, ingest_path
+    from factory.ingest.packing import ingest_file_group
     from factory.ingest.remote import file_fetched
     from factory.ingest.vocabulary import TooLittleTextError
 
@@ -245,7 +245,7 @@ def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) ->
         say = partial(done.ingested, found.packs[number].name)
         unread: set[Path] = set()
         how: dict[str, Any] = {"again": again, "ingested": say, "other_files": other_files, "unread": unread}
-        reports = ingest_pack(plant, found.packs[number], **how)
+        reports = ingest_file_group(plant, found.packs[number], **how)
         for path in (path for _, path in found.packs[number].files if path in found.addresses):
             if path in unread:  # it goes into quarantine/, so that it is not fetched again
                 file(path, other_files)
@@ -271,7 +271,7 @@ def _ingest_all(plant: Plant, found: GatheredFiles, done: _Done, again: bool) ->
                 waiting.append(todo[number])
                 done.failed[name] = str(error)
             except Exception as error:
-                if alone or not is_about_the_file(error):
+                if alone or not concerns_only_this_file(error):
                     raise
                 done.failed[name] = str(error)
                 plant.progress.line(

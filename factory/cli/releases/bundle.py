@@ -61,14 +61,14 @@ def verify(
 def write_and_print_bundle(plant: Plant, number: int, options: BundleOptions) -> None:
     """Write the bundle of a release and say where it lies and who signed it."""
     from factory.bundles.writing import write_bundle
-    from factory.show.catching_up import show_missing
+    from factory.show.catching_up import show_unshown_items
 
     written = write_bundle(plant, number, options)
     bundled = Message(
         "bundle.written", "  Release {release} is bundled in {folder}", release=number, folder=written.folder
     )
     plant.print_line(bundled)
-    show_missing(plant)
+    show_unshown_items(plant)
     plant.print_line(f"  signed by {written.signer}")
     plant.print_line(
         Message(

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from factory.evals.probes.checks import Check, join_sentences
+from factory.evals.probes.checks import ProbeCheck, join_sentences
 from factory.evals.probes.conversations import (
     CALLED_CHATS,
     CHATS,
@@ -19,8 +19,8 @@ from factory.evals.probes.conversations import (
     TYPED_CALLS,
     TYPED_CHATS,
     Chat,
+    find_frame_special_ids,
     select_special_ids,
-    special_ids_of_frame,
 )
 from factory.ingest.chat_template import break_special_tokens
 from factory.ingest.shapes.chats import ReadingNotes, add_tools, read_turns
@@ -56,7 +56,7 @@ class ProbeRequest:
         return {"texts": texts, "chats": [*CHATS, *self.chats], "waiting": waiting, "tools": TOOLS}
 
 
-def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[Check]:
+def check_chats(tokenizer: Tokenizer, asked: ProbeRequest, answer: dict[str, Any]) -> list[ProbeCheck]:
     """All checks that compare ids."""
     request = asked.request()
     ids_of_text = [tokenizer.encode_text_prompt(text).tolist() for text in request["texts"]]
@@ -118,7 +118,7 @@ def _spelled(tokenizer: Tokenizer, waiting: Sequence[Any], chats: Sequence[Chat]
             refused
             and not may_refuse
             or not refused
-            and select_special_ids(got) != special_ids_of_frame(chat, tokenizer)
+            and select_special_ids(got) != find_frame_special_ids(chat, tokenizer)
         ):
             found.append(_found(chat, got))
     return found
@@ -129,25 +129,25 @@ def _found(chat: Chat, got: Answered) -> str:
     return f"{last['role'][:20]!r}: {quote_start(last['content'])}" + (f" ({got})" if isinstance(got, str) else "")
 
 
-def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> Check:
+def _same_ids(name: str, what: str, wrong: list[str], todo: Message) -> ProbeCheck:
     if not wrong:
-        return Check(
+        return ProbeCheck(
             name, True, Message("chat_checks.same_ids", "transformers gives the trained ids for {what}", what=what)
         )
     other = Message(
         "chat_checks.other_ids", "transformers gives other ids than trained for {what}: {count:,} differ. First: {first}",
         what=what, count=len(wrong), first=wrong[0],
     )  # fmt: skip
-    return Check(name, False, join_sentences([other, todo]))
+    return ProbeCheck(name, False, join_sentences([other, todo]))
 
 
-def _no_specials(name: str, what: str, wrong: list[str]) -> Check:
+def _no_specials(name: str, what: str, wrong: list[str]) -> ProbeCheck:
     if not wrong:
-        return Check(
+        return ProbeCheck(
             name, True, Message("chat_checks.no_specials", "Special tokens that {what} spell stay text", what=what)
         )
     made = Message(
         "chat_checks.specials", "{count:,} {what} that spell special tokens make special tokens. First: {first}",
         count=len(wrong), what=what, first=wrong[0],
     )  # fmt: skip
-    return Check(name, False, join_sentences([made, TEMPLATE]))
+    return ProbeCheck(name, False, join_sentences([made, TEMPLATE]))

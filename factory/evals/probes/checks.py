@@ -29,7 +29,7 @@ CHECKS = (*OF_EVALUATOR, *OF_TRAINER, *OF_CHECKPOINT, *OF_FILES, *OF_SERVER, *OF
 
 
 @dataclass(frozen=True)
-class Check:
+class ProbeCheck:
     """The result of a check."""
 
     name: str

@@ -84,7 +84,7 @@ TYPED_CALLS: tuple[Chat, ...] = (
 )
 
 
-def special_ids_of_frame(chat: Chat, tokenizer: Tokenizer) -> list[int]:
+def find_frame_special_ids(chat: Chat, tokenizer: Tokenizer) -> list[int]:
     """The special ids of a chat's prompt, in order, without any that a message spells."""
     return [*tokenizer.bos, *[tokenizer.start_token, tokenizer.stop_token] * len(chat), tokenizer.start_token]
 

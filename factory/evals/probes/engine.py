@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from factory.evals.probes.checks import OF_ENGINE, Check, join_sentences
+from factory.evals.probes.checks import OF_ENGINE, ProbeCheck, join_sentences
 from factory.evals.probes.conversations import (
     CHATS,
     INJECTED_CHATS,
@@ -23,8 +23,8 @@ from factory.evals.probes.conversations import (
     TEXTS,
     TYPED_CHATS,
     TYPED_TEXTS,
+    find_frame_special_ids,
     select_special_ids,
-    special_ids_of_frame,
 )
 from factory.ingest.tokenizer import SPECIAL, Tokenizer
 from kernels.contract.message import CodedError, Message
@@ -74,7 +74,7 @@ def _chat(tokenizer: Tokenizer, chat: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "messages": chat,
         "ids": tokenizer.encode_chat_prompt(chat).tolist(),
-        "frame": special_ids_of_frame(chat, tokenizer),
+        "frame": find_frame_special_ids(chat, tokenizer),
     }
 
 
@@ -99,7 +99,7 @@ class EngineClient:
         """``tolerance``: of log-probabilities, in nats."""
         self._client, self._fixture, self._tolerance, self._model_name = client, fixture, tolerance, model_name
 
-    async def check(self, typed_texts: bool) -> list[Check]:
+    async def check(self, typed_texts: bool) -> list[ProbeCheck]:
         """Run all checks. ``typed_texts``: also check that special tokens in a plain prompt stay text. Raises: httpx.HTTPError."""
         parts: dict[str, Callable[[], Awaitable[Message]]] = {
             "engine_text": self._texts,
@@ -113,9 +113,9 @@ class EngineClient:
         found = []
         for name, part in parts.items():
             try:
-                found.append(Check(name, True, await part()))
+                found.append(ProbeCheck(name, True, await part()))
             except NothingToCompareError as error:
-                found.append(Check(name, None, error.message))
+                found.append(ProbeCheck(name, None, error.message))
             except (
                 EngineDiffersError,
                 KeyError,
@@ -124,7 +124,7 @@ class EngineClient:
                 ValueError,
             ) as error:  # or an answer with other keys than the API's
                 problem = error.message if isinstance(error, EngineDiffersError) else _incomplete(error)
-                found.append(Check(name, False, join_sentences([problem, TODO])))
+                found.append(ProbeCheck(name, False, join_sentences([problem, TODO])))
         return found
 
     async def _texts(self) -> Message:

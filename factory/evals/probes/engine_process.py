@@ -19,7 +19,7 @@ import httpx
 from factory.core.launching import run_in_background_process
 from factory.core.untrusted_trainer_files import read_tail
 from factory.core.workspace import checkout_root
-from factory.evals.probes.checks import OF_ENGINE, Check
+from factory.evals.probes.checks import OF_ENGINE, ProbeCheck
 from factory.evals.probes.engine import EngineClient, Fixture
 from kernels.contract.message import Message
 
@@ -46,7 +46,7 @@ class EngineProcess:
     def name(self) -> str:
         return "vllm" if self.module == VLLM else "native"
 
-    def run_checks(self, fixture: Fixture, seconds: int) -> list[Check]:
+    def run_checks(self, fixture: Fixture, seconds: int) -> list[ProbeCheck]:
         """A check for each name in ``OF_ENGINE``, within ``seconds``. No content of the export makes it raise."""
         began = time.monotonic()
         try:
@@ -57,7 +57,7 @@ class EngineProcess:
                 "The engine did not finish within {seconds:,} s. Close other programs, or raise engine_seconds in policies/evals.yaml",
                 seconds=seconds,
             )
-            return [Check(name, None, prefix_engine_name(self.name, late)) for name in OF_ENGINE]
+            return [ProbeCheck(name, None, prefix_engine_name(self.name, late)) for name in OF_ENGINE]
         except (httpx.HTTPError, ChildProcessError) as error:
             ended = Message(
                 "engine_process.ended",
@@ -68,18 +68,18 @@ class EngineProcess:
                 "engine_process.skipped", "Skipped, because the engine did not start. See check engine_start"
             )
             return [
-                Check("engine_start", False, prefix_engine_name(self.name, ended)),
-                *(Check(name, None, prefix_engine_name(self.name, skipped)) for name in OF_ENGINE[1:]),
+                ProbeCheck("engine_start", False, prefix_engine_name(self.name, ended)),
+                *(ProbeCheck(name, None, prefix_engine_name(self.name, skipped)) for name in OF_ENGINE[1:]),
             ]
         started = Message(
             "engine_process.started",
             "The engine loaded the export and answered in {seconds:.1f} s",
             seconds=time.monotonic() - began,
         )
-        up = Check("engine_start", True, started)
-        return [Check(check.name, check.ok, prefix_engine_name(self.name, check.detail)) for check in (up, *found)]
+        up = ProbeCheck("engine_start", True, started)
+        return [ProbeCheck(check.name, check.ok, prefix_engine_name(self.name, check.detail)) for check in (up, *found)]
 
-    async def _check(self, fixture: Fixture) -> list[Check]:
+    async def _check(self, fixture: Fixture) -> list[ProbeCheck]:
         transport = httpx.AsyncHTTPTransport(uds=str(self.folder / "socket"))
         address = "http://engine"
         async with httpx.AsyncClient(transport=transport, base_url=address, timeout=None, trust_env=False) as client:

@@ -220,7 +220,7 @@ def training_difference_message(policy: TrainingPolicy, found: Mapping[str, Any]
         "patch.training_differs",
         "The training results differ: after {steps} steps the candidate's weights are {drift:.3f} away from the baseline's, as a share of how far "
         "training moved them. At most {allowed:.3f} is allowed, which is {share:g} of the effect of skipping {skipped} of {steps} steps.",
-        steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.worth(steps),
+        steps=steps, drift=drift, allowed=policy.max_drift * control, share=policy.max_drift, skipped=policy.steps_worth_min_gain(steps),
     )  # fmt: skip
 
 

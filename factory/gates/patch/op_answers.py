@@ -41,7 +41,7 @@ from factory.sandbox import sandbox
 from factory.sandbox.sandbox import SandboxLimits
 from kernels.contract.message import Message
 
-DRIVER = Path(__file__).with_name("driver.py")
+DRIVER = Path(__file__).with_name("op_driver.py")
 NOTES_BYTES = 1 << 26
 # The rule of kernels.contract.oracle, written a second time because patches can change the oracle's imports. Errors of this size always pass,
 # because eager's own error may be zero by chance: one unit in the last place of the dtype, and sixteen of fp32, whose sums depend on their order.
@@ -105,7 +105,7 @@ class OpAnswers:
 
 
 @contextlib.contextmanager
-def answer_jobs(
+def run_op_jobs(
     jobs: Sequence[dict[str, Any]],
     policy: OraclePolicy,
     baseline: Path,

@@ -88,17 +88,17 @@ class TrainingPolicy(StrictPolicy):
     """Time for all measurements together. Another begins only if it would end in time, were it as long as the longest so far."""
     max_drift: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """The largest distance of the candidate's weights from the baseline's, after the same steps on the same data. It is a share of the
-    baseline's own distance when it leaves out ``left_out`` steps. Both are ‖difference‖ / ‖baseline − start‖."""
+    baseline's own distance when it leaves out ``steps_left_out`` steps. Both are ‖difference‖ / ‖baseline − start‖."""
 
     def noise_allowed(self, measurement: int) -> float:
         """The largest ratio for measurement 1, 2, …. It shrinks, because of several measurements on a noisy machine one may look quiet by chance."""
         return float(self.max_noise ** (1 / measurement))
 
     @property
-    def left_out(self) -> int:
-        return self.worth(self.steps)
+    def steps_left_out(self) -> int:
+        return self.steps_worth_min_gain(self.steps)
 
-    def worth(self, steps: int) -> int:
+    def steps_worth_min_gain(self, steps: int) -> int:
         """The number of steps that a run must leave out to gain ``min_gain``; at least one."""
         return max(1, round(steps * (1 - 1 / self.min_gain)))
 

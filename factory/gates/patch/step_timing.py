@@ -64,7 +64,7 @@ def cpu_overhead(policy: TrainingPolicy, baseline: Sequence[float], twice: float
     return max(0.0, usual - (twice - usual) * (policy.steps - 1) / policy.steps)
 
 
-def find_timing_doubt(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
+def find_unreliable_timing(policy: TrainingPolicy, found: Mapping[str, Any], measurement: int) -> Message | None:
     """The reason that the baseline's own runs differ too much to compare with. None: they do not. ``measurement``: its number, from 1.
 
     The candidate's runs do not count: a measurement that is repeated because of them would choose among outcomes.

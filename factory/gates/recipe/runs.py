@@ -43,8 +43,8 @@ from factory.gates.time_limits import out_of_time_evidence
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
-from factory.runs.sandboxed_training import ArmEnd
-from factory.runs.task_runs import Runs
+from factory.runs.sandboxed_training import ArmRunEnd
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_lines_in, read_live_checkpoint
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.message import Message
@@ -97,7 +97,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     if start is None:
         return StageResult(NO_START)
     recipes = {"baseline": Recipe.load(case.baseline / path), "candidate": Recipe.load(case.candidate / path)}
-    policy = lengthen_policy(case.policy.runs, start.step, recipes["baseline"], recipes["candidate"])
+    policy = lengthen_runs_in_policy(case.policy.runs, start.step, recipes["baseline"], recipes["candidate"])
     trained = Recipe.parse(start.recipe)
     if (trained.model, trained.optimizer.name) != (recipes["baseline"].model, recipes["baseline"].optimizer.name):
         return StageResult(
@@ -116,7 +116,7 @@ def run(case: PatchCase[RecipePolicy]) -> StageResult:
     shape = recipes["baseline"].model_dump()
     compiled = devices.compiled_code_folder(case.workspace.root, start.commit)  # by approved code during training
     copy_cache(compiled, case.work / "recipe" / "cache")
-    runs = Runs(case.plant, case.work, "recipe gate", case.subject)
+    runs = TaskRuns(case.plant, case.work, "recipe gate", case.subject)
     with case.progress.task("runs, both recipes", 2 * policy.seeds) as task:
         try:
             sizes = choose_lengths(policy, start.step, recipes["baseline"], recipes["candidate"])
@@ -168,7 +168,7 @@ def _run_failed(side: str, problem: str) -> Message:
     return Message("recipe.run_failed", "A run of the {side} failed: {problem}", side=side, problem=problem)
 
 
-def lengthen_policy(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
+def lengthen_runs_in_policy(policy: RunsPolicy, step: int, baseline: Recipe, candidate: Recipe) -> RunsPolicy:
     """``policy``, with longer runs if from ``step`` the candidate has a lower rate (by peak or by schedule) or a larger batch."""
     old, new = baseline.schedule, candidate.schedule
     warms = new.warmup_steps > max(old.warmup_steps, step)
@@ -262,7 +262,7 @@ class RecipeSide:
 
 
 def train_pairs(
-    runs: Runs,
+    runs: TaskRuns,
     policy: RunsPolicy,
     start: TrainingStart,
     sides: Mapping[str, RecipeSide],
@@ -313,7 +313,7 @@ def train_pairs(
 
 
 def _measure(
-    found: MeasuredRuns, side: str, parts: Sequence[ArmEnd], last: int, origin: Tensors, score: Score, aside: Path
+    found: MeasuredRuns, side: str, parts: Sequence[ArmRunEnd], last: int, origin: Tensors, score: Score, aside: Path
 ) -> float:
     """Add the measurements of a run to ``found``. Returns its mean bits per byte. Raises: UntrustedFileError."""
     bits = score(read_live_checkpoint(parts[-1].opened, last, origin, aside).model)

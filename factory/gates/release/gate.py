@@ -25,9 +25,9 @@ from factory.gates.release.judge_version import judge_version
 from factory.gates.release.overfitting import dev_alone_message
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.recorded_verdict import evidence_sha256
-from factory.gates.release.release_line import GATE, comparison_number, losses_since_best
+from factory.gates.release.release_line import GATE, count_champion_comparisons, guard_losses_since_best_release
 from factory.gates.release.replica_noise import find_newest_noise
-from factory.gates.release.reward_hacking import add_line_evidence
+from factory.gates.release.reward_hacking import add_dev_rise_evidence
 from factory.gates.release.trained_licences import token_shards_of_lineage
 from factory.gates.release.training_evidence import read_training_evidence
 from factory.ledger.anomalies import GAIN_ON_DEV_ONLY
@@ -93,7 +93,7 @@ def gather_evidence(
     fresh = find_fresh_documents(ledger, candidate_id, suite)
     ages = compare_gains(both[0][1], both[1][1], fresh, policy.target.weights)
     noise = find_newest_noise(ledger, policy.target.weights)
-    evidence = add_line_evidence(ledger, candidate_id, champion_id, evidence)
+    evidence = add_dev_rise_evidence(ledger, candidate_id, champion_id, evidence)
     return replace(
         evidence,
         replicas=noise.runs if noise else None,
@@ -103,8 +103,8 @@ def gather_evidence(
         older_documents=len(suite.documents) + len(suite.dev) - len(fresh),
         on_fresh=ages[0] if ages else None,
         fresh_gap=ages[2] if ages else None,
-        look=comparison_number(ledger, champion_id, candidate_id, suite.sha256),
-        lost=losses_since_best(ledger, champion_id, evidence.guards),
+        look=count_champion_comparisons(ledger, champion_id, candidate_id, suite.sha256),
+        lost=guard_losses_since_best_release(ledger, champion_id, evidence.guards),
     )
 
 

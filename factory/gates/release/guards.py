@@ -19,7 +19,7 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
-    groups_factor_needed,
+    groups_factor_to_detect,
     smallest_detectable_gain,
     variance_of_share,
 )
@@ -35,13 +35,13 @@ def guard_names(evidence: ReleaseEvidence) -> list[str]:
     return [*evidence.domains, *([CLOZE] if evidence.cloze_items else [])]
 
 
-def standing_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
+def list_binding_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[str]:
     """The names of the guards that hold a candidate which does not pass them."""
-    apart = guards_set_aside(policy, evidence)
+    apart = list_unreliable_guards(policy, evidence)
     return [name for name in guard_names(evidence) if name not in apart]
 
 
-def guards_set_aside(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
+def list_unreliable_guards(policy: ReleasePolicy, evidence: ReleaseEvidence) -> dict[str, ScoredGuard]:
     """The guards that cannot detect harm, by name. A guard of unknown size stands."""
     cloze = cloze_guard(policy, evidence)
     if cloze is None:
@@ -62,7 +62,7 @@ def cloze_guard(policy: ReleasePolicy, evidence: ReleaseEvidence) -> ScoredGuard
     return ScoredGuard(int(items), groups, variance, policy.guards.cloze_margin, policy.guards.alpha)
 
 
-def guard_floors(
+def compute_guard_floors(
     policy: ReleasePolicy, evidence: ReleaseEvidence
 ) -> tuple[dict[str, float], dict[str, float], list[Reason]]:
     """(floor by guard, earlier loss by guard, missing numbers). The lower bound of a guard's gain must lie above its floor."""
@@ -122,9 +122,9 @@ class PromotionBounds:
         """The same gain in every domain at which 80 % of the candidates that pass cloze are promoted. None: no gain is enough."""
         return smallest_detectable_gain([self.target], self.otherwise, self.guards, apart=CLOZE)
 
-    def times_needed(self, gain: float) -> float | None:
+    def groups_factor_to_show(self, gain: float) -> float | None:
         """By which factor the groups must grow to show a gain with 80 %. None: a factor of a thousand is not enough."""
-        return groups_factor_needed(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
+        return groups_factor_to_detect(gain, [self.target], self.otherwise, self.guards, apart=CLOZE)
 
 
 def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> PromotionBounds | None:
@@ -132,9 +132,9 @@ def promotion_bounds(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Promot
     is that of equally good models."""
     if evidence.target is None or not evidence.look:
         return None
-    floor, _, _ = guard_floors(policy, evidence)
+    floor, _, _ = compute_guard_floors(policy, evidence)
     guards = {}
-    for name in standing_guards(policy, evidence):
+    for name in list_binding_guards(policy, evidence):
         measured = evidence.guards.get(name, Gain())
         if name == CLOZE and (known := cloze_guard(policy, evidence)):
             measured = Gain(0.0, known.error, measured.clusters, measured.effective)
@@ -149,17 +149,17 @@ def detectable_gain(policy: ReleasePolicy, evidence: ReleaseEvidence) -> float |
     return asked.smallest_gain() if asked else None
 
 
-def groups_needed(gain: Gain, level: float, floor: float) -> int | None:
+def groups_to_show_no_loss(gain: Gain, level: float, floor: float) -> int | None:
     """Groups of equal size with which 80 % of the candidates that change nothing are shown to be above ``floor``. None: far too many, or unknown.
 
-    >>> groups_needed(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
+    >>> groups_to_show_no_loss(Gain(0.0, 0.015, 8, 8.0), 0.05, -0.02)
     31
     """
     groups = finite_number(gain.effective)
     error = finite_number(gain.error)
     if groups is None or error is None or groups <= 1 or floor >= 0:
         return None
-    found = groups_factor_needed(0.0, [RequiredBound(gain, level, floor)])
+    found = groups_factor_to_detect(0.0, [RequiredBound(gain, level, floor)])
     return None if found is None else math.ceil(found * groups)
 
 
@@ -215,7 +215,7 @@ comparison 1 with this champion, at a level of 2.50%, on 2 document groups of eq
 def _why_none(target: RequiredBound, guards: Mapping[str, RequiredBound]) -> Message:
     """The bound that the largest possible gain passes with the lowest probability."""
     needed = {"the target": target} | {name: one for name, one in assign_holm_levels(guards, MOST).items() if one.moves}
-    chances = {name: one.chance(MOST) for name, one in needed.items()}
+    chances = {name: one.pass_probability(MOST) for name, one in needed.items()}
     name = min(chances, key=lambda one: chances[one])
     if needed[name].measured.confidence_bound(needed[name].level) is None:
         return Message("release.bound_unknown", "{guard} could not be compared", guard=name)

@@ -13,25 +13,25 @@ from factory.evals.statistics import CLOZE, Gain, alpha_at_look, holm_step_down
 from factory.gates.release.evidence import FIRST_RELEASE, ReleaseEvidence, finite_number
 from factory.gates.release.guards import (
     cloze_guard,
+    compute_guard_floors,
     detectable_gain_message,
-    groups_needed,
-    guard_floors,
+    groups_to_show_no_loss,
     guard_names,
-    guards_set_aside,
     has_enough_groups,
+    list_unreliable_guards,
     promotion_bounds,
     set_aside_message,
 )
 from factory.gates.release.judge_messages import (
     NAMED,
     allowed_loss_message,
-    bring_shards_remedy,
     change_message,
     data_order_message,
+    ingest_more_documents_remedy,
     more_groups_remedy,
     noise_message,
     not_measured_reason,
-    train_on_remedy,
+    train_longer_remedy,
     unguarded_message,
 )  # fmt: skip
 from factory.gates.release.overfitting import add_overfitting_reasons
@@ -45,7 +45,7 @@ TARGET = "weighted bits per byte"  # of the domains, as the policy weighs them
 
 
 @dataclass
-class Findings:
+class JudgeFindings:
     """``against``: reasons to reject. ``missing``: reasons to hold. ``facts``: what was shown."""
 
     against: list[Reason] = field(default_factory=list)
@@ -57,7 +57,7 @@ class Findings:
 class Verdict:
     outcome: str  # PROMOTE | HOLD | REJECT
     reasons: tuple[Message, ...]  # the deciding ones first; those of a hold begin with what to do
-    found: Findings = field(default_factory=Findings, compare=False)
+    found: JudgeFindings = field(default_factory=JudgeFindings, compare=False)
 
 
 def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence | None = None) -> Verdict:
@@ -73,7 +73,7 @@ def judge(policy: ReleasePolicy, evidence: ReleaseEvidence, tasks: TaskEvidence 
     return Verdict(PROMOTE, tuple(found.facts), found)
 
 
-def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Findings:
+def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> JudgeFindings:
     looks = finite_number(evidence.sealed_looks)
     if looks is not None and looks >= policy.sealed_looks_max:
         spent = Message(
@@ -82,7 +82,7 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Findings:
             "(sealed_looks_max in gates/release.yaml). Nothing was measured. New shards bring held-out documents that no candidate has read.",
             looks=looks, most=policy.sealed_looks_max,
         )  # fmt: skip
-        return Findings(missing=[Reason(spent, bring_shards_remedy())])
+        return JudgeFindings(missing=[Reason(spent, ingest_more_documents_remedy())])
     found = _checks(evidence)
     if looks is None or looks < 0:
         found.missing.append(
@@ -104,7 +104,7 @@ def _found(policy: ReleasePolicy, evidence: ReleaseEvidence) -> Findings:
     return found
 
 
-def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: Findings) -> None:
+def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: JudgeFindings) -> None:
     shown = reasons_of_tasks(evidence, policy.clusters_min)
     remedies = {
         problem: Message("release.remedy_task", "{remedy}", remedy=one) for problem, one in evidence.remedies.items()
@@ -124,7 +124,7 @@ def _tasks(policy: ReleasePolicy, evidence: TaskEvidence, found: Findings) -> No
     found.facts += [Message.from_json(fact) for fact in shown.facts]
 
 
-def _checks(evidence: ReleaseEvidence) -> Findings:
+def _checks(evidence: ReleaseEvidence) -> JudgeFindings:
     checks = sorted(evidence.checks.items())
     failed = [
         Message("release.check_failed", "Check {check} failed: {detail}.", check=name, detail=detail)
@@ -155,7 +155,7 @@ def _checks(evidence: ReleaseEvidence) -> Findings:
     passed = Message(
         "release.checks_passed", "All {checks} parity, contamination and smoke checks passed.", checks=len(CHECKS)
     )
-    return Findings(
+    return JudgeFindings(
         [Reason(one) for one in failed], [Reason(one) for one in missing], [] if failed or missing else [passed]
     )
 
@@ -163,7 +163,9 @@ def _checks(evidence: ReleaseEvidence) -> Findings:
 def _basics(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     missing = []
     if not evidence.domains:
-        missing.append(make_reason("release.no_domain", "No domain was measured.", remedy=bring_shards_remedy()))
+        missing.append(
+            make_reason("release.no_domain", "No domain was measured.", remedy=ingest_more_documents_remedy())
+        )
     for domain in sorted(set(evidence.documents) | set(evidence.bits_per_byte)):
         if domain not in evidence.domains:
             missing.append(
@@ -265,7 +267,7 @@ def _licences(policy: ReleasePolicy, evidence: ReleaseEvidence) -> list[Reason]:
     return found
 
 
-def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Findings) -> None:
+def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindings) -> None:
     least = policy.first_release
     found.facts.insert(
         0,
@@ -319,7 +321,7 @@ def _first_release(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Find
             )
 
 
-def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Findings) -> None:
+def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindings) -> None:
     assert evidence.against is not None
     champion = evidence.against.replace(":", " ")
     if evidence.champion_failed:
@@ -357,7 +359,7 @@ def _comparison(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Finding
     found.facts.append(noise_message(evidence))
 
 
-def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: Findings) -> None:
+def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, found: JudgeFindings) -> None:
     """Whether the candidate is better than the champion."""
     target, look = evidence.target, evidence.look
     change = change_message(TARGET, target, None, None)
@@ -381,7 +383,7 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
     asked = promotion_bounds(policy, evidence)
     assert asked is not None and isinstance(look, int)
     gain = asked.smallest_gain()
-    apart = guards_set_aside(policy, evidence)
+    apart = list_unreliable_guards(policy, evidence)
     cloze = None if CLOZE in apart else cloze_guard(policy, evidence)
     power = detectable_gain_message(gain, asked.target, asked.guards, look, cloze)
     if upper < 0:
@@ -393,7 +395,9 @@ def _target(policy: ReleasePolicy, evidence: ReleaseEvidence, champion: str, fou
         found.facts[:0] = [better, power, data_order_message(policy, evidence, target)]
     else:
         own = finite_number(target.gain)
-        remedy = train_on_remedy(own, gain, asked.times_needed(own) if own is not None and own > 0 else None)
+        remedy = train_longer_remedy(
+            own, gain, asked.groups_factor_to_show(own) if own is not None and own > 0 else None
+        )
         unsure = Message(
             "release.not_better", "Not shown to be better than {champion}: {change}.", champion=champion, change=change
         )
@@ -418,14 +422,14 @@ def _target_not_measured(champion: str, why: Reason) -> Reason:
         ))  # fmt: skip
 
 
-def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: Findings) -> None:
-    every, apart = guard_names(evidence), guards_set_aside(policy, evidence)
+def _guards(policy: ReleasePolicy, evidence: ReleaseEvidence, found: JudgeFindings) -> None:
+    every, apart = guard_names(evidence), list_unreliable_guards(policy, evidence)
     stand = [name for name in every if name not in apart]
     found.missing += [
         make_reason("release.guard_unknown", "{guard}: the suite does not measure this guard.", guard=name)
         for name in sorted(set(evidence.guards) - set(every))
     ]
-    floor, lost, unknown = guard_floors(policy, evidence)
+    floor, lost, unknown = compute_guard_floors(policy, evidence)
     found.missing += unknown
     alpha = policy.guards.alpha
 
@@ -502,7 +506,7 @@ def _surer(name: str, guard: Gain, alpha: float, floor: float) -> Message:
             "release.remedy_cloze",
             "train on: 'factory run'. The candidate answers fewer cloze items right than the champion, or too few more to be sure.",
         )
-    needed, groups = groups_needed(guard, alpha, floor), finite_number(guard.effective) or 0.0
+    needed, groups = groups_to_show_no_loss(guard, alpha, floor), finite_number(guard.effective) or 0.0
     fell = Message(
         "release.remedy_domain",
         "train on more documents of {domain}, as the candidate lost there: raise mixture.weights of the recipe.",

@@ -13,7 +13,7 @@ from kernels.contract.message import Message
 NAMED = 5  # licences, or domains, in a message
 
 
-def bring_shards_remedy() -> Message:
+def ingest_more_documents_remedy() -> Message:
     """The remedy where any new documents help."""
     return Message("release.remedy_bring_shards", "bring new shards: 'factory ingest PATH'.")
 
@@ -123,13 +123,13 @@ def more_groups_remedy(domain: str, more: Message) -> Message:
     )  # fmt: skip
 
 
-def train_on_remedy(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
+def train_longer_remedy(gain: float | None, seen_gain: float | None, times: float | None) -> Message:
     """The remedy for a candidate that is not shown to be better.
 
-    >>> print(train_on_remedy(0.005, 0.016, 9.4))
+    >>> print(train_longer_remedy(0.005, 0.016, 9.4))
     train on ('factory run'): this comparison detects a gain of 0.016 in every domain. Or bring shards ('factory ingest PATH'): 9.4 times as many \
 held-out document groups detect a gain of 0.005.
-    >>> print(train_on_remedy(-0.002, 0.016, None))
+    >>> print(train_longer_remedy(-0.002, 0.016, None))
     train on ('factory run'), or change data or recipe. The candidate gained nothing, and this comparison detects a gain of 0.016 in every domain.
     """
     known = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from factory.gates.release.evidence import ReleaseEvidence, finite_number
-from factory.gates.release.judge_messages import another_candidate_remedy, bring_shards_remedy
+from factory.gates.release.judge_messages import another_candidate_remedy, ingest_more_documents_remedy
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.reasons import Reason, make_reason
 from kernels.contract.message import Message
@@ -24,7 +24,7 @@ def add_overfitting_reasons(policy: ReleasePolicy, evidence: ReleaseEvidence, mi
             make_reason(
                 "release.halves_not_compared",
                 "The gains on the sealed half and the dev half of the held-out documents could not be compared.",
-                remedy=bring_shards_remedy(),
+                remedy=ingest_more_documents_remedy(),
             )
         )
     elif low > rules.halves_margin:
@@ -78,7 +78,7 @@ def _fresh(policy: ReleasePolicy, evidence: ReleaseEvidence, missing: list[Reaso
                     "release.fresh_not_compared",
                     "The gain on the {documents} held-out documents that arrived after the training could not be compared.",
                     documents=fresh,
-                    remedy=bring_shards_remedy(),
+                    remedy=ingest_more_documents_remedy(),
                 )
             )
         elif high < -rules.fresh_margin and least <= 0:  # a candidate that is better on new documents too has learned

@@ -13,7 +13,7 @@ Level = Annotated[float, Field(gt=0, lt=0.5)]
 NotNegative = Annotated[float, Field(ge=0)]
 
 
-class Target(StrictPolicy):
+class TargetPolicy(StrictPolicy):
     """The measure that must get better."""
 
     weights: dict[str, NotNegative] = Field(default_factory=dict)
@@ -23,7 +23,7 @@ class Target(StrictPolicy):
     alpha / (k (k + 1)): the first a half (the lower end of a 95 % interval), the second a sixth, all together alpha."""
 
 
-class Guards(StrictPolicy):
+class GuardsPolicy(StrictPolicy):
     """The measures that must not get worse: bits per byte of every domain, and cloze. Each lower bound, Holm-corrected over the standing guards,
     must be above −δ. Cloze is a guard if an equally good model fails it at most once in five. Else it informs, and rejects only a shown loss."""
 
@@ -38,7 +38,7 @@ class Guards(StrictPolicy):
     """A measurement with more noise than this, in bits per byte, is not evidence. The replicas' noise widens δ by at most this."""
 
 
-class Memorising(StrictPolicy):
+class OverfittingLimits(StrictPolicy):
     """How far the gains on two kinds of held-out documents may differ before a candidate counts as fitted to one kind."""
 
     alpha: Level = 0.01
@@ -50,7 +50,7 @@ class Memorising(StrictPolicy):
     no gain on new documents is shown: new documents may be of another kind."""
 
 
-class Replicas(StrictPolicy):
+class ReplicaNoisePolicy(StrictPolicy):
     """The effect of another order of the same data: the champion's anneal is trained again from the checkpoint before it, on other documents of
     its data plan, and measured on the dev half. Each replica costs as much as an anneal. A replica cannot become a candidate."""
 
@@ -89,10 +89,10 @@ class ReleasePolicy(StrictPolicy):
     sealed_looks_max: Annotated[float, Field(gt=0)] = 200.0
     """The allowed number of earlier candidates that read a document of the sealed half, on average over the suite. Each candidate reveals a little
     of the sealed half. New shards bring unread held-out documents and lower the number."""
-    memorising: Memorising = Field(default_factory=Memorising)
-    replicas: Replicas = Field(default_factory=Replicas)
-    target: Target = Field(default_factory=Target)
-    guards: Guards = Field(default_factory=Guards)
+    memorising: OverfittingLimits = Field(default_factory=OverfittingLimits)
+    replicas: ReplicaNoisePolicy = Field(default_factory=ReplicaNoisePolicy)
+    target: TargetPolicy = Field(default_factory=TargetPolicy)
+    guards: GuardsPolicy = Field(default_factory=GuardsPolicy)
     first_release: FirstRelease = Field(default_factory=FirstRelease)
 
     @field_validator("clusters_min")

@@ -53,14 +53,14 @@ def read_evidence(stored: Mapping[str, Any], where: str) -> tuple[ReleaseEvidenc
     return evidence, tasks
 
 
-def judge_again(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
+def rejudge_stored_evidence(policy: ReleasePolicy, stored: Mapping[str, Any], where: str, **now: Any) -> Verdict:
     """The verdict of this version on recorded evidence. ``now`` replaces values that have changed since. Raises: InputError."""
     evidence, tasks = read_evidence(stored, where)
     return judge(policy, replace(evidence, **now), tasks)
 
 
 def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, **now: Any) -> tuple[Reason, ...]:
-    """The reasons for which the judge holds recorded evidence, under the recorded policy. ``now`` as in ``judge_again``.
+    """The reasons for which the judge holds recorded evidence, under the recorded policy. ``now`` as in ``rejudge_stored_evidence``.
 
     ``policy_hash``: the hash that the policy must have. Raises: InputError if the judge does not hold the evidence, or if a hash differs.
     """
@@ -71,7 +71,7 @@ def find_hold_reasons(stored: Mapping[str, Any], policy_hash: str, where: str, *
             "{where}: the policy or the evidence differs from what was recorded. Judge the candidate again: 'factory evaluate N'.",
             where=where,
         )
-    verdict = judge_again(policy, stored, where, **now)
+    verdict = rejudge_stored_evidence(policy, stored, where, **now)
     if verdict.outcome != HOLD:
         raise InputError(
             "release.not_held",

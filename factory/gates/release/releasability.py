@@ -22,7 +22,13 @@ from typing import Any, Literal
 from factory.evals.power import RequiredBound, ScoredGuard, variance_of_share
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence, finite_number
-from factory.gates.release.guards import cloze_guard, detectable_gain, groups_needed, guard_floors, guards_set_aside
+from factory.gates.release.guards import (
+    cloze_guard,
+    compute_guard_floors,
+    detectable_gain,
+    groups_to_show_no_loss,
+    list_unreliable_guards,
+)
 from factory.gates.release.policy import ReleasePolicy
 from factory.gates.release.release_line import GATE
 from factory.ledger.rows import ReadsSql, VerdictRow
@@ -94,12 +100,12 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
     assumed = _assumed(policy, sizes)
     found = []
     holds = []
-    floor, _, _ = guard_floors(policy, assumed)
+    floor, _, _ = compute_guard_floors(policy, assumed)
     for name, domain in sorted(sizes.domains.items()):
         few = domain.documents < policy.documents_min or domain.groups < policy.clusters_min or domain.dev_groups < 1
         eight = Gain(0.0, (domain.spread or SPREAD) / math.sqrt(8), 8, 8.0)
-        needed = groups_needed(eight, policy.guards.alpha, floor[name])
-        passed = RequiredBound(assumed.guards[name], policy.guards.alpha, floor[name]).chance(0.0)
+        needed = groups_to_show_no_loss(eight, policy.guards.alpha, floor[name])
+        passed = RequiredBound(assumed.guards[name], policy.guards.alpha, floor[name]).pass_probability(0.0)
         size = None if needed is None else max(needed, policy.clusters_min)
         found.append(GuardSize(name, "missing" if few else "stands", domain.groups, size, passed))
         if few:
@@ -121,7 +127,7 @@ def compute_releasability(policy: ReleasePolicy, sizes: SuiteSizes) -> Releasabi
                 )
             )  # fmt: skip
     if (cloze := cloze_guard(policy, assumed)) is not None:
-        found.append(_scored(CLOZE, cloze, CLOZE in guards_set_aside(policy, assumed)))
+        found.append(_scored(CLOZE, cloze, CLOZE in list_unreliable_guards(policy, assumed)))
     tasks = _assumed_tasks(sizes)
     apart = tasks_aside(tasks, policy.clusters_min)
     for name, task in sorted(sizes.tasks.items()):

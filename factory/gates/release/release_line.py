@@ -11,7 +11,7 @@ from factory.ledger.rows import ReleaseRow, Subject, VerdictRow
 GATE = "release"
 
 
-def comparison_number(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
+def count_champion_comparisons(ledger: Ledger, champion_id: int, candidate_id: int, suite_sha256: str) -> int:
     """The number of this comparison with a champion, from 1. A candidate that is judged again on other items is another comparison."""
     champion_, subject = Subject("candidate", champion_id), Subject("candidate", candidate_id)
     looked: list[tuple[str, Any]] = []
@@ -25,7 +25,7 @@ def comparison_number(ledger: Ledger, champion_id: int, candidate_id: int, suite
     return looked.index(mine) + 1 if mine in looked else len(looked) + 1
 
 
-def losses_since_best(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
+def guard_losses_since_best_release(ledger: Ledger, champion_id: int, guards: Iterable[str]) -> dict[str, float]:
     """The loss of the champion since the best release that it descends from, by guard, as the verdicts measured it.
 
     Each release was compared with the champion before it on the same items, so the gains add up, and small losses cannot accumulate unseen. A

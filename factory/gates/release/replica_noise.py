@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import stdev
 from typing import Any
 
-from factory.gates.release.policy import Replicas
+from factory.gates.release.policy import ReplicaNoisePolicy
 from factory.ledger.rows import ReadsSql, SegmentRow, Subject, find_champion
 
 MEASURED = (
@@ -53,7 +53,7 @@ def find_newest_measurement(db: ReadsSql) -> dict[str, Any] | None:
     return rows[0]["detail"] | {"subject": rows[0]["subject"]} if rows else None
 
 
-def find_due_anneal(db: ReadsSql, policy: Replicas) -> tuple[SegmentRow, int] | None:
+def find_due_anneal(db: ReadsSql, policy: ReplicaNoisePolicy) -> tuple[SegmentRow, int] | None:
     """The anneal that is due to be trained again, and its release. None: nothing is due now."""
     best = find_champion(db)
     if not policy.count or best is None or best.number < policy.from_release:
@@ -69,7 +69,7 @@ def find_due_anneal(db: ReadsSql, policy: Replicas) -> tuple[SegmentRow, int] | 
     return anneal, best.number
 
 
-def may_start_replicas(db: ReadsSql, policy: Replicas, anneal: SegmentRow) -> bool:
+def may_start_replicas(db: ReadsSql, policy: ReplicaNoisePolicy, anneal: SegmentRow) -> bool:
     """True if enough was trained since the newest replicas, so that the trunk can wait for this anneal's replicas."""
     before = find_newest_measurement(db)
     trained = _steps_after(db, Subject.parse(before["subject"]).number if before else 0)

@@ -30,12 +30,12 @@ class JudgedCandidate:
     gains: Mapping[str, Gain]
 
 
-def add_line_evidence(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
+def add_dev_rise_evidence(db: ReadsSql, candidate: int, champion: int, evidence: ReleaseEvidence) -> ReleaseEvidence:
     """The evidence with the rise since that candidate of the ``NEWEST`` from which the dev half most clearly rose alone."""
     here = {name: getattr(evidence, name) or Gain() for name in HALVES}
-    line = [point for point in read_line(db) if point.candidate != candidate]
+    line = [point for point in read_judged_candidates(db) if point.candidate != candidate]
     mine = JudgedCandidate(candidate, champion, here)
-    rises = [(rise_since(before, mine, line), before.candidate) for before in line[-NEWEST:]]
+    rises = [(compute_rise_between(before, mine, line), before.candidate) for before in line[-NEWEST:]]
     seen = [(rise, since) for rise, since in rises if rise["halves_gap"].error]
     if not seen:
         return replace(evidence, watched=0)
@@ -50,7 +50,7 @@ def add_line_evidence(db: ReadsSql, candidate: int, champion: int, evidence: Rel
     )
 
 
-def read_line(db: ReadsSql) -> list[JudgedCandidate]:
+def read_judged_candidates(db: ReadsSql) -> list[JudgedCandidate]:
     """The candidates by their newest verdicts with both halves compared, in the order of these verdicts."""
     found: dict[int, JudgedCandidate] = {}
     for row in VerdictRow.select(db, "WHERE gate = :gate ORDER BY id", gate=GATE):
@@ -69,17 +69,19 @@ def read_line(db: ReadsSql) -> list[JudgedCandidate]:
     return list(found.values())
 
 
-def rise_since(before: JudgedCandidate, now: JudgedCandidate, line: Sequence[JudgedCandidate]) -> dict[str, Gain]:
+def compute_rise_between(
+    before: JudgedCandidate, now: JudgedCandidate, line: Sequence[JudgedCandidate]
+) -> dict[str, Gain]:
     """The gain of ``now`` over ``before`` by half, computed through the champion that both descend from.
 
     Errors are added as if from different documents, which errs on the safe side. Degrees of freedom by Welch (1947) and Satterthwaite (1946).
 
     >>> step = lambda number, against: JudgedCandidate(number, against, {"on_dev": Gain(0.01, 0.003, 20, 21.0)})
     >>> line = [step(2, 1), step(3, 2), step(4, 2)]
-    >>> found = rise_since(line[0], step(5, 3), line)["on_dev"]  # 5 over 3, 3 over 2
+    >>> found = compute_rise_between(line[0], step(5, 3), line)["on_dev"]  # 5 over 3, 3 over 2
     >>> round(found.gain, 3), round(found.error, 4), round(found.effective, 1)
     (0.02, 0.0042, 41.0)
-    >>> round(rise_since(line[2], step(5, 3), line)["on_dev"].gain, 3)  # 4 over 2 is left
+    >>> round(compute_rise_between(line[2], step(5, 3), line)["on_dev"].gain, 3)  # 4 over 2 is left
     0.01
     """
     by_number = {point.candidate: point for point in line}

@@ -2,12 +2,12 @@
 
 A row is a line of JSON (bytes), a decoded object, or a ``BadRow``. A row of a file that is not itself a shard (a member of an archive, one of
 many small files) names the file's path under ``PATH``. A reader leaves a value that it cannot read out of the row and names the value's key
-under ``UNREADABLE``. Such a row is dropped only if ingest needs that key. ``take_origin`` removes both keys from the row.
+under ``UNREADABLE``. Such a row is dropped only if ingest needs that key. ``pop_row_origin`` removes both keys from the row.
 
     >>> add_path(b'{"text": "a"}', "docs/a.jsonl")
     b'{"factory:path": "docs/a.jsonl", "text": "a"}'
     >>> row = {"text": "a", "factory:path": "docs/a.jsonl", "factory:unreadable": {"created": "year 33658"}}
-    >>> take_origin(row), row
+    >>> pop_row_origin(row), row
     (RowOrigin(path='docs/a.jsonl', unreadable={'created': 'year 33658'}), {'text': 'a'})
 """
 
@@ -64,7 +64,7 @@ class RowOrigin:
                 raise BadRow("bad_schema", unread)
 
 
-def take_origin(row: Any) -> RowOrigin:
+def pop_row_origin(row: Any) -> RowOrigin:
     """Remove the keys that name the origin from a decoded row, and return them. Raises: BadRow where the row stands for an unreadable row."""
     if not isinstance(row, dict):
         return RowOrigin()

@@ -18,7 +18,7 @@ from typing import IO, Any
 import pyarrow as pa
 
 from factory.core.errors import InputError
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.ingest.reading.rows import LeftOutCallback, LimitExceeded, RawRow, ShardProblem, row_too_long
 from factory.ingest.rules.policy import ShardLimits
 
@@ -123,7 +123,7 @@ def decompress(raw: IO[bytes], compression: str) -> Any:
 
 def raise_machine_fault(name: str, error: Exception) -> None:
     """Raises: InputError for a fault of the machine. Such a fault says nothing about the shard, so the shard is not quarantined."""
-    if is_machine_fault_of_no_file(error):
+    if is_machine_fault_without_file(error):
         raise InputError("reading.machine_fault", "{file} cannot be read: {error}", file=name, error=error) from error
 
 

@@ -132,7 +132,7 @@ FILTERS: tuple[Filter, ...] = (
 )  # fmt: skip
 
 
-def first_failure(text: str, rules: DomainRules) -> tuple[str, Message] | None:
+def find_first_broken_rule(text: str, rules: DomainRules) -> tuple[str, Message] | None:
     """(rule, reason) of the first rule that the text breaks; None: it passes all rules."""
     for rule in FILTERS:
         reason = rule(text, rules)

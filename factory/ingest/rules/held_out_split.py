@@ -54,14 +54,14 @@ def _host(value: object) -> str:
         return ""
 
 
-def name_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
+def name_document_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], shard: str) -> str | None:
     """The name of a document's group; None: the document is a group of its own, also if it lacks the key that ``kind`` needs. The names of
     conversations and paths include the source. A row without a path has ``shard``, the name of its file, as its path.
 
     >>> facts = {"url-host": "example.org", "path": "a.py"}
-    >>> [name_group(kind, "repo", facts, "00112233") for kind in KINDS]
+    >>> [name_document_group(kind, "repo", facts, "00112233") for kind in KINDS]
     [None, 'repo', 'path:repo/a.py', 'url-host:example.org', None, None]
-    >>> name_group("path", None, {}, "00112233")
+    >>> name_document_group("path", None, {}, "00112233")
     'path:00112233'
     """
     if kind in DOCUMENT_KINDS:
@@ -74,7 +74,7 @@ def name_group(kind: GroupKind, source: str | None, facts: Mapping[str, str], sh
     return f"{kind}:{source}/{named}" if source and kind != "url-host" else f"{kind}:{named}"
 
 
-def name_unit(group: str | None, content_sha256: str) -> str:
+def name_draw_unit(group: str | None, content_sha256: str) -> str:
     """The name by which a group is drawn. A document that is its own group is drawn by its content, so that its shard does not matter."""
     return f"content:{content_sha256}" if group is None else f"group:{group}"
 
@@ -89,7 +89,7 @@ def is_drawn(unit: str, share: float) -> bool:
     return draw_number(unit) < share * 2**64
 
 
-def breaks_tie_to_sealed(unit: str) -> bool:
+def goes_to_sealed_half_on_tie(unit: str) -> bool:
     """Does the unit go to the sealed half when both halves have equally many groups?"""
     return draw_number(unit) % 2 == 0
 
@@ -128,7 +128,7 @@ class HeldOutTarget:
 
 
 @dataclass(frozen=True)
-class HeldOutPlace:
+class HeldOutAssignment:
     """A held-out document: its group (its own key if it is a group of its own), and its half."""
 
     group: str
@@ -189,16 +189,16 @@ class _Domain:
 class _Selection:
     def __init__(self, domains: Mapping[str, _Domain]) -> None:
         self.domains = domains
-        self.held: dict[int, HeldOutPlace] = {}
+        self.held: dict[int, HeldOutAssignment] = {}
 
     def take(self, unit: _Unit, sealed: bool, part: bool = False) -> None:
         for name, ones in unit.able.items():
             domain = self.domains[name]
-            ordered = sorted(ones, key=lambda one: (draw_number(name_unit(None, one.content_sha256)), one.key))
+            ordered = sorted(ones, key=lambda one: (draw_number(name_draw_unit(None, one.content_sha256)), one.key))
             ordered = ordered[
                 : max(0, domain.wanted.at_most - domain.held)
             ]  # a group that is held out already may exceed the limit
-            self.held |= {one.number: HeldOutPlace(unit.name, sealed) for one in ordered}
+            self.held |= {one.number: HeldOutAssignment(unit.name, sealed) for one in ordered}
             domain.held += len(ordered)
             if part:
                 domain.parts[sealed] += 1
@@ -208,7 +208,7 @@ class _Selection:
     def half_of(self, unit: _Unit) -> bool:
         """The half that has fewer groups of the unit's domains."""
         more = sum(self.domains[name].more_sealed() for name in unit.able)
-        return breaks_tie_to_sealed(unit.unit) if more == 0 else more < 0
+        return goes_to_sealed_half_on_tie(unit.unit) if more == 0 else more < 0
 
     def is_free(self, unit: _Unit) -> bool:
         return not any(one.number in self.held for ones in unit.able.values() for one in ones)
@@ -256,7 +256,7 @@ def select_held_out(
     before: Mapping[str, EarlierHeldOut],
     wanted: Callable[[str], HeldOutTarget],
     trained_documents: Callable[[str], int],
-) -> dict[int, HeldOutPlace]:
+) -> dict[int, HeldOutAssignment]:
     """By number, the documents of a shard that are held out.
 
     ``recorded``: by group that is held out already, its half. ``trained``: groups with a training document; such a group is not held out as a
@@ -277,7 +277,7 @@ def select_held_out(
     selection, free = _Selection(domains), []
     for name, ones in _by(arrived, lambda one: one.group or one.key).items():
         able = _by((one for one in ones if one.can_be_held_out), lambda one: one.domain)
-        unit = _Unit(name, name_unit(ones[0].group, ones[0].content_sha256), able)
+        unit = _Unit(name, name_draw_unit(ones[0].group, ones[0].content_sha256), able)
         if name in recorded:
             selection.take(unit, recorded[name])
         elif name not in trained and 0 < len(ones) <= 2 * sum(map(len, able.values())):
@@ -295,7 +295,7 @@ def select_held_out(
         rest = (
             one for one in arrived if one.domain == name and one.can_be_held_out and one.group not in {None, *recorded}
         )
-        own = _in_order(_Unit(one.key, name_unit(None, one.content_sha256), {name: [one]}) for one in rest)
+        own = _in_order(_Unit(one.key, name_draw_unit(None, one.content_sha256), {name: [one]}) for one in rest)
         own = [unit for unit in own if selection.is_free(unit)]
         if domain.missing:
             selection.first_of_each_half(name, own, part=True)

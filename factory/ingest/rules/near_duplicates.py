@@ -79,7 +79,7 @@ class NearDuplicates:
         self._here: dict[int, list[int]] = {}
         self.stored = known(values)
 
-    def match(self, document: int) -> tuple[int | str, float] | None:
+    def find_most_similar(self, document: int) -> tuple[int | str, float] | None:
         """(the number in the shard, or the stored key, of the most similar kept document; the similarity); None: none is similar enough."""
         hashes = self._bands[document].tolist()
         here = {other for value in hashes for other in self._here.get(value, ())}
@@ -92,7 +92,7 @@ class NearDuplicates:
         best = max(pairs, key=lambda pair: pair[0], default=None)
         return (best[1], best[0]) if best and best[0] >= self._threshold else None
 
-    def keep(self, document: int) -> None:
+    def add_document(self, document: int) -> None:
         """Compare later documents with this one too."""
         for value in self._bands[document].tolist():
             if value in self._shared and len(kept := self._here.setdefault(value, [])) < CANDIDATES:

@@ -82,10 +82,10 @@ class ReadingNotes:
     refused_fields: set[str] = field(default_factory=set)
 
 
-def carries_loss(message: Mapping[str, Any]) -> bool:
+def message_has_loss(message: Mapping[str, Any]) -> bool:
     """Does a message carry loss? The assistant's messages do, except those of weight 0.
 
-    >>> carries_loss({"role": "assistant", "content": "a"}), carries_loss({"role": "assistant", "content": "a", "weight": 0})
+    >>> message_has_loss({"role": "assistant", "content": "a"}), message_has_loss({"role": "assistant", "content": "a", "weight": 0})
     (True, False)
     """
     return message["role"] == "assistant" and message.get("weight") != 0
@@ -109,7 +109,7 @@ def read_turns(messages: Any, ignore: Collection[str], notes: ReadingNotes) -> l
     return [_turn(place, message, ignore, notes, awaited) for place, message in enumerate(messages)]
 
 
-def raise_if_refused(notes: ReadingNotes) -> None:
+def raise_for_refused_fields(notes: ReadingNotes) -> None:
     """Raises: BadRow where a field has a meaning that the chat template cannot show."""
     if notes.refused_fields:
         named = sorted(notes.refused_fields)

@@ -1,7 +1,7 @@
 """Turns a row of any known shape into the form of the document contract: by a mapping if there is one, else by the row's columns.
 
     >>> notes = ReadingNotes()
-    >>> to_document_contract({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
+    >>> normalise_row({"instruction": "Add.", "input": "1, 2", "output": "3", "lang": "en"}, None, notes)
     {'messages': [{'role': 'user', 'content': 'Add.\\n\\n1, 2'}, {'role': 'assistant', 'content': '3'}]}
     >>> sorted(notes.messages), sorted(notes.unread_fields)
     (['read as Alpaca: instruction, input, output → messages'], ['lang'])
@@ -21,9 +21,9 @@ from factory.ingest.shapes.chats import (
     Turn,
     add_reasoning,
     add_tools,
-    carries_loss,
     check_other_fields,
-    raise_if_refused,
+    message_has_loss,
+    raise_for_refused_fields,
     read_turns,
 )
 from factory.ingest.shapes.field_mapping import NAMES, FieldMapping, read_value
@@ -38,7 +38,7 @@ _CONTRACT = {*_NAMING, "created"}
 _NAMED = {"conversation": "conversation_id"}  # keys of a mapping that have another name in the contract
 
 
-def to_document_contract(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -> dict[str, Any]:
+def normalise_row(row: Any, mapping: FieldMapping | None, notes: ReadingNotes) -> dict[str, Any]:
     """The row's 'text' or 'messages', and the keys that name the document. Adds to ``notes`` how the row was read.
 
     Raises: BadRow 'bad_schema' | 'no_supervised'.
@@ -55,8 +55,8 @@ def to_document_contract(row: Any, mapping: FieldMapping | None, notes: ReadingN
         named = {path for _, mapped in mapping.values() for path in mapped.columns} if mapping else set()
         if "label" not in used | ignore | named and _is_pair_of_one(used, mapping) and _is_zero(row.get("label")):
             notes.refused_fields.add("label")
-        raise_if_refused(notes)
-        if not any(map(carries_loss, value)):
+        raise_for_refused_fields(notes)
+        if not any(map(message_has_loss, value)):
             if any(turn["role"] == "assistant" for turn in value):
                 weightless = Message("shapes.all_weight_0", "every answer has weight 0, so no token carries loss")
                 raise BadRow("no_supervised", weightless)

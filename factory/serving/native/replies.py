@@ -19,7 +19,7 @@ NO_TOKEN = 1 << 62  # a token id without text
 _AS_BYTES = "bytes:"
 
 
-class ChoiceText:
+class ChoiceTextDecoder:
     """Decodes the tokens of one choice. It holds back an incomplete character, and text that may be the beginning of a stop string."""
 
     def __init__(self, token_bytes: TokenBytes, stops: tuple[str, ...]) -> None:
@@ -79,7 +79,7 @@ class ChoiceReply:
     """One choice of an answer, while it grows."""
 
     index: int
-    decoder: ChoiceText
+    decoder: ChoiceTextDecoder
     text: str = ""
     tokens: list[Token] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)  # characters before each token
@@ -112,9 +112,9 @@ class CompletionReply:
             "system_fingerprint": release,
         }
         count = len(ask.prompts) * ask.n
-        self.choices = [ChoiceReply(number, ChoiceText(token_bytes, ask.stops)) for number in range(count)]
+        self.choices = [ChoiceReply(number, ChoiceTextDecoder(token_bytes, ask.stops)) for number in range(count)]
 
-    def whole(self) -> dict[str, Any]:
+    def full_answer(self) -> dict[str, Any]:
         """The answer as one object."""
         choices = []
         for choice in self.choices:

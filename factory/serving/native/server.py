@@ -168,7 +168,7 @@ def make_application(engine: NativeEngine) -> Starlette:
 async def _finish(engine: NativeEngine, ask: CompletionRequest, reply: CompletionReply) -> dict[str, Any]:
     async for _ in engine.generate_tokens(ask, reply):
         pass
-    return reply.whole()
+    return reply.full_answer()
 
 
 async def _events(

@@ -153,13 +153,13 @@ class ApprovalResponder:
         )
 
 
-def settle_proposals(plant: Plant) -> int:
+def carry_out_proposal_decisions(plant: Plant) -> int:
     """Carry out decisions about waiting proposals, by people in MLflow or by the policy. Returns the number of settled proposals."""
     from factory.code_loop.approvals import carry_out_decisions
 
     tracking = MlflowTracking.open(plant)
     return carry_out_decisions(
-        plant, lambda number: try_to_show(plant.progress.line, partial(tracking.proposal_word, number))
+        plant, lambda number: try_to_show(plant.progress.line, partial(tracking.read_proposal_decision, number))
     )
 
 

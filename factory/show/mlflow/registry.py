@@ -17,7 +17,7 @@ from factory.evals.statistics import confidence_interval
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
-from factory.ledger.removals import list_marked_releases
+from factory.ledger.removals import list_releases_with_removed_data
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.release.checks import check_export_unchanged, get_newest_verdict
 from factory.release.published_link import MODEL_NAME as MODEL
@@ -153,7 +153,7 @@ def _places(
     tags: dict[str, str],
     pictures: Mapping[str, str],
 ) -> VersionLinks:
-    place = lambda subject: RunAddress(*found) if (found := tracking.place(subject)) else None
+    place = lambda subject: RunAddress(*found) if (found := tracking.find_run_and_experiment(subject)) else None
     mine = place(Subject("candidate", verdict.subject_number))
     assert mine is not None, "its run was made"
     against = place(Subject.parse(verdict.against)) if verdict.against else None
@@ -174,7 +174,9 @@ def newest_bundle_folder(ledger: Ledger, release: int) -> str | None:
 def describe_removed_data(ledger: Ledger, release: int) -> str | None:
     """Training data of a release that was removed since, as text for a tag; None: nothing was removed."""
     about = [
-        mark for mark in list_marked_releases(ledger) if mark["release"] == release and mark["removal"] is not None
+        mark
+        for mark in list_releases_with_removed_data(ledger)
+        if mark["release"] == release and mark["removal"] is not None
     ]
     return "; ".join(f"removal {mark['removal']}: {mark['documents']} documents" for mark in about) or None
 

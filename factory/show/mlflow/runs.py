@@ -174,7 +174,7 @@ class MlflowTracking:
                     raise
                 return ""
 
-    def place(self, subject: Subject | str) -> tuple[str, str] | None:
+    def find_run_and_experiment(self, subject: Subject | str) -> tuple[str, str] | None:
         """(run, experiment) of a subject; None if the subject has no run. Raises: TrackingError."""
         if not (run := self._known(subject)):
             return None
@@ -230,7 +230,7 @@ class MlflowTracking:
                 self.client.set_terminated(run, "FINISHED" if segment.state == "done" else "FAILED", ended)
             self._note(Subject("segment", segment_id), CLOSED, {})
 
-    def segment_diagnosed(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
+    def tag_diagnosis(self, segment: SegmentRow, event: int, causes: Sequence[str], why: str, page: Path) -> None:
         """Tag a segment's run with a diagnosis, and attach its page. ``event``: the number of the event that records it. Raises: TrackingError."""
         run = self.segment_run(segment)
         self._tag(run, {"diagnosis": " or ".join(causes), "diagnosis.why": join_reasons([why])})
@@ -345,7 +345,7 @@ class MlflowTracking:
             with self.ledger.begin() as tx:
                 record_event(tx, kind, subject, detail)
 
-    def proposal_word(self, number: int) -> str:
+    def read_proposal_decision(self, number: int) -> str:
         """A person's decision about a proposal, from the tag of its run: 'pending', 'approved' or 'rejected'. Raises: TrackingError."""
         run = self._known(Subject("proposal", number)) or self.proposal_run(number)
         return self._tag_of(run, APPROVAL_TAG).strip().lower()

@@ -11,13 +11,13 @@ from factory.data.exposure import Exposure, ExposureStep, UnknownExposureError, 
 from factory.data.selecting import find_keys
 from factory.data.synthetic import count_synthetic, count_written_by_release
 from factory.gates.release.trained_licences import count_tokens_by_licence
-from factory.ingest.document import read_maker
+from factory.ingest.document import read_writing_model
 from factory.ingest.rules.licence_claims import find_licence_conflicts
 from factory.ledger.ledger import Ledger, documents, held_out, shards, token_shards
 from factory.ledger.removals import (
     REMOVED_FATE,
-    describe_mark,
-    list_marked_releases,
+    describe_removed_training_data,
+    list_releases_with_removed_data,
     list_removals,
     removal_number_of_rule,
 )
@@ -46,7 +46,7 @@ def trace_document(ledger: Ledger, name: str) -> list[dict[str, Any]]:
         )
         row["shard_name"] = shard and shard["name"]
         row["removal"] = vars(taken[removal_number_of_rule(row["rule"])]) if row["fate"] == REMOVED_FATE else None
-        row["synthetic_by"] = read_maker(row["detail"])
+        row["synthetic_by"] = read_writing_model(row["detail"])
         row["licence_claims"] = [
             vars(claim) for one in find_licence_conflicts(ledger, row["key"]) for claim in one.claims
         ]
@@ -90,7 +90,8 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
     """What a release was made of: verdict; segments with run, recipe, code and data plan; token shards with documents and supervised tokens by
     licence; shards; document counts by domain; supervised tokens by licence ('' without a licence); synthetic tokens by maker.
     ``licence_conflicts``: documents that also came with other licences and that no person settled. ``wrote``: the number of training documents
-    that this release wrote, and the releases that may have been trained on them. ``list_marked_releases``: its data that was quarantined or removed
+    that this release wrote, and the releases that may have been trained on them. ``list_releases_with_removed_data``: its data that was quarantined
+    or removed
     since.
 
     Raises: InputError with the list of releases when there is no release ``number``.
@@ -105,7 +106,11 @@ def trace_release(ledger: Ledger, number: int) -> dict[str, Any]:
         "verdict": verdict.select_fields("outcome reasons against policy_sha256"),
         "run": run[0]["run_id"] if run else None,
         "wrote": _wrote(ledger, release),
-        "marks": [describe_mark(mark) for mark in list_marked_releases(ledger) if mark["release"] == number],
+        "marks": [
+            describe_removed_training_data(mark)
+            for mark in list_releases_with_removed_data(ledger)
+            if mark["release"] == number
+        ],
     } | training_data_of(ledger, release.segment)
 
 
@@ -173,7 +178,7 @@ def list_release_documents(ledger: Ledger, number: int) -> Iterator[dict[str, An
     for shard in sorted(used):
         chosen = sa.select(*(documents.c[name] for name in names)).where(documents.c.token_shard == shard)
         for row in ledger.select_rows(chosen.order_by(documents.c.shard, documents.c.row)):
-            yield row | {"synthetic_by": read_maker(row.pop("detail"))}
+            yield row | {"synthetic_by": read_writing_model(row.pop("detail"))}
 
 
 def _licences(ledger: Ledger) -> dict[str, list[dict[str, Any]]]:

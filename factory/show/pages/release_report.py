@@ -12,7 +12,7 @@ from agents.core.pages import number_text, render_page
 from factory.ledger.decisions import find_override
 from factory.ledger.ledger import Ledger, releases, shards, token_shards
 from factory.ledger.plant import Plant
-from factory.ledger.removals import describe_mark, list_marked_releases
+from factory.ledger.removals import describe_removed_training_data, list_releases_with_removed_data
 from factory.ledger.rows import CandidateRow, EvaluationRow, ReleaseRow, SegmentRow, Subject, VerdictRow
 from factory.show.pages.candidate_summary import summarise_candidate
 from factory.show.pages.release_pictures import (
@@ -82,8 +82,8 @@ def render_report(ledger: Ledger, candidate_id: int) -> str:
         trained=trained,
         quarantined=quarantined,
         removed=[
-            describe_mark(mark)
-            for mark in list_marked_releases(ledger)
+            describe_removed_training_data(mark)
+            for mark in list_releases_with_removed_data(ledger)
             if release and mark["release"] == release.number
         ],
         lineage=[vars(row) | {"tokens": dict_or_empty(row.result).get("tokens")} for row in lineage],

@@ -51,7 +51,7 @@ class Notifier:
         if kept != positions:
             self._write(kept)
         for name, receiver in wanted.items():
-            if not self._backoff.rests(name):
+            if not self._backoff.is_waiting(name):
                 self._serve(name, receiver, policy, kept)
 
     def _serve(self, name: str, receiver: Receiver, policy: NotificationPolicy, positions: dict[str, Any]) -> None:
@@ -67,7 +67,7 @@ class Notifier:
                 try:
                     receiver.deliver(message.to_json(self.workspace))
                 except NotDeliveredError as error:
-                    rest, news = self._backoff.failed(name, str(error))
+                    rest, news = self._backoff.record_failure(name, str(error))
                     positions[name] |= {"failing": str(error), "failures": rest.failures}
                     self._write(positions)
                     if news:
@@ -84,7 +84,7 @@ class Notifier:
                 positions[name] = {"event": event["id"], "at": event["at"]}
                 self._write(positions)
                 since = self._looked_at[name] = event["id"]
-                if self._backoff.succeeded(name):
+                if self._backoff.record_success(name):
                     self.progress.line(
                         Message("telling.works_again", "  Notifications to {receiver} work again.", receiver=name)
                     )

@@ -95,9 +95,9 @@ def convert_records(benchmark: Benchmark, records: Sequence[Mapping[str, Any]], 
     for number, record in enumerate(records, 1):
         try:
             read = _read(benchmark, record)
-            if read.use() == TESTED:
+            if read.record_use() == TESTED:
                 found.tested.append((number, read.item(number, about)))
-            elif read.use() == SHOWN:
+            elif read.record_use() == SHOWN:
                 found.shown.append((number, read.example(number, about)))
         except (ValueError, PublishedError) as error:
             reason = error.message if isinstance(error, PublishedError) else str(error)

@@ -25,7 +25,7 @@ class RecordForm(BaseModel):
         """Is it a record of this benchmark? Overridden if the names of the fields are not enough to tell."""
         return True
 
-    def use(self) -> str:
+    def record_use(self) -> str:
         """The use of the record: TESTED, SHOWN (an example) or LEFT_OUT (it belongs to another split in the same file)."""
         return TESTED
 

@@ -124,9 +124,11 @@ def test_recorded_metrics_must_agree(change: Any, code: str, data: dict[str, Any
 
 
 def test_bits_of_weights_are_compared(tmp_path: Path) -> None:
-    base = trace(tmp_path / "base").left
-    assert have_same_bits(trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).left, base)
-    assert not have_same_bits(trace(tmp_path / "weights", weights=1.0000001).left, base)
+    base = trace(tmp_path / "base").final_checkpoint
+    assert have_same_bits(
+        trace(tmp_path / "lines", lambda lines: lines[2].update(time=9.0, z_loss=2e-7)).final_checkpoint, base
+    )
+    assert not have_same_bits(trace(tmp_path / "weights", weights=1.0000001).final_checkpoint, base)
     assert not find_unlike_tensor(base, base)
 
 

@@ -16,7 +16,13 @@ import torch
 
 from factory.audit import kept_checkpoints
 from factory.audit.audit_windows import AuditWindow, record_window
-from factory.audit.kept_checkpoints import choose_rungs, copy_checkpoint, keep_window, update_ladder, window_checkpoint
+from factory.audit.kept_checkpoints import (
+    choose_steps_to_keep,
+    copy_checkpoint,
+    keep_window_checkpoints,
+    update_kept_checkpoints,
+    window_checkpoint,
+)
 from factory.core.removal import remove_path
 from factory.ledger.ledger import checkpoints, data_plans, segments
 from factory.ledger.rows import SegmentRow
@@ -118,7 +124,7 @@ def test_a_missing_window_is_replaced_by_the_whole_segment(tmp_path: Path) -> No
             )
         tx.execute(checkpoints.insert().values(id="c", segment=1, step=20, path=str(parent), created_at=0.0))
     row, drawn = SegmentRow.get(plant.ledger, 2), record_window(plant.ledger, 2, AuditWindow(25, 30, (1,)))
-    keep_now = lambda: keep_window(plant, row, drawn)
+    keep_now = lambda: keep_window_checkpoints(plant, row, drawn)
     made(kept_at, 25)
     with few_handles(), pytest.raises(OSError):
         keep_now()
@@ -146,13 +152,13 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
     steps = range(5, 45, 5)
     for step in steps:
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
-    update_ladder(source, target, every=5)
+    update_kept_checkpoints(source, target, every=5)
     held = saved_steps(target)
     for _, checkpoint in saved_steps(source):
         remove_path(checkpoint)
     for step in (45, 50):
         save(source, Checkpoint({"w": torch.ones(4)}, {}, {"step": step}))
-    wanted = choose_rungs([step for step, _ in held] + [45, 50], every=5)
+    wanted = choose_steps_to_keep([step for step, _ in held] + [45, 50], every=5)
     assert len(wanted) < len(held) + 2
 
     def killed(path: Path) -> None:
@@ -161,9 +167,9 @@ def test_a_rung_that_is_removed_is_whole_or_gone(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(kept_checkpoints, "remove_path", killed)
     with pytest.raises(Killed):
-        update_ladder(source, target, every=5)
+        update_kept_checkpoints(source, target, every=5)
     monkeypatch.undo()
     assert not [fault for _, path in saved_steps(target) if (fault := find_fault(path))]
-    update_ladder(source, target, every=5)
+    update_kept_checkpoints(source, target, every=5)
     assert [step for step, _ in saved_steps(target)] == wanted
     assert not list(target.glob(".*"))

@@ -14,7 +14,7 @@ from factory.bundles.files import layout
 from factory.bundles.files.folder import BundleFolder
 from factory.bundles.judging_again import compare_verdicts
 from factory.bundles.verifying import run_check
-from factory.evals.parity import Check
+from factory.evals.parity import ProbeCheck
 from factory.gates.release import judge_version
 from factory.gates.release.recorded_verdict import evidence_sha256
 from tests.support.messages import codes, says, tree
@@ -46,7 +46,7 @@ def reworded(verdict: dict[str, Any]) -> None:
     verdict["reasons"][0] = verdict["reasons"][0].replace("Better than", "It beats")
 
 
-def judged(bundle: Path) -> Check:
+def judged(bundle: Path) -> ProbeCheck:
     return run_check("verdict", BundleFolder.open(bundle))
 
 

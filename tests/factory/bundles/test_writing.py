@@ -21,7 +21,7 @@ from factory.bundles.verifying import CHECKS
 from factory.bundles.writing import BundleOptions, WrittenBundle, copy_traces, write_bundle
 from factory.core.errors import InputError
 from factory.gates.release.trained_licences import count_tokens_by_licence
-from factory.ingest.document import format_release_maker
+from factory.ingest.document import format_writing_release
 from factory.ingest.rules.policy import Licence, Licences
 from factory.ledger.ledger import checkpoints, documents, releases, segments, verdicts
 from factory.ledger.plant import Plant
@@ -196,7 +196,7 @@ def test_what_was_taken_out_later_still_counts_and_is_not_handed_on(released: Fi
 def test_how_much_models_wrote_is_in_the_bundle(released: FilledPlant, tmp_path: Path) -> None:
     first, second = [d.key for d in released.documents if not d.held][:2]
     release = ReleaseRow.get(released.ledger, 1)
-    ours = format_release_maker(1, release.export_sha256)
+    ours = format_writing_release(1, release.export_sha256)
     with (
         changed(released, documents, documents.c.key == first, detail=f"synthetic, by {ours}; replaced: 1 email"),
         changed(released, documents, documents.c.key == second, detail="synthetic, by judge-1 at https://x/v1"),

@@ -20,7 +20,7 @@ from factory.cli.app import current_user
 from factory.core.workspace import Workspace
 from factory.gates.release.evidence import ReleaseEvidence
 from factory.ledger.ledger import Ledger, proposals
-from kernels.contract.message import titled
+from kernels.contract.message import format_error_with_code
 from tests.support.factory.command_tree import commands
 from tests.support.golden import compare_with_golden
 from tests.support.plants.release_scene import (
@@ -168,7 +168,7 @@ def _run(home: Workspace, folder: Path, words: list[str]) -> str:
     result = CliRunner().invoke(app, words, prog_name="factory", env={"FACTORY_HOME": str(home.root)})
     text = result.output
     if result.exception is not None and not isinstance(result.exception, SystemExit):
-        text += f"factory: {titled(result.exception)}\n"
+        text += f"factory: {format_error_with_code(result.exception)}\n"
     for path, name in (
         (home.root, "⟨workspace⟩"),
         (folder, "⟨folder⟩"),

@@ -14,8 +14,8 @@ from factory.git import repository
 from factory.git.repository import RepositoryError
 from factory.ledger.ledger import tracked_runs, verdicts
 from factory.release.approvals import APPROVAL_TAG
-from factory.show.catching_up import show_missing
-from factory.show.mlflow.approval_answers import settle_proposals
+from factory.show.catching_up import show_unshown_items
+from factory.show.mlflow.approval_answers import carry_out_proposal_decisions
 from factory.show.mlflow.runs import MlflowTracking
 from tests.support.factory.approvals import FILES, NEW, PatchPlant, given_verdict
 from tests.support.git import git
@@ -173,11 +173,11 @@ def test_people_decide_in_mlflow_and_the_policy_may_decide_alone(plant: PatchPla
     run = tracking.proposal_run(1)
 
     def settle() -> int:
-        settled = settle_proposals(plant)
-        show_missing(plant)
+        settled = carry_out_proposal_decisions(plant)
+        show_unshown_items(plant)
         return settled
 
-    assert tracking.proposal_word(1) == "pending" and settle() == 0 and plant.head() == plant.base
+    assert tracking.read_proposal_decision(1) == "pending" and settle() == 0 and plant.head() == plant.base
     tracking.client.set_tag(run, APPROVAL_TAG, "Approved")
     assert settle() == 1 and plant.files() == FILES | NEW and plant.words() == [("approved", "mlflow")]
     assert tracking.client.get_run(run).data.tags["state"] == "approved" and settle() == 0
@@ -201,11 +201,11 @@ def test_a_decision_in_another_workspace_does_not_count(plant: PatchPlant, tmp_p
     (tmp_path / "other").mkdir()
     other = PatchPlant(tmp_path / "other", plant.workspace.mlflow_uri)
     other.judged(edits={"kernels/ops.py": "x = 666\n"})
-    assert settle_proposals(other) == 0 and other.files() == FILES
+    assert carry_out_proposal_decisions(other) == 0 and other.files() == FILES
     ours = MlflowTracking.open(other).proposal_run(1)
     assert ours != theirs and tracking.proposal_run(1) == theirs
     tracking.client.set_tag(ours, APPROVAL_TAG, "approved")
-    assert settle_proposals(other) == 1 and other.words() == [("approved", "mlflow")]
+    assert carry_out_proposal_decisions(other) == 1 and other.words() == [("approved", "mlflow")]
 
 
 def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlant) -> None:
@@ -215,7 +215,7 @@ def test_a_run_that_mlflow_lost_is_sent_again_and_stops_nothing(plant: PatchPlan
     with plant.ledger.begin() as tx:  # as after 'mlflow gc'
         tx.execute(tracked_runs.update().values(run_id="0" * 32))
     tracking.client.delete_run(lost)
-    assert settle_proposals(plant) == 0 and tracking.proposal_word(1) == "pending"
+    assert carry_out_proposal_decisions(plant) == 0 and tracking.read_proposal_decision(1) == "pending"
     assert tracking.proposal_run(1) not in (lost, "0" * 32)
 
 

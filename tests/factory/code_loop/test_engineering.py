@@ -237,7 +237,7 @@ def test_no_target_is_worked_on_twice_at_once(made: Made, monkeypatch: pytest.Mo
     assert start is not None
     bench = LiveWorkbench(Plant(made.workspace, made.ledger), made.base, start)
     runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, options, 3)
-    work_on = lambda: proposing.runs_to_work_on(runs, bench, made.base, 3)
+    work_on = lambda: proposing.begin_or_continue_runs(runs, bench, made.base, 3)
     begun(made, "")  # which chose the first target
     number = made.ledger.select_rows(sa.select(profiles).order_by(profiles.c.id))[-1]["id"]
     monkeypatch.setattr(proposing, "profile_live_code", lambda *_: number)
@@ -273,10 +273,10 @@ def test_a_proposal_judged_before_a_kill_is_not_judged_again(made: Made, tmp_pat
     )
     runs = AgentRuns.open(Plant(made.workspace, made.ledger), AGENT, AgentOptions(f"files:{tmp_path}"))
     run = AgentRun(begun(made, ""), None, "", 0, time.time())  # type: ignore[arg-type]
-    assert runs.judged_before(run, drafted) is None
+    assert runs.find_judged_proposal(run, drafted) is None
     number = submitting.submit_proposal(Plant(made.workspace, made.ledger), drafted, made.base)
-    assert runs.judged_before(run, drafted) == number
-    assert runs.judged_before(replace(run, began=time.time()), drafted) is None  # another run's
+    assert runs.find_judged_proposal(run, drafted) == number
+    assert runs.find_judged_proposal(replace(run, began=time.time()), drafted) is None  # another run's
     with made.ledger.begin() as tx:
         tx.execute(proposals.delete().where(proposals.c.number == number))
 

@@ -15,14 +15,14 @@ from agents.llm.client import LlmClient
 from agents.llm.exchange import BudgetError, LlmError
 from agents.llm.http_endpoint import HttpEndpoint
 from agents.llm.policy import Budget, LlmPolicy
-from factory.code_loop.agent_runs import DAY, ExchangeBooks
+from factory.code_loop.agent_runs import DAY, LedgerBudgetAccount
 from factory.core.errors import ConfigError
 from factory.core.workspace import Workspace, checkout_root
 from factory.git.scope import AgentsPolicy
 from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.machine_check import _ledger
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.runs import EXCHANGES, MlflowTracking
 from tests.support.messages import refused
 from tests.support.replay_server import RecordedSession, ReplayServer
@@ -33,8 +33,8 @@ POLICY = LlmPolicy(
 )  # fmt: skip
 
 
-def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) -> ExchangeBooks:
-    return ExchangeBooks(Plant(workspace, ledger), POLICY.model_copy(update=changes), run)
+def books(workspace: Workspace, ledger: Ledger, run: int = 1, **changes: Any) -> LedgerBudgetAccount:
+    return LedgerBudgetAccount(Plant(workspace, ledger), POLICY.model_copy(update=changes), run)
 
 
 def test_an_entry_that_a_killed_process_left_counts_in_full(workspace: Workspace, ledger: Ledger) -> None:
@@ -92,11 +92,11 @@ def test_every_exchange_is_a_trace_with_tokens_and_money_also_if_mlflow_was_away
         with refused("llm.no_reply", LlmError) as caught:
             client.ask("turn-0", messages)
         assert (caught.value.data["problem"].code, caught.value.data["problem"].data["status"]) == ("llm.refused", 400)
-        show_missing(Plant(workspace, ledger))
+        show_unshown_items(Plant(workspace, ledger))
         store.unlink()
         assert [row["trace"] for row in ledger.select_rows(sa.select(exchanges))] == [None]
         client.ask("turn-1", [*messages, {"role": "assistant", "content": "x"}])
-    show_missing(Plant(workspace, ledger))
+    show_unshown_items(Plant(workspace, ledger))
     rows = ledger.select_rows(sa.select(exchanges).order_by(exchanges.c.id))
     assert [(row["state"], row["tokens"]) for row in rows] == [("failed", 0), ("done", 9)] and rows[1]["usd"] == 0.007
     tracking = MlflowTracking.open(Plant(workspace, ledger))

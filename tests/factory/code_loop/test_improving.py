@@ -27,10 +27,10 @@ from factory.code_loop.improvements import (
     ENDED,
     BudgetUse,
     budget_use,
-    improve_policy_as_written,
     improvement_facts,
     improvement_lines,
     newest_stages,
+    read_unchecked_improve_policy,
 )
 from factory.code_loop.improving import JUDGE, MERGE, PROFILE, PROPOSE, LoopStage, LoopState, next_stage, next_stages
 from factory.code_loop.proposing import AGENTS
@@ -416,7 +416,7 @@ def test_the_state_of_the_world_is_looked_at_again_before_a_stage(plant: PatchPl
 
 def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPlant) -> None:
     told = lambda running=True: improvement_lines(
-        improvement_facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()), running
+        improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()), running
     )
     assert told() == ["improve   when-idle"]
     rounds(plant, most=1)
@@ -429,7 +429,7 @@ def test_status_shows_the_present_stage_the_last_one_and_the_cost(plant: PatchPl
     assert "now judge proposal 1, since" in told()[0] and told(running=False)[0] == "improve   when-idle"
     rounds(plant)
     assert "propose by search: nothing found; " in told()[1]
-    json.dumps(improvement_facts(plant.ledger, improve_policy_as_written(plant.workspace), time.time()))
+    json.dumps(improvement_facts(plant.ledger, read_unchecked_improve_policy(plant.workspace), time.time()))
     allow(plant.workspace)
     assert told()[0] == "improve   off" and "nothing is left" not in told()[1]
 

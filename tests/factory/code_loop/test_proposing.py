@@ -22,7 +22,7 @@ from factory.git.repository import RepositoryError
 from factory.ledger.ledger import Ledger, profiles, proposals
 from factory.ledger.plant import Plant
 from factory.runs.live_code import choose_isolation
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from tests.support.factory.code_loop import Made, make
 from tests.support.git import git
 from tests.support.messages import codes, refused, the
@@ -81,7 +81,7 @@ def test_a_patch_out_of_scope_is_rejected_without_a_branch(made: Made) -> None:
     number = submitting.submit_proposal(
         Plant(made.workspace, made.ledger), drafted("factory/gates/release/judge.py"), made.base
     )
-    show_missing(Plant(made.workspace, made.ledger))
+    show_unshown_items(Plant(made.workspace, made.ledger))
     row = row_of(made, number)
     verdict = made.verdict_on(number)
     assert row["commit"] is None and branches(made) == before

@@ -14,7 +14,7 @@ from factory.core.workspace import Workspace
 from factory.data.exposure import Exposure
 from factory.data.removing import PlannedRemoval, apply_removal, mark_new_releases, plan_removal, undo_removal
 from factory.data.retraining_cost import estimate_retraining_cost
-from factory.data.selecting import removable_fates, select_by_name, select_by_value
+from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
 from factory.diagnosis.remedies import quarantine_documents, rewind_segment
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
@@ -24,7 +24,12 @@ from factory.ingest.rules.policy import DataPolicy
 from factory.ledger.anomalies import RELEASE_MARKED
 from factory.ledger.ledger import Ledger, documents, record_event, releases
 from factory.ledger.plant import Plant
-from factory.ledger.removals import REMOVED, describe_mark, list_marked_releases, list_removals
+from factory.ledger.removals import (
+    REMOVED,
+    describe_removed_training_data,
+    list_releases_with_removed_data,
+    list_removals,
+)
 from factory.ledger.rows import SegmentRow, Subject
 from factory.releasable.report import make_report as releasable
 from factory.show.mlflow.releases import register_candidate
@@ -73,15 +78,17 @@ def test_a_removed_document_is_masked_marked_and_costed(copied: Copy) -> None:
     assert (cost.first_step, cost.segment, cost.from_step, cost.until, cost.steps) == (step, 2, start, 20, 20 - start)
     assert Path(cost.checkpoint).name == f"step-{start:08d}"
     removal = apply_removal(ledger, found, "ann", "asked for")
-    assert list_marked_releases(ledger) == [{"release": 1, "documents": 1, "removal": 1, "exact": True}]
-    assert trace_release(ledger, 1)["marks"] == [describe_mark(list_marked_releases(ledger)[0])]
+    assert list_releases_with_removed_data(ledger) == [{"release": 1, "documents": 1, "removal": 1, "exact": True}]
+    assert trace_release(ledger, 1)["marks"] == [
+        describe_removed_training_data(list_releases_with_removed_data(ledger)[0])
+    ]
     (shown,) = trace_document(ledger, key)
     assert shown["fate"] == "removed" and shown["removal"]["why"] == "asked for" and shown["releases"][0]["times"] == 1
     number = plan_trunk(Plant(workspace, ledger), 5)
     assert read_data_plan(ledger, SegmentRow.get(ledger, number))["masked"] == [key]
     run_segment(Plant(workspace, ledger), number)  # the trainer goes on, from the checkpoint that saw it
     assert removal.number == 1 and codes([undo_removal(ledger, 1, "ann")]) == ["data.put_back"]
-    assert list_marked_releases(ledger) == [] and "masked" not in read_data_plan(
+    assert list_releases_with_removed_data(ledger) == [] and "masked" not in read_data_plan(
         ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5))
     )
     with refused("data.put_back_already", InputError, number=1):
@@ -100,7 +107,7 @@ def test_quarantine_and_provenance_agree_about_releases(copied: Copy) -> None:
     assert quarantine_documents(ledger, [drawn], "ann").data["releases"].data == {"releases": [1]}
     assert quarantine_documents(ledger, [waiting], "ann").data["releases"] == ""
     assert [trace_document(ledger, key)[0]["releases"] != [] for key in (drawn, waiting)] == [True, False]
-    assert list_marked_releases(ledger) == [{"release": 1, "documents": 1, "removal": None, "exact": True}]
+    assert list_releases_with_removed_data(ledger) == [{"release": 1, "documents": 1, "removal": None, "exact": True}]
 
 
 def test_an_ambiguous_id_takes_out_no_document(copied: Copy) -> None:
@@ -137,7 +144,7 @@ def test_an_undo_restores_the_removed_documents(copied: Copy) -> None:
         ):
             tx.exec_driver_sql(quarantined.format(rule, detail, key))
     before = fates(ledger)
-    found = plan_removal(ledger, select_by_value(ledger, "license", ["MIT", "none"]))
+    found = plan_removal(ledger, select_documents_by_label(ledger, "license", ["MIT", "none"]))
     assert set(found.fates) == {"train", "held_out", "quarantined"} and found.releases[1][1] is True
     removal = apply_removal(ledger, found, "ann")
     assert removal.documents == sum(found.fates.values()) == sum(row[1] == "removed" for row in fates(ledger))
@@ -177,7 +184,9 @@ def test_copies_and_later_documents_of_a_removed_source_are_refused(copied: Copy
     named = one(ledger, "fate = 'train' AND domain = 'docs'")
     source = one(ledger, "fate = 'train' AND domain = 'chat'")["source"]
     apply_removal(ledger, outlook(ledger, named["key"]), "ann", "private")
-    apply_removal(ledger, plan_removal(ledger, select_by_value(ledger, "source", [source])), "ann", "no contract")
+    apply_removal(
+        ledger, plan_removal(ledger, select_documents_by_label(ledger, "source", [source])), "ann", "no contract"
+    )
     copy = {"text": rows[named["id"]]["text"], "domain": "docs", "source": "elsewhere", "license": "MIT"}
     near = copy | {"text": copy["text"].replace(".", "!", 1).lower().capitalize() + " Thanks."}
     fresh = {
@@ -204,7 +213,7 @@ def test_a_new_shard_whose_documents_are_all_removed_joins_no_plan(copied: Copy)
     fresh = [{"text": " ".join(f"w{n}x{i}" for i in range(60)), "domain": "docs", "source": "new"} for n in range(4)]
     report = ingest_shard(Plant(workspace, ledger), shard_of(workspace, fresh))
     (shard,) = ledger.read("SELECT id FROM token_shards WHERE shard = :shard", shard=report.sha256)
-    apply_removal(ledger, plan_removal(ledger, select_by_value(ledger, "source", ["new"])), "ann")
+    apply_removal(ledger, plan_removal(ledger, select_documents_by_label(ledger, "source", ["new"])), "ann")
     plan = lambda: {
         one["id"]
         for one in read_data_plan(ledger, SegmentRow.get(ledger, plan_trunk(Plant(workspace, ledger), 5)))[
@@ -230,7 +239,9 @@ def test_a_release_made_after_a_removal_from_segments_before_it_is_marked(copied
     release_of(ledger, number)
     said = the(mark_new_releases(ledger), "data.release_saw_removed").data
     assert (said["release"], said["documents"]) == (2, 1) and said["removal"].startswith("removal 1 ")
-    assert mark_new_releases(ledger) == [] and [mark["release"] for mark in list_marked_releases(ledger)] == [1, 2]
+    assert mark_new_releases(ledger) == [] and [
+        mark["release"] for mark in list_releases_with_removed_data(ledger)
+    ] == [1, 2]
 
 
 def test_mistakes_change_nothing(copied: Copy) -> None:
@@ -309,7 +320,9 @@ def test_mlflow_and_the_release_report_name_the_removal(workspace: Workspace, le
         )
     reconcile(Plant(workspace, ledger))
     assert tags()["removed_data"] == "removal 1: 1 documents"
-    assert str(describe_mark(list_marked_releases(ledger)[0])) in render_report(ledger, candidate)
+    assert str(describe_removed_training_data(list_releases_with_removed_data(ledger)[0])) in render_report(
+        ledger, candidate
+    )
     undo_removal(ledger, 1, "ann")
     reconcile(Plant(workspace, ledger))
     assert "removed_data" not in tags()

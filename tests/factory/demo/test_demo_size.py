@@ -16,7 +16,7 @@ from factory.demo.demo_size import (
     OVERHEAD,
     STEP_SECONDS,
     DemoShape,
-    MeasuredSeconds,
+    DemoTimings,
     check_minutes,
     guess_first_shape,
     guess_next_shape,
@@ -27,7 +27,7 @@ from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe
 
 RAW = Recipe.load(ROOT / "policies" / "recipes" / "demo.yaml").model_dump(mode="json")
-SEEN = MeasuredSeconds(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
+SEEN = DemoTimings(spent=58.0, ingest=21.0, start=5.0, step=0.1)  # two cores, AVX2
 
 
 @pytest.mark.parametrize("minutes", [0, 1, 1.99, -3, 121, float("nan"), float("inf")])
@@ -100,7 +100,7 @@ def test_a_slower_step_leaves_fewer_steps_and_says_when_it_is_too_slow() -> None
 def test_the_plan_fits_or_says_by_how_much_it_does_not(
     minutes: float, spent: float, ingest: float, start: float, step: float
 ) -> None:
-    size = plan_demo(minutes, MeasuredSeconds(spent, ingest, start, step))
+    size = plan_demo(minutes, DemoTimings(spent, ingest, start, step))
     assert all(getattr(size, name) >= least for name, least in LEAST.items())
     expected = sum(size.seconds.values())
     assert size.over == max(0.0, expected - 60 * minutes)

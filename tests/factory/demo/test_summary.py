@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from factory.demo.summary import Judged, judged_shards, summary
+from factory.demo.summary import JudgedShardTimes, list_judged_shards, summarise_demo
 from factory.ledger.ledger import data_plans, segments, shards, token_shards, verdicts
 from factory.ledger.reader import LedgerReader
 from factory.ledger.status import read_status
@@ -63,15 +63,15 @@ def _segment(plant: FilledPlant, candidate: int) -> int:
 
 
 def numbers(plant: FilledPlant) -> list[str]:
-    lines = summary(plant.workspace, read_status(plant.workspace), 90.0)
+    lines = summarise_demo(plant.workspace, read_status(plant.workspace), 90.0)
     start = lines.index("  IN NUMBERS")
     return lines[start + 1 : lines.index("", start)]
 
 
 def test_a_shard_waits_for_the_first_verdict_on_a_candidate_that_was_trained_on_it(plant: FilledPlant) -> None:
-    assert judged_shards(LedgerReader(plant.workspace)) == [
-        Judged("a.jsonl", 1, "promote", 150.5),
-        Judged("b.jsonl", 2, "promote", 64.0),
+    assert list_judged_shards(LedgerReader(plant.workspace)) == [
+        JudgedShardTimes("a.jsonl", 1, "promote", 150.5),
+        JudgedShardTimes("b.jsonl", 2, "promote", 64.0),
     ]
 
 
@@ -92,7 +92,7 @@ def test_a_workspace_without_any_says_what_it_has(tmp_path: Path) -> None:
 
     workspace = Workspace.create(tmp_path / "empty")
     Ledger.create(workspace.ledger_url)
-    assert judged_shards(LedgerReader(workspace)) == []
-    lines = summary(workspace, read_status(workspace), 60.0)
+    assert list_judged_shards(LedgerReader(workspace)) == []
+    lines = summarise_demo(workspace, read_status(workspace), 60.0)
     start = lines.index("  IN NUMBERS")
     assert [line.split()[0] for line in lines[start + 1 : lines.index("", start)]] == ["cost"]

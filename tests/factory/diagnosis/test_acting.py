@@ -12,9 +12,9 @@ from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.diagnosis.remedies import (
     accept_diagnosis,
-    apply_policy,
+    apply_anomaly_policy,
+    end_document_quarantine,
     find_blamed_patches,
-    free_documents,
     quarantine_and_rewind,
     quarantine_documents,
     reject_diagnosis,
@@ -76,8 +76,10 @@ def test_quarantined_documents_are_masked_and_their_segment_is_rewound(
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["bad data"], [key])
     ask = AnomalyPolicy(quarantine="ask")
-    assert apply_policy(ledger, ask, number).code == "diagnosis.person_decides" and open_anomalies(ledger, KINDS)
-    done = apply_policy(ledger, AnomalyPolicy(), number)
+    assert apply_anomaly_policy(ledger, ask, number).code == "diagnosis.person_decides" and open_anomalies(
+        ledger, KINDS
+    )
+    done = apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     assert (done.code, done.data) == ("diagnosis.quarantined", {"documents": 1, "segment": 1, "releases": ""})
     fate = ledger.read("SELECT fate, rule, detail FROM documents WHERE key = :key", key=key)[0]
     assert fate == {"fate": "quarantined", "rule": "loss_doctor", "detail": f"anomaly {number}: bad data"}
@@ -102,11 +104,11 @@ def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_
     override = {"keys": {"optimizer.lr": usual / 10}, "until": 17}
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
-    asked = apply_policy(ledger, AnomalyPolicy(), number)
+    asked = apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     assert asked.code == "diagnosis.person_decides" and asked.data["repeats"].data["until"] == 17
     assert open_anomalies(ledger, KINDS)
     automatic = AnomalyPolicy(rate="automatic")
-    done = apply_policy(ledger, automatic, number)
+    done = apply_anomaly_policy(ledger, automatic, number)
     assert done.code == "diagnosis.rate_lowered" and (done.data["segment"], done.data["until"]) == (1, 17)
     assert done.data["values"][0].startswith("optimizer.lr ")
     assert SegmentRow.get(ledger, 1).state == "rewound" and not open_anomalies(ledger, KINDS)
@@ -120,7 +122,7 @@ def test_a_rate_that_removes_an_anomaly_is_used_for_a_while_and_the_recipe_does_
     other = note(ledger, again.id, 12)
     diagnosed(ledger, other, again.id, ["rate"], [], override=override | {"keys": {"optimizer.lr": usual / 100}})
     assert (
-        apply_policy(ledger, automatic, other).code == "diagnosis.person_decides"
+        apply_anomaly_policy(ledger, automatic, other).code == "diagnosis.person_decides"
     )  # the rate was already lowered here once
     assert accept_diagnosis(ledger, other, "ada").code == "diagnosis.rate_lowered"
     assert find_override(ledger, "trunk", None) == RecipeOverride(
@@ -139,7 +141,7 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
     asked, done = note(ledger, 1, 2), note(ledger, 1, 12)
     diagnosed(ledger, asked, 1, ["bad data"], [key])
     diagnosed(ledger, done, 1, ["bad data"], [key])
-    apply_policy(ledger, AnomalyPolicy(), done)
+    apply_anomaly_policy(ledger, AnomalyPolicy(), done)
     assert (
         reject_diagnosis(ledger, asked, "ada").code == "diagnosis.rejected" and fate() == "quarantined"
     )  # for the other one
@@ -149,7 +151,9 @@ def test_a_rejected_diagnosis_frees_its_own_documents_only_and_the_policy_does_n
         tx.execute(segments.update().where(segments.c.id == again).values(state="done"))
     next_one = note(ledger, again, 12)
     diagnosed(ledger, next_one, again, ["bad data"], [key])
-    assert apply_policy(ledger, AnomalyPolicy(), next_one).code == "diagnosis.person_decides" and fate() == "train"
+    assert (
+        apply_anomaly_policy(ledger, AnomalyPolicy(), next_one).code == "diagnosis.person_decides" and fate() == "train"
+    )
     accept_diagnosis(ledger, next_one, "ada")
     assert fate() == "quarantined"
 
@@ -160,7 +164,7 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restor
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate"], [], override=override)
     automatic = AnomalyPolicy(rate="automatic")
-    apply_policy(ledger, automatic, number)
+    apply_anomaly_policy(ledger, automatic, number)
     reject_diagnosis(ledger, number, "ada")
     again = plan_trunk(Plant(workspace, ledger))
     with ledger.begin() as tx:
@@ -168,7 +172,7 @@ def test_a_rate_is_not_lowered_by_the_policy_where_a_person_rejected_that(restor
     other = note(ledger, again, 12)
     diagnosed(ledger, other, again, ["rate"], [], override=override)
     assert (
-        apply_policy(ledger, automatic, other).code == "diagnosis.person_decides"
+        apply_anomaly_policy(ledger, automatic, other).code == "diagnosis.person_decides"
         and find_override(ledger, "trunk", None) is None
     )
 
@@ -181,8 +185,8 @@ def test_accepting_a_diagnosis_of_a_replaced_segment_overrides_nothing(
     spoiled, late = note(ledger, 1, 2), note(ledger, 1, 12)
     diagnosed(ledger, spoiled, 1, ["bad data"], [key])
     diagnosed(ledger, late, 1, ["rate"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
-    apply_policy(ledger, AnomalyPolicy(), late)
-    apply_policy(ledger, AnomalyPolicy(), spoiled)
+    apply_anomaly_policy(ledger, AnomalyPolicy(), late)
+    apply_anomaly_policy(ledger, AnomalyPolicy(), spoiled)
     plan_trunk(Plant(workspace, ledger))
     assert (
         accept_diagnosis(ledger, late, "ada").code == "diagnosis.accepted"
@@ -207,7 +211,7 @@ def test_a_promoted_candidate_that_is_rewound_is_not_released(
     number = note(ledger, 1, 12, "grad_norm_jump")  # of a kind that holds nothing: 'factory diagnose' was asked for
     key = ledger.read("SELECT key FROM documents WHERE fate = 'train' ORDER BY key")[0]["key"]
     diagnosed(ledger, number, 1, ["bad data"], [key])
-    apply_policy(ledger, AnomalyPolicy(), number)
+    apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     assert due_of(Plant(workspace, ledger), "release") == []
     with pytest.raises(InputError, match="segment 1 was rewound"):
         release_candidate(Plant(workspace, ledger), verdict, approved_by="ada")
@@ -231,7 +235,7 @@ def test_the_rate_is_not_lowered_if_it_is_one_of_two_causes(restored: tuple[Work
     _, ledger = restored
     number = note(ledger, 1, 12)
     diagnosed(ledger, number, 1, ["rate", "hardware"], [], override={"keys": {"optimizer.lr": 1e-4}, "until": 17})
-    assert apply_policy(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
+    assert apply_anomaly_policy(ledger, AnomalyPolicy(rate="automatic"), number).data["repeats"] == ""
     assert (
         accept_diagnosis(ledger, number, "ada").code == "diagnosis.accepted"
         and find_override(ledger, "trunk", None) is None
@@ -243,8 +247,8 @@ def test_an_anomaly_that_was_not_replayed_is_not_closed_as_healthy(restored: tup
     near, far = note(ledger, 1, 12), note(ledger, 1, 13)
     diagnosed(ledger, near, 1, ["new generation"], [], noted=(12, 14))
     diagnosed(ledger, far, 1, ["new generation"], [], noted=(12, 40))
-    assert apply_policy(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
-    assert apply_policy(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
+    assert apply_anomaly_policy(ledger, AnomalyPolicy(), near).code == "diagnosis.healthy"
+    assert apply_anomaly_policy(ledger, AnomalyPolicy(), far).code == "diagnosis.person_decides"
     assert [row.id for row in open_anomalies(ledger, KINDS)] == [far]
 
 
@@ -275,7 +279,7 @@ def test_a_patch_that_is_blamed_is_undone_by_a_proposal_unless_a_person_rejects_
             Subject("anomaly", number),
             {"diagnosis": event, "failed": "", "claims": [claim], "dropped": []},
         )
-    assert "undoes proposal 1" in apply_policy(ledger, AnomalyPolicy(), number)
+    assert "undoes proposal 1" in apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     if rejected:
         reject_diagnosis(ledger, number, "ada")
         assert open_reverts(Plant(workspace, ledger)) == []
@@ -365,7 +369,7 @@ def test_a_left_out_document_is_masked_until_it_is_freed(past: Ledger) -> None:
     assert sorted(_left_out(past, {"t"})) == ["s:0", "s:1"]
     (mark,) = past.select_rows(sa.select(events).where(events.c.kind == RELEASE_MARKED))
     assert mark["subject"] == "release:1" and mark["detail"]["documents"] == ["s:0", "s:1"]
-    freed = free_documents(past, ["d0"], "ann")
+    freed = end_document_quarantine(past, ["d0"], "ann")
     assert (freed.code, freed.data) == ("diagnosis.freed", {"documents": 1})
     assert _left_out(past, {"t"}) == ["s:1"]
 
@@ -379,7 +383,7 @@ def test_the_maker_of_a_document_stays_recorded(past: Ledger) -> None:
     ]
     quarantine_documents(past, ["s:0", "s:1"], "ann", "private")
     assert detail() == [f"{maker}; by ann: private", "by ann: private"]
-    free_documents(past, ["s:0", "s:1"], "ann")
+    end_document_quarantine(past, ["s:0", "s:1"], "ann")
     assert detail() == [maker, None]
 
 
@@ -394,7 +398,7 @@ def test_one_wrong_name_changes_nothing(past: Ledger, names: list[str], code: st
     assert raised.value.data.get("fate") == ("held_out" if names[1] == "d2" else None)
     assert _left_out(past, {"t"}) == []
     with refused("diagnosis.not_quarantined", InputError, document="d0", fate="train"):
-        free_documents(past, ["d0"], "ann")
+        end_document_quarantine(past, ["d0"], "ann")
 
 
 def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger) -> None:
@@ -410,7 +414,7 @@ def test_an_id_of_several_documents_is_refused_until_a_key_is_named(past: Ledger
     quarantine_documents(past, ["s:0"], "ann")
     quarantine_documents(past, ["3"], "ann")  # the only one of them that is trained on
     with pytest.raises(InputError, match="2 documents .*'3'"):
-        free_documents(past, ["3"], "ann")
+        end_document_quarantine(past, ["3"], "ann")
 
 
 def test_the_commands(past: Ledger, workspace: Workspace) -> None:

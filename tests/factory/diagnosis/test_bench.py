@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from agents.loss_doctor.arms import AGAIN, OLDER, BudgetSpent, ReplayArm
-from agents.loss_doctor.curves import points_of_metrics
+from agents.loss_doctor.arms import AGAIN, OLDER, ReplayArm, ReplayBudgetSpentError
+from agents.loss_doctor.curves import read_step_metrics
 from agents.loss_doctor.doctor import diagnose
-from agents.loss_doctor.suspects import find_suspects, find_typical_of_shards
-from factory.audit.kept_checkpoints import NEWEST, choose_rungs, update_ladder
-from factory.diagnosis.replay_bench import Episode, WindowBench, graft_checkpoint, has_lost_moments
+from agents.loss_doctor.suspects import find_documents_typical_of_shards, find_suspects
+from factory.audit.kept_checkpoints import NEWEST, choose_steps_to_keep, update_kept_checkpoints
+from factory.diagnosis.replay_bench import AnomalyEpisode, EpisodeReplayBench, combine_checkpoints, has_zero_moments
 from factory.runs.arm import Arm
 from factory.runs.live_training import prepare_folder
-from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.sandboxed_training import ArmRunEnd
 from tests.support.trainer.segment_runs import result
 from tests.support.trainer.segments import make_documents, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.checkpoint import format as checkpoints
@@ -57,9 +57,9 @@ class Live:
         assert train_here(self.segment) == (0, "")
         self.anomalies = read_lines(self.segment / "anomalies.jsonl")
 
-    def episode(self) -> Episode:
+    def episode(self) -> AnomalyEpisode:
         spec = SegmentSpec.load(self.segment).model_dump() | {"data_plan": _json(self.plan)}
-        lines = points_of_metrics(
+        lines = read_step_metrics(
             [line for folder in (self.trunk, self.segment) for line in read_lines(folder / "metrics.jsonl")]
         )
         step = next(a["step"] for a in self.anomalies if any(key.startswith("bad-") for key in a["documents"]))
@@ -68,19 +68,19 @@ class Live:
         every = dict(
             rung for folder in folders for rung in checkpoints.saved_steps(folder / "checkpoints") if rung[0] <= step
         )
-        return Episode(kind, step, step, spec, {}, "cpu", lines, list(every.items()), Path())
+        return AnomalyEpisode(kind, step, step, spec, {}, "cpu", lines, list(every.items()), Path())
 
-    def bench(self, name: str, budget: int = 500) -> WindowBench:
-        return WindowBench(self.episode(), self.root / name, self.replay, budget)
+    def bench(self, name: str, budget: int = 500) -> EpisodeReplayBench:
+        return EpisodeReplayBench(self.episode(), self.root / name, self.replay, budget)
 
-    def replay(self, arm: Arm) -> ArmEnd:
+    def replay(self, arm: Arm) -> ArmRunEnd:
         self.runs += 1
         home = self.root / "runs"
         home.mkdir(exist_ok=True)
         folder = home / f"{self.runs:05d}"
         prepare_folder(home, folder, arm)
         code, said = train_here(folder)
-        return ArmEnd(folder, failed=said if code else "")
+        return ArmRunEnd(folder, failed=said if code else "")
 
 
 def _json(plan: DataPlan) -> dict[str, Any]:
@@ -108,12 +108,12 @@ def test_the_same_again_equals_the_live_run_and_is_not_run_twice_after_a_kill(li
 def test_a_kill_after_the_checkpoint_at_the_onset_repeats_the_approach(live: Live) -> None:
     episode = live.episode()
     episode = replace(episode, rungs=[rung for rung in episode.rungs if rung[0] < episode.onset])
-    bench = WindowBench(episode, live.root / "killed", live.replay, 500)
+    bench = EpisodeReplayBench(episode, live.root / "killed", live.replay, 500)
     outcome = bench.run(AGAIN[0])
     assert list((bench.folder / "onset").glob("step-*/manifest.json"))
     for stored in bench.folder.glob("*.json"):
         stored.unlink()
-    assert WindowBench(episode, bench.folder, live.replay, 500).run(AGAIN[0]) == outcome
+    assert EpisodeReplayBench(episode, bench.folder, live.replay, 500).run(AGAIN[0]) == outcome
     assert sorted(path.name for path in bench.folder.iterdir() if path.is_dir()) == ["onset"]
 
 
@@ -121,7 +121,7 @@ def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
     steps = live.bench("budget").run(AGAIN[0]).steps
     again = live.bench("budget", budget=2 * steps - 1)
     again.run(AGAIN[0])
-    with pytest.raises(BudgetSpent) as raised:
+    with pytest.raises(ReplayBudgetSpentError) as raised:
         again.run(AGAIN[1])
     message = raised.value.args[0]
     assert message.code == "diagnosis.budget_spent"
@@ -134,13 +134,15 @@ def test_the_budget_counts_what_was_replayed_before_a_kill(live: Live) -> None:
 
 
 def test_the_documents_that_stand_out_are_the_bad_ones(live: Live) -> None:
-    scores = live.bench("scores").scores("newest")
+    scores = live.bench("scores").score_documents_at("newest")
     episode = live.episode()
     in_batch = next(a["documents"] for a in live.anomalies if a["step"] == episode.onset)
     assert [score.key for score in scores if score.in_window] == in_batch
     samples = [[s for s in scores if not s.in_window and s.joined == new] for new in (True, False)]
     assert all(len(sample) > 100 for sample in samples)  # of the shards that joined, and of those before
-    assert {s.joined for s in scores if s.key.startswith("bad-")} == {True} and not find_typical_of_shards(scores)
+    assert {s.joined for s in scores if s.key.startswith("bad-")} == {True} and not find_documents_typical_of_shards(
+        scores
+    )
     bad = {key for key in in_batch if key.startswith("bad-")}
     assert bad and set(find_suspects(scores)[: len(bad)]) == bad
 
@@ -156,7 +158,7 @@ def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> No
     episode = live.episode()
     older = episode.find_older_checkpoint()
     assert older is not None and older[0] < episode.newest_checkpoint[0]
-    grafted = graft_checkpoint(older[1], episode.newest_checkpoint[1], tmp_path)
+    grafted = combine_checkpoints(older[1], episode.newest_checkpoint[1], tmp_path)
     a, b, c = (checkpoints.load(path) for path in (grafted, older[1], episode.newest_checkpoint[1]))
     assert a.state == c.state and all(torch.equal(a.model[key], b.model[key]) for key in b.model)
     outcome = live.bench("older").run(ReplayArm(OLDER, start="older weights"))
@@ -166,17 +168,19 @@ def test_older_weights_meet_the_same_documents(live: Live, tmp_path: Path) -> No
 
 
 def test_a_replay_that_fails_says_why(live: Live) -> None:
-    bench = replace(live.bench("fails"), run_trainer=lambda arm: ArmEnd(live.root / "none", 1.0, "over its wall limit"))
+    bench = replace(
+        live.bench("fails"), run_trainer=lambda arm: ArmRunEnd(live.root / "none", 1.0, "over its wall limit")
+    )
     outcome = bench.run(AGAIN[0])
     assert outcome.failed == "over its wall limit" and outcome.fires is None
 
 
 def test_lost_moments_are_seen(live: Live, tmp_path: Path) -> None:
     path = live.episode().newest_checkpoint[1]
-    assert not has_lost_moments(path)
+    assert not has_zero_moments(path)
     held = checkpoints.load(path)
     zeroed = {key: tensor * 0 if key.startswith("exp_avg") else tensor for key, tensor in held.optimizer.items()}
-    assert has_lost_moments(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
+    assert has_zero_moments(checkpoints.save(tmp_path, Checkpoint(held.model, zeroed, held.state)))
 
 
 def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -> None:
@@ -187,14 +191,14 @@ def test_the_ladder_keeps_what_the_trainer_removes(live: Live, tmp_path: Path) -
         for _, old in checkpoints.saved_steps(source)[:-1]:
             old.unlink()
         (source / checkpoints.checkpoint_name(step)).symlink_to(path)  # refused: a rung is no link
-        update_ladder(source, target, every=5)
+        update_kept_checkpoints(source, target, every=5)
     assert not checkpoints.saved_steps(target)
     for number, (_, path) in enumerate(every):
         for _, old in checkpoints.saved_steps(source):
             old.unlink() if old.is_symlink() else shutil.rmtree(old)
         held = checkpoints.load(path)
         checkpoints.save(source, held)
-        update_ladder(source, target, every=5)
+        update_kept_checkpoints(source, target, every=5)
         steps = [step for step, _ in every[: number + 1]]
-        assert [step for step, _ in checkpoints.saved_steps(target)] == choose_rungs(steps, 5)
+        assert [step for step, _ in checkpoints.saved_steps(target)] == choose_steps_to_keep(steps, 5)
     assert len(every) > NEWEST and not any(checkpoints.find_fault(path) for _, path in checkpoints.saved_steps(target))

@@ -22,7 +22,7 @@ from factory.core.workspace import Workspace
 from factory.diagnosis import diagnosing
 from factory.diagnosis.diagnosing import diagnose_and_act
 from factory.diagnosis.remedies import accept_diagnosis
-from factory.diagnosis.replay_bench import Episode
+from factory.diagnosis.replay_bench import AnomalyEpisode
 from factory.git.repository import CheckoutError
 from factory.ledger.anomalies import (
     ASKED,
@@ -38,7 +38,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
 from factory.ledger.status import format_status, read_status
 from factory.runs.arm import Arm
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.training.planning import plan_trunk, read_data_plan
 from factory.training.segment_folder import record_segment_done
 from tests.support.factory.errands import next_due
@@ -75,8 +75,8 @@ def test_untrusted_code_carries_no_state_from_one_arm_to_the_next(
     (tmp_path / "code" / "trainer").mkdir(parents=True)
     (tmp_path / "code" / "trainer" / "__main__.py").write_text(KEEPS)
     base = {"kind": "trunk", "recipe": {}, "data_plan": {"token_shards": []}, "first_step": 0, "last_step": 4}
-    runs = Runs(Plant(workspace, ledger), workspace.root / "diagnosed", "diagnosis", Subject("anomaly", 1))
-    episode = cast(Episode, SimpleNamespace(code_of=lambda arm: tmp_path / "code"))
+    runs = TaskRuns(Plant(workspace, ledger), workspace.root / "diagnosed", "diagnosis", Subject("anomaly", 1))
+    episode = cast(AnomalyEpisode, SimpleNamespace(code_of=lambda arm: tmp_path / "code"))
     trainers = diagnosing._Trainers(runs, episode, PATIENCE_S)
     for repeat in (0, 1):
         ended = trainers(Arm(f"arm {repeat}", base | {"initial_checkpoint": None}, "c0ffee", repeat=repeat))

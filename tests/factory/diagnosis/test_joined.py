@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from factory.diagnosis.diagnosing import NotedAnomaly, changed_recipe_keys, find_episodes, find_previous_weights
+from factory.diagnosis.diagnosing import RecordedAnomaly, changed_recipe_keys, find_episodes, find_previous_weights
 from factory.diagnosis.new_documents import compare_new_documents
 from tests.support.trainer.segments import plan_of, recipe_with
 from trainer.contract.data.data_order import DataOrder
@@ -75,7 +75,7 @@ def test_reshuffling_gives_other_documents_and_keeps_the_cursor_valid(tmp_path: 
 
 
 def test_an_impossible_onset_of_the_trainer_is_ignored() -> None:
-    line = lambda step, onset, kind="loss_spike": NotedAnomaly.of(
+    line = lambda step, onset, kind="loss_spike": RecordedAnomaly.of(
         1, step, kind, {"onset": onset, "where": "domain/code"}
     )
     assert line(50, 48).began == 48 and line(50, 51).began is None and line(500, 5).began is None

@@ -20,7 +20,7 @@ from agents.llm.policy import LlmPolicy
 from factory.cli.app import app
 from factory.core.workspace import Workspace
 from factory.diagnosis.diagnosing import diagnose_and_act
-from factory.diagnosis.remedies import apply_policy
+from factory.diagnosis.remedies import apply_anomaly_policy
 from factory.diagnosis.wording import describe_waiting_diagnoses, make_diagnosis_facts
 from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.ledger.anomalies import (
@@ -33,7 +33,7 @@ from factory.ledger.anomalies import (
 from factory.ledger.ledger import Ledger, agent_runs, anomalies, exchanges, record_event
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow, Subject
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.runs import CLOSED, DIAGNOSIS_SHOWN
 from tests.support.factory.code_loop import make_target
 from tests.support.factory.engineer import recorded
@@ -84,7 +84,7 @@ def diagnosed(workspace: Workspace, ledger: Ledger, step: int = 12) -> int:
     detail |= {"report": f"reports/anomaly-{number}.html", "drawn": {"loss": {}, "grad_norm": {}}}
     with ledger.begin() as tx:
         record_event(tx, DIAGNOSED, Subject("anomaly", number), detail)
-    apply_policy(ledger, AnomalyPolicy(), number)
+    apply_anomaly_policy(ledger, AnomalyPolicy(), number)
     return number
 
 
@@ -107,7 +107,7 @@ def ledger_but_words(ledger: Ledger) -> dict[str, Any]:
 
 
 def page_of(workspace: Workspace, ledger: Ledger, number: int) -> str:
-    show_missing(Plant(workspace, ledger))
+    show_unshown_items(Plant(workspace, ledger))
     return (workspace.reports / f"anomaly-{number}.html").read_text()
 
 
@@ -176,7 +176,7 @@ def test_documents_reach_the_model_only_if_the_policy_says_so_bounded_and_as_dat
     detail = newest_details_by_anomaly(ledger, DIAGNOSED)[number]
     facts = make_diagnosis_facts(detail, [], [{"id": HOSTILE, "domain": "code", "source": HOSTILE, "text": HOSTILE}])
     assert (
-        facts.documents and facts.about(facts.documents[0][0]) is None
+        facts.documents and facts.look_up_fact(facts.documents[0][0]) is None
     )  # no sentence can rest on what a document says
 
 
@@ -288,6 +288,6 @@ def test_a_diagnosis_is_described_again_only_when_it_is_made_again(made: tuple[W
 
 
 def test_the_limits_hold_whatever_else_the_policy_allows() -> None:
-    found = LlmPolicy(attempts=20, diagnosis_seconds=100.0).for_diagnosis()
+    found = LlmPolicy(attempts=20, diagnosis_seconds=100.0).with_diagnosis_limits()
     assert (found.attempts, found.reply_seconds + found.silence_seconds, found.file_wait_seconds) == (1, 100.0, 100.0)
-    assert LlmPolicy(reply_seconds=5.0).for_diagnosis().reply_seconds == 5.0
+    assert LlmPolicy(reply_seconds=5.0).with_diagnosis_limits().reply_seconds == 5.0

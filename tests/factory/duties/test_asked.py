@@ -12,7 +12,7 @@ import pytest
 
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, Errand
+from factory.duties.duty import Duty, DutyTask
 from factory.duties.requests import ASKED
 from factory.duties.runner import run_pass
 from factory.duties.table import DUTIES
@@ -24,7 +24,7 @@ from factory.ledger.rows import SegmentRow
 from factory.release import releases
 from factory.release.releases import release_candidate
 from factory.retrying.requests import RewoundError, open_requests, record_request_done, request_actions
-from factory.retrying.trainer_deaths import REFUSED, TrainerEnding, record_death
+from factory.retrying.trainer_deaths import REFUSED, TrainerFailure, record_death
 from factory.training import planning
 from factory.training.planning import plan_trunk
 from factory.training.segment_folder import record_segment_done
@@ -91,7 +91,7 @@ def test_a_segment_that_was_rewound_while_it_trained_is_neither_done_nor_parked(
     with refused("retrying.rewound", RewoundError, segment=number):
         record_segment_done(ledger, planned, Path(row.folder), dict(row.result or {}))
     with pytest.raises(RewoundError):
-        record_death(ledger, planned, TrainerEnding(REFUSED, "ended"), 1, 1, final=True)
+        record_death(ledger, planned, TrainerFailure(REFUSED, "ended"), 1, 1, final=True)
     assert SegmentRow.get(ledger, number).state == "rewound"
 
 
@@ -189,9 +189,9 @@ def test_an_impossible_request_is_reported_once(restored: tuple[Workspace, Ledge
     assert ["'jugde 1'" in said.lines[0], "'judge one'" in said.lines[1]] == [True, True] and len(said.lines) == 3
     assert codes(said.lines)[2] == "duties.request_refused" and said.lines[2].data["errand"] == "audit 1"  # type: ignore[attr-defined]
     with refused("duties.unknown", InputError, request="jugde 1", duty="jugde"):
-        Errand.parse("jugde 1", DUTIES)
+        DutyTask.parse("jugde 1", DUTIES)
     with refused("duties.no_number", InputError, request="judge one", number="one"):
-        Errand.parse("judge one", DUTIES)
+        DutyTask.parse("judge one", DUTIES)
     assert not open_requests(ledger)
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from factory.core.errors import ConfigError, DiskFullError
 from factory.core.workspace import Workspace
-from factory.duties.back_off import RetryingAttempts
+from factory.duties.back_off import DutyTaskRetries
 from factory.duties.duty import Duty, always_due
 from factory.duties.runner import run_daemon, run_pass
 from factory.ingest.inbox import ingest_inbox_file, list_complete_files
@@ -96,7 +96,7 @@ def test_an_errand_with_a_lasting_fault_does_not_block_others(
 ) -> None:
     """In every pass the trainer reports a full disk. The errand is the first of each pass, and ends the pass."""
     now = [0.0]
-    back_off, turns = RetryingAttempts(Plant(workspace, ledger)), []
+    back_off, turns = DutyTaskRetries(Plant(workspace, ledger)), []
     back_off.backoff = FailureWaits(1.0, 600.0, lambda: now[0])
 
     def train() -> None:
@@ -104,13 +104,13 @@ def test_an_errand_with_a_lasting_fault_does_not_block_others(
 
     while now[0] < 3600:
         now[0] += 5.0
-        if not back_off.too_early():
+        if not back_off.is_too_early_for_pass():
             try:
-                back_off.attempt("train 1", train)
-                back_off.attempt("judge 1", lambda: turns.append(now[0]))
-                back_off.passed()
+                back_off.try_task("train 1", train)
+                back_off.try_task("judge 1", lambda: turns.append(now[0]))
+                back_off.record_pass_end()
             except DiskFullError as error:
-                back_off.pass_failed(error)
+                back_off.record_pass_failure(error)
     assert len(turns) > 10, turns
 
 
@@ -120,8 +120,8 @@ def test_success_after_a_failure_of_an_earlier_daemon_is_reported(workspace: Wor
     first.on[f"export {number} failed"] = enough
     run_until(workspace, ledger, first)
     assert [one["what"] for one in failing_actions(ledger)] == [f"export {number}"]
-    back_off = RetryingAttempts(Plant(workspace, ledger, second := Listener()))
-    assert back_off.attempt(f"export {number}", lambda: None) and not failing_actions(ledger)
+    back_off = DutyTaskRetries(Plant(workspace, ledger, second := Listener()))
+    assert back_off.try_task(f"export {number}", lambda: None) and not failing_actions(ledger)
     assert second.lines[-1].strip().startswith(f"export {number} works again")
 
 
@@ -174,13 +174,13 @@ def test_a_duty_that_always_raises_is_reported_once_and_others_continue(workspac
         once_a_pass("serve"),
     )
     now = [0.0]
-    back_off = RetryingAttempts(Plant(workspace, ledger, listener := Listener()))
+    back_off = DutyTaskRetries(Plant(workspace, ledger, listener := Listener()))
     back_off.backoff = FailureWaits(10.0, 600.0, lambda: now[0])
     for _ in range(12):
         now[0] += 5.0
         passes[0] += 1
         assert run_pass(Plant(workspace, ledger), attempts=back_off, duties=table) == 2
-        back_off.passed()
+        back_off.record_pass_end()
     assert turns == [f"{name} {number}" for number in range(1, 13) for name in ("cook", "serve")]
     names = ["tidy", "check if sort is due", "wash 1", "wash 2"]
     assert [line.partition(" failed: ")[0].strip() for line in listener.lines] == names, "each is said once"
@@ -286,5 +286,5 @@ def test_a_recurring_subject_does_not_count_as_no_effect(
     taken: list[object] = []
     due = lambda look: [workspace.inbox / "new.jsonl"] if len(taken) < 6 else []
     duty = Duty("take", "", due, lambda plant, path: taken.append(path), recurs=recurs)
-    run_pass(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=RetryingAttempts(Plant(workspace, ledger)))
+    run_pass(Plant(workspace, ledger, Listener()), duties=(duty,), attempts=DutyTaskRetries(Plant(workspace, ledger)))
     assert len(taken) == times

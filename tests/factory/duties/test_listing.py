@@ -6,7 +6,7 @@ import json
 import time
 
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, Errand, always_due
+from factory.duties.duty import Duty, DutyTask, always_due
 from factory.duties.listing import NAME, duty_facts, read_note, write_note
 from factory.duties.table import DUTIES
 from factory.ledger.ledger import Ledger
@@ -22,8 +22,8 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
     number = plan_row(ledger).id
     pause_daemon(ledger, TRAINING, "ada", "lunch")
     backoff = FailureWaits(60.0, 600.0)
-    backoff.failed(f"export {first}", "its checkpoint is gone")
-    write_note(workspace, backoff.known(), Errand(next(duty for duty in DUTIES if duty.name == "judge"), 3))
+    backoff.record_failure(f"export {first}", "its checkpoint is gone")
+    write_note(workspace, backoff.failure_states(), DutyTask(next(duty for duty in DUTIES if duty.name == "judge"), 3))
     policies = workspace.root / "policies"
     policies.mkdir(exist_ok=True)
     (policies / "anomalies.yaml").write_text("stepps: 4\n")
@@ -46,17 +46,17 @@ def test_the_command_lists_what_is_due_held_resting_and_done(workspace: Workspac
 
 def test_a_note_is_written_only_when_its_content_changes(workspace: Workspace) -> None:
     backoff = FailureWaits(60.0, 600.0)
-    backoff.failed("judge 3", "no")
-    write_note(workspace, backoff.known())
+    backoff.record_failure("judge 3", "no")
+    write_note(workspace, backoff.failure_states())
     written = (workspace.logs / NAME).stat()
     time.sleep(0.01)
-    write_note(workspace, backoff.known())
+    write_note(workspace, backoff.failure_states())
     assert (workspace.logs / NAME).stat().st_ino == written.st_ino, "an idle pass writes nothing"
-    backoff.failed("judge 3", "no")
-    write_note(workspace, backoff.known())
+    backoff.record_failure("judge 3", "no")
+    write_note(workspace, backoff.failure_states())
     assert read_note(workspace)["rests"]["judge 3"]["failures"] == 2
-    backoff.succeeded("judge 3")
-    write_note(workspace, backoff.known(), Errand(Duty("judge", "", always_due, always_due), 3))
+    backoff.record_success("judge 3")
+    write_note(workspace, backoff.failure_states(), DutyTask(Duty("judge", "", always_due, always_due), 3))
     assert read_note(workspace)["rests"] == {} and read_note(workspace)["done"]["judge"]["errand"] == "judge 3"
     (workspace.logs / NAME).write_text("[")
     assert read_note(workspace) == {"done": {}, "rests": {}}

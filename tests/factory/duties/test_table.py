@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.core.workspace import Workspace
-from factory.duties.duty import Duty, DutyState, Errand
+from factory.duties.duty import Duty, DutyState, DutyTask
 from factory.duties.patches import OVERDUE_AUDIT
 from factory.duties.requests import ASKED
-from factory.duties.runner import find_next_errands
+from factory.duties.runner import find_next_duty_tasks
 from factory.duties.table import DUTIES
 from factory.duties.training import TRAIN
 from factory.ledger.ledger import (
@@ -50,7 +50,7 @@ def chosen(due: dict[str, object], **state: object) -> str:
     look = DutyState(None, None, table, low_on_disk=bool(seen["low"]), resting=frozenset(seen["resting"]))  # type: ignore[arg-type, call-overload]
     pause = Pause(str(seen["pause"]), "ada", 0.0, "") if seen["pause"] else None
     vars(look).update(pause=pause, open_segment=seen["open"], stuck_segment=seen["stuck"])
-    return str(next(iter(find_next_errands(look)), ""))
+    return str(next(iter(find_next_duty_tasks(look)), ""))
 
 
 def made_due(duty: Duty, due: dict[str, object]) -> Callable[[DutyState], Iterable[object]]:
@@ -58,7 +58,7 @@ def made_due(duty: Duty, due: dict[str, object]) -> Callable[[DutyState], Iterab
     if duty is TRAIN or name not in due:
         return duty.due if duty is TRAIN else lambda look: ()
     if duty is ASKED:
-        return lambda look: [Errand.parse(str(due["asked"]), look.duties)]
+        return lambda look: [DutyTask.parse(str(due["asked"]), look.duties)]
     return lambda look: [due[name]]
 
 

@@ -11,7 +11,7 @@ from factory.core.workspace import Workspace
 from factory.evals import contamination
 from factory.evals.contamination import check_contamination, check_shared_ngrams, hash_ngrams
 from factory.evals.policy import EvalPolicy
-from factory.evals.probes.checks import Check
+from factory.evals.probes.checks import ProbeCheck
 from factory.ingest.tokenizer import train_tokenizer
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 from tests.support.messages import says, the, tree
@@ -77,7 +77,7 @@ def test_a_long_part_of_one_is_found_across_blocks_and_a_short_one_is_not(
         assert says(check.detail, ("contamination.over", {"count": 1, "first": "h:1"})) is not ok
 
 
-def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[str]) -> list[Check]:
+def checks(workspace: Workspace, ledger: Ledger, held: list[str], trained: list[str]) -> list[ProbeCheck]:
     """Of a ledger that knows nothing amiss: the hashes it has of the documents all differ."""
     tokenizer = train_tokenizer((module.text for module in library().values()), 512, workspace.tokenizer)
     of = [(f"{'ab' * 8}:{n}", what, n >= len(held)) for n, what in enumerate([*held, *trained])]

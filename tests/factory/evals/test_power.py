@@ -17,7 +17,7 @@ from factory.evals.power import (
     RequiredBound,
     ScoredGuard,
     assign_holm_levels,
-    groups_factor_needed,
+    groups_factor_to_detect,
     smallest_detectable_gain,
 )
 from factory.evals.statistics import Gain
@@ -38,7 +38,7 @@ def test_a_known_error_gives_the_noncentral_t() -> None:
     freedom, level, shift = 9.0, 0.025, 3.0
     few = Gain(0.0, 1.0, 10, freedom + 1)
     known = float(nct.sf(nct.isf(level, freedom, 0), freedom, shift))
-    told = RequiredBound(few, level).chance(shift)
+    told = RequiredBound(few, level).pass_probability(shift)
     assert told < known < told + 0.1, "an error that is estimated makes the chance smaller, not much"
 
 
@@ -87,8 +87,12 @@ def test_the_guards_that_a_gain_moves_are_the_surest_where_it_is_large() -> None
     target = RequiredBound(MANY, 0.025)
     gain = smallest_detectable_gain([target], 0.0, guards)
     assert gain is not None and gain > 0.02, "enough for code to be surer than cloze"
-    passed = [one.chance(gain) for one in (target, *assign_holm_levels(guards, gain).values())]
-    assert math.prod(passed) >= POWER > math.prod(one.chance(8.0) for one in assign_holm_levels(guards, 0.0).values())
+    passed = [one.pass_probability(gain) for one in (target, *assign_holm_levels(guards, gain).values())]
+    assert (
+        math.prod(passed)
+        >= POWER
+        > math.prod(one.pass_probability(8.0) for one in assign_holm_levels(guards, 0.0).values())
+    )
 
 
 @pytest.mark.parametrize(("items", "right"), [(24, 0.3), (36, 0.5), (60, 0.5), (120, 0.6), (400, 0.1)])
@@ -120,13 +124,13 @@ def test_a_guard_stands_from_the_size_that_it_is_said_to_need() -> None:
 
 def test_as_many_groups_as_are_said_show_the_gain() -> None:
     few = Gain(0.005, 0.01, 20, 20.0)
-    times = groups_factor_needed(0.005, [RequiredBound(few, 0.025)])
+    times = groups_factor_to_detect(0.005, [RequiredBound(few, 0.025)])
     assert times is not None and times > 1
     more = Gain(0.0, 0.01 / math.sqrt(times), 20, 20.0 * times)
     assert smallest_detectable_gain([RequiredBound(more, 0.025)]) == pytest.approx(0.005, rel=0.05)
     assert (
-        groups_factor_needed(0.0, [RequiredBound(few, 0.025)]) is None
-        and (groups_factor_needed(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
+        groups_factor_to_detect(0.0, [RequiredBound(few, 0.025)]) is None
+        and (groups_factor_to_detect(0.1, [RequiredBound(few, 0.025)]) or 9) <= 1
     )
 
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from factory.data.removing import apply_removal, plan_removal
-from factory.data.selecting import removable_fates, select_by_name, select_by_value
+from factory.data.selecting import removable_fates, select_by_name, select_documents_by_label
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import HeldOutDocument, SourceCap, build_suite, cap_sources, select_held_out_documents
-from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
 from factory.ledger.ledger import Ledger, documents, held_out, shards
 
-SEALED = [name for name in (f"s{n}" for n in range(60)) if breaks_tie_to_sealed(name)]
+SEALED = [name for name in (f"s{n}" for n in range(60)) if goes_to_sealed_half_on_tie(name)]
 CAP = SourceCap(0.25, 2048)
 
 
@@ -33,7 +33,11 @@ def hold_out(ledger: Ledger, sizes: dict[str, Sequence[int]], domain: str = "doc
                 content = {"text": "é" * (size // 2) + "x" * (size % 2)}
                 tx.execute(
                     held_out.insert().values(
-                        key=key, domain=domain, group_key=source, sealed=breaks_tie_to_sealed(source), content=content
+                        key=key,
+                        domain=domain,
+                        group_key=source,
+                        sealed=goes_to_sealed_half_on_tie(source),
+                        content=content,
                     )
                 )
 
@@ -103,7 +107,7 @@ def test_a_domain_with_too_few_documents_leaves_the_suite_when_they_are_taken_ou
     chosen = (
         select_by_name(ledger, names, removable_fates(False))
         if by == "document"
-        else select_by_value(ledger, "source", SEALED[20:23])
+        else select_documents_by_label(ledger, "source", SEALED[20:23])
     )
     assert apply_removal(ledger, plan_removal(ledger, chosen), "ann").documents == 3
     after = build_suite(ledger, EvalPolicy(), "t")

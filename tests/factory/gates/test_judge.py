@@ -15,9 +15,9 @@ from factory.core.errors import ConfigError
 from factory.evals.probes.checks import CHECKS
 from factory.evals.statistics import CLOZE, Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import groups_needed, guards_set_aside, promotion_bounds
+from factory.gates.release.guards import groups_to_show_no_loss, list_unreliable_guards, promotion_bounds
 from factory.gates.release.judge import judge
-from factory.gates.release.policy import ReleasePolicy, Target
+from factory.gates.release.policy import ReleasePolicy, TargetPolicy
 from factory.gates.release.reasons import are_overridable, is_to_do_line
 from factory.tasks.comparing import TaskEvidence
 from tests.support.gates.reasons import Expected, expect, has, tells
@@ -218,7 +218,7 @@ def test_a_person_reads_the_change_not_the_gain() -> None:
 
 
 def test_a_target_domain_of_which_nothing_is_held_out_holds() -> None:
-    verdict = judge(ReleasePolicy(target=Target(weights={"law": 1.0})), evidence())
+    verdict = judge(ReleasePolicy(target=TargetPolicy(weights={"law": 1.0})), evidence())
     assert verdict.outcome == "hold" and verdict.reasons[0].code == "release.to_do"
     assert verdict.reasons[0].data["remedy"].code == "release.remedy_target_domain"
     assert has(verdict.reasons[0], "domain", "law")
@@ -243,8 +243,8 @@ TASKS = [
     for one in (gain(0.05), gain(-0.1, 0.05), gain(-0.3), Gain(0.0, None, 40, 40.0))
 ] + [TaskEvidence.of_problem("Task t: it was not measured.", "mend it.")]
 OTHER_POLICIES = [
-    ReleasePolicy(target=Target(weights={"law": 1.0, "notes": 0.0})),
-    ReleasePolicy(target=Target(alpha=0.001)),
+    ReleasePolicy(target=TargetPolicy(weights={"law": 1.0, "notes": 0.0})),
+    ReleasePolicy(target=TargetPolicy(alpha=0.001)),
     ReleasePolicy(clusters_min=41),
 ]
 NOT_BY_A_PERSON = {
@@ -283,7 +283,7 @@ def test_more_groups_are_asked_for_by_number() -> None:
 def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, width: float) -> None:
     for items, stands in ((24, False), (96, True)):
         given_ = replace(changed(evidence(), "guards", "cloze", gain(middle, width, 20)), cloze_items=items)
-        assert (CLOZE in guards_set_aside(POLICY, given_)) is not stands
+        assert (CLOZE in list_unreliable_guards(POLICY, given_)) is not stands
         assert promotion_bounds(POLICY, given_).guards.keys() == {*DOMAINS, *([CLOZE] if stands else [])}
     told = judge(POLICY, given_)
     assert (told.outcome == "promote") == (middle - 1.729 * width / 2.02 > -0.15), (
@@ -295,14 +295,14 @@ def test_a_candidate_that_changes_many_items_takes_no_guard_away(middle: float, 
 def test_bits_per_byte_of_every_domain_always_guard(given_: ReleaseEvidence) -> None:
     for groups in (1, 2, 8, 40):
         few = replace(given_, guards=given_.guards | dict.fromkeys(DOMAINS, gain(0.0, 0.5, groups)))
-        assert not set(guards_set_aside(POLICY, few)) & set(DOMAINS)
+        assert not set(list_unreliable_guards(POLICY, few)) & set(DOMAINS)
 
 
 def test_earlier_losses_set_no_guard_aside() -> None:
     """Else a line of releases that each lose a little would take the guard away that counts them."""
     lost = changed(replace(evidence(), cloze_items=96), "lost", "cloze", 0.149)
     assert (
-        not guards_set_aside(POLICY, lost)
+        not list_unreliable_guards(POLICY, lost)
         and judge(POLICY, changed(lost, "guards", "cloze", gain(-0.003))).outcome == "hold"
     )
 
@@ -329,4 +329,4 @@ def test_only_domains_that_it_was_trained_on_are_named_as_not_guarded() -> None:
 def test_how_many_groups_are_needed(
     groups: float | None, error: float | None, floor: float, needed: int | None
 ) -> None:
-    assert groups_needed(Gain(0.0, error, 8, groups), 0.05, floor) == needed
+    assert groups_to_show_no_loss(Gain(0.0, error, 8, groups), 0.05, floor) == needed

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from factory.evals.parity import CHECKS
 from factory.evals.statistics import Gain
 from factory.gates.release.evidence import ReleaseEvidence
-from factory.gates.release.guards import guards_set_aside
+from factory.gates.release.guards import list_unreliable_guards
 from factory.gates.release.judge import judge
-from factory.gates.release.policy import Guards, ReleasePolicy
+from factory.gates.release.policy import GuardsPolicy, ReleasePolicy
 from tests.support.gates.release_evidence import DOMAINS, FIRST, MEASURES, POLICY, evidence, gain
 
 close = st.floats(-0.06, 0.06)
@@ -34,7 +34,9 @@ first = st.builds(
     st.tuples(*[st.floats(1, 5)] * 3), st.tuples(*[st.floats(2, 5)] * 3),
 )  # fmt: skip
 some_evidence = st.one_of(later, first)
-some_policy = st.builds(lambda margin: ReleasePolicy(guards=Guards(bits_per_byte_margin=margin)), st.floats(0, 0.05))
+some_policy = st.builds(
+    lambda margin: ReleasePolicy(guards=GuardsPolicy(bits_per_byte_margin=margin)), st.floats(0, 0.05)
+)
 
 
 def leaves(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -91,7 +93,7 @@ def test_taking_evidence_away_or_numbers_sets_no_guard_aside(
         del at(tree, path)[path[-1]]
     else:
         at(tree, path)[path[-1]] = math.nan
-    assert guards_set_aside(policy, evidence_of(tree)).keys() <= guards_set_aside(policy, given_).keys()
+    assert list_unreliable_guards(policy, evidence_of(tree)).keys() <= list_unreliable_guards(policy, given_).keys()
     assert judge(policy, given_).outcome == "promote" or judge(policy, evidence_of(tree)).outcome != "promote"
 
 
@@ -101,7 +103,7 @@ def test_no_measurement_of_a_candidate_sets_a_guard_aside(
 ) -> None:
     cloze = replace(given_.guards["cloze"], gain=middle, error=width)
     other = replace(given_, guards={**given_.guards, "cloze": cloze}, cloze=0.1, bits_per_byte={}, target=gain(middle))
-    assert guards_set_aside(policy, other) == guards_set_aside(policy, given_)
+    assert list_unreliable_guards(policy, other) == list_unreliable_guards(policy, given_)
 
 
 def test_every_single_piece_of_evidence_is_needed() -> None:

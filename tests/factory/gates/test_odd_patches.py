@@ -20,7 +20,7 @@ from factory.gates.patch.stages import oracle, static
 from factory.gates.stage_interface import PatchCase, StageResult
 from factory.git.scope import FileChange
 from factory.ledger.plant import Plant
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from kernels.contract.message import Message
 from kernels.contract.strict_yaml import read_yaml
 from tests.support.factory.code_loop import make
@@ -106,7 +106,7 @@ def test_a_stage_that_breaks_holds_and_what_is_not_finite_stays_out_of_the_ledge
     assert tells(row["reasons"], expected)
     found = row["evidence"]["stages"]["static"]
     assert (found["worst"], found["inner"]) == (None, [{"a": None}, None, 1.5])
-    show_missing(Plant(made.workspace, made.ledger))
+    show_unshown_items(Plant(made.workspace, made.ledger))
     report = (made.workspace.reports / f"proposal-{number}.json").read_text()
     json.loads(report, parse_constant=lambda word: pytest.fail(f"{word} is no JSON"))
     assert made.left_behind() == []

@@ -25,7 +25,7 @@ from factory.git.scope import FileChange
 from factory.ledger.ledger import proposals, segments, verdicts
 from factory.ledger.plant import Plant
 from factory.sandbox import sandbox
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from kernels.contract.message import Message
 from tests.support.factory.code_loop import Made, make
 from tests.support.gates.reasons import Expected, expect, tells
@@ -132,7 +132,7 @@ def test_an_op_choice_is_judged_end_to_end() -> None:
     assert row["subject_sha256"] == row["patch_sha256"]
     message = git(made.target, "log", "-1", "--format=%B", row["branch"])
     assert f"Verdict: {row['outcome']}" in message and "Because." in message and "Oracle: passed" in message
-    show_missing(Plant(made.workspace, made.ledger))
+    show_unshown_items(Plant(made.workspace, made.ledger))
     report = json.loads((made.workspace.reports / f"proposal-{row['number']}.json").read_text())
     assert report["outcome"] == row["outcome"] and "chunked" in report["patch"]
 

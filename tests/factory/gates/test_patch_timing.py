@@ -17,7 +17,7 @@ from factory.gates.patch.step_timing import (
     RunSeconds,
     baseline_noise,
     cpu_overhead,
-    find_timing_doubt,
+    find_unreliable_timing,
     gain_of_quick_start,
     long_run_gain,
     step_seconds_evidence,
@@ -68,7 +68,7 @@ def test_only_quicker_steps_are_a_gain(measured: RunSeconds, ratio: float) -> No
     assert (
         found["slow_control"] == pytest.approx(199 / 99)
         and "doubt" not in found
-        and not find_timing_doubt(POLICY, found, 1)
+        and not find_unreliable_timing(POLICY, found, 1)
     )
 
 
@@ -97,7 +97,7 @@ def test_a_quicker_start_that_hides_shows_less_than_it_could_in_long_runs(steps:
 )
 def test_doubts_about_the_baseline_are_found(measured: RunSeconds, code: str, data: dict[str, Any]) -> None:
     found = step_seconds_evidence(POLICY, measured)
-    said = find_timing_doubt(POLICY, found, 1)
+    said = find_unreliable_timing(POLICY, found, 1)
     assert getattr(said, "code", "") == code and all(has(said, name, value) for name, value in data.items())
     assert not found.get("doubt") or found["doubt"] == said  # what it holds the patch back for is tried again
 
@@ -126,13 +126,13 @@ def test_seconds_of_a_step_are_those_beside_the_overhead() -> None:
     assert found["baseline_seconds"] == [pytest.approx(0.2), pytest.approx(0.1)] and found["slow_control"] == 2.0
     # of the candidate the longer of: all but the overhead; all but a brief run, for as many steps as that has not
     assert found["candidate_seconds"] == [pytest.approx(0.05), pytest.approx(max(0.15, 1.25 / 9))]
-    assert baseline_noise(found) == 2.0 and find_timing_doubt(SHORT, found, 1)
+    assert baseline_noise(found) == 2.0 and find_unreliable_timing(SHORT, found, 1)
     found = step_seconds_evidence(SHORT, RunSeconds([2.0, 2.5], [1.5, 2.5], [0.5, 0.75], twice=4.0, overhead=1.0))
     assert found["candidate_seconds"] == [pytest.approx(0.75 / 9), pytest.approx(1.75 / 9)]
-    assert not find_timing_doubt(SHORT, found, 1) and find_timing_doubt(
+    assert not find_unreliable_timing(SHORT, found, 1) and find_unreliable_timing(
         SHORT, found, 2
     )  # a later measurement needs less noise
-    assert find_timing_doubt(SHORT, found | {"slow_control": 1.5}, 1) and not find_timing_doubt(
+    assert find_unreliable_timing(SHORT, found | {"slow_control": 1.5}, 1) and not find_unreliable_timing(
         SHORT, found | {"slow_control": 1.51}, 1
     )
 
@@ -153,7 +153,7 @@ def test_the_candidates_runs_never_cause_a_repetition(
 ) -> None:
     """Otherwise a patch could be measured until its result is lucky."""
     said = {
-        find_timing_doubt(
+        find_unreliable_timing(
             POLICY, step_seconds_evidence(POLICY, RunSeconds(baseline, ours, briefs, twice=4.0, overhead=0.5)), 1
         )
         for ours in (candidate, other, [0.1, 0.1])

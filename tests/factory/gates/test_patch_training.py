@@ -18,7 +18,7 @@ from factory.gates.patch.checkpoint_difference import find_checkpoint_difference
 from factory.gates.patch.held_out_scores import make_reference_model
 from factory.runs.arm import recipe_for_one_rank
 from factory.runs.trace import read_live_checkpoint
-from factory.runs.trainer_folder import reveal_spec
+from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.runs.untrusted_files import UntrustedFileError
 from kernels.contract.registry import bind_ops
 from tests.support.gates.reasons import Expected, expect, tells
@@ -223,7 +223,7 @@ def test_a_run_is_revealed_whole(tmp_path: Path) -> None:
     """A trainer that waits reads the file as soon as it has its name."""
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
-        reveal_spec(folder, {"seed": 7})
+        write_spec_into_open_folder(folder, {"seed": 7})
     finally:
         os.close(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["segment.json"]

@@ -20,7 +20,7 @@ from factory.code_loop.workbench import LiveWorkbench
 from factory.core.errors import InputError
 from factory.core.workspace import checkout_root
 from factory.gates.recipe.policy import RunsPolicy
-from factory.gates.recipe.runs import RecipeSide, choose_lengths, lengthen_policy, make_run_recipe
+from factory.gates.recipe.runs import RecipeSide, choose_lengths, lengthen_runs_in_policy, make_run_recipe
 from factory.gates.training_start import find_training_start
 from factory.git import repository
 from factory.ledger.ledger import agent_runs, exchanges, proposals
@@ -233,7 +233,7 @@ def test_changes_that_short_runs_favour_run_longer() -> None:
         ({"batch": {"sequences": 4}}, 1),
         ({"optimizer": {"weight_decay": 0.2}}, 1),
     ):
-        size = choose_lengths(lengthen_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
+        size = choose_lengths(lengthen_runs_in_policy(policy, 6, base, recipe(**parts)), 6, base, base)["baseline"]
         assert (size.trunk, size.tail) == (12 * times, 5 * times)
 
 

@@ -22,13 +22,13 @@ from factory.gates.recipe.runs import (
     RecipeSide,
     RunLengths,
     choose_lengths,
-    lengthen_policy,
+    lengthen_runs_in_policy,
     train_pairs,
     trained_domains,
 )
 from factory.gates.stage_interface import NO_START, NOTHING_HELD_OUT
 from factory.gates.training_start import TrainingStart
-from factory.runs.sandboxed_training import ArmEnd
+from factory.runs.sandboxed_training import ArmRunEnd
 from tests.support.gates.reasons import Expected, expect, tells
 from tests.support.messages import codes, refused
 from tests.support.trainer.segments import make_documents
@@ -71,7 +71,7 @@ COSINE = {"schedule__kind": "cosine", "schedule__cosine_steps": 40, "schedule__f
     ],
 )
 def test_calmer_recipes_run_longer(old: dict[str, Any], new: dict[str, Any], step: int, times: int) -> None:
-    found = lengthen_policy(POLICY, step, recipe(**old), recipe(**new))
+    found = lengthen_runs_in_policy(POLICY, step, recipe(**old), recipe(**new))
     assert found == POLICY.model_copy(update={"steps": 12 * times, "tail_steps": 6 * times})
 
 
@@ -167,7 +167,7 @@ class Trainer:
         self.closed = False
         self.there: list[int] = []  # runs on disk whenever one is asked for
 
-    def sandboxed(self, output: Path, code: Path, arms: dict[Path, str], wall_seconds: float) -> Iterator[ArmEnd]:
+    def sandboxed(self, output: Path, code: Path, arms: dict[Path, str], wall_seconds: float) -> Iterator[ArmRunEnd]:
         self.asked += [output, code, list(arms.items()), wall_seconds]
         with contextlib.ExitStack() as opened:
             opened.callback(setattr, self, "closed", True)
@@ -183,7 +183,7 @@ class Trainer:
                 (folder / "metrics.jsonl").write_text("".join(words))
                 held = os.open(folder, os.O_RDONLY)
                 opened.callback(os.close, held)
-                yield ArmEnd(folder, 1.0, opened=held, **end)
+                yield ArmRunEnd(folder, 1.0, opened=held, **end)
 
 
 @pytest.fixture

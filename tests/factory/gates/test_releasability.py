@@ -9,8 +9,8 @@ import pytest
 
 from benchmarks.judge import calibration
 from factory.evals.statistics import CLOZE
-from factory.gates.release.guards import detectable_gain, guards_set_aside
-from factory.gates.release.policy import ReleasePolicy, Target
+from factory.gates.release.guards import detectable_gain, list_unreliable_guards
+from factory.gates.release.policy import ReleasePolicy, TargetPolicy
 from factory.gates.release.releasability import (
     DomainSize,
     GuardSize,
@@ -98,7 +98,7 @@ def test_it_is_the_judges_own_answer() -> None:
         pair = calibration.with_cloze(calibration.draw(kind, rng, none), rng, 96, 0.2)
         found = calibration.evidence_of(pair, 1, none | {CLOZE: 0.0})
         drawn.append(detectable_gain(POLICY, found) or 9.0)
-        assert (CLOZE in guards_set_aside(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
+        assert (CLOZE in list_unreliable_guards(POLICY, found)) == (guard(sizes, CLOZE).state == "aside")
     assert told.gain == pytest.approx(float(np.median(drawn)), rel=0.15)
 
 
@@ -111,7 +111,7 @@ def test_more_groups_show_a_smaller_gain_and_more_spread_a_larger() -> None:
     wide = compute_releasability(POLICY, SuiteSizes(dict.fromkeys("ab", DomainSize(60, 60, 60, 0.3)))).gain
     assert wide is not None and wide > 3 * gains[2]
     one = compute_releasability(
-        ReleasePolicy(target=Target(weights={"a": 1.0})), SuiteSizes(dict.fromkeys("ab", DomainSize(60, 60, 60)))
+        ReleasePolicy(target=TargetPolicy(weights={"a": 1.0})), SuiteSizes(dict.fromkeys("ab", DomainSize(60, 60, 60)))
     ).gain
     assert one is not None and one > gains[2], "half the groups count"
     assert compute_releasability(POLICY, SuiteSizes({})).gain is None

@@ -20,7 +20,7 @@ from factory.evals.policy import EvalPolicy
 from factory.evals.tasks import encode_documents
 from factory.evals.token_bytes import TokenBytes
 from factory.gates.release.gate import judge_candidate
-from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
 from factory.ledger.ledger import documents, eval_items, evaluations, held_out, record_event, releases, verdicts
 from factory.ledger.rows import CandidateRow, Subject, VerdictRow, find_champion
 from kernels.contract.message import Message
@@ -97,7 +97,7 @@ def test_evaluate_writes_items_and_summary_once(plant: FilledPlant, weak: int) -
     assert {item["task"] for item in items} == {"bpb", "dev", "cloze", "chat"} and len(summary["samples"]) == 12
     bits = sum(i["value"] for i in items if i["task"] == "bpb" and i["domain"] == "code") / 0.6931471805599453
     assert summary["bpb"]["code"] == pytest.approx(bits / summary["bytes"]["code"])
-    held = [d for d in plant.documents if d.held and d.domain == "docs" and breaks_tie_to_sealed(d.source)]
+    held = [d for d in plant.documents if d.held and d.domain == "docs" and goes_to_sealed_half_on_tie(d.source)]
     whole = sum(len(d.content["text"].encode()) for d in held)
     assert summary["bytes"]["docs"] == whole  # the first token too, from BOS
 
@@ -133,7 +133,7 @@ def test_a_candidate_that_was_trained_on_the_exam_is_held(
     plant: FilledPlant, weak: int, better: int, tmp_path: Path
 ) -> None:
     """The candidate is better than all others on the sealed half, but not on documents that it did not see."""
-    exam = [d for d in plant.documents if d.held and breaks_tie_to_sealed(d.source)]
+    exam = [d for d in plant.documents if d.held and goes_to_sealed_half_on_tie(d.source)]
     encode = lambda d: (
         plant.tokenizer.encode_text(d.content["text"])
         if "text" in d.content
@@ -390,7 +390,7 @@ def test_server_disagreement_and_contamination_are_found(plant: FilledPlant, bet
                 key=row["key"],
                 domain="code",
                 group_key="copy",
-                sealed=breaks_tie_to_sealed("copy"),
+                sealed=goes_to_sealed_half_on_tie("copy"),
                 content=leaked.content,
             )
         )

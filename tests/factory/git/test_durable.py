@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from factory.core.removal import remove_path
-from factory.git.git_store import MARK, RepositoryError, list_lock_files, take_turn
+from factory.git.git_store import MARK, RepositoryError, hold_repository_lock, list_lock_files
 from factory.git.git_store import run_git as factory_git
 from tests.support.git import git
 
@@ -39,7 +39,7 @@ def move(target: Path) -> None:
 
 def killed(target: Path, *names: str) -> None:
     """Leave the state of a factory's command that was killed while it had these lock files."""
-    with pytest.raises(Killed), take_turn(target):
+    with pytest.raises(Killed), hold_repository_lock(target):
         for name in names:
             (target / ".git" / name).write_text("initializing" if name.endswith("locked") else "")
         raise Killed

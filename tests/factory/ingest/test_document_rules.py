@@ -70,10 +70,10 @@ def test_a_limit_of_zero_does_not_turn_a_rule_off() -> None:
 
 def test_every_rule_has_its_borders_and_the_first_that_fires_is_named() -> None:
     assert [rule.__name__ for rule in filters.FILTERS] == list(dict.fromkeys(case[0] for case in BORDERS))
-    assert filters.first_failure(GOOD, RULES) is None
+    assert filters.find_first_broken_rule(GOOD, RULES) is None
     for rule, _, fails, _ in BORDERS:
         fires = [f.__name__ for f in filters.FILTERS if f(fails, RULES)]
-        found = filters.first_failure(fails, RULES)
+        found = filters.find_first_broken_rule(fails, RULES)
         assert rule in fires and found and found[0] == fires[0]
 
 
@@ -123,13 +123,17 @@ def test_luhn_knows_the_published_numbers() -> None:
 
 
 def test_the_split_takes_its_share_by_content_or_by_group() -> None:
-    units = [held_out_split.name_unit(None, f"{i:064x}") for i in range(4000)]
+    units = [held_out_split.name_draw_unit(None, f"{i:064x}") for i in range(4000)]
     taken = [held_out_split.is_drawn(unit, 0.05) for unit in units]
-    assert 150 < sum(taken) < 250 and 1800 < sum(map(held_out_split.breaks_tie_to_sealed, units)) < 2200
+    assert 150 < sum(taken) < 250 and 1800 < sum(map(held_out_split.goes_to_sealed_half_on_tie, units)) < 2200
     for group in ("Lib/a.py", "Lib/b.py", "Lib/c.py"):
-        assert len({held_out_split.is_drawn(held_out_split.name_unit(group, f"{i:064x}"), 0.5) for i in range(20)}) == 1
+        assert (
+            len({held_out_split.is_drawn(held_out_split.name_draw_unit(group, f"{i:064x}"), 0.5) for i in range(20)})
+            == 1
+        )
     assert (
-        len({held_out_split.is_drawn(held_out_split.name_unit(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)}) == 2
+        len({held_out_split.is_drawn(held_out_split.name_draw_unit(f"Lib/{i}.py", "0" * 64), 0.5) for i in range(20)})
+        == 2
     )
 
 
@@ -154,9 +158,9 @@ def test_near_duplicates_are_found_and_others_left_alone() -> None:
     near = near_duplicates.NearDuplicates(signed, 0.8, lambda _: near_duplicates.StoredDocuments({}, {}))
     found: list[tuple[float, bool]] = []
     for number, (one, two) in enumerate(pairs):
-        assert near.match(2 * number) is None
-        near.keep(2 * number)
-        match = near.match(2 * number + 1)
+        assert near.find_most_similar(2 * number) is None
+        near.add_document(2 * number)
+        match = near.find_most_similar(2 * number + 1)
         assert match is None or match[0] == 2 * number
         found.append((jaccard(one, two), match is not None))
     close, apart = [hit for s, hit in found if s >= 0.9], [hit for s, hit in found if s <= 0.7]
@@ -185,15 +189,15 @@ def test_a_document_matches_the_most_like_it_at_the_threshold_and_not_below() ->
     nearest = near_duplicates.estimate_similarity(signed[0], signed[1])
     for threshold, found in ((nearest, (1, nearest)), (np.nextafter(nearest, 2), None)):
         near = near_duplicates.NearDuplicates(signed[:3], threshold, lambda _: near_duplicates.StoredDocuments({}, {}))
-        near.keep(1)
-        near.keep(2)
-        assert near.match(0) == found
+        near.add_document(1)
+        near.add_document(2)
+        assert near.find_most_similar(0) == found
     bands = near_duplicates.hash_bands(signed)
     known = near_duplicates.StoredDocuments({int(bands[3, 19]): ["shard:9"]}, {"shard:9": signed[3]})
     asked: list[list[int]] = []
     near = near_duplicates.NearDuplicates(signed[:3], 0.5, lambda values: asked.append(values.tolist()) or known)
-    near.keep(1)
-    assert near.match(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
+    near.add_document(1)
+    assert near.find_most_similar(0) == ("shard:9", 1.0) and asked == [sorted(set(bands[:3].ravel().tolist()))]
 
 
 def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
@@ -206,14 +210,14 @@ def test_a_band_that_many_share_is_compared_with_the_first_of_them() -> None:
     signed[count] = signed[count - 1]
     near = near_duplicates.NearDuplicates(signed, 0.05, lambda _: near_duplicates.StoredDocuments({}, {}))
     for number in range(count - 1):
-        near.keep(number)
-    assert near.match(count) == (0, 0.05)
-    near.keep(count - 1)
-    assert near.match(count) == (count - 1, 1.0)  # by its other bands
+        near.add_document(number)
+    assert near.find_most_similar(count) == (0, 0.05)
+    near.add_document(count - 1)
+    assert near.find_most_similar(count) == (count - 1, 1.0)  # by its other bands
     first, *_ = near_duplicates.hash_bands(signed)[0].tolist()
     assert len(near._here[first]) == near_duplicates.CANDIDATES
     alone = near_duplicates.NearDuplicates(signed[:1], 0.5, lambda _: near_duplicates.StoredDocuments({}, {}))
-    alone.keep(0)
+    alone.add_document(0)
     assert alone._here == {}
 
 

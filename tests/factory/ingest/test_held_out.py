@@ -12,7 +12,7 @@ from factory.core.workspace import Workspace
 from factory.evals.policy import EvalPolicy
 from factory.evals.suite import build_suite
 from factory.ingest.chain import ShardReport
-from factory.ingest.document import read_maker
+from factory.ingest.document import read_writing_model
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules import held_out_split
 from factory.ingest.rules.held_out_split import describe_grouping
@@ -47,7 +47,7 @@ def test_a_makers_name_is_one_short_line_whatever_a_shard_says(
     names = ["judge\n  fate      train\x1b[31m; quarantined", " \n ", "y" * 999, "judge 1"]
     ingest([row | {"synthetic_by": name} for row, name in zip(texts(0, 4), names, strict=True)], "made.jsonl")
     rows = ledger.select_rows(sa.select(documents.c.detail).order_by(documents.c.row))
-    one, two, three, four = [read_maker(row["detail"]) for row in rows]
+    one, two, three, four = [read_writing_model(row["detail"]) for row in rows]
     assert one == "judge fate train\ufffd[31m, quarantined" and two is None and four == "judge 1"
     assert three is not None and 200 < len(three) <= 300
 
@@ -189,7 +189,7 @@ def test_documents_that_a_model_wrote_do_not_count_for_the_held_out_share(
     workspace: Workspace, ledger: Ledger, ingest: Ingest
 ) -> None:
     use_policy(workspace, "held_out: {share: 1.0e-9}\n")
-    sealed = next(n for n in range(40) if held_out_split.breaks_tie_to_sealed(f"s{n}"))
+    sealed = next(n for n in range(40) if held_out_split.goes_to_sealed_half_on_tie(f"s{n}"))
     ingest([row | {"synthetic_by": "a judge"} for row in texts(100, 20)], "made.jsonl")
     assert ingest(texts(sealed, 1), "own.jsonl").counts["held_out"] == 0
 

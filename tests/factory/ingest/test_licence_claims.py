@@ -12,7 +12,7 @@ import sqlalchemy as sa
 from factory.core.errors import InputError
 from factory.core.workspace import Workspace
 from factory.data.licence_settlement import group_conflicts, settle_licence
-from factory.data.selecting import select_by_value
+from factory.data.selecting import select_documents_by_label
 from factory.ingest.chain import ShardReport
 from factory.ingest.inbox import describe_shard
 from factory.ingest.rules.licence_claims import find_licence_conflicts, strictest_licence
@@ -192,10 +192,10 @@ def test_a_removal_by_licence_takes_texts_whose_copies_came_under_it(
 ) -> None:
     shard(ingest, "MIT", "a")
     shard(ingest, NC, "b", NEAR)
-    (part,) = select_by_value(ledger, "license", [NC]).conditions()
+    (part,) = select_documents_by_label(ledger, "license", [NC]).conditions()
     taken = ledger.select_rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))
     assert [row["id"] for row in taken] == ["a"]
-    (part,) = select_by_value(ledger, "license", ["MIT"]).conditions()
+    (part,) = select_documents_by_label(ledger, "license", ["MIT"]).conditions()
     assert len(ledger.select_rows(sa.select(documents.c.id).where(part, documents.c.fate == "train"))) == 7
     done = command_here("data", "remove", "--license", NC, "--yes", home=workspace)
     assert "1 document: 1 to train on" in done.stdout, done.stdout

@@ -25,11 +25,11 @@ from factory.erasing.erasing import finish_pending_removals, list_erasure_conseq
 from factory.ingest.chain import ShardReport
 from factory.ingest.document import parse_json
 from factory.ingest.inbox import ingest_path
-from factory.ingest.packing import Pack, ingest_pack
+from factory.ingest.packing import FileGroup, ingest_file_group
 from factory.ingest.readers import read_rows
-from factory.ingest.reading.rows import take_origin
+from factory.ingest.reading.rows import pop_row_origin
 from factory.ingest.rules.policy import DataPolicy
-from factory.ledger.file_events import shards_packed_from
+from factory.ledger.file_events import list_shards_made_from
 from factory.ledger.ledger import Ledger, documents, shards
 from factory.ledger.plant import Plant
 from factory.repairs.lost_ledger import ingest_raw_shard
@@ -177,7 +177,7 @@ def test_a_killed_ingest_of_a_large_file_continues_at_the_next_part(
     after = {row["name"]: row["ingested_at"] for row in ledger.select_rows(sa.select(shards))}
     assert {name: after[name] for name in before} == before and len(after) == 4
     assert trained_on(ledger) == exactly(30) and [report.rows for report in reports] == [8, 6]
-    assert [part["part"] for part in shards_packed_from(ledger, Pack.of_file(path).sha256())] == [1, 2, 3, 4]
+    assert [part["part"] for part in list_shards_made_from(ledger, FileGroup.of_file(path).sha256())] == [1, 2, 3, 4]
     assert [one.name for one in ingest_path(Plant(workspace, ledger), path, workers=0)] == list(after)
 
 
@@ -232,7 +232,7 @@ def test_many_small_files_of_the_inbox_are_one_shard(workspace: Workspace, ledge
     (raw,) = (workspace.root / "shards" / "raw").iterdir()
     limits = DataPolicy.load(workspace.policy_path("data.yaml")).limits
     found = [parse_json(row) for row in read_rows(raw, limits) if isinstance(row, bytes)]
-    assert [take_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
+    assert [pop_row_origin(row).path for row in found][:2] == ["d0.txt", "d1.txt"]
     assert ingest_raw_shard(Plant(workspace, ledger), raw, "inbox#1.jsonl.zst")  # as a lost ledger is made again
     assert len(names(ledger)) == 3
 
@@ -252,9 +252,9 @@ def test_files_that_spoil_a_pack_are_quarantined_and_the_others_ingested(
     assert sorted(names(ledger)) == sorted(["inbox#1.jsonl.zst", *(f"f{n:02d}.jsonl" for n in range(60) if n % 3)])
     assert trained_on(ledger) == Counter(f"d{n}" for n in range(0, 60, 3))
     assert len(list(workspace.quarantine.iterdir())) == 40 and not list(workspace.inbox.iterdir())
-    pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("g*"))])
+    pack = FileGroup("docs", [(path.name, path) for path in sorted(tmp_path.glob("g*"))])
     unread: set[Path] = set()
-    (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
+    (one,) = ingest_file_group(Plant(workspace, ledger), pack, workers=0, unread=unread)
     assert (one.state, one.rows, sum(one.counts["dropped"].values())) == ("ingested", 40, 40)
     assert one.counts["dropped"]["empty"] == 20  # the others are copies
     assert len(unread) == 40
@@ -271,12 +271,12 @@ def test_each_of_many_bad_files_is_quarantined_once(workspace: Workspace, ledger
 
 def test_the_same_files_are_the_same_shard(workspace: Workspace, ledger: Ledger, tmp_path: Path) -> None:
     small_files(tmp_path / "docs", range(40))
-    pack = Pack("docs", [(path.name, path) for path in sorted((tmp_path / "docs").iterdir())])
-    (first,) = ingest_pack(Plant(workspace, ledger), pack, workers=0)
-    (again,) = ingest_pack(Plant(workspace, ledger), pack, workers=0)
+    pack = FileGroup("docs", [(path.name, path) for path in sorted((tmp_path / "docs").iterdir())])
+    (first,) = ingest_file_group(Plant(workspace, ledger), pack, workers=0)
+    (again,) = ingest_file_group(Plant(workspace, ledger), pack, workers=0)
     assert first == again and first.rows == 40 and names(ledger) == ["docs#1.jsonl.zst"]
     small_files(tmp_path / "docs", [3])  # written again: the same content
-    assert ingest_pack(Plant(workspace, ledger), pack, workers=0) == [first]
+    assert ingest_file_group(Plant(workspace, ledger), pack, workers=0) == [first]
 
 
 def test_one_unreadable_file_is_left_out_and_a_pack_of_them_is_an_error(
@@ -285,11 +285,11 @@ def test_one_unreadable_file_is_left_out_and_a_pack_of_them_is_an_error(
     small_files(tmp_path, range(5))
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
     unread: set[Path] = set()
-    pack = Pack("docs", [(path.name, path) for path in sorted(tmp_path.glob("*.txt"))])
-    (one,) = ingest_pack(Plant(workspace, ledger), pack, workers=0, unread=unread)
+    pack = FileGroup("docs", [(path.name, path) for path in sorted(tmp_path.glob("*.txt"))])
+    (one,) = ingest_file_group(Plant(workspace, ledger), pack, workers=0, unread=unread)
     assert one.rows == 5 and unread == {tmp_path / "bad.txt"}
     with refused("ingest.pack", InputError, pack="bad") as caught:
-        ingest_pack(Plant(workspace, ledger), Pack("bad", [("bad.txt", tmp_path / "bad.txt")]), workers=0)
+        ingest_file_group(Plant(workspace, ledger), FileGroup("bad", [("bad.txt", tmp_path / "bad.txt")]), workers=0)
     assert caught.value.data["why"].data["why"].data == {"encoding": "UTF-16"}
 
 

@@ -16,7 +16,7 @@ from factory.ingest.rules.held_out_split import (
     HALVES,
     CandidateDocument,
     EarlierHeldOut,
-    HeldOutPlace,
+    HeldOutAssignment,
     HeldOutTarget,
     select_held_out,
 )
@@ -29,7 +29,7 @@ class Past:
     """The state that the ledger would have."""
 
     wanted: HeldOutTarget
-    held: dict[str, tuple[CandidateDocument, HeldOutPlace]] = field(default_factory=dict)  # by key
+    held: dict[str, tuple[CandidateDocument, HeldOutAssignment]] = field(default_factory=dict)  # by key
     trained: list[CandidateDocument] = field(default_factory=list)
     chosen: Counter[str] = field(default_factory=Counter)  # by domain, documents that were not of a group from before
 
@@ -37,7 +37,7 @@ class Past:
         return {one.group: one.sealed for _, one in self.held.values()}
 
     def before(self) -> dict[str, EarlierHeldOut]:
-        of: dict[str, list[tuple[CandidateDocument, HeldOutPlace]]] = defaultdict(list)
+        of: dict[str, list[tuple[CandidateDocument, HeldOutAssignment]]] = defaultdict(list)
         for arrived, held in self.held.values():
             of[arrived.domain].append((arrived, held))
         whole = lambda arrived, held: held.group == (arrived.group or arrived.key)
@@ -50,7 +50,7 @@ class Past:
             for domain, ones in of.items()
         }
 
-    def take(self, arrived: Sequence[CandidateDocument]) -> dict[int, HeldOutPlace]:
+    def take(self, arrived: Sequence[CandidateDocument]) -> dict[int, HeldOutAssignment]:
         recorded, trained = self.recorded(), {one.group for one in self.trained if one.group}
         count = Counter(one.domain for one in self.trained)
         call = (recorded, trained, self.before(), lambda _: self.wanted, lambda domain: count[domain])
@@ -153,7 +153,7 @@ def test_the_selection_is_the_same_in_every_version() -> None:
 
 def test_a_group_without_a_source_is_named_by_its_fact_alone() -> None:
     facts = {"url-host": "example.org", "path": "a.py", "conversation": "7"}
-    named = {kind: held_out_split.name_group(kind, None, facts, "0011") for kind in held_out_split.KINDS}
+    named = {kind: held_out_split.name_document_group(kind, None, facts, "0011") for kind in held_out_split.KINDS}
     assert named == {
         "document": None, "source": None, "path": "path:a.py", "url-host": "url-host:example.org",
         "conversation": "conversation:7", "none": None,

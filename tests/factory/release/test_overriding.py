@@ -25,7 +25,7 @@ from factory.ledger.rows import ReleaseRow, VerdictRow, find_champion
 from factory.release import releases
 from factory.release.approvals import record_rejection
 from factory.release.checks import OutOfDateError
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.approval_answers import ApprovalResponder
 from factory.show.mlflow.registry import MODEL
 from factory.show.mlflow.releases import register_candidate
@@ -239,7 +239,7 @@ def test_an_interrupted_release_is_checked_again_before_it_continues(
     row = ReleaseRow.first(scene, "WHERE candidate = 2")
     assert row is not None and row.state == "decided"
     if seen:  # MLflow already shows the decided release
-        show_missing(Plant(workspace, scene))
+        show_unshown_items(Plant(workspace, scene))
     licence(scene, "CC-BY-NC-4.0")
     with refused("checks.held_now", OutOfDateError, subject="candidate:2") as error:
         override(Plant(workspace, scene), 2, "ada", WHY)

@@ -24,7 +24,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, SegmentRow
 from factory.repairs import repairing
 from factory.repairs.checkpoints import remake_export, replay_checkpoint
-from factory.repairs.examining import examine_work
+from factory.repairs.examining import examine_workspace_files
 from factory.repairs.repairing import call_with_repairs, repair_inputs
 from factory.repairs.token_shards import find_token_shard_damage, rebuild_token_shard
 from factory.training.exporting import write_export
@@ -245,7 +245,7 @@ def test_check_names_each_fault_and_repairs_it(copied: Copy) -> None:
 
 def test_every_file_is_checked_and_a_sample_is_hashed(copied: Copy) -> None:
     workspace, ledger = copied()
-    kinds = {one.kind: one for one in examine_work(Plant(workspace, ledger, Said()), False)}
+    kinds = {one.kind: one for one in examine_workspace_files(Plant(workspace, ledger, Said()), False)}
     assert {name: one.count for name, one in kinds.items()} == {
         "tokenizer": 1, "token shards": 2, "raw shards": 2, "hashes": 2, "checkpoints": 2, "exports": 1, "segments": 2, "served": 0, "orphans": 0,
     }  # fmt: skip
@@ -254,7 +254,7 @@ def test_every_file_is_checked_and_a_sample_is_hashed(copied: Copy) -> None:
     (workspace.segments / "00001-trunk" / "owner.json").unlink()
     (workspace.segments / "00044-trunk").mkdir()
     shutil.rmtree(workspace.exports / "segment-00002")
-    kinds = {one.kind: one for one in examine_work(Plant(workspace, ledger, Said()), False)}
+    kinds = {one.kind: one for one in examine_workspace_files(Plant(workspace, ledger, Said()), False)}
     assert {name for name, one in kinds.items() if one.faults} == {"token shards", "segments", "exports", "orphans"}
 
 

@@ -19,7 +19,7 @@ import sqlalchemy as sa
 import yaml
 
 from factory.audit.audit_windows import find_due_audits
-from factory.audit.kept_checkpoints import ladder_folder, window_checkpoint
+from factory.audit.kept_checkpoints import kept_checkpoints_folder, window_checkpoint
 from factory.audit.policy import AuditPolicy
 from factory.core.faults import is_disk_full
 from factory.core.workspace import Workspace, WorkspaceConfig
@@ -27,12 +27,12 @@ from factory.gates.release.anomaly_policy import AnomalyPolicy
 from factory.gates.training_start import find_training_start
 from factory.git.repository import checkout_commit, get_live_commit
 from factory.ledger.anomalies import open_anomalies
-from factory.ledger.file_events import RETIRED, retired_paths
+from factory.ledger.file_events import RETIRED, list_paths_removed_by_retention
 from factory.ledger.ledger import Ledger, candidates, events, verdicts
 from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, ReleaseRow, SegmentRow, Subject
 from factory.retention import cleaning, low_disk
-from factory.retention.cleaning import REMOVED, list_choices, remove_unneeded
+from factory.retention.cleaning import REMOVED, list_retention_decisions, remove_unneeded
 from factory.retention.low_disk import is_own_disk_full
 from factory.training.planning import last_checkpoint
 from factory.training.segment_folder import segment_spec
@@ -103,7 +103,7 @@ def opened_next(workspace: Workspace, ledger: Ledger) -> dict[str, list[Path]]:
         if SegmentRow.get(ledger, anomaly.segment).state != "rewound":
             rungs: list[Path] = []
             for row in SegmentRow.lineage(ledger, anomaly.segment):
-                for folder in (ladder_folder(workspace, row.id), Path(row.folder) / "checkpoints"):
+                for folder in (kept_checkpoints_folder(workspace, row.id), Path(row.folder) / "checkpoints"):
                     rungs += folder.glob("step-*")
             needed[f"diagnosis of {anomaly.id}"] = [*rungs, workspace.root / "diagnoses" / f"{anomaly.id:05d}"]
     return {action: [path for path in paths if os.path.lexists(path)] for action, paths in needed.items()}
@@ -140,8 +140,8 @@ def test_no_path_that_an_action_opens_is_removed(tmp_path: Path, code: Path, see
         ledger.read(f"SELECT * FROM {table}")
         for table in ("segments", "checkpoints", "candidates", "verdicts", "releases")
     ]
-    gone = remove_unneeded(Plant(workspace, ledger)).gone()
-    hard = remove_unneeded(Plant(workspace, ledger), hard=True).gone()
+    gone = remove_unneeded(Plant(workspace, ledger)).removed_decisions()
+    hard = remove_unneeded(Plant(workspace, ledger), hard=True).removed_decisions()
     assert gone or hard
     lost = {action: [str(p) for p in paths if not os.path.lexists(p)] for action, paths in needed.items()}
     assert {action: paths for action, paths in lost.items() if paths} == {}
@@ -154,8 +154,10 @@ def test_no_path_that_an_action_opens_is_removed(tmp_path: Path, code: Path, see
     ]
     for choice in (*gone, *hard):
         assert not os.path.lexists(choice.folder.path)
-    assert {c.folder.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)} == retired_paths(ledger)
-    assert remove_unneeded(Plant(workspace, ledger), hard=True).gone() == [], (
+    assert {
+        c.folder.path.relative_to(workspace.root).as_posix() for c in (*gone, *hard)
+    } == list_paths_removed_by_retention(ledger)
+    assert remove_unneeded(Plant(workspace, ledger), hard=True).removed_decisions() == [], (
         "the first cleaning removed everything that can be removed"
     )
 
@@ -193,7 +195,7 @@ def test_a_folder_without_a_row_is_left_to_a_person(tmp_path: Path, code: Path) 
     foreign.mkdir(parents=True)
     remove_unneeded(Plant(workspace, ledger), hard=True)
     assert foreign.exists()
-    (choice,) = [one for one in list_choices(Plant(workspace, ledger)) if one.folder.path == foreign]
+    (choice,) = [one for one in list_retention_decisions(Plant(workspace, ledger)) if one.folder.path == foreign]
     assert codes([choice.reason]) == ["choosing.no_segment"]
 
 
@@ -205,7 +207,7 @@ def test_after_a_kill_the_next_call_finishes_the_removal(
     whole = cleaning.remove_path
     first = next(
         one.folder.path
-        for one in list_choices(Plant(workspace, ledger))
+        for one in list_retention_decisions(Plant(workspace, ledger))
         if one.is_removed and one.folder.kind == "checkpoint"
     )
 
@@ -225,7 +227,9 @@ def test_after_a_kill_the_next_call_finishes_the_removal(
     with pytest.raises(Killed):
         remove_unneeded(Plant(workspace, ledger))
     monkeypatch.undo()
-    assert first.relative_to(workspace.root).as_posix() in retired_paths(ledger), "the ledger comes first"
+    assert first.relative_to(workspace.root).as_posix() in list_paths_removed_by_retention(ledger), (
+        "the ledger comes first"
+    )
     remove_unneeded(Plant(workspace, ledger))
     assert not first.exists() and not list(workspace.root.rglob(f"{REMOVED}*"))
 
@@ -236,7 +240,7 @@ def test_a_disk_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -
         workspace, ledger = make(disk / "w", code, 5)
         going = [
             one.folder.path
-            for one in list_choices(Plant(workspace, ledger), hard=True)
+            for one in list_retention_decisions(Plant(workspace, ledger), hard=True)
             if one.is_removed and one.folder.kind != "run"
         ]
         (next(path for path in going if path.is_dir()) / "padding").write_bytes(b"x" * 1_000_000)
@@ -246,7 +250,9 @@ def test_a_disk_too_full_for_the_ledger_is_cleaned(tmp_path: Path, code: Path) -
         assert is_disk_full(raised.value)
         remove_unneeded(Plant(workspace, ledger), hard=True)
         assert not [path for path in going if os.path.lexists(path)]
-        assert {path.relative_to(workspace.root).as_posix() for path in going} <= retired_paths(ledger)
+        assert {path.relative_to(workspace.root).as_posix() for path in going} <= list_paths_removed_by_retention(
+            ledger
+        )
 
 
 def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,7 +260,7 @@ def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, m
     workspace, ledger = make(tmp_path / "w", code, 5)
     going = [
         one.folder.path
-        for one in list_choices(Plant(workspace, ledger), hard=True)
+        for one in list_retention_decisions(Plant(workspace, ledger), hard=True)
         if one.is_removed and one.folder.kind != "run"
     ]
     full, tell, rename = [True], cleaning._tell, os.rename
@@ -275,7 +281,7 @@ def test_removals_before_a_failed_one_are_recorded(tmp_path: Path, code: Path, m
     with pytest.raises(OSError, match="Input/output error"):
         remove_unneeded(Plant(workspace, ledger), hard=True)
     gone = {path.relative_to(workspace.root).as_posix() for path in going if not os.path.lexists(path)}
-    assert len(gone) >= 2 and gone <= retired_paths(ledger)
+    assert len(gone) >= 2 and gone <= list_paths_removed_by_retention(ledger)
 
 
 def test_filled_is_true_only_for_the_workspaces_own_disk(
@@ -304,7 +310,11 @@ def test_a_dry_run_changes_nothing_and_lists_the_reasons(tmp_path: Path, code: P
     assert "to remove  " in said.stdout and "This would free " in said.stdout and "segment 16 is failed" in said.stdout
     listed = json.loads(factory("clean", "--dry-run", "--json", *home).stdout)
     goes = {row["path"] for row in listed if row["goes"]}
-    assert goes and {str(one.folder.path) for one in list_choices(Plant(workspace, ledger)) if one.is_removed} == goes
+    assert (
+        goes
+        and {str(one.folder.path) for one in list_retention_decisions(Plant(workspace, ledger)) if one.is_removed}
+        == goes
+    )
     done = factory("clean", *home)
     assert done.returncode == 0 and "MB freed: " in done.stdout
     assert not any(os.path.lexists(path) for path in goes)
@@ -318,7 +328,7 @@ def test_cleaning_keeps_the_worktrees_of_a_running_code_loop(tmp_path: Path, cod
     with workspace.hold_lock("code-loop"):
         cleaned = remove_unneeded(Plant(workspace, ledger))
         assert not any(one.is_removed for one in cleaned.choices if one.folder.kind in ("worktree", "compiled"))
-    assert any(one.folder.kind == "worktree" for one in remove_unneeded(Plant(workspace, ledger)).gone())
+    assert any(one.folder.kind == "worktree" for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions())
 
 
 def test_checkpoints_from_which_training_continues_stay(tmp_path: Path, code: Path) -> None:

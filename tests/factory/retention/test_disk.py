@@ -17,7 +17,7 @@ from factory.retention.disk import (
     SAMPLES_FILE,
     estimate_hours_left,
     note_free_space,
-    read_samples,
+    read_free_space_samples,
 )
 from factory.retention.low_disk import must_training_wait
 from tests.support.messages import codes, the
@@ -56,13 +56,13 @@ def test_the_growth_is_measured_from_samples(plant: tuple[Workspace, Ledger]) ->
     workspace, _ = plant
     for number in range(4):
         note_free_space(workspace, now=1000.0 + number * EVERY_SECONDS / 2)
-    assert [at for at, _ in read_samples(workspace)] == [1000.0, 1000.0 + EVERY_SECONDS]
+    assert [at for at, _ in read_free_space_samples(workspace)] == [1000.0, 1000.0 + EVERY_SECONDS]
     path = workspace.logs / SAMPLES_FILE
     line = json.dumps({"at": 5.0, "free": 7}) + "\n"
     path.write_text("cut off\n" + line * (3 * KEPT_BYTES // len(line)) + '{"at": 9')
     note_free_space(workspace, now=9000.0)
     assert path.stat().st_size < 2 * KEPT_BYTES
-    assert read_samples(workspace)[0] == (5.0, 7) and read_samples(workspace)[-1][0] == 9000.0
+    assert read_free_space_samples(workspace)[0] == (5.0, 7) and read_free_space_samples(workspace)[-1][0] == 9000.0
     lost = [(0.0, 10_000_000_000), (7200.0, 6_000_000_000)]  # 2 GB an hour
     assert estimate_hours_left(lost, free=6_000_000_000, floor=1_000_000_000, now=7200.0) == 2.5
     assert estimate_hours_left(lost, free=6_000_000_000, floor=7_000_000_000, now=7200.0) == 0.0

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from factory.duties.training import train_segment
-from factory.ledger.file_events import retired_paths
+from factory.ledger.file_events import list_paths_removed_by_retention
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
-from factory.repairs.examining import examine_work
+from factory.repairs.examining import examine_workspace_files
 from factory.retention.cleaning import remove_unneeded
 from factory.training.exporting import export_candidate
 from factory.training.planning import plan_anneal, plan_trunk
@@ -23,8 +23,10 @@ def test_after_cleaning_every_action_still_works(tmp_path: Path, code_repository
     workspace, ledger = make_plant(tmp_path, code_repository)
     first = export_candidate(Plant(workspace, ledger), train_anneal(workspace, ledger))
     train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
-    gone = remove_unneeded(Plant(workspace, ledger), hard=True).gone()
-    assert any(one.folder.kind == "checkpoint" and one.folder.number == 1 for one in gone) and retired_paths(ledger)
+    gone = remove_unneeded(Plant(workspace, ledger), hard=True).removed_decisions()
+    assert any(
+        one.folder.kind == "checkpoint" and one.folder.number == 1 for one in gone
+    ) and list_paths_removed_by_retention(ledger)
     train_segment(Plant(workspace, ledger), plan_trunk(Plant(workspace, ledger), 10))
     number = plan_anneal(Plant(workspace, ledger))
     train_segment(Plant(workspace, ledger), number)
@@ -37,5 +39,5 @@ def test_after_cleaning_every_action_still_works(tmp_path: Path, code_repository
             ledger.read("SELECT export_path FROM candidates WHERE id = :id", id=candidate)[0]["export_path"]
         )
     # This plant has no raw shards.
-    examined = [kind for kind in examine_work(Plant(workspace, ledger), True) if kind.kind != "raw shards"]
+    examined = [kind for kind in examine_workspace_files(Plant(workspace, ledger), True) if kind.kind != "raw shards"]
     assert [fault for kind in examined for fault in kind.faults] == []

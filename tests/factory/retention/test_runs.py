@@ -16,7 +16,7 @@ from factory.ledger.ledger import Ledger, exchanges
 from factory.ledger.plant import Plant
 from factory.ledger.rows import SegmentRow
 from factory.retention.cleaning import remove_unneeded
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow.runs import MlflowTracking
 from tests.support.messages import the
 from tests.support.plants.history import DAY, History
@@ -39,9 +39,9 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
         runs.append(tracking.segment_run(parent))
         tracking.client.log_metric(runs[-1], "loss", 3.0, step=1)
     history.candidate(parent)
-    gone = [one for one in remove_unneeded(Plant(workspace, ledger)).gone() if one.folder.kind == "run"]
+    gone = [one for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions() if one.folder.kind == "run"]
     assert [one.folder.path.name for one in gone] == runs[:2]
-    show_missing(Plant(workspace, ledger))
+    show_unshown_items(Plant(workspace, ledger))
     data = the([gone[0].reason], "choosing.age").data
     assert (round(data["days"]), data["key"], data["limit"]) == (400, "run_days", 180.0)
     for run in runs[:2]:
@@ -49,7 +49,7 @@ def test_an_old_segments_run_is_removed_from_mlflow_for_good(tmp_path: Path, cod
             tracking.client.get_run(run)
     with closing(sqlite3.connect(workspace.root / "mlflow.db")) as store:
         assert {row[0] for row in store.execute("SELECT run_uuid FROM metrics")} == set(runs[2:])
-    assert all(one.folder.kind != "run" for one in remove_unneeded(Plant(workspace, ledger)).gone())
+    assert all(one.folder.kind != "run" for one in remove_unneeded(Plant(workspace, ledger)).removed_decisions())
     tracking.delete_runs(runs[:1])  # after a kill behind MLflow's removal the factory removes them again
     assert len(SegmentRow.select(ledger)) == 4
 

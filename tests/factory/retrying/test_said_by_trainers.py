@@ -26,7 +26,7 @@ from factory.ledger.rows import SegmentRow
 from factory.retrying.trainer_deaths import KILLED, OUT_OF_MEMORY, REFUSED, TrainerDiedError, classify_ending
 from factory.runs import live_training
 from factory.runs.arm import Arm
-from factory.runs.live_training import TrainerEnd
+from factory.runs.live_training import TrainerExit
 from factory.runs.trainer_folder import max_checkpoint_bytes
 from factory.sandbox.live_sandbox import RunningCommand
 from factory.training.planning import plan_trunk
@@ -167,7 +167,7 @@ class Certificate:
     def start(self, *_: object, out: Any, **__: object) -> RunningCommand:
         return RunningCommand(subprocess.Popen(["sh", "-c", self.first + self.does], stdout=out, stderr=out))
 
-    def run(self) -> TrainerEnd:
+    def run(self) -> TrainerExit:
         plan: dict[str, Any] = {"token_shards": []}
         spec = {"recipe": RECIPE, "first_step": 0, "last_step": 2, "data_plan": plan, "initial_checkpoint": None}
         commit: Any = SimpleNamespace(folder=Path("commit"))
@@ -207,4 +207,4 @@ def test_what_may_be_the_machines_fault_fails_a_certificate_only_when_it_comes_a
 
 
 def test_a_crash_fails_a_certificate_at_once(workspace: Workspace) -> None:
-    assert Certificate(workspace, "echo trainer: no; exit 1").run() == TrainerEnd(1, "exit 1: trainer: no")
+    assert Certificate(workspace, "echo trainer: no; exit 1").run() == TrainerExit(1, "exit 1: trainer: no")

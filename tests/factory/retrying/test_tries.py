@@ -24,7 +24,7 @@ from factory.retrying.trainer_deaths import (
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes, refused
 
-ENDING = trainer_deaths.TrainerEnding(trainer_deaths.REFUSED, "ended with exit 1")
+ENDING = trainer_deaths.TrainerFailure(trainer_deaths.REFUSED, "ended with exit 1")
 
 
 def save(row: SegmentRow, step: int) -> Path:

@@ -16,7 +16,7 @@ import pytest
 from factory.ledger.ledger import Ledger
 from factory.ledger.rows import SegmentRow
 from factory.retrying.policy import RetryPolicy
-from factory.retrying.watchdog import UsualTimes, Watchdog, measure_usual_times, record_first_step
+from factory.retrying.watchdog import UsualDurations, Watchdog, measure_usual_times, record_first_step
 from tests.support.failing.deaths import plan_row
 from tests.support.messages import codes
 
@@ -38,7 +38,7 @@ def process(program: str) -> Iterator[int]:
 class Watched:
     """A watchdog with the test's clock, by default of a process that does not exist and so waits for no core."""
 
-    def __init__(self, folder: Path, usual: UsualTimes = UsualTimes(), pid: int = NOBODY, **how: bool) -> None:  # noqa: B008 - frozen
+    def __init__(self, folder: Path, usual: UsualDurations = UsualDurations(), pid: int = NOBODY, **how: bool) -> None:  # noqa: B008 - frozen
         self.now = 0.0
         self.dog = Watchdog(POLICY, usual, pid, folder, clock=lambda: self.now, **how)
 
@@ -72,13 +72,13 @@ def test_several_steps_between_two_looks_and_one_long_one(tmp_path: Path) -> Non
 
 def test_before_the_first_step_earlier_starts_count(tmp_path: Path) -> None:
     assert Watched(tmp_path).dog.limit_seconds == 1000
-    watched = Watched(tmp_path, UsualTimes(start=200.0, step=40.0))
+    watched = Watched(tmp_path, UsualDurations(start=200.0, step=40.0))
     assert watched.after(1999, 0) == ""
     said = watched.after(2, 0)
     assert codes([said]) == ["retrying.hung"] and "no first step for 33 min" in said
     assert said.data["usual"] == "40 s is usual" and said.data["limit"] == "33 min"  # type: ignore[attr-defined]
     assert Watched(tmp_path, starts_often=True).after(999, 5) == ""
-    began = Watched(tmp_path, UsualTimes(start=1.0, step=40.0))
+    began = Watched(tmp_path, UsualDurations(start=1.0, step=40.0))
     began.after(3, 1)
     assert began.dog.limit_seconds == 400, "the usual step of earlier segments, until its own are timed"
     often = Watched(tmp_path, starts_often=True)
@@ -135,7 +135,7 @@ def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> Non
             computing={"machine": {"name": machine}},
         )  # fmt: skip
 
-    assert measure_usual_times(ledger, row("cpu")) == UsualTimes(None, None)
+    assert measure_usual_times(ledger, row("cpu")) == UsualDurations(None, None)
     for machine, recipe, seconds in (
         ("cpu", "r", 20.0),
         ("cpu", "r", 40.0),
@@ -145,5 +145,5 @@ def test_usual_times_are_those_of_this_machine_and_recipe(ledger: Ledger) -> Non
         row(machine, recipe, seconds)
     for machine, seconds in (("cpu", 12.0), ("cpu", 70.0), ("gpu", 700.0)):
         record_first_step(ledger, row(machine), 1, seconds)
-    assert measure_usual_times(ledger, row("cpu")) == UsualTimes(70.0, 4.0)
-    assert measure_usual_times(ledger, row("gpu")) == UsualTimes(700.0, 90.0)
+    assert measure_usual_times(ledger, row("cpu")) == UsualDurations(70.0, 4.0)
+    assert measure_usual_times(ledger, row("gpu")) == UsualDurations(700.0, 90.0)

@@ -61,9 +61,9 @@ def test_a_start_within_the_segment_is_resumed_and_one_at_its_beginning_is_where
     within, begins = tmp_path / "step-00000004", tmp_path / "step-00000002"
     arm = replace(ARM, base=base(first_step=2))
     found = replace(arm, start=within)
-    assert (found.first, found.resumes, found.spec()["initial_checkpoint"]) == (4, within, None)
+    assert (found.first, found.resumed_checkpoint, found.spec()["initial_checkpoint"]) == (4, within, None)
     found = replace(arm, start=begins)
-    assert (found.first, found.resumes, found.spec()["initial_checkpoint"]) == (2, None, str(begins))
+    assert (found.first, found.resumed_checkpoint, found.spec()["initial_checkpoint"]) == (2, None, str(begins))
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,10 @@ from factory.runs import live_training, sandboxed_training
 from factory.runs.arm import Arm
 from factory.runs.distance import have_same_bits
 from factory.runs.live_code import LiveCode
-from factory.runs.sandboxed_training import ArmEnd
-from factory.runs.task_runs import Runs, list_runs, run_line
+from factory.runs.sandboxed_training import ArmRunEnd
+from factory.runs.task_runs import TaskRuns, list_runs, run_line
 from factory.runs.trace import Trace, read_lines_in, read_live_checkpoint
-from factory.runs.trainer_folder import reveal_spec
+from factory.runs.trainer_folder import write_spec_into_open_folder
 from factory.runs.untrusted_files import UntrustedFileError
 from tests.support.factory.command import command_here
 from tests.support.failing.limits import few_handles
@@ -65,8 +65,8 @@ def arm(base: dict[str, Any]) -> Arm:
 
 
 @pytest.fixture
-def runs(workspace: Workspace, ledger: Ledger) -> Runs:
-    return Runs(Plant(workspace, ledger), workspace.root / "compared", "audit", Subject("segment", 3))
+def runs(workspace: Workspace, ledger: Ledger) -> TaskRuns:
+    return TaskRuns(Plant(workspace, ledger), workspace.root / "compared", "audit", Subject("segment", 3))
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def here(root: Path, arm: Arm) -> Trace:
 
 
 def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
-    runs: Runs, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = counted(monkeypatch, live_training, "start_trainer")
     again = replace(arm, name="again", repeat=1)
@@ -108,18 +108,22 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
     assert len(started) == 1 and done.code == 2 and "gone" in done.line
     assert runs.train_live(code, [arm, again, low], "three arms").code == 0 and len(started) == 1
     straight = runs.trace(arm)
-    assert have_same_bits(straight.left, runs.trace(again).left) and not have_same_bits(
-        straight.left, runs.trace(low).left
+    assert have_same_bits(straight.final_checkpoint, runs.trace(again).final_checkpoint) and not have_same_bits(
+        straight.final_checkpoint, runs.trace(low).final_checkpoint
     )
-    assert have_same_bits(straight.left, here(tmp_path / "here", arm).left), "as a process of its own"
-    losses = straight.series(["loss", "nothing"])
+    assert have_same_bits(straight.final_checkpoint, here(tmp_path / "here", arm).final_checkpoint), (
+        "as a process of its own"
+    )
+    losses = straight.metric_series(["loss", "nothing"])
     assert list(losses) == ["loss"] and len(losses["loss"]) == STEPS and None not in losses["loss"]
-    assert straight.result["last_step"] == STEPS and straight.replicas_apart == []
+    assert straight.result["last_step"] == STEPS and straight.differing_replicas == []
     assert runs.train_live(code, [replace(arm, name="asked for by another name")], "the same arm").code == 0
     assert len(started) == 1, "what was trained is not trained again"
     resumed = replace(arm, name="resumed", start=straight.checkpoint.with_name(checkpoint_name(2)))
     assert runs.train_live(code, [resumed], "one more").code == 0 and len(started) == 2
-    assert have_same_bits(straight.left, runs.trace(resumed).left) and runs.trace(resumed).lines.keys() == {2, 3}
+    assert have_same_bits(straight.final_checkpoint, runs.trace(resumed).final_checkpoint) and runs.trace(
+        resumed
+    ).lines.keys() == {2, 3}
     rows = {run["arm"]["name"]: run for run in list_runs(runs.plant.ledger)}
     assert {name: run["state"] for name, run in rows.items()} == dict.fromkeys(
         ("straight", "again", "low rate", "resumed"), "done"
@@ -132,7 +136,7 @@ def test_arms_of_one_code_share_a_trainer_and_are_trained_once(
 
 
 def test_arms_run_side_by_side_where_there_are_several_devices(
-    runs: Runs, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, code: LiveCode, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free: queue.SimpleQueue[str] = queue.SimpleQueue()
     for _ in range(2):
@@ -144,11 +148,11 @@ def test_arms_run_side_by_side_where_there_are_several_devices(
     assert runs.train_live(code, arms, "three arms").code == 0
     assert len(started) == 2
     for one in arms:
-        assert have_same_bits(runs.trace(one).left, here(tmp_path / "here", one).left)
+        assert have_same_bits(runs.trace(one).final_checkpoint, here(tmp_path / "here", one).final_checkpoint)
 
 
 def test_an_arm_that_is_stopped_says_so_in_its_row(
-    runs: Runs, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_: object) -> None:
         raise SegmentError("stopped by a person")
@@ -177,7 +181,7 @@ def test_an_arm_that_is_stopped_says_so_in_its_row(
 
 
 def test_a_pause_stops_them_and_they_go_on(
-    runs: Runs, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, code: LiveCode, arm: Arm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ledger, start = runs.plant.ledger, live_training.start_trainer
 
@@ -193,10 +197,10 @@ def test_a_pause_stops_them_and_they_go_on(
         assert "ada paused training" in run_line(list_runs(ledger)[0])
     monkeypatch.undo()
     resume_daemon(ledger, "ada")
-    assert runs.train_live(code, [arm], "straight").code == 0 and runs.trace(arm).left.step == STEPS
+    assert runs.train_live(code, [arm], "straight").code == 0 and runs.trace(arm).final_checkpoint.step == STEPS
 
 
-def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
+def test_a_run_without_its_process_was_stopped(runs: TaskRuns, arm: Arm) -> None:
     """The process was killed, or an older factory recorded none, or another process now has its number."""
     with pytest.raises(SegmentError), runs.record_rows({runs.folder(arm): arm}):
         assert (list_runs(runs.plant.ledger)[0]["state"], list_runs(runs.plant.ledger)[0]["ended"]) == ("running", None)
@@ -211,7 +215,7 @@ def test_a_run_without_its_process_was_stopped(runs: Runs, arm: Arm) -> None:
         assert (stopped["state"], stopped["why"]) == ("stopped", ": its process ended")
 
 
-def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) -> None:
+def test_a_run_on_another_machine_lives_while_it_writes(runs: TaskRuns, arm: Arm) -> None:
     with runs.record_rows({runs.folder(arm): arm}) as ends:
         with runs.plant.ledger.begin() as tx:
             tx.execute(ledger_runs.update().values(ended="process 1 of node-7", started_at=1.0))
@@ -227,7 +231,7 @@ def test_a_run_on_another_machine_lives_while_it_writes(runs: Runs, arm: Arm) ->
 
 
 def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
-    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     began = counted(monkeypatch, sandboxed_training.sandbox, "run")
     low = replace(arm, name="low rate", recipe={"optimizer.lr": 1e-5})
@@ -240,10 +244,10 @@ def test_in_the_sandbox_a_trainer_waits_for_the_next_arm(
         for (folder, one), ended in zip(arms.items(), trained, strict=True):
             assert (ended.folder, ended.failed) == (folder, "") and ended.cpu and 0 < ended.cpu.thread < ended.cpu.tree
             assert sum((path / "segment.json").exists() for path in arms) == len(left) + 1, "the next is not shown yet"
-            left.append(read_live_checkpoint(ended.opened, one.last, expected.left.model))
+            left.append(read_live_checkpoint(ended.opened, one.last, expected.final_checkpoint.model))
     assert len(began) == 1 and left[3].state["step"] == 2
-    assert have_same_bits(left[0], expected.left) and have_same_bits(left[2], expected.left)
-    assert not have_same_bits(left[1], expected.left)
+    assert have_same_bits(left[0], expected.final_checkpoint) and have_same_bits(left[2], expected.final_checkpoint)
+    assert not have_same_bits(left[1], expected.final_checkpoint)
     assert {run["state"] for run in list_runs(runs.plant.ledger)} == {"done"}
 
 
@@ -271,7 +275,7 @@ time.sleep(600)
 """
 
 
-def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: TaskRuns, arm: Arm, tmp_path: Path) -> None:
     victim, code = tmp_path / "victim", code_of(tmp_path, WAITS + HOSTILE.replace("VICTIM", str(tmp_path / "victim")))
     victim.mkdir()
     (victim / "secret").write_text('{"step": 0}\n')
@@ -282,7 +286,7 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, 
         assert not first.failed, "it says that it is done"
         trace = Trace(first.folder, 0, STEPS)
         for read in (
-            lambda: trace.left, lambda: trace.lines, lambda: trace.result,
+            lambda: trace.final_checkpoint, lambda: trace.lines, lambda: trace.result,
             lambda: read_live_checkpoint(first.opened, STEPS, {}), lambda: read_lines_in(first.opened, "metrics.jsonl"),
         ):  # fmt: skip
             with pytest.raises(UntrustedFileError):
@@ -295,13 +299,13 @@ def test_code_in_the_sandbox_cannot_redirect_the_next_arm(runs: Runs, arm: Arm, 
 
 
 def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_codes(
-    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def without_handles(folder: int, spec: Any) -> None:
         with few_handles():
-            reveal_spec(folder, spec)
+            write_spec_into_open_folder(folder, spec)
 
-    monkeypatch.setattr(sandboxed_training, "reveal_spec", without_handles)
+    monkeypatch.setattr(sandboxed_training, "write_spec_into_open_folder", without_handles)
     arms = {runs.home / str(number): replace(arm, repeat=number) for number in range(2)}
     with pytest.raises(OSError) as error:
         list(runs.train_sandboxed(runs.home, code_of(tmp_path, WAITS), arms, PATIENCE_S))
@@ -309,7 +313,7 @@ def test_a_fault_of_the_machine_while_an_arm_is_shown_is_raised_and_not_the_code
     assert [run["state"] for run in list_runs(runs.plant.ledger)] == ["stopped"]
 
 
-def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: Runs, arm: Arm, tmp_path: Path) -> None:
+def test_a_resumed_arm_does_not_need_the_segments_first_checkpoint(runs: TaskRuns, arm: Arm, tmp_path: Path) -> None:
     start = tmp_path / checkpoint_name(2)
     start.mkdir()
     (start / "manifest.json").write_text("{}")
@@ -325,9 +329,9 @@ import pathlib, sys
 
 
 def test_the_time_until_a_device_is_free_does_not_count(
-    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    clock, found, code = [0.0], list[ArmEnd](), code_of(tmp_path, QUICK)
+    clock, found, code = [0.0], list[ArmRunEnd](), code_of(tmp_path, QUICK)
     monkeypatch.setattr(sandboxed_training, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=time.sleep))
     train = lambda: found.extend(
         sandboxed_training.train_sandboxed(runs.home, code, {runs.home / "1": arm}, PATIENCE_S)
@@ -343,7 +347,7 @@ def test_the_time_until_a_device_is_free_does_not_count(
 
 
 def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
-    runs: Runs, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runs: TaskRuns, arm: Arm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = runs.train_alone(arm, ROOT, "00003-trunk", 0.1)
     assert found.out_of_time and "over its wall limit" in found.failed
@@ -351,5 +355,6 @@ def test_a_slow_arm_is_stopped_and_a_finished_arm_is_kept(
     found = runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S)
     assert found == runs.train_alone(arm, ROOT, "00003-trunk", PATIENCE_S) and len(began) == 1
     assert (
-        found.folder == runs.folder(arm) / "00003-trunk" and Trace(found.folder, 0, STEPS).left.state["step"] == STEPS
+        found.folder == runs.folder(arm) / "00003-trunk"
+        and Trace(found.folder, 0, STEPS).final_checkpoint.state["step"] == STEPS
     )

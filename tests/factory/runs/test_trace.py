@@ -41,9 +41,9 @@ def test_no_link_of_a_checkpoint_is_followed_and_no_pipe_waited_for(
     folder = tmp_path / "run"
     path = checkpoints.save(folder / "checkpoints", Checkpoint({"w": torch.ones(2)}, {}, {"step": 4, "recipe": {}}))
     trace = Trace(folder, 0, 4, ends=False)
-    assert path == trace.checkpoint and trace.bits and trace.left.state["step"] == 4
+    assert path == trace.checkpoint and trace.checkpoint_hash and trace.final_checkpoint.state["step"] == 4
     spoil(folder / where)
     trace = Trace(folder, 0, 4, ends=False)
-    for read in (lambda: trace.bits, lambda: trace.left):
+    for read in (lambda: trace.checkpoint_hash, lambda: trace.final_checkpoint):
         with pytest.raises(UntrustedFileError, match="is not a"):
             read()

@@ -40,7 +40,7 @@ def test_with_a_gpu_threads_can_be_named_and_nothing_else_in_proc_changed(
         tell('locks', lambda: open('/proc/locks').read() and 1 / 0)
     """
     assert told(tmp_path, code)["a name"] == ("refused", errno.EROFS)
-    monkeypatch.setattr(devices, "device_files", lambda every=False: ["/dev/full"])
+    monkeypatch.setattr(devices, "list_gpu_device_files", lambda every=False: ["/dev/full"])
     found = told(tmp_path, code)
     assert found["a name"] == ("done", "4") and found["locks"] == ("refused", errno.EACCES), (
         "it names processes outside"
@@ -53,7 +53,7 @@ def test_with_a_gpu_init_is_protected_without_landlock(tmp_path: Path, monkeypat
     assert launcher.count(call := '    forbid_writing_outside(rules["writable"])\n') == 1
     (tmp_path / "launch.py").write_text(launcher.replace(call, ""))
     monkeypatch.setattr(bubblewrap, "LAUNCHER", tmp_path / "launch.py")
-    monkeypatch.setattr(devices, "device_files", lambda every=False: ["/dev/full"])
+    monkeypatch.setattr(devices, "list_gpu_device_files", lambda every=False: ["/dev/full"])
     code = """
         tell('memory', lambda: open('/proc/1/mem', 'r+b'))
         tell('score', lambda: open('/proc/1/oom_score_adj', 'w').write('9'))

@@ -216,7 +216,7 @@ ESCAPES = """
 @pytest.mark.parametrize("nodes", [[], ["/dev/full"]], ids=["cpu", "gpu"])
 def test_escapes_fail_without_the_filter_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nodes: list[str]) -> None:
     """The other protections also stop each escape that the filter stops."""
-    monkeypatch.setattr(devices, "device_files", lambda every=False: nodes)
+    monkeypatch.setattr(devices, "list_gpu_device_files", lambda every=False: nodes)
     allow_all = struct.pack("<HBBI", sandbox_filter.RETURN, 0, 0, sandbox_filter.ALLOW)
     monkeypatch.setattr(sandbox_filter, "assemble_filter", lambda machine="": allow_all)
     column = sandbox_filter.ARCHITECTURES[platform.machine()][0]

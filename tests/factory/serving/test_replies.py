@@ -11,14 +11,14 @@ from factory.evals.token_bytes import TokenBytes
 from factory.serving.api.defaults import Sampling
 from factory.serving.api.request import CompletionRequest
 from factory.serving.native.batch import Token
-from factory.serving.native.replies import ChoiceText, CompletionReply, token_name
+from factory.serving.native.replies import ChoiceTextDecoder, CompletionReply, token_name
 
 BYTES = TokenBytes([bytes([value]) for value in range(256)])  # a token for each byte
 texts = st.text(alphabet="ab<é🙂\n", max_size=30)
 
 
 def streamed(data: bytes, stops: tuple[str, ...]) -> list[str]:
-    wording, parts = ChoiceText(BYTES, stops), []
+    wording, parts = ChoiceTextDecoder(BYTES, stops), []
     for number, value in enumerate(data):
         parts.append(wording.add(value, last=number == len(data) - 1))
         if wording.stopped:
@@ -65,7 +65,7 @@ def completion(chat: bool, tokens: list[Token]) -> dict[str, Any]:
     said = CompletionReply(ask, TokenBytes(NAMED, SPECIAL), "r1")
     for token in tokens:
         said.choices[0].add(token)
-    return said.whole()["choices"][0]["logprobs"]  # type: ignore[no-any-return]
+    return said.full_answer()["choices"][0]["logprobs"]  # type: ignore[no-any-return]
 
 
 def test_tokens_that_are_no_characters_have_an_entry_each() -> None:

@@ -15,7 +15,7 @@ import sqlalchemy as sa
 
 from factory.core.errors import FactoryError, InputError, WorkspaceError
 from factory.core.workspace import Workspace
-from factory.ingest.document import Content, format_release_maker, join_texts
+from factory.ingest.document import Content, format_writing_release, join_texts
 from factory.ingest.inbox import ingest_and_file
 from factory.ingest.rules.policy import Licences
 from factory.ingest.tokenizer import Tokenizer
@@ -57,7 +57,7 @@ def test_a_shard_says_who_wrote_it_from_which_opening(copied: Copy) -> None:
     words = ["--count", "9", "--tokens", "12", "--opening-tokens", "10", "--json"]
     said = json.loads(command_here("generate", *words, home=workspace).stdout)
     release = find_champion(ledger)
-    assert release and said["written_by"] == format_release_maker(1, release.export_sha256)
+    assert release and said["written_by"] == format_writing_release(1, release.export_sha256)
     rows = rows_of(said["path"])
     assert (
         sum(said["ends"].values()) == 9 and said["ends"].keys() <= {"stop", "length", "empty"} and said["inbox"] == ""
@@ -208,7 +208,7 @@ def test_a_run_does_not_continue_with_other_weights(copied: Copy) -> None:
     (run,) = (workspace.root / "generated").glob(".*")
     begun = json.loads((run / "plan.json").read_text())
     begun["writer"] |= {
-        "name": format_release_maker(1, "0" * 64),
+        "name": format_writing_release(1, "0" * 64),
         "export_sha256": "0" * 64,
     }  # withdrawn, and its number given again
     (run / "plan.json").write_text(json.dumps(begun))

@@ -13,7 +13,7 @@ import factory.cli  # noqa: F401 - its commands
 from factory.cli.app import app, exit_code
 from factory.core.progress import SILENT
 from factory.tasks.policy import TasksPolicy
-from factory.tasks.proving import Proof, prove_task
+from factory.tasks.proving import TaskProof, prove_task
 from factory.tasks.task_file import load_task
 from tests.support.factory import published_files as published
 from tests.support.factory.exports import FilledPlant
@@ -21,7 +21,7 @@ from tests.support.factory.task_files import choice_items, programs, write_lm_ev
 from tests.support.messages import codes, says
 
 
-def load_proof(plant: FilledPlant, path: Path) -> Proof:
+def load_proof(plant: FilledPlant, path: Path) -> TaskProof:
     return prove_task(plant.ledger, load_task(path, TasksPolicy()), TasksPolicy(), SILENT)
 
 

@@ -16,9 +16,9 @@ from factory.core.workspace import checkout_root
 from factory.training.certificate import (
     CertificateEvidence,
     CertificatePolicy,
-    Measure,
-    RunNumbers,
-    compute_measures,
+    JudgedRunNumbers,
+    RunDifference,
+    compute_run_differences,
     judge_certificate,
 )
 from tests.support.messages import the
@@ -29,7 +29,7 @@ OUTSIDE, near = "outside_noise", pytest.approx
 TENSORS = ("embedding", "blocks.0.qkv")
 
 
-def trace(seed: int | None = None, **changes: object) -> RunNumbers:
+def trace(seed: int | None = None, **changes: object) -> JudgedRunNumbers:
     """A run; ``seed`` changes the numbers that depend on the seed."""
     draw = np.random.default_rng(seed)
     noise = (lambda size: draw.normal(0, 0.05, size)) if seed is not None else np.zeros
@@ -40,7 +40,7 @@ def trace(seed: int | None = None, **changes: object) -> RunNumbers:
     }
     moved = {name: float(1 + noise(1)[0]) for name in TENSORS}
     optimizer = {f"exp_avg.{name}": float(2 + noise(1)[0]) for name in TENSORS} | {f"step.{n}": 9.0 for n in TENSORS}
-    return replace(RunNumbers(series, moved, optimizer), **changes)  # type: ignore[arg-type]
+    return replace(JudgedRunNumbers(series, moved, optimizer), **changes)  # type: ignore[arg-type]
 
 
 def evidence(**changes: object) -> CertificateEvidence:
@@ -51,13 +51,13 @@ def evidence(**changes: object) -> CertificateEvidence:
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
-def changed(name: str, step: int, by: float) -> RunNumbers:
+def changed(name: str, step: int, by: float) -> JudgedRunNumbers:
     values = list(trace().series[name])
     values[step] = math.nan if values[step] is None else values[step] + by  # type: ignore[operator]
     return trace(series=trace().series | {name: values})
 
 
-def missing(name: str, step: int) -> RunNumbers:
+def missing(name: str, step: int) -> JudgedRunNumbers:
     values = list(trace().series[name])
     values[step] = None
     return trace(series=trace().series | {name: values})
@@ -138,7 +138,7 @@ def test_a_tighter_policy_refuses_a_difference_inside_the_noise() -> None:
 
 def test_the_noise_is_numpys_root_mean_square_over_pairs() -> None:
     made = evidence(new=changed("loss", 1, 0.02), apart=0.1)
-    found = {m.name: m for m in compute_measures(made)}
+    found = {m.name: m for m in compute_run_differences(made)}
     losses = np.array([one.series["loss"] for one in made.others])
     pairs = losses[[0, 0, 1]] - losses[[1, 2, 2]]
     assert found["loss"].noise == pytest.approx(np.sqrt((pairs**2).mean()))
@@ -148,10 +148,10 @@ def test_the_noise_is_numpys_root_mean_square_over_pairs() -> None:
     assert found["length of the update"].noise == pytest.approx(
         np.sqrt(((lengths[[0, 0, 1]] - lengths[[1, 2, 2]]) ** 2).mean())
     )
-    assert found["weights"] == Measure("weights", 0.1, 0.5, 0.0) and found["weights"].share == pytest.approx(0.2)
+    assert found["weights"] == RunDifference("weights", 0.1, 0.5, 0.0) and found["weights"].share == pytest.approx(0.2)
 
 
-NAMES = [m.name for m in compute_measures(evidence())]
+NAMES = [m.name for m in compute_run_differences(evidence())]
 
 
 @given(st.floats(0, 3), st.floats(0.01, 1))

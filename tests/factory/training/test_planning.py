@@ -34,7 +34,7 @@ def test_the_row_of_a_segment_has_its_computing_and_a_slow_precision_gives_a_war
     workspace, ledger = planned
     ingested(workspace, ledger, code=40 * STEP)
     rates = {name: {"products": 1e9} for name in ("fp32", "bf16")}
-    probe = precision.Probe("cpu", {"fp32": 2.0, "bf16": 1.0}, rates)
+    probe = precision.PrecisionTimings("cpu", {"fp32": 2.0, "bf16": 1.0}, rates)
     monkeypatch.setattr(precision, "time_precisions", lambda recipe, device, seconds: probe)
     said = Said()
     row = ledger.select_first(sa.select(segments).where(segments.c.id == plan_trunk(Plant(workspace, ledger, said))))

@@ -29,7 +29,7 @@ from factory.core.workspace import Workspace, WorkspaceConfig, checkout_root
 from factory.demo.demo import use_plain_kernels
 from factory.git import repository
 from factory.ingest import tokenizer
-from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
 from factory.ledger.ledger import (
     Ledger,
     checkpoints,
@@ -171,7 +171,11 @@ def _fill(folder: Path, target: Path) -> None:
             )
             tx.execute(
                 held_out.insert().values(
-                    key=key, domain=domain, group_key=key, sealed=breaks_tie_to_sealed(key), content={"text": text}
+                    key=key,
+                    domain=domain,
+                    group_key=key,
+                    sealed=goes_to_sealed_half_on_tie(key),
+                    content={"text": text},
                 )
             )
         tx.execute(

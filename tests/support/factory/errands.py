@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from factory.duties.duty import DutyState, Errand
-from factory.duties.runner import find_next_errands
+from factory.duties.duty import DutyState, DutyTask
+from factory.duties.runner import find_next_duty_tasks
 from factory.duties.table import DUTIES
 from factory.ledger.plant import Plant
 
@@ -11,7 +11,7 @@ from factory.ledger.plant import Plant
 def next_due(plant: Plant, settle: float = 0.0, endless: bool = False) -> str:
     """What a pass would do first, as text; empty: nothing."""
     with plant.ledger.snapshot() as db:
-        found = find_next_errands(DutyState(plant, db, DUTIES, settle=settle, endless=endless))
+        found = find_next_duty_tasks(DutyState(plant, db, DUTIES, settle=settle, endless=endless))
     return next((str(errand) for errand in found if not errand.duty.each), "")
 
 
@@ -23,7 +23,7 @@ def due_of(plant: Plant, name: str) -> list[object]:
 
 def do(plant: Plant, words: str) -> None:
     """``do(plant, "judge 3")``"""
-    Errand.parse(words, DUTIES).do(plant)
+    DutyTask.parse(words, DUTIES).do(plant)
 
 
 def stuck(plant: Plant) -> int | None:

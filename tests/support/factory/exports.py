@@ -19,7 +19,7 @@ from factory.evals.evaluator import evaluate_on_suite, load_current_suite
 from factory.evals.export_config import ExportError
 from factory.evals.export_parity import ExpectedExport, _total, hash_export_tensors
 from factory.evals.parity import CHECKS
-from factory.ingest.rules.held_out_split import breaks_tie_to_sealed
+from factory.ingest.rules.held_out_split import goes_to_sealed_half_on_tie
 from factory.ingest.tokenizer import Tokenizer, train_tokenizer
 from factory.ledger.ledger import (
     Ledger,
@@ -172,7 +172,7 @@ def build_plant(workspace: Workspace, ledger: Ledger) -> FilledPlant:
                     "key": d.key,
                     "domain": d.domain,
                     "group_key": d.source,
-                    "sealed": breaks_tie_to_sealed(d.source),
+                    "sealed": goes_to_sealed_half_on_tie(d.source),
                     "content": d.content,
                 }
                 for d in every

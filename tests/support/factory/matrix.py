@@ -10,7 +10,7 @@ from pathlib import Path
 
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool, tool_name
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_plan, run_cases
 from factory.gates.patch.matrix.unexecuted_code import find_unexecuted_parts
 from factory.gates.patch.stages.matrix import NATIVE
 from tests.support.paths import ROOT
@@ -25,7 +25,7 @@ class Prepared:
     """A plan, and what the baseline's code made of some of its cases."""
 
     plan: MatrixPlan
-    side: SideCode
+    side: MatrixSide
     baseline: MatrixRuns
     cases: Sequence[MatrixCase]
     tools: Sequence[MatrixTool]
@@ -58,7 +58,7 @@ def prepare(work: Path, after: ExitStack, names: Sequence[str] | None = None, ch
     kernels = {"reference": work / "reference.yaml", "chosen": work / "chosen.yaml"}
     for path, text in zip(kernels.values(), (REFERENCE, chosen)):
         path.write_text(text)
-    side = SideCode(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
+    side = MatrixSide(ROOT, kernels, work / "begin", PATIENCE_SECONDS, after)
     plan, begun = make_plan(side, work / "plan", RECIPE_NAME)
     assert not begun.failed, begun.failed
     side = replace(side, compiled=work / "plan" / "trunk" / "0" / "cache" / "inductor" / NATIVE)  # built once

@@ -6,27 +6,27 @@ from typing import Any
 
 from factory.ledger.plant import Plant
 from factory.release import releases
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 
 
 def release(plant: Plant, verdict: int, **how: Any) -> int:
     number = releases.release_candidate(plant, verdict, **how)
-    show_missing(plant)
+    show_unshown_items(plant)
     return number
 
 
 def override(plant: Plant, candidate: int, by: str, why: str) -> int:
     number = releases.release_held_candidate(plant, candidate, by, why)
-    show_missing(plant)
+    show_unshown_items(plant)
     return number
 
 
 def rollback(plant: Plant, number: int) -> None:
     releases.roll_back_to(plant, number)
-    show_missing(plant)
+    show_unshown_items(plant)
 
 
 def reconcile(plant: Plant) -> list[str]:
     done = releases.finish_releases(plant)
-    show_missing(plant)
+    show_unshown_items(plant)
     return done

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from factory.audit.kept_checkpoints import audit_folder, ladder_folder
+from factory.audit.kept_checkpoints import audit_folder, kept_checkpoints_folder
 from factory.core.workspace import Workspace
 from factory.ledger.anomalies import CLOSED, DIAGNOSED
 from factory.ledger.ledger import (
@@ -51,7 +51,7 @@ class History:
         for step in made:
             self.file(folder / "checkpoints" / step_name(step) / "manifest.json")
         for step in made[:2]:
-            self.file(ladder_folder(self.workspace, number) / step_name(step) / "manifest.json")
+            self.file(kept_checkpoints_folder(self.workspace, number) / step_name(step) / "manifest.json")
         if self.rng.random() < 0.3:
             self.file(folder / "certificate" / "old" / "pair" / "metrics.jsonl")
         if self.rng.random() < 0.2:

@@ -18,11 +18,11 @@ from typing import Any
 from trainer.__main__ import EXIT_STOPPED, exit_code, main
 from trainer.contract import stopping
 from trainer.contract.checkpoint import format as checkpoints
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 
 def die_at(sent: signal.Signals, step: int, calls: int) -> None:
-    launch, left = Run.launch_step, calls
+    launch, left = SegmentRun.launch_step, calls
 
     def count(frame: FrameType, event: str, _: object) -> None:
         nonlocal left
@@ -31,12 +31,12 @@ def die_at(sent: signal.Signals, step: int, calls: int) -> None:
             sys.setprofile(None)
             os.kill(os.getpid(), sent)
 
-    def counted(self: Run, batch: Any) -> None:
+    def counted(self: SegmentRun, batch: Any) -> None:
         if batch.step >= step and left > 0:
             sys.setprofile(count)
         launch(self, batch)
 
-    Run.launch_step = counted  # type: ignore[method-assign]
+    SegmentRun.launch_step = counted  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

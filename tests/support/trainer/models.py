@@ -15,7 +15,7 @@ from trainer.contract.plan.spec import SegmentSpec
 from trainer.contract.recipe import Recipe
 from trainer.model.transformer import Decoder
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 ALONE = Ranks(0, 1, torch.device("cpu"))
 
@@ -26,10 +26,10 @@ def make_model(recipe: Recipe | None = None, dtype: torch.dtype = torch.float32)
     return model
 
 
-def run_of(tmp_path: Path, make_shard: MakeShard, documents: int = 200, **changes: Any) -> Run:
+def run_of(tmp_path: Path, make_shard: MakeShard, documents: int = 200, **changes: Any) -> SegmentRun:
     plan = plan_of(make_shard(counts={"code": 3 * documents, "docs": documents, "chat": documents}))
     folder = write_spec(tmp_path / "run", plan, recipe_with(**changes), last_step=10_000)
-    return Run(SegmentSpec.load(folder), ALONE, None)
+    return SegmentRun(SegmentSpec.load(folder), ALONE, None)
 
 
 def iterated(values: Tensor, steps: int) -> Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, StoppedBySignal, exit_code_of
+from trainer.contract.errors import EXIT_FULL, EXIT_STOPPED, EXIT_WRONG, RecipeError, StoppedBySignal, run_for_exit_code
 
 
 def raising(error: Exception) -> Callable[[], None]:
@@ -50,11 +50,11 @@ def raising(error: Exception) -> Callable[[], None]:
 def test_an_error_is_one_line_and_a_code(
     work: Callable[[], object], code: int, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert exit_code_of("program", work, KeyError, Path("/the/folder")) == code
+    assert run_for_exit_code("program", work, KeyError, Path("/the/folder")) == code
     assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EACCES, "Permission denied"), ValueError("ours")])
 def test_an_error_that_no_user_can_correct_is_raised(error: Exception) -> None:
     with pytest.raises(type(error)):
-        exit_code_of("program", raising(error))
+        run_for_exit_code("program", raising(error))

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from kernels.contract.choice import UNTUNED, implementation_names, untuned_implementation
 from kernels.contract.op import ImportedAtFirstCall
-from kernels.contract.registry import OPS, Ops, documents_unchanged, find_implementation
+from kernels.contract.registry import OPS, Ops, find_implementation, return_documents_unchanged
 from tests.support.paths import ROOT
 from trainer.contract.recipe import Recipe, with_changed_keys
 from trainer.model.transformer import Decoder
@@ -30,7 +30,7 @@ def ops_of(choice: dict[str, str]) -> Ops:
             if isinstance(function, ImportedAtFirstCall):
                 function.load()
     functions = {name: one.function for name, one in chosen.items()}
-    return Ops(**functions, prepare_attention=chosen["attention"].prepare or documents_unchanged)
+    return Ops(**functions, prepare_attention=chosen["attention"].prepare or return_documents_unchanged)
 
 
 def defaults(machine: str) -> dict[str, str]:
@@ -107,7 +107,7 @@ def test_a_block_compiles_to_one_graph(recompute: bool, experts: bool) -> None:
     keys = {"model.experts": {"count": 4, "per_token": 2, "d_ff": 16, "dense_layers": 1}} if experts else {}
     model = decoder(defaults("cuda-sm90-h100"), **keys)
     if recompute:
-        model.recompute()
+        model.use_recomputation()
     counted = CompileCounterWithBackend("aot_eager")
     for block in model.blocks:
         block.run = torch.compile(block.run, dynamic=False, fullgraph=True, backend=counted)  # type: ignore[assignment,arg-type]

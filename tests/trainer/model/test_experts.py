@@ -79,7 +79,7 @@ def test_an_expert_without_a_token_gets_a_gradient_of_zero() -> None:
     torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=1e-5)
     y.sum().backward()
     routing = route_tokens(narrow["x"], narrow["router"], narrow["bias"], 2)
-    load = routing.load(torch.ones(N, dtype=torch.bool))
+    load = routing.tokens_per_expert(torch.ones(N, dtype=torch.bool))
     assert load[2] == 0 and load.sum() == 2 * N and (load > 0).sum() >= 3
     for name in ("router", "gate", "up", "down"):
         grad = narrow[name].grad
@@ -130,7 +130,7 @@ def test_router_z_is_its_formula_over_the_tokens_that_count() -> None:
     for row, count in zip(routing.experts_Nk.tolist(), counts):
         for expert in row:
             load[expert] += float(count)
-    assert torch.equal(routing.load(counts), load)
+    assert torch.equal(routing.tokens_per_expert(counts), load)
 
 
 # -- in the model ------------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ def test_the_bias_evens_out_a_skewed_load() -> None:
         x[:, 0] = 1.0
         biased = torch.cat((router[:, :1] + skew[:, None], router[:, 1:]), dim=1)
         routing = route_tokens(x, biased, bias, 2)
-        load = routing.load(counts)
+        load = routing.tokens_per_expert(counts)
         imbalance.append(float(load.max() / load.mean()) - 1)
         update_bias(bias, load, 5e-3, skip)
     first, last = sum(imbalance[:5]) / 5, sum(imbalance[-50:]) / 50

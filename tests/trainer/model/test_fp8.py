@@ -163,7 +163,7 @@ def test_only_the_layers_products_are_in_fp8(monkeypatch: pytest.MonkeyPatch) ->
     model.logits(*rows())
     assert taken == [*attention, *dense, *attention, *shared], "no router, no routed expert, no head"
     taken.clear()
-    model.join()
+    model.join_matrices()
     model.logits(*rows())
     attention, dense, shared = [[(128, 32)], [(32, 64)]], [[(128, 32)], [(32, 64)]], [[(64, 32)], [(32, 32)]]
     assert taken == [*attention, *dense, *attention, *shared]
@@ -175,7 +175,7 @@ def test_a_model_in_fp8_is_near_the_one_in_bf16() -> None:
     before = model.logits(*rows())
     model.use_fp8()
     near = model.logits(*rows())
-    model.join()
+    model.join_matrices()
     joined = model.logits(*rows())
     assert 0.01 < float((near - before).norm() / before.norm()) < 0.2  # eight products in turn, 4 % each
     assert float((joined - near).norm() / near.norm()) < 0.01

@@ -18,7 +18,7 @@ from trainer.contract.data.data_order import DataOrder, document_keys
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
 from trainer.contract.json_lines import read_lines
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 WATCHFUL = {"window": 16, "spike_deviations": 8.0}
 
@@ -79,7 +79,7 @@ def test_a_poisoned_shard_is_reported_with_its_documents(tmp_path: Path, make_sh
     assert not any(key.startswith("poison-") for a in anomalies(trunk) for key in a["documents"])
 
 
-def watched(run: Run, batch: Batch) -> tuple[dict[str, Any], list[str]]:
+def watched(run: SegmentRun, batch: Batch) -> tuple[dict[str, Any], list[str]]:
     """The record of a step, and the kinds of its anomalies, as ``segment.train`` finds them."""
     record = run.train_step(batch) | {"tokens_per_s": 1.0}
     return record, [anomaly.kind for hook in run.hooks for anomaly in hook.after_step(record)]

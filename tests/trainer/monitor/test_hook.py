@@ -16,33 +16,33 @@ from trainer.batch import make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.json_lines import read_lines
 from trainer.contract.plan.spec import SegmentSpec
-from trainer.monitor.hook import Anomaly, Hook, Outcome, Update, copy_to_host
+from trainer.monitor.hook import Anomaly, StepHook, UpdateOutcome, WeightUpdate, copy_to_host
 from trainer.parallel.ranks import Ranks
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 
-class Watcher(Hook):
+class Watcher(StepHook):
     """Remembers how far each update moves one weight, and reports every fourth step."""
 
     key = "watcher"
     required = False
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: SegmentRun) -> None:
         self.weight = run.optimizer.parameters["blocks.0.q"]
         self.calls: list[str] = []
         self.moved: list[float] = []
 
-    def before_update(self, update: Update) -> None:
+    def before_update(self, update: WeightUpdate) -> None:
         self.calls.append("before")
         assert torch.equal(update.gradients["blocks.0.q"], self.weight.grad)  # type: ignore[arg-type]
         assert len(update.squares_P) == len(update.gradients)
         self.old = self.weight.detach().clone()
 
-    def after_update(self, update: Update) -> dict[str, Tensor]:
+    def after_update(self, update: WeightUpdate) -> dict[str, Tensor]:
         self.calls.append("after")
         return {"moved": (self.weight.detach() - self.old).norm(), "pair": torch.tensor([[1.0, 2.0]])}
 
-    def record(self, numbers: dict[str, list[float]], outcome: Outcome) -> dict[str, Any]:
+    def record(self, numbers: dict[str, list[float]], outcome: UpdateOutcome) -> dict[str, Any]:
         assert numbers["pair"] == [1.0, 2.0] and outcome.supervised > 0
         self.moved += numbers["moved"]
         return {"moved": numbers["moved"][0]}
@@ -60,13 +60,13 @@ class Watcher(Hook):
 
 def with_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     """What one line in ``Run.__init__`` would do, before the checkpoint is read."""
-    restore = Run._restore
+    restore = SegmentRun._restore
 
-    def watched(run: Run, start: Path) -> dict[str, Any]:
+    def watched(run: SegmentRun, start: Path) -> dict[str, Any]:
         run.hooks.append(Watcher(run))
         return restore(run, start)
 
-    monkeypatch.setattr(Run, "_restore", watched)
+    monkeypatch.setattr(SegmentRun, "_restore", watched)
 
 
 def test_a_new_hook_continues_from_an_older_checkpoint_and_back(
@@ -107,7 +107,7 @@ def test_a_new_hook_continues_from_an_older_checkpoint_and_back(
 
 def test_hooks_are_called_before_and_after_the_update(tmp_path: Path, make_shard: MakeShard) -> None:
     folder = write_spec(tmp_path / "run", plan_of(make_shard()), recipe_with(), last_step=10)
-    run = Run(SegmentSpec.load(folder), Ranks(0, 1, torch.device("cpu")), None)
+    run = SegmentRun(SegmentSpec.load(folder), Ranks(0, 1, torch.device("cpu")), None)
     watcher = Watcher(run)
     run.hooks.append(watcher)
     records = [run.train_step(make_batch(run.order)) for _ in range(3)]
@@ -120,7 +120,7 @@ def test_all_numbers_come_to_the_host_in_one_transfer(
 ) -> None:
     """On a GPU each ``tolist``, ``item`` or ``float`` of a tensor would wait for the device."""
     folder = write_spec(tmp_path / "run", plan_of(make_shard()), recipe_with(batch__micro_sequences=2), last_step=10)
-    run = Run(SegmentSpec.load(folder), Ranks(0, 1, torch.device("cpu")), None)
+    run = SegmentRun(SegmentSpec.load(folder), Ranks(0, 1, torch.device("cpu")), None)
     run.train_step(make_batch(run.order))
     transfers: list[str] = []
     for name in ("tolist", "item", "__bool__", "__float__", "__int__", "numpy"):

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from tests.support.trainer.models import ALONE, run_of
 from tests.support.trainer.segments import MakeShard
 from trainer.batch import Batch, make_batch
-from trainer.monitor.hook import Outcome, Update, copy_to_host
+from trainer.monitor.hook import UpdateOutcome, WeightUpdate, copy_to_host
 from trainer.monitor.monitor import TURN_STEPS, Monitor, layer_of_parameter
 from trainer.optim.optimizer import Optimizer, sums_of_squares
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 LONG = pytest.mark.long("200 steps beside two batches each; the cheapest way to train is in the fast tier")
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
@@ -53,17 +53,17 @@ def test_the_noise_scale_of_a_known_gradient_and_noise(monkeypatch: pytest.Monke
         measured = monitor.after_half_batch(step, False)
         for n, parameter in held.items():
             parameter.grad = one[n] + two[n]
-        update = Update(step, optimizer.gradients(), sums_of_squares(optimizer.gradients()))
+        update = WeightUpdate(step, optimizer.gradients(), sums_of_squares(optimizer.gradients()))
         monitor.before_update(update)
         (numbers,) = copy_to_host(monitor.after_update(update))
-        record = monitor.record(numbers, Outcome(tokens, first if measured else 0, False))
+        record = monitor.record(numbers, UpdateOutcome(tokens, first if measured else 0, False))
         if step >= 3:
             scales.append(record["noise_scale"])
     for part_of_run in (scales[60:600], scales[660:]):
         assert sum(part_of_run) / len(part_of_run) == pytest.approx(truth, rel=0.05)
 
 
-def two_batches(run: Run, batch: Batch) -> tuple[float, float]:
+def two_batches(run: SegmentRun, batch: Batch) -> tuple[float, float]:
     """(tr(Σ), |G|²) of the weights as they are: McCandlish et al., arXiv 1812.06162, appendix A.1, eq. A.1 and A.2.
 
     Each half of the batch once as the small batch; gradients of their own losses, by autograd.
@@ -176,7 +176,7 @@ def test_a_split_step_computes_the_same_as_a_whole_one(tmp_path: Path, make_shar
     assert len({record["noise_scale"] for record in split[3:7]}) == 1  # until the next split step
 
 
-def gradient_squares(run: Run, batch: Batch) -> dict[str, float]:
+def gradient_squares(run: SegmentRun, batch: Batch) -> dict[str, float]:
     """Σ gradient² by layer, by autograd over the whole batch at once."""
     part = batch.micro_batches(None)[0]
     part.pop("domains_BT")
@@ -218,6 +218,6 @@ def test_state_goes_through_json(tmp_path: Path, make_shard: MakeShard) -> None:
     again = Monitor(run.optimizer, ALONE)
     again.load_state_dict(json.loads(json.dumps(run.monitor.state_dict())))
     numbers = {"grad_norms": [1.0, 2.0, 3.0]}
-    outcome = Outcome(100, 0.0, False)
+    outcome = UpdateOutcome(100, 0.0, False)
     assert again.record(numbers, outcome) == run.monitor.record(numbers, outcome)
     assert again.record(numbers, outcome) != Monitor(run.optimizer, ALONE).record(numbers, outcome)

@@ -20,7 +20,7 @@ from trainer.batch import Batch, make_batch
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.model.transformer import Block, rope_tables
 from trainer.monitor.signals import LEAST_BALANCE, QUERIES, PartHistory, RankNorms, expert_balance
-from trainer.run import Run
+from trainer.run import SegmentRun
 
 EXPERTS = {"count": 4, "per_token": 2, "d_ff": 16}
 
@@ -43,7 +43,7 @@ def logits_of(block: Block, x_BTD: Tensor, batch: Batch) -> Tensor:
     return torch.where(sees, logits, -math.inf)
 
 
-def inputs_of(run: Run, batch: Batch) -> dict[str, Tensor]:
+def inputs_of(run: SegmentRun, batch: Batch) -> dict[str, Tensor]:
     """What each layer reads of the whole batch."""
     found: dict[str, Tensor] = {}
     handles = []
@@ -81,7 +81,7 @@ def test_maxima_of_a_layer_equal_those_computed_from_its_inputs(
     assert seen == {"blocks.0", "blocks.1"} and run.recipe.model.context <= QUERIES  # all of a row's queries
 
 
-def steps(run: Run, count: int) -> list[tuple[dict[str, Any], list[Any]]]:
+def steps(run: SegmentRun, count: int) -> list[tuple[dict[str, Any], list[Any]]]:
     """(record, anomalies of the signals) of each step."""
     found = []
     for _ in range(count):

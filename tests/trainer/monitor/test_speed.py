@@ -35,8 +35,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return call_it
 
 
-def speed(device: torch.device, size: int = 1, **recipe: Any) -> speeds.Speed:
-    return speeds.Speed(recipe_with(**recipe), Ranks(0, size, device))
+def speed(device: torch.device, size: int = 1, **recipe: Any) -> speeds.SpeedMeter:
+    return speeds.SpeedMeter(recipe_with(**recipe), Ranks(0, size, device))
 
 
 def test_on_a_cpu_only_the_models_flops_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.support.trainer.segments import recipe_with
-from trainer.monitor.stability import MOST_BLOCKS, Anomaly, Detector, ThroughputDetector
+from trainer.monitor.stability import MOST_BLOCKS, Anomaly, StabilityDetector, ThroughputDetector
 
 RECIPE = recipe_with(stability={"window": 32, "spike_deviations": 8.0, "skip_deviations": 40.0}).stability
 
 
-def warmed(steps: int = 40) -> Detector:
-    detector, noise = Detector(RECIPE), random.Random(1)
+def warmed(steps: int = 40) -> StabilityDetector:
+    detector, noise = StabilityDetector(RECIPE), random.Random(1)
     for step in range(steps):
         assert detector.observe(step, 3 + noise.gauss(0, 0.05), 1 + noise.gauss(0, 0.05), False) == []
     return detector
@@ -41,19 +41,19 @@ def test_a_new_level_becomes_the_usual_one() -> None:
 
 
 def test_a_non_finite_value_is_an_anomaly_from_the_first_step_and_never_joins_the_window() -> None:
-    detector = Detector(RECIPE)
+    detector = StabilityDetector(RECIPE)
     assert [a.kind for a in detector.observe(0, math.nan, math.inf, True)] == ["non_finite", "non_finite"]
     state = detector.state_dict()
     assert state["loss"] == state["grad_norm"] == []
 
 
 def test_the_limit_is_infinite_until_there_is_something_to_judge_by() -> None:
-    assert Detector(RECIPE).grad_norm_limit() == math.inf
+    assert StabilityDetector(RECIPE).grad_norm_limit() == math.inf
     assert 1.5 < warmed().grad_norm_limit() < 6
 
 
 def test_state_goes_through_json_and_decides_the_same() -> None:
-    detector, again = warmed(), Detector(RECIPE)
+    detector, again = warmed(), StabilityDetector(RECIPE)
     again.load_state_dict(json.loads(json.dumps(detector.state_dict())))
     assert again.grad_norm_limit() == detector.grad_norm_limit()
     assert again.observe(40, 5.0, 1.0, False) == detector.observe(40, 5.0, 1.0, False)
@@ -61,12 +61,14 @@ def test_state_goes_through_json_and_decides_the_same() -> None:
 
 def test_the_limit_is_held_until_the_next_step_that_is_read() -> None:
     """Read every fourth step, and after step 9 because of a checkpoint: what was recorded then decides from step 12 on."""
-    seldom, often = (Detector(RECIPE.model_copy(update={"read_every": every, "window": 8})) for every in (4, 1))
+    seldom, often = (
+        StabilityDetector(RECIPE.model_copy(update={"read_every": every, "window": 8})) for every in (4, 1)
+    )
     noise, limits, usual = random.Random(2), [], []
     for step in range(17):
         if step == 10:
             kept = json.loads(json.dumps(seldom.state_dict()))
-            seldom = Detector(seldom.recipe)
+            seldom = StabilityDetector(seldom.recipe)
             seldom.load_state_dict(kept)
         limits.append(seldom.grad_norm_limit())
         usual.append(often.grad_norm_limit())
@@ -78,11 +80,11 @@ def test_the_limit_is_held_until_the_next_step_that_is_read() -> None:
     assert limits == [usual[step // 4 * 4] for step in range(17)] and len(set(usual[8:])) > 4
     assert limits[:4] == [math.inf] * 4 and math.isfinite(limits[4])
     assert kept["limit"] == limits[8] and "limit" not in often.state_dict()
-    older = Detector(seldom.recipe)
+    older = StabilityDetector(seldom.recipe)
     older.load_state_dict({key: value for key, value in kept.items() if key != "limit"})
     assert older.grad_norm_limit() == usual[10]
-    early = Detector(seldom.recipe)
-    early.load_state_dict(json.loads(json.dumps(Detector(seldom.recipe).state_dict())))
+    early = StabilityDetector(seldom.recipe)
+    early.load_state_dict(json.loads(json.dumps(StabilityDetector(seldom.recipe).state_dict())))
     assert early.grad_norm_limit() == math.inf
 
 
@@ -105,7 +107,7 @@ def falling(seed: int, floor: float = 1.8) -> Series:
         step += 1
 
 
-def watch(detector: Detector, series: Series, steps: int, first: int = 0) -> list[Anomaly]:
+def watch(detector: StabilityDetector, series: Series, steps: int, first: int = 0) -> list[Anomaly]:
     found = []
     for step in range(first, first + steps):
         loss, grad_norm = next(series)
@@ -115,7 +117,7 @@ def watch(detector: Detector, series: Series, steps: int, first: int = 0) -> lis
 
 def test_a_falling_noisy_loss_is_no_anomaly() -> None:
     """10 000 steps, three seeds. Of 100 seeds (10⁶ steps) twelve told one: ten of the gradient's norm, two plateaus."""
-    told = Counter(a.kind for seed in (1, 2, 3) for a in watch(Detector(DEFAULTS), falling(seed), 10_000))
+    told = Counter(a.kind for seed in (1, 2, 3) for a in watch(StabilityDetector(DEFAULTS), falling(seed), 10_000))
     assert not told
 
 
@@ -145,7 +147,7 @@ def changed(what: Callable[[int, float, float], tuple[float, float]], after: int
 def test_anomalies_are_reported_soon(
     kind: str, what: Callable[[int, float, float], tuple[float, float]], within: int, seed: int
 ) -> None:
-    after, detector = 600, Detector(DEFAULTS)
+    after, detector = 600, StabilityDetector(DEFAULTS)
     series = changed(what, after, seed)
     assert watch(detector, series, after) == []
     assert kind in {a.kind for a in watch(detector, series, within, first=after)}
@@ -153,7 +155,7 @@ def test_anomalies_are_reported_soon(
 
 def first_of(kind: str, what: Callable[[int, float, float], tuple[float, float]], seed: int) -> Anomaly:
     """What is told of the falling series when something happens from step 600 on."""
-    detector, series = Detector(DEFAULTS), changed(what, 600, seed)
+    detector, series = StabilityDetector(DEFAULTS), changed(what, 600, seed)
     assert watch(detector, series, 600) == []
     return next(a for a in watch(detector, series, 100, first=600) if a.kind == kind)
 
@@ -184,7 +186,7 @@ def test_a_non_finite_loss_began_where_the_norm_rose() -> None:
 
 
 def test_a_plateau_began_where_the_judged_windows_begin() -> None:
-    noise, detector = random.Random(2), Detector(DEFAULTS)
+    noise, detector = random.Random(2), StabilityDetector(DEFAULTS)
     found = [a for step in range(800) for a in detector.observe(step, 3 + noise.gauss(0, 0.05), 1.0, False)]
     plateau = next(a for a in found if a.kind == "plateau")
     assert plateau.onset == plateau.step + 1 - DEFAULTS.window * DEFAULTS.plateau_windows
@@ -202,7 +204,7 @@ def domains_of(step: int, noise: random.Random) -> dict[str, tuple[float, float]
 @pytest.mark.parametrize(("factor", "kind"), [(1.4, "domain_spike"), (0.6, "domain_drop")])
 def test_a_domain_whose_loss_is_far_off_is_named(factor: float, kind: str) -> None:
     """The mean loss stays what it is: of 1000 tokens only 100 are chat's."""
-    detector, noise = Detector(DEFAULTS), random.Random(3)
+    detector, noise = StabilityDetector(DEFAULTS), random.Random(3)
     observe = lambda step, found: detector.observe(step, 1.6 + noise.gauss(0, 0.03), 1.0, False, found)
     for step in range(2000):
         assert [a.kind for a in observe(step, domains_of(step, noise)) if a.kind != "plateau"] == []
@@ -216,7 +218,7 @@ def test_a_domain_whose_loss_is_far_off_is_named(factor: float, kind: str) -> No
 def test_a_domain_of_few_tokens_may_lie_further_off() -> None:
     judged = []
     for tokens in (900.0, 9.0):
-        detector = Detector(DEFAULTS)
+        detector = StabilityDetector(DEFAULTS)
         for step in range(100):
             detector.observe(step, 3.0, 1.0, False, {"code": (1.5 + 0.03 * math.sin(step), 900.0)})
         judged.append([a.kind for a in detector.observe(100, 3.0, 1.0, False, {"code": (2.5, tokens)})])
@@ -225,23 +227,23 @@ def test_a_domain_of_few_tokens_may_lie_further_off() -> None:
 
 def test_a_state_without_domains_and_trace_is_taken_up() -> None:
     """As checkpoints had it before there were any; and an older detector finds its keys in a new one."""
-    detector, noise = Detector(DEFAULTS), random.Random(3)
+    detector, noise = StabilityDetector(DEFAULTS), random.Random(3)
     for step in range(100):
         detector.observe(step, 3 + noise.gauss(0, 0.05), 1.0, False, domains_of(step, noise))
     state = json.loads(json.dumps(detector.state_dict()))
-    again = Detector(DEFAULTS)
+    again = StabilityDetector(DEFAULTS)
     again.load_state_dict(state)
     assert again.state_dict() == detector.state_dict() and again.trace == detector.trace
     low = {"code": (0.5, 900.0)}
     assert again.observe(100, 3.0, 1.0, False, low) == detector.observe(100, 3.0, 1.0, False, low) != []
-    older = Detector(DEFAULTS)
+    older = StabilityDetector(DEFAULTS)
     older.load_state_dict({key: value for key, value in state.items() if key not in ("domains", "trace")})
     (told,) = older.observe(100, 5.0, 1.0, False, low)
     assert told.kind == "loss_spike" and told.onset == 100
 
 
 def test_a_divergence_is_reported_once_until_it_ends() -> None:
-    detector = Detector(DEFAULTS)
+    detector = StabilityDetector(DEFAULTS)
     worse = lambda t, x, g: (x * (2.0 if t < 400 or t >= 800 else 1.0), g)
     found = watch(detector, changed(worse, 600, 1), 2000)
     diverged = [a.step for a in found if a.kind == "divergence"]
@@ -254,7 +256,7 @@ def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> Non
     noise = random.Random(2)
     level = lambda step: 3.0 if step < 2000 else max(2.0, 3.0 - (step - 2000) / 1500)
     series = ((level(step) + noise.gauss(0, 0.05), 1.0) for step in range(10**6))
-    told = [a for a in watch(Detector(DEFAULTS), series, 8000) if a.kind == "plateau"]
+    told = [a for a in watch(StabilityDetector(DEFAULTS), series, 8000) if a.kind == "plateau"]
     assert len(told) == 2
     assert 500 < told[0].step < 800 and told[0].value == pytest.approx(3.0, abs=0.05)
     assert 3500 < told[1].step < 6500 and told[1].value == pytest.approx(2.0, abs=0.05)
@@ -262,11 +264,11 @@ def test_a_plateau_is_reported_once_and_again_after_the_loss_has_fallen() -> Non
 
 def test_the_loss_history_stays_small_and_its_state_decides_the_same_at_any_step() -> None:
     recipe = recipe_with(stability={"window": 8, "plateau_windows": 4}).stability
-    detector = Detector(recipe)
+    detector = StabilityDetector(recipe)
     for step in range(8 * 200 + 3):
         detector.observe(step, 3 + math.sin(step), 1.0, False)
         if step % 97 == 0:
-            again = Detector(recipe)
+            again = StabilityDetector(recipe)
             again.load_state_dict(json.loads(json.dumps(detector.state_dict())))
             assert again.state_dict() == detector.state_dict()
             detector = again
@@ -278,7 +280,7 @@ def test_the_loss_history_stays_small_and_its_state_decides_the_same_at_any_step
         detector.observe(step, 3.0, 1.0, False)
     assert json.dumps(kept) == as_json  # a thread writes it while the next steps run
     detector.load_state_dict(kept)
-    undisturbed = Detector(recipe)
+    undisturbed = StabilityDetector(recipe)
     for step in range(8 * 200 + 3):
         undisturbed.observe(step, 3 + math.sin(step), 1.0, False)
     assert undisturbed.state_dict() == detector.state_dict()

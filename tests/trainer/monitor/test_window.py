@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer.monitor.window import find_onset
+from trainer.monitor.window import find_rise_onset
 
 
 def usual(seed: int, count: int = 100) -> list[float]:
@@ -30,14 +30,14 @@ def usual(seed: int, count: int = 100) -> list[float]:
 def test_the_onset_of_a_rise_is_within_a_few_steps(factor: Callable[[int], float], steps: int, seed: int) -> None:
     values = usual(seed)
     risen = [factor(t) * value for t, value in enumerate(usual(seed + 100, steps))]
-    found = find_onset([*values, *risen])
+    found = find_rise_onset([*values, *risen])
     assert found is not None and -6 <= found - len(values) <= min(steps - 1, 3)
 
 
 def test_a_fall_is_one_only_with_its_sign() -> None:
     values = [*usual(1), 0.02, 0.02]
-    assert find_onset(values) is None
-    assert find_onset(values, -1) == 100
+    assert find_rise_onset(values) is None
+    assert find_rise_onset(values, -1) == 100
 
 
 @pytest.mark.parametrize("spike", range(60, 90, 6))
@@ -45,10 +45,10 @@ def test_an_old_spike_is_no_onset(spike: int) -> None:
     values = usual(3)
     values[spike] *= 1e4
     values[-1] *= 50
-    found = find_onset(values)
+    found = find_rise_onset(values)
     assert found is not None and found >= 95
 
 
 @pytest.mark.parametrize("values", [[], [1.0], [1.0] * 50, [0.0] * 50, usual(4)])
 def test_without_a_rise_there_is_no_onset(values: list[float]) -> None:
-    assert find_onset(values) is None
+    assert find_rise_onset(values) is None

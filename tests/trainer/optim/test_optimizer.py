@@ -31,7 +31,7 @@ def test_the_rates_change_with_the_width_as_mup_says(name: str, base: int | None
     """Table 8 of arXiv 2203.03466: hidden weights' Adam rate falls as 1 / width, vectors and embedding keep theirs."""
     recipe = recipe_with(model__experts=EXPERTS, model__base_d_model=base, optimizer__name=name)
     times = recipe.model.d_model / base if base else 1.0
-    for row in group_table(make_model(recipe), recipe.optimizer, recipe.model.width_share):
+    for row in group_table(make_model(recipe), recipe.optimizer, recipe.model.mup_width_ratio):
         key = row.parameter.rpartition(".")[2]
         if key in MATRICES:
             share = times**-0.5 if name == "muon" else 1 / times
@@ -51,7 +51,7 @@ def test_a_wider_models_first_update_moves_hidden_states_as_far(name: str, width
     recipe = recipe_with(**sizes, model__head_dim=8, model__base_d_model=32, optimizer__name=name, optimizer__lr=0.01)
     recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"weight_decay": 0.0})})
     model = make_model(recipe)
-    optimizer = Optimizer(model, recipe.optimizer, recipe.model.width_share)
+    optimizer = Optimizer(model, recipe.optimizer, recipe.model.mup_width_ratio)
     generator = torch.Generator().manual_seed(2)
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     inputs = {}

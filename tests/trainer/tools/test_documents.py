@@ -9,7 +9,7 @@ from tests.support.messages import refused
 from tests.support.trainer.segments import MakeShard, plan_of, recipe_with, train_here, write_spec
 from trainer.contract.data.data_order import DataOrder, document_keys
 from trainer.contract.errors import CheckpointError, SpecError
-from trainer.tools.documents import documents_of, main
+from trainer.tools.documents import list_step_documents, main
 
 
 def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
@@ -27,17 +27,17 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     expected = [document_keys(order, order.next_rows()) for _ in range(18)]
 
     trunk = write_spec(tmp_path / "trunk", plan, recipe, last_step=13)
-    assert documents_of(trunk, 7) == expected[7]  # before it ran
+    assert list_step_documents(trunk, 7) == expected[7]  # before it ran
     assert train_here(trunk) == (0, "")
     end = trunk / "checkpoints" / "step-00000013"
     anneal = write_spec(
         tmp_path / "anneal", plan, recipe, kind="anneal", first_step=13, last_step=18, initial_checkpoint=str(end)
     )
-    assert [documents_of(trunk, step) for step in range(13)] == expected[:13]
-    assert [documents_of(anneal, step) for step in range(13, 18)] == expected[13:]
+    assert [list_step_documents(trunk, step) for step in range(13)] == expected[:13]
+    assert [list_step_documents(anneal, step) for step in range(13, 18)] == expected[13:]
     for folder, step, steps in ((trunk, 13, (0, 12)), (anneal, 12, (13, 17))):
         with refused("trainer.no_step", SpecError, step=step, first=steps[0], last=steps[1]):
-            documents_of(folder, step)
+            list_step_documents(folder, step)
 
     assert main([str(trunk), "10", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"step": 10, "documents": expected[10]}
@@ -47,11 +47,11 @@ def test_the_documents_of_every_step_of_a_trunk_and_its_anneal(
     # a damaged checkpoint is passed over for an older one; a damaged start is an error
     state = trunk / "checkpoints" / "step-00000008" / "state.json"
     state.write_text(state.read_text().replace('"place"', '"plaice"') + " ")
-    assert documents_of(trunk, 10) == expected[10]
+    assert list_step_documents(trunk, 10) == expected[10]
     state = end / "state.json"
     state.write_text(state.read_text() + " ")
     with refused("trainer.hash_mismatch", CheckpointError, file=str(state)):
-        documents_of(anneal, 14)
+        list_step_documents(anneal, 14)
 
 
 def test_a_segment_that_restarts_its_data_starts_the_plan_again(tmp_path: Path, make_shard: MakeShard) -> None:
@@ -66,7 +66,7 @@ def test_a_segment_that_restarts_its_data_starts_the_plan_again(tmp_path: Path, 
         initial_checkpoint=str(trunk / "checkpoints" / "step-00000004"),
         restart_data=True,
     )
-    before = [documents_of(again, step) for step in range(4, 8)]
-    assert before == [documents_of(trunk, step) for step in range(4)]
+    before = [list_step_documents(again, step) for step in range(4, 8)]
+    assert before == [list_step_documents(trunk, step) for step in range(4)]
     assert train_here(again) == (0, "")
-    assert [documents_of(again, step) for step in range(4, 8)] == before
+    assert [list_step_documents(again, step) for step in range(4, 8)] == before

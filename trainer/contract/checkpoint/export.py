@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainer.contract.checkpoint import format as checkpoints
 from trainer.contract.checkpoint.architectures import ARCHITECTURES, model_type_of
-from trainer.contract.errors import exit_code_of
+from trainer.contract.errors import run_for_exit_code
 from trainer.contract.recipe import ModelRecipe, Recipe
 
 END_TOKEN = 0  # <|endoftext|>, of the frozen tokenizer
@@ -112,7 +112,7 @@ def hf_tensors(model: dict[str, Tensor], shape: ModelRecipe) -> dict[str, Tensor
 
     The final norm includes the factor by which muP scales the head's input.
     """
-    final_norm = model["final_norm"] * shape.width_share if shape.width_share != 1 else model["final_norm"]
+    final_norm = model["final_norm"] * shape.mup_width_ratio if shape.mup_width_ratio != 1 else model["final_norm"]
     found = {"model.embed_tokens.weight": model["embedding"], "model.norm.weight": final_norm}
     for name, tensor in model.items():
         if not name.startswith("blocks."):
@@ -152,7 +152,9 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 2:
         print(__doc__, file=sys.stderr)
         return 2
-    return exit_code_of("trainer.contract.checkpoint.export", lambda: export(Path(arguments[0]), Path(arguments[1])))
+    return run_for_exit_code(
+        "trainer.contract.checkpoint.export", lambda: export(Path(arguments[0]), Path(arguments[1]))
+    )
 
 
 if __name__ == "__main__":

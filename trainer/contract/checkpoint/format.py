@@ -80,10 +80,10 @@ def checkpoint_name(step: int) -> str:
 def save(parent: Path, checkpoint: Checkpoint) -> Path:
     """Write ``parent/step-…`` atomically. Raises: OSError, with nothing left behind."""
     contents = {"model": checkpoint.model, "optimizer": checkpoint.optimizer}
-    return save_share(parent, checkpoint.step, contents, {}, checkpoint.state)
+    return save_rank_share(parent, checkpoint.step, contents, {}, checkpoint.state)
 
 
-def save_share(
+def save_rank_share(
     parent: Path,
     step: int,
     contents: dict[str, Tensors],
@@ -170,7 +170,7 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
                 )
             with open(file, "rb") as opened:
                 if hashlib.file_digest(opened, "sha256").hexdigest() != expected["sha256"]:
-                    return hash_mismatch(file)
+                    return hash_mismatch_fault(file)
         except OSError as error:
             if error.errno in ERRORS_OF_NO_FILE:
                 raise
@@ -178,7 +178,7 @@ def find_fault(path: Path, share: int = 0, of: int = 1) -> str:
     return ""
 
 
-def hash_mismatch(file: Path) -> Message:
+def hash_mismatch_fault(file: Path) -> Message:
     """The fault of a file whose hash differs from the manifest's."""
     return Message("trainer.hash_mismatch", "{file}: its SHA-256 is not the one in the manifest", file=str(file))
 

@@ -50,7 +50,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import DocumentStream, Piece, open_streams, shard_domain, shard_generation
+from trainer.contract.data.document_stream import (
+    DocumentPiece,
+    DocumentStream,
+    open_streams,
+    shard_domain,
+    shard_generation,
+)
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.errors import DataPlanError
 from trainer.contract.recipe import BatchRecipe
@@ -58,11 +64,11 @@ from trainer.contract.recipe import BatchRecipe
 FORMAT = 2  # of the state
 REHEARSED_ROWS = 512  # rows that are packed in advance to estimate how many hold no target
 
-Row = tuple[Piece, ...]
+Row = tuple[DocumentPiece, ...]
 
 
 @dataclass
-class Cursor:
+class StreamPosition:
     """The position in a stream."""
 
     fingerprint: str  # fingerprint of the seed and shards for which the position is valid
@@ -93,8 +99,8 @@ class DataOrder:
         self.domains = sorted({stream.domain for stream in self.streams.values()})
         self.step = 0
         self.documents_begun = 0  # documents whose first position was put in a batch
-        self.cursors: dict[str, Cursor] = {}
-        self.pending: list[Piece] = []  # drawn but not yet trained on, oldest first
+        self.cursors: dict[str, StreamPosition] = {}
+        self.pending: list[DocumentPiece] = []  # drawn but not yet trained on, oldest first
         self.passed_over = 0  # positions of rows that this object left out because they hold no target
         self._shares: tuple[int, dict[str, float]] = -1, {}
         self._available: tuple[int, dict[str, float]] | None = None  # valid until a step or an epoch ends
@@ -273,7 +279,7 @@ class DataOrder:
         self.step = state["step"]
         self.documents_begun = state["documents_begun"]
         for name, values in state["streams"].items():
-            cursor = Cursor(*values)
+            cursor = StreamPosition(*values)
             if name in self.streams and self.streams[name].fingerprint == cursor.fingerprint:
                 self.cursors[name] = cursor
             elif shard_generation(name) not in self._relabelled:
@@ -302,12 +308,12 @@ class DataOrder:
             if name not in self.cursors:
                 others = [self._epoch(n) for n in self.cursors if shard_domain(n) == stream.domain]
                 epoch = min(others, default=0)
-                self.cursors[name] = Cursor(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
+                self.cursors[name] = StreamPosition(stream.fingerprint, epoch, epoch * stream.pieces, 0.0)
 
     def _epoch(self, name: str) -> int:
         return self.cursors[name].place // self.streams[name].pieces
 
-    def _draw(self) -> Piece | None:
+    def _draw(self) -> DocumentPiece | None:
         """The next piece that carries loss, from the stream furthest behind. None if all are used up."""
         while available := self._may_draw():
             name = max(available, key=lambda n: (self.cursors[n].credit, n))
@@ -390,7 +396,7 @@ def stream_shares(
     return {name: share / total for name, share in shares.items()} if total > 0 else {}
 
 
-def encode_pending(pending: list[Piece], places: Mapping[str, int]) -> str:
+def encode_pending(pending: list[DocumentPiece], places: Mapping[str, int]) -> str:
     """Base64 of two varints for each piece, newest first: the number of its stream, and its distance before the stream's next waiting piece
     (or before the stream's position)."""
     names = {name: number for number, name in enumerate(sorted(places))}

@@ -19,13 +19,13 @@ import pyarrow.compute as pc
 from trainer.contract.data.data_plan import DataPlan
 from trainer.contract.data.packing import count_pieces
 from trainer.contract.data.permutation import BLOCK, Permutation
-from trainer.contract.data.token_shard import TokenShard, document_ranges
+from trainer.contract.data.token_shard import TokenShard, format_row_ranges
 from trainer.contract.errors import DataPlanError, TokenShardError
 
 READ_AT_ONCE = 1 << 24  # tokens whose masks are read together
 
 
-class Piece(NamedTuple):
+class DocumentPiece(NamedTuple):
     """Some neighbouring positions of one document."""
 
     stream: str
@@ -76,30 +76,30 @@ class DocumentStream:
         """Positions of an epoch in pieces that carry loss. Other pieces are never drawn."""
         moved = [tuple(sorted(shard.moved.items())) for shard in self.shards]
         each = zip(self.shards, moved, strict=True)
-        return sum(positions_with_loss(str(shard.path), self.domain, self.context, rows) for shard, rows in each)
+        return sum(count_positions_with_loss(str(shard.path), self.domain, self.context, rows) for shard, rows in each)
 
-    def piece_at(self, place: int) -> Piece:
+    def piece_at(self, place: int) -> DocumentPiece:
         """The whole piece at a place."""
         epoch, index = divmod(place, self.pieces)
         block, offset = divmod(index, BLOCK)
         if self._block[0] != (epoch, block):
             self._block = (epoch, block), self._pieces_of(epoch, block)
         document, start, positions, shard, first, unmasked = self._block[1][offset]
-        supervised = positions if unmasked else self.supervised(shard, first, positions)
-        return Piece(self.name, place, document, start, positions, supervised, shard, first)
+        supervised = positions if unmasked else self.count_supervised_targets(shard, first, positions)
+        return DocumentPiece(self.name, place, document, start, positions, supervised, shard, first)
 
-    def part_of(self, piece: Piece, start: int, positions: int) -> Piece:
+    def part_of(self, piece: DocumentPiece, start: int, positions: int) -> DocumentPiece:
         """The positions [start, start + positions) of a piece."""
         if (start, positions) == (0, piece.positions):
             return piece
         supervised = positions
         if not self.unmasked[piece.document]:
-            supervised = self.supervised(piece.shard, piece.first + start, positions)
+            supervised = self.count_supervised_targets(piece.shard, piece.first + start, positions)
         return piece._replace(
             start=piece.start + start, positions=positions, supervised=supervised, first=piece.first + start
         )
 
-    def tokens(self, piece: Piece) -> npt.NDArray[Any]:
+    def tokens(self, piece: DocumentPiece) -> npt.NDArray[Any]:
         """The piece's tokens, [positions + 1]: inputs are all but the last, targets all but the first."""
         if self._tokens[piece.shard] is None:
             self._tokens[piece.shard] = np.asarray(self.shards[piece.shard].tokens)  # slices of a memmap are slow
@@ -107,7 +107,7 @@ class DocumentStream:
         assert held is not None
         return held[piece.first : piece.first + piece.positions + 1]
 
-    def target_mask(self, piece: Piece) -> npt.NDArray[np.bool_] | np.bool_:
+    def target_mask(self, piece: DocumentPiece) -> npt.NDArray[np.bool_] | np.bool_:
         """True for each target that carries loss, [positions]; a scalar True if all do, False if the plan masks the document.
 
         ``piece.supervised`` counts masked targets too, so that no other document's weight changes.
@@ -118,7 +118,7 @@ class DocumentStream:
             return np.True_
         return self.shards[piece.shard].loss_mask(piece.first + 1, piece.first + 1 + piece.positions)
 
-    def supervised(self, shard: int, first: int, positions: int) -> int:
+    def count_supervised_targets(self, shard: int, first: int, positions: int) -> int:
         """The number of targets that carry loss, among ``positions`` from token ``first`` of a shard on."""
         return int(np.count_nonzero(self.shards[shard].loss_mask(first + 1, first + 1 + positions)))
 
@@ -126,7 +126,7 @@ class DocumentStream:
         table = self.shards[self.shard[document]].documents
         return str(table["key"][int(self.row[document])].as_py())
 
-    def places_of(self, documents: Iterable[int], epoch: int) -> npt.NDArray[np.int64]:
+    def find_places_of_documents(self, documents: Iterable[int], epoch: int) -> npt.NDArray[np.int64]:
         """The places of an epoch that hold pieces of these documents, in no order."""
         flat = [np.arange(self.ends[d - 1] if d else 0, self.ends[d], dtype=np.uint64) for d in documents]
         found = self._permutation(epoch).indices_of(np.concatenate([np.zeros(0, np.uint64), *flat]))
@@ -160,7 +160,7 @@ class DocumentStream:
 
 
 @lru_cache(maxsize=1 << 14)  # the daemon asks again and again, and a shard never changes
-def positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple[str, str], ...] = ()) -> int:
+def count_positions_with_loss(path: str, domain: str, context: int, moved: tuple[tuple[str, str], ...] = ()) -> int:
     """Positions of a token shard's documents of a domain that lie in pieces which carry loss. ``moved``: (domain, rows), as in ``TokenShard``.
 
     All pieces of unmasked documents carry loss. The masks of the others are read, ``READ_AT_ONCE`` tokens at a time.
@@ -223,7 +223,7 @@ def open_streams(plan: DataPlan, context: int, vocab_size: int) -> dict[str, Doc
             tables.append(table)
             same = not planned.moved or np.array_equal(table["row"], own.get(domain, []))
             # the shard's own id also if its content was replaced, and if no document of this domain moved: cursors stay valid
-            identities.append(planned.id if same else f"{planned.id} {document_ranges(table['row'].tolist())}")
+            identities.append(planned.id if same else f"{planned.id} {format_row_ranges(table['row'].tolist())}")
     plan.refuse_missing_domains({shard_domain(name) for name in groups})
     streams = {
         name: DocumentStream(name, plan.seed, shards, tables, context, identities)

@@ -141,7 +141,7 @@ def pack_best_fit(lengths: Sequence[int], long: Sequence[bool], context: int, ro
     waiting = list(range(len(lengths)))
     chosen: list[list[int]] = []
     if step % OLDEST_EVERY == OLDEST_EVERY - 1 and waiting:
-        chosen.append(choose_row_pieces(lengths, context, 0, waiting[1 : PARTNERS + 1]))
+        chosen.append(choose_best_fitting_pieces(lengths, context, 0, waiting[1 : PARTNERS + 1]))
         taken = set(chosen[0])
         waiting = [i for i in waiting if i not in taken]
     liquid = [i for i in waiting if long[i] and 2 * lengths[i] >= context]
@@ -226,10 +226,10 @@ def find_best_fit_rows(
     return found
 
 
-def choose_row_pieces(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
+def choose_best_fitting_pieces(lengths: Sequence[int], context: int, first: int, others: Sequence[int]) -> list[int]:
     """``first`` and the pieces of ``others`` that together fill a row best; among equals, the longest pieces.
 
-    >>> choose_row_pieces([5, 3, 2, 1], context=8, first=0, others=[1, 2, 3])
+    >>> choose_best_fitting_pieces([5, 3, 2, 1], context=8, first=0, others=[1, 2, 3])
     [0, 1]
     """
     room = context - lengths[first]
@@ -286,7 +286,7 @@ def has_spare_pieces(pieces: int, positions: int, context: int, rows: int) -> bo
 
 
 @dataclass(frozen=True)
-class Strategy:
+class PackingStrategy:
     """One way to make rows of drawn pieces."""
 
     pack: Packer
@@ -294,12 +294,12 @@ class Strategy:
     cuts: bool = False  # True if a document may be cut that would fit a row
 
 
-STRATEGIES: Mapping[str, Strategy] = MappingProxyType(  # by the recipe's batch.packing
+STRATEGIES: Mapping[str, PackingStrategy] = MappingProxyType(  # by the recipe's batch.packing
     {
-        "document": Strategy(pack_one_per_row, has_one_piece_per_row),
-        "token-budget": Strategy(pack_next_fit, has_spare_row),
-        "truncate-and-concatenate": Strategy(pack_concatenated, has_full_rows, cuts=True),
-        "length-bucketed": Strategy(pack_length_bucketed, has_spare_pieces),
-        "best-fit": Strategy(pack_best_fit, has_spare_pieces),
+        "document": PackingStrategy(pack_one_per_row, has_one_piece_per_row),
+        "token-budget": PackingStrategy(pack_next_fit, has_spare_row),
+        "truncate-and-concatenate": PackingStrategy(pack_concatenated, has_full_rows, cuts=True),
+        "length-bucketed": PackingStrategy(pack_length_bucketed, has_spare_pieces),
+        "best-fit": PackingStrategy(pack_best_fit, has_spare_pieces),
     }
 )

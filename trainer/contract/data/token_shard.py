@@ -209,7 +209,7 @@ class TokenShard:
     def _with_domains(self, table: pa.Table) -> pa.Table:
         domains = table["domain"].to_pylist()
         for domain, text in self.moved.items():
-            for row in document_rows(text):
+            for row in parse_row_ranges(text):
                 if row >= len(domains):
                     raise TokenShardError(
                         "token_shard.no_document",
@@ -223,10 +223,10 @@ class TokenShard:
         return table.set_column(at, "domain", pa.array(domains, pa.string()))
 
 
-def document_ranges(rows: Iterable[int]) -> str:
+def format_row_ranges(rows: Iterable[int]) -> str:
     """Rows as text, ascending.
 
-    >>> document_ranges([7, 0, 1, 2, 9, 8]), document_ranges([])
+    >>> format_row_ranges([7, 0, 1, 2, 9, 8]), format_row_ranges([])
     ('0-2,7-9', '')
     """
     runs: list[list[int]] = []
@@ -238,9 +238,9 @@ def document_ranges(rows: Iterable[int]) -> str:
     return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
 
 
-def document_rows(text: str) -> list[int]:
+def parse_row_ranges(text: str) -> list[int]:
     """
-    >>> document_rows("0-2,7-9")
+    >>> parse_row_ranges("0-2,7-9")
     [0, 1, 2, 7, 8, 9]
     """
     runs = [run.partition("-") for run in text.split(",") if run]

@@ -14,7 +14,7 @@ REHEARSED = (
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class PackingRehearsal:
     """The result of packing some steps in advance."""
 
     first_step: int
@@ -27,7 +27,7 @@ class Rehearsal:
         return 1 - self.used / self.positions
 
 
-def rehearse_packing(order: DataOrder, step: int, last_step: int) -> Rehearsal | None:
+def rehearse_packing(order: DataOrder, step: int, last_step: int) -> PackingRehearsal | None:
     """Pack the steps from ``step`` on as if they came next, without moving ``order``. Only the later half is counted.
 
     None if the data ends before.
@@ -42,7 +42,7 @@ def rehearse_packing(order: DataOrder, step: int, last_step: int) -> Rehearsal |
         if order.step > (step + stop) // 2:
             positions += len(rows) * order.context
             used += sum(piece.positions for row in rows for piece in row)
-    return Rehearsal(step, positions, used) if positions else None
+    return PackingRehearsal(step, positions, used) if positions else None
 
 
 def refuse_impossible(order: DataOrder, recipe: Recipe, first_step: int, last_step: int) -> None:

@@ -15,11 +15,11 @@ from trainer.contract.plan.run_plan import (
     SPREAD,
     RunPlan,
     active_parameters,
-    batch_by_rule,
+    deepseek_rule_batch,
+    deepseek_rule_flops,
+    deepseek_rule_lr,
     estimate_memory,
-    lr_by_rule,
     plan_run,
-    rule_flops,
 )
 from trainer.contract.plan.sizing import GB, KORTHIKANTI, ZERO, total_bytes
 
@@ -93,7 +93,7 @@ def _layout_lines(plan: RunPlan) -> list[PlanLine]:
         else Message("plan.least_tensor", "the smallest that fits and keeps the batch to its rule")
     )
     state = (
-        Message("plan.sharded", "weights, gradients and optimiser are split over {gpus} GPUs", gpus=layout.pieces)
+        Message("plan.sharded", "weights, gradients and optimiser are split over {gpus} GPUs", gpus=layout.weight_parts)
         if sharded
         else Message("plan.whole", "every rank holds all the weights")
     )
@@ -139,12 +139,12 @@ def _expert_lines(plan: RunPlan) -> list[PlanLine]:
 def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     ask, layout, effort, model = plan.ask, plan.layout, plan.effort, plan.ask.model
     times = plan.sequences // (layout.data * layout.micro_sequences)
-    rate = lr_by_rule(model, ask.tokens)
+    rate = deepseek_rule_lr(model, ask.tokens)
     if ask.batch is None:
         how = Message(
             "plan.batch_by_rule",
             "0.2920 C^0.3271 = {tokens:,.0f}, in whole micro-batches ({sequences:,} sequences)",
-            tokens=batch_by_rule(model, ask.tokens),
+            tokens=deepseek_rule_batch(model, ask.tokens),
             sequences=plan.sequences,
         )
         source = DEEPSEEK
@@ -165,7 +165,7 @@ def _batch_lines(plan: RunPlan) -> list[PlanLine]:
     )
     largest = Message("plan.largest_micro_batch", "the largest that fits; {times} a step on each rank", times=times)
     steps = Message("plan.steps", "{tokens:,.0f} tokens / tokens per step", tokens=ask.tokens)
-    flops = rule_flops(model, ask.tokens)
+    flops = deepseek_rule_flops(model, ask.tokens)
     return [
         PlanLine("micro-batch", layout.micro_sequences, micro, largest, "batch.micro_sequences"),
         PlanLine("tokens per step", effort.tokens_per_step, f"{effort.tokens_per_step:,}", how, source),
@@ -315,7 +315,7 @@ def plan_warnings(plan: RunPlan) -> list[str]:
             rule=CHINCHILLA,
         )
     ]
-    by_rule = batch_by_rule(model, ask.tokens)
+    by_rule = deepseek_rule_batch(model, ask.tokens)
     if not 0.5 < effort.tokens_per_step / by_rule < 2:
         found.append(
             Message(

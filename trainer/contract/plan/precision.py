@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels.contract.message import Message, titled
+from kernels.contract.message import Message, format_error_with_code
 from kernels.contract.precision import DTYPES as DTYPES
 from kernels.contract.precision import FP8, bf16_matmul
 from trainer.contract.errors import RecipeError
@@ -48,7 +48,7 @@ class TimedPart:
 
 
 @dataclass(frozen=True)
-class Probe:
+class PrecisionTimings:
     """The measurements. Seconds are those of a whole step's products, attention and loss head (on a CPU as if its threads shared the work
     evenly). Rates are FLOP/s by part (on a CPU of one thread)."""
 
@@ -80,12 +80,12 @@ class Probe:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class ChosenPrecision:
     """The precision in which a segment trains, and the measurements behind it."""
 
     precision: str
     asked: str  # what the recipe says
-    probe: Probe
+    probe: PrecisionTimings
     warning: str = ""  # one line if an explicit precision is slow on this machine
 
     def to_json(self) -> dict[str, object]:
@@ -133,7 +133,9 @@ def refuse_unsupported_precision(recipe: Recipe, device: torch.device) -> None:
     )
 
 
-def choose_precision(recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS) -> Chosen:
+def choose_precision(
+    recipe: Recipe, device: torch.device, before: str = "", seconds: float = SECONDS
+) -> ChosenPrecision:
     """The precision for a recipe on a device. ``before``: the run's precision so far, kept unless another is ``WORTH`` times as fast.
 
     Raises: RecipeError for an explicit precision that the device does not have.
@@ -143,10 +145,10 @@ def choose_precision(recipe: Recipe, device: torch.device, before: str = "", sec
     return decide_from_probe(recipe.precision, found, before if before in precisions(device) else "")
 
 
-def decide_from_probe(asked: str, found: Probe, before: str = "") -> Chosen:
+def decide_from_probe(asked: str, found: PrecisionTimings, before: str = "") -> ChosenPrecision:
     """The choice as a pure function of the measurements.
 
-    >>> probe = Probe("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
+    >>> probe = PrecisionTimings("cpu", {"fp32": 0.2, "bf16": 0.1}, {})
     >>> decide_from_probe("auto", probe).precision, decide_from_probe("auto", probe, before="fp32").precision
     ('bf16', 'bf16')
     """
@@ -165,10 +167,10 @@ def decide_from_probe(asked: str, found: Probe, before: str = "") -> Chosen:
             if ratio > WARN
             else ""
         )
-        return Chosen(asked, asked, found, warning)
+        return ChosenPrecision(asked, asked, found, warning)
     kept = before or ("fp32" if "fp32" in found.seconds else found.fastest_precision)
     taken = found.fastest_precision if found.times_as_fast(kept) >= WORTH else kept
-    return Chosen(taken, asked, found)
+    return ChosenPrecision(taken, asked, found)
 
 
 def this_device() -> torch.device:
@@ -184,7 +186,7 @@ def with_chosen_precision(recipe: Recipe, device: torch.device) -> Recipe:
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
-def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> Probe:
+def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECONDS) -> PrecisionTimings:
     """Time each part in each precision of the device, and in fp8 if the recipe asks for it, within ``seconds`` together."""
     offered = precisions(device) + ((FP8,) if recipe.precision == FP8 else ())
     taken: dict[str, float] = {}
@@ -200,7 +202,7 @@ def time_precisions(recipe: Recipe, device: torch.device, seconds: float = SECON
                 timed = timed_parts(recipe, device, dtype, in_fp8=name == FP8)
                 rates[name] = {label: _grown(part, guess, device, share) for label, part in timed.items()}
             taken[name] = sum(part.flops / rates[name][label] for label, part in timed.items()) / threads
-    return Probe(device.type, taken, rates)
+    return PrecisionTimings(device.type, taken, rates)
 
 
 @contextmanager
@@ -378,7 +380,7 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = Recipe.load(chosen.recipe)
         found = choose_precision(recipe, device, chosen.before)
     except RecipeError as error:
-        print(titled(error), file=sys.stderr)
+        print(format_error_with_code(error), file=sys.stderr)
         return 2
     if chosen.json:
         print(json.dumps(found.to_json()))

@@ -17,7 +17,15 @@ from typing import Literal
 from kernels.contract.message import Message
 from trainer.contract.errors import RecipeError, TrainerError
 from trainer.contract.plan.gpus import MFU, Gpu
-from trainer.contract.plan.sizing import GB, RESERVE, Layout, MemoryPart, memory_parts, routed_parameters, total_bytes
+from trainer.contract.plan.sizing import (
+    GB,
+    RESERVE,
+    GpuLayout,
+    MemoryPart,
+    memory_parts,
+    routed_parameters,
+    total_bytes,
+)
 from trainer.contract.recipe import BatchRecipe, ModelRecipe, ParallelRecipe
 
 RECOMPUTE: tuple[Literal["none", "block"], ...] = ("none", "block")
@@ -60,7 +68,7 @@ class PlanRequest:
 
 
 @dataclass(frozen=True)
-class PlannedEffort:
+class PlannedTimeAndCost:
     """The time and cost of a run on a layout."""
 
     tokens_per_step: int
@@ -83,10 +91,10 @@ class RunPlan:
     """The plan; ``trainer.contract.plan.plan_report`` renders it as text and JSON."""
 
     ask: PlanRequest
-    layout: Layout
+    layout: GpuLayout
     sequences: int  # of a step
     memory: list[MemoryPart]
-    effort: PlannedEffort
+    effort: PlannedTimeAndCost
 
 
 def active_parameters(model: ModelRecipe) -> int:
@@ -97,28 +105,28 @@ def active_parameters(model: ModelRecipe) -> int:
 def plan_run(ask: PlanRequest) -> RunPlan:
     """The plan of a run. Raises: SizingError if nothing fits; RecipeError if no layout divides the recipe's batch."""
     layout, sequences = _search(ask)
-    return RunPlan(ask, layout, sequences, estimate_memory(ask, layout), estimate_effort(ask, layout, sequences))
+    return RunPlan(ask, layout, sequences, estimate_memory(ask, layout), estimate_time_and_cost(ask, layout, sequences))
 
 
 # -- rules ---------------------------------------------------------------------------------------------------------------
-def rule_flops(model: ModelRecipe, tokens: float) -> float:
+def deepseek_rule_flops(model: ModelRecipe, tokens: float) -> float:
     """C of DeepSeek's rules: without embeddings, with the whole score matrix (arXiv 2401.02954 §3.2, eq. 2)."""
     without_head = model.matmul_parameters - model.vocab_size * model.d_model
     return tokens * (6 * without_head + 12 * model.layers * model.heads * model.head_dim * model.context)
 
 
-def batch_by_rule(model: ModelRecipe, tokens: float) -> float:
+def deepseek_rule_batch(model: ModelRecipe, tokens: float) -> float:
     """Tokens a step: 0.2920 C^0.3271. Fitted for C of 1e17 to 2e19; it held at 8.5e22 and 1e24, DeepSeek's 7B and 67B."""
-    return 0.2920 * rule_flops(model, tokens) ** 0.3271
+    return 0.2920 * deepseek_rule_flops(model, tokens) ** 0.3271
 
 
-def lr_by_rule(model: ModelRecipe, tokens: float) -> float:
+def deepseek_rule_lr(model: ModelRecipe, tokens: float) -> float:
     """The peak rate of AdamW: 0.3118 C^-0.1250, of the same fit."""
-    return 0.3118 * rule_flops(model, tokens) ** -0.1250
+    return 0.3118 * deepseek_rule_flops(model, tokens) ** -0.1250
 
 
 # -- the layout ----------------------------------------------------------------------------------------------------------
-def _search(ask: PlanRequest) -> tuple[Layout, int]:
+def _search(ask: PlanRequest) -> tuple[GpuLayout, int]:
     possible = _tensors(ask)
     if not possible:
         assert ask.batch is not None, "one sequence a rank always divides"
@@ -136,11 +144,11 @@ def _search(ask: PlanRequest) -> tuple[Layout, int]:
     return found
 
 
-def _fitting(ask: PlanRequest) -> tuple[Layout, int] | None:
+def _fitting(ask: PlanRequest) -> tuple[GpuLayout, int] | None:
     """The first layout that fits, with the sequences of its step."""
     for tensor in _tensors(ask):
         for recompute in RECOMPUTE:
-            layout = Layout(ask.gpus, tensor, 1, recompute, ask.replicas, ask.expert)
+            layout = GpuLayout(ask.gpus, tensor, 1, recompute, ask.replicas, ask.expert)
             if not _fits(ask, layout):
                 continue
             for micro, sequences in _batches(ask, layout.data):
@@ -149,7 +157,7 @@ def _fitting(ask: PlanRequest) -> tuple[Layout, int] | None:
     return None
 
 
-def _fits(ask: PlanRequest, layout: Layout) -> bool:
+def _fits(ask: PlanRequest, layout: GpuLayout) -> bool:
     return total_bytes(estimate_memory(ask, layout)) <= ask.gpu.memory
 
 
@@ -169,7 +177,7 @@ def _tensors(ask: PlanRequest) -> list[int]:
 
 
 def _sequences_by_rule(ask: PlanRequest) -> float:
-    return batch_by_rule(ask.model, ask.tokens) / ask.model.context
+    return deepseek_rule_batch(ask.model, ask.tokens) / ask.model.context
 
 
 def _batches(ask: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
@@ -187,7 +195,7 @@ def _batches(ask: PlanRequest, data: int) -> Iterator[tuple[int, int]]:
         yield micro, ask.batch.sequences
 
 
-def estimate_memory(ask: PlanRequest, layout: Layout) -> list[MemoryPart]:
+def estimate_memory(ask: PlanRequest, layout: GpuLayout) -> list[MemoryPart]:
     """Memory of one GPU, by part."""
     return memory_parts(
         ask.model,
@@ -202,7 +210,7 @@ def estimate_memory(ask: PlanRequest, layout: Layout) -> list[MemoryPart]:
 def _what_would_fit(ask: PlanRequest, possible: list[int]) -> Message:
     """The message of a plan that fits nowhere."""
     tightest = {
-        tensor: estimate_memory(ask, Layout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert))
+        tensor: estimate_memory(ask, GpuLayout(ask.gpus, tensor, 1, "block", ask.replicas, ask.expert))
         for tensor in possible
     }
     tensor = min(tightest, key=lambda t: total_bytes(tightest[t]))
@@ -259,7 +267,7 @@ def _recomputing(mfu: float, ask: PlanRequest) -> float:
     return 1 / (1 / mfu + (1 / RECOMPUTED - 1) / (MFU * (FP8 if ask.fp8 else 1.0)))
 
 
-def gathered_bytes(ask: PlanRequest, layout: Layout) -> float:
+def weight_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
     """Bytes that a GPU moves in a micro-batch: rounded weights, forward and backward, and gradients summed in fp32 (ZeRO §7.2.2's three times
     the parameters, by dtype). Of routed experts, each group of ``layout.expert`` GPUs moves only its own."""
     if layout.shards <= 1:
@@ -270,7 +278,7 @@ def gathered_bytes(ask: PlanRequest, layout: Layout) -> float:
     return (2 * ask.itemsize + 4) * moved / layout.tensor
 
 
-def exchanged_bytes(ask: PlanRequest, layout: Layout) -> float:
+def expert_traffic_bytes(ask: PlanRequest, layout: GpuLayout) -> float:
     """Bytes that a GPU sends to experts of other nodes for each token: there and back, forward and backward, one row for each node."""
     experts = ask.model.experts
     if experts is None or layout.expert == 1:
@@ -284,7 +292,7 @@ def exchanged_bytes(ask: PlanRequest, layout: Layout) -> float:
     return 4 * sent * copies * (1 - 1 / nodes) * (ask.model.layers - experts.dense_layers)
 
 
-def estimate_effort(ask: PlanRequest, layout: Layout, sequences: int) -> PlannedEffort:
+def estimate_time_and_cost(ask: PlanRequest, layout: GpuLayout, sequences: int) -> PlannedTimeAndCost:
     """Steps, time and money: FLOPs (PaLM, arXiv 2204.02311 appendix B) divided by the reached rate, or the network's time if that is larger."""
     model = ask.model
     mfu = estimate_mfu(ask)
@@ -297,7 +305,7 @@ def estimate_effort(ask: PlanRequest, layout: Layout, sequences: int) -> Planned
     # Of one micro-batch, by one GPU's share of its tokens.
     tokens = layout.micro_sequences * model.context / layout.tensor
     computing = tokens * model.flops_per_token() / (ask.gpu.peak_flops * mfu)
-    moved, exchange = gathered_bytes(ask, layout), exchanged_bytes(ask, layout)
+    moved, exchange = weight_traffic_bytes(ask, layout), expert_traffic_bytes(ask, layout)
     sent = tokens * exchange / there
     # If a token's experts lie on few nodes: "nearly full computation-communication overlap" (arXiv 2412.19437 §2.1.2); otherwise computing waits.
     hidden = getattr(model, "expert_nodes", None) is not None
@@ -306,7 +314,7 @@ def estimate_effort(ask: PlanRequest, layout: Layout, sequences: int) -> Planned
         each = computing
     seconds = flops / (ask.gpus * ask.gpu.peak_flops * mfu) * each / computing
     gpu_hours = ask.gpus * seconds / 3600
-    return PlannedEffort(
+    return PlannedTimeAndCost(
         tokens_per_step,
         steps,
         flops,

@@ -25,7 +25,7 @@ ZERO = "ZeRO, arXiv 1910.02054"
 
 
 @dataclass(frozen=True)
-class Layout:
+class GpuLayout:
     """The division of a model's training among GPUs: ``parallel`` and ``batch.micro_sequences`` of a recipe."""
 
     gpus: int
@@ -41,7 +41,7 @@ class Layout:
         return self.gpus // self.tensor
 
     @property
-    def pieces(self) -> int:
+    def weight_parts(self) -> int:
         """The number of parts into which weights, gradients and optimiser are split."""
         return self.gpus // self.replicas
 
@@ -149,7 +149,7 @@ def layer_kinds(model: ModelRecipe) -> list[tuple[int, int]]:
     return [(n, layer) for n, layer in ((dense, 0), (model.layers - dense, model.layers - 1)) if n]
 
 
-def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> MemoryPart:
+def activation_part(model: ModelRecipe, layout: GpuLayout, itemsize: int) -> MemoryPart:
     """The memory that the forward pass keeps for the backward pass of one micro-batch."""
     tokens = layout.micro_sequences * model.context
     kept = [(n, activation_elements(model, layer, layout.tensor)) for n, layer in layer_kinds(model)]
@@ -188,7 +188,7 @@ def activation_part(model: ModelRecipe, layout: Layout, itemsize: int) -> Memory
 
 def memory_parts(
     model: ModelRecipe,
-    layout: Layout,
+    layout: GpuLayout,
     memory: float,
     *,
     optimizer: str = "adamw",
@@ -201,7 +201,7 @@ def memory_parts(
     (``kernels.linear_cross_entropy``); None: all tokens of the micro-batch.
     """
     P, t = model.parameters, layout.tensor
-    pieces = layout.pieces
+    pieces = layout.weight_parts
     head = model.vocab_size * model.d_model
     tokens = layout.micro_sequences * model.context
     of_all = Message("plan.of_all", "{parameters:,} parameters / {pieces} GPUs", parameters=P, pieces=pieces)

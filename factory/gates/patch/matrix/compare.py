@@ -28,9 +28,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from factory.core.faults import is_machine_fault_of_no_file
+from factory.core.faults import is_machine_fault_without_file
 from factory.gates.patch.matrix.cases import CASES, MUON_ROUNDING, ROUNDING, TOOLS, MatrixCase, MatrixTool, tool_name
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, run_cases
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, run_cases
 from factory.runs.distance import TensorDistance, find_value_differences, sum_distances, tensor_distance
 from factory.runs.trace import read_lines_in
 from factory.runs.untrusted_files import UntrustedFileError, parse_tensors, read_bytes, read_object
@@ -338,7 +338,7 @@ def _checkpoints(folder: int) -> list[str]:
     try:
         handle = os.open("checkpoints", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
     except OSError as error:
-        if is_machine_fault_of_no_file(error):
+        if is_machine_fault_without_file(error):
             raise
         raise UntrustedFileError(
             "patch.no_checkpoints", "there is no folder checkpoints: {error}", error=error.strerror
@@ -361,7 +361,7 @@ class RoundingEffect:
 
 
 def measure_rounding_effect(
-    plan: MatrixPlan, side: SideCode, baseline: MatrixRuns, compared: Sequence[CaseComparison]
+    plan: MatrixPlan, side: MatrixSide, baseline: MatrixRuns, compared: Sequence[CaseComparison]
 ) -> RoundingEffect:
     """The effect of rounding in the cases that differ. side: approved code, with the folder of the twins. Raises: IsolationError."""
     measured = _Twins(plan, side, baseline, {one.worst.case: one.worst for one in compared if one.worst is not None})
@@ -379,7 +379,7 @@ class _Twins:
     """``worst``: by case, the largest difference, and as ``allowed`` the effect that rounding was seen to have."""
 
     plan: MatrixPlan
-    side: SideCode
+    side: MatrixSide
     baseline: MatrixRuns
     worst: dict[str, CaseDifference]
     runs: int = 0

@@ -85,7 +85,7 @@ class MatrixRuns:
 
 
 @dataclass(frozen=True)
-class SideCode:
+class MatrixSide:
     """One side: its worktree, its kernels.yaml ('reference' and 'chosen'), the folder of its runs, and their time limit.
 
     after: closes the descriptors of the runs' folders. compiled: the folder of C++ kernels that approved code built; each process gets a copy.
@@ -136,7 +136,7 @@ class MatrixPlan:
         seed = case.recipe()["seed"] + self.seed
         return Arm(case.name, base, self.commit, recipe={**case.changes, "seed": seed}, plan=plan, ranks=case.ranks)
 
-    def arm_of_all(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
+    def combined_arm(self, cases: Sequence[MatrixCase], code: str, who: str) -> Arm:
         """All runs of one side as one arm with the steps of all, for one row of the ledger."""
         one = self.arm(cases[0])
         steps = sum(case.steps for case in cases)
@@ -164,7 +164,7 @@ class MatrixPlan:
         return checkpoints.read_tensors(self.starts[case.begin], "model")
 
 
-def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
+def make_plan(side: MatrixSide, folder: Path, recipe_name: str) -> tuple[MatrixPlan, MatrixRuns]:
     """Data, checkpoints and names for one verdict, made by the approved code of ``side``. The returned runs say whether that failed."""
     interrupted = {case.begin: case for case in CASES if case.begin in INTERRUPTED}
     far = interrupted.pop("far")
@@ -201,7 +201,7 @@ def make_plan(side: SideCode, folder: Path, recipe_name: str) -> tuple[MatrixPla
 
 def run_cases(
     plan: MatrixPlan,
-    side: SideCode,
+    side: MatrixSide,
     cases: Sequence[MatrixCase] = CASES,
     tools: Sequence[MatrixTool] = (),
     fresh: bool = False,
@@ -229,7 +229,7 @@ def run_cases(
 
 
 def _run_lane(
-    plan: MatrixPlan, side: SideCode, fresh: bool, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool], name: str
+    plan: MatrixPlan, side: MatrixSide, fresh: bool, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool], name: str
 ) -> MatrixRuns:
     """Run cases of the same number of ranks, then tools, one after the other, in one sandbox."""
     folder = side.folder / name

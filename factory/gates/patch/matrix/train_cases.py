@@ -92,7 +92,7 @@ def run_program(module: str, arguments: list[str]) -> int:
     return 0
 
 
-def disturb_ops(seed: int) -> None:
+def perturb_op_results(seed: int) -> None:
     """Make every op's results and gradients a few roundings off from now on, as another kernel's would be. The errors depend on ``seed``.
 
     A kernel that adds in another order is off by some units in the last place of the terms, not of their sum, so by more for small elements.
@@ -196,7 +196,7 @@ if __name__ == "__main__":
 
     torch.compile = functools.partial(torch.compile, backend="eager")
     if request["disturbed"]:
-        disturb_ops(request["disturbed"])
+        perturb_op_results(request["disturbed"])
     recorder.start()
     codes = []
     for work, entries in ((train, request["folders"]), (run_tool, request["tools"])):

@@ -17,7 +17,7 @@ from factory.core import devices
 from factory.gates.patch.execution_recorder import ExecutedCode
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase, MatrixTool
 from factory.gates.patch.matrix.compare import compare_runs, measure_rounding_effect
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode, make_plan, run_cases
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide, make_plan, run_cases
 from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart, find_unexecuted_parts
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
 from factory.gates.stage_interface import (
@@ -30,7 +30,7 @@ from factory.gates.stage_interface import (
 )
 from factory.gates.time_limits import baseline_stopped_message, out_of_time_evidence, run_with_limits, stopped_message
 from factory.git import repository
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from kernels.contract.message import Message
 from trainer.contract.recipe import Recipe
 
@@ -109,7 +109,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
 
 def _draw(
     case: PatchCase[PatchPolicy], work: Path, cases: Sequence[MatrixCase], tools: Sequence[MatrixTool]
-) -> tuple[MatrixPlan, SideCode, MatrixRuns, MatrixRuns] | StageResult:
+) -> tuple[MatrixPlan, MatrixSide, MatrixRuns, MatrixRuns] | StageResult:
     """Newly drawn data, the approved code, and the runs of baseline and candidate; or the stage's result if these cannot be made."""
     policy = case.policy.matrix
     compiled = (
@@ -118,7 +118,7 @@ def _draw(
         else None
     )
     kernels = write_kernels_files(case, case.baseline, work / "a")
-    approved = SideCode(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
+    approved = MatrixSide(case.baseline, kernels, work, policy.wall_seconds, case.after_stages, compiled)
     with case.progress.task("tiny runs of both sides", 3) as task:
         recipe_name = case.start.recipe["name"] if case.start else Recipe.load(case.workspace.recipe_path()).name
         plan, begun = make_plan(replace(approved, folder=work / "0"), work / "plan", recipe_name)
@@ -153,15 +153,15 @@ def _draw(
 def _side(
     case: PatchCase[PatchPolicy],
     plan: MatrixPlan,
-    side: SideCode,
+    side: MatrixSide,
     cases: Sequence[MatrixCase],
     tools: Sequence[MatrixTool],
     who: str,
 ) -> MatrixRuns:
     """``run_cases`` with a row in the ledger."""
     code = case.applied.commit if side.instructions else case.applied.base
-    runs = Runs(case.plant, side.folder, "patch gate", case.subject)
-    arm = plan.arm_of_all(cases, code, who)
+    runs = TaskRuns(case.plant, side.folder, "patch gate", case.subject)
+    arm = plan.combined_arm(cases, code, who)
     with runs.record_rows({side.folder: arm}) as ends:
         found = run_cases(plan, side, cases, tools)
         ends[arm.key] = found.failed

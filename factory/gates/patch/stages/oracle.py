@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from factory.gates.patch.changed_ops import NO_OP, ChangedOp, changed_ops_of_patch
-from factory.gates.patch.op_answers import OpAnswers, answer_jobs, check_tests_unchanged
+from factory.gates.patch.op_answers import OpAnswers, check_tests_unchanged, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy, PatchPolicy
 from factory.gates.patch.stages.exploits import make_exploit_calls
 from factory.gates.stage_interface import PatchCase, StageEvidence, StageResult
@@ -31,7 +31,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     jobs = make_oracle_jobs(policy, ops, recipe["precision"])
     jobs += make_exploit_calls(case.policy.exploits, ops, recipe, random.SystemRandom())
     files = [change.path for change in case.changes if change.path.endswith(".py")]
-    answers = case.after_stages.enter_context(answer_jobs(jobs, policy, case.baseline, case.candidate, work, files))
+    answers = case.after_stages.enter_context(run_op_jobs(jobs, policy, case.baseline, case.candidate, work, files))
     found = oracle_evidence(answers)
     if found["state"] == "passed" and any(path.startswith("kernels/") for path in case.paths):
         found |= check_tests_unchanged(answers, policy.patience, case.candidate, work)
@@ -55,7 +55,7 @@ def run_quick_check(
 ) -> StageEvidence:
     """The evidence of the oracle's checks alone. Raises: IsolationError."""
     jobs = make_oracle_jobs(policy, ops, precision)
-    with answer_jobs(jobs, policy, baseline, candidate, work) as answers:
+    with run_op_jobs(jobs, policy, baseline, candidate, work) as answers:
         return oracle_evidence(answers)
 
 

@@ -37,7 +37,7 @@ from factory.gates.patch.step_timing import (
     RunSeconds,
     baseline_noise,
     cpu_overhead,
-    find_timing_doubt,
+    find_unreliable_timing,
     long_run_gain,
     step_seconds_evidence,
 )
@@ -56,7 +56,7 @@ from factory.gates.time_limits import baseline_stopped_message, out_of_time_evid
 from factory.gates.training_start import TrainingStart
 from factory.runs.arm import Arm, recipe_for_one_rank
 from factory.runs.compile_cache import copy_cache
-from factory.runs.task_runs import Runs
+from factory.runs.task_runs import TaskRuns
 from factory.runs.trace import read_step_lines
 from kernels.contract.message import Message
 from trainer.contract.checkpoint import format as checkpoint_files
@@ -94,7 +94,7 @@ def run(case: PatchCase[PatchPolicy]) -> StageResult:
     policy = case.policy.training
     more = secrets.randbelow(1 + policy.steps // DRAWN)  # a fixed number would tell a run that it is being judged
     policy = policy.model_copy(update={"steps": policy.steps + more})
-    runs = Runs(case.plant, case.work, "patch gate", case.subject)
+    runs = TaskRuns(case.plant, case.work, "patch gate", case.subject)
     return StageResult(*compare_training(runs, policy, case.start, baseline, candidate, new_code, case.tries))
 
 
@@ -118,7 +118,7 @@ def gate_recipe(case: PatchCase[PatchPolicy], start: TrainingStart, code: Path) 
 
 
 def compare_training(
-    runs: Runs,
+    runs: TaskRuns,
     policy: TrainingPolicy,
     start: TrainingStart,
     baseline: TrainingSide,
@@ -166,7 +166,7 @@ class PlannedRun:
     whole: bool = False  # its whole checkpoint is compared, not only its weights
     early: int = 0  # also keep its weights after this many steps; 0: do not
 
-    def saving(self, first_step: int) -> dict[str, int]:
+    def early_save_keys(self, first_step: int) -> dict[str, int]:
         """The recipe's keys that save the early weights. The run ends before the next checkpoint."""
         return {"checkpoint_every": first_step + self.early, "keep_checkpoints": 2} if self.early else {}
 
@@ -185,9 +185,9 @@ class MeasurementPlan:
         half = policy.pairs // 2
         whole = (secrets.randbelow(half), half + secrets.randbelow(policy.pairs - half))
         timed = [PlannedRun(_seed(), policy.steps, whole=number in whole) for number in range(policy.pairs)]
-        fewer = replace(timed[whole[0]], steps=policy.steps - policy.left_out)
+        fewer = replace(timed[whole[0]], steps=policy.steps - policy.steps_left_out)
         long_steps = policy.long * policy.steps
-        long = PlannedRun(_seed(), long_steps, early=long_steps - policy.worth(long_steps))
+        long = PlannedRun(_seed(), long_steps, early=long_steps - policy.steps_worth_min_gain(long_steps))
         sessions: list[tuple[str, list[PlannedRun]]] = []
         for control, runs in ((fewer, timed[:half]), (PlannedRun(_seed(), 2 * policy.steps), timed[half:])):
             pair = [(BASELINE, [control, *runs]), (CANDIDATE, [PlannedRun(_seed(), BRIEF_RUN_STEPS), *runs])]
@@ -224,7 +224,7 @@ class _EndedEarly(Exception):
 class _Comparison:
     """The values that all measurements of the stage share."""
 
-    runs: Runs
+    runs: TaskRuns
     policy: TrainingPolicy
     start: TrainingStart
     sides: dict[str, TrainingSide]
@@ -244,7 +244,7 @@ class _Comparison:
             round_began = time.monotonic()
             found, pair = self.measure()
             decided = pair is None or is_training_different(policy, found)  # independent of its clock
-            doubt = None if decided else find_timing_doubt(policy, found, 1 + len(discarded))
+            doubt = None if decided else find_unreliable_timing(policy, found, 1 + len(discarded))
             if discarded:
                 found["discarded"] = discarded
             now = time.monotonic()
@@ -352,7 +352,7 @@ class _Comparison:
         }  # fmt: skip
         kernels, title = start.kernels_of(side.code), f"{name}, {len(runs)} runs, the longest"
         arms = [
-            Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.saving(start.step), seed=run.seed, kernels=kernels)
+            Arm(title, base | {"last_step": start.step + run.steps}, side.commit, run.early_save_keys(start.step), seed=run.seed, kernels=kernels)
             for run in runs
         ]  # fmt: skip
         whole = [number for number, run in enumerate(runs) if run.whole]
@@ -410,7 +410,7 @@ class _Comparison:
         drifts = [weight_drift(ours.weights, theirs.weights, self.origin) for ours, theirs in pairs]
         totals = {name: [run.seconds for run in side.timed] for name, side in runs.items()}
         evidence = {"total_seconds": totals, "drift": max(drifts), "control_drift": control}
-        return evidence | {"left_out": self.policy.left_out}, drifts
+        return evidence | {"left_out": self.policy.steps_left_out}, drifts
 
 
 def _times(policy: TrainingPolicy, baseline: SideRuns, candidate: SideRuns) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from factory.core import devices
 from factory.gates.patch import op_answers
 from factory.gates.patch.execution_recorder import RECORDER_FILE, ExecutedCode
-from factory.gates.patch.op_answers import DRIVER, OpAnswers, answer_jobs, check_tests_unchanged, compare_answer
+from factory.gates.patch.op_answers import DRIVER, OpAnswers, check_tests_unchanged, compare_answer, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.time_limits import TimeLimits
 from factory.runs.untrusted_files import UntrustedFileError
@@ -76,7 +76,7 @@ JOB = {"op": "swiglu", "implementation": "fast", "case": "small", "dtype": "fp32
 def test_the_candidate_answers_without_seeing_the_truth(processes: Callable[..., Processes], tmp_path: Path) -> None:
     told = processes((nothing, ended()), (notes, ended()))
     base, patch, work = tmp_path / "base", tmp_path / "patch", tmp_path / "deep" / "work"
-    with answer_jobs([JOB], POLICY, base, patch, work, ["kernels/a.py"]) as answers:
+    with run_op_jobs([JOB], POLICY, base, patch, work, ["kernels/a.py"]) as answers:
         os.fstat(answers.folder)
     with pytest.raises(OSError):
         os.fstat(answers.folder)
@@ -124,7 +124,7 @@ def test_early_ends_are_reported(
 ) -> None:
     told = processes(*((notes if number == 1 else nothing, run) for number, run in enumerate(runs)))
     (tmp_path / "work").mkdir()  # as it may be
-    with answer_jobs([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
+    with run_op_jobs([JOB], POLICY, tmp_path, tmp_path, tmp_path / "work") as answers:
         pass
     for said, expected in ((answers.missing, missing), (answers.died, died)):
         assert bool(said) == bool(expected), said

@@ -204,7 +204,7 @@ def test_the_oracle_asks_for_the_changed_ops(
         asked.append(given)
         return {"state": "failed", "reasons": ["its tests"]}
 
-    monkeypatch.setattr(oracle, "answer_jobs", answered)
+    monkeypatch.setattr(oracle, "run_op_jobs", answered)
     monkeypatch.setattr(oracle, "check_tests_unchanged", again_made)
     recipe = yaml.safe_load(RECIPE) | {"precision": "bf16"}
     tuned = {"swiglu": "native"}
@@ -255,7 +255,7 @@ def test_a_quick_check_asks_for_the_oracles_jobs_alone(tmp_path: Path, monkeypat
         seen.extend(others)
         yield told
 
-    monkeypatch.setattr(oracle, "answer_jobs", answered)
+    monkeypatch.setattr(oracle, "run_op_jobs", answered)
     policy, sides = OraclePolicy(cases=["prime"]), [tmp_path / name for name in ("base", "patch", "work")]
     found = oracle.run_quick_check(policy, [ChangedOp("swiglu", "reference", "native")], "bf16", *sides)
     assert found["last"] and found["checks"] == len(told.jobs) and seen == [policy, *sides]

@@ -19,7 +19,7 @@ from factory.gates.patch.execution_recorder import ExecutedCode, code_name
 from factory.gates.patch.matrix import compare
 from factory.gates.patch.matrix.cases import CASES, TOOLS, MatrixCase
 from factory.gates.patch.matrix.compare import RoundingEffect
-from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, SideCode
+from factory.gates.patch.matrix.runs import MatrixPlan, MatrixRuns, MatrixSide
 from factory.gates.patch.matrix.start_checkpoints import make_data_plans
 from factory.gates.patch.matrix.unexecuted_code import UnexecutedPart
 from factory.gates.patch.policy import MatrixPolicy, PatchPolicy
@@ -251,7 +251,7 @@ class Sides:
     def __init__(self, ends: dict[str, MatrixRuns]) -> None:
         self.ends, self.asked = ends, list[Any]()
 
-    def plan(self, side: SideCode, folder: Path, recipe_name: str) -> Any:
+    def plan(self, side: MatrixSide, folder: Path, recipe_name: str) -> Any:
         self.asked.append((side, folder, recipe_name))
         names = dict.fromkeys((case.name for case in CASES), "00001")
         plan = MatrixPlan(
@@ -259,7 +259,7 @@ class Sides:
         )
         return plan, self.ends.get("0", MatrixRuns())
 
-    def run(self, plan: MatrixPlan, side: SideCode, cases: Any, tools: Any) -> MatrixRuns:
+    def run(self, plan: MatrixPlan, side: MatrixSide, cases: Any, tools: Any) -> MatrixRuns:
         self.asked.append((side, cases, tools))
         return self.ends.get(side.folder.name) or MatrixRuns(seconds=100.0)
 

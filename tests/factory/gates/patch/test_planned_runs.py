@@ -43,7 +43,8 @@ def test_a_measurement_is_two_sessions_a_side_on_the_same_data(candidate_first: 
         assert (fewer.steps, twice.steps) == (91, 200) and fewer.seed == timed[plan.whole[0]].seed
         assert (plan.long.steps, plan.long.early) == (400, 364)
         assert (
-            plan.long.saving(1000) == {"checkpoint_every": 1364, "keep_checkpoints": 2} and timed[0].saving(1000) == {}
+            plan.long.early_save_keys(1000) == {"checkpoint_every": 1364, "keep_checkpoints": 2}
+            and timed[0].early_save_keys(1000) == {}
         )
         seeds = [*(run.seed for run in timed), twice.seed, plan.long.seed, *(runs[0].seed for runs in ours)]
         assert len(set(seeds)) == len(seeds)
@@ -55,7 +56,7 @@ def test_a_measurement_is_two_sessions_a_side_on_the_same_data(candidate_first: 
 )
 def test_a_gain_is_worth_some_steps_and_one_at_least(steps: int, min_gain: float, worth: int) -> None:
     policy = TrainingPolicy(steps=steps, min_gain=min_gain)
-    assert policy.worth(steps) == policy.left_out == worth
+    assert policy.steps_worth_min_gain(steps) == policy.steps_left_out == worth
 
 
 TRUNK, CHANGED = {"compile": False, "micro": 2}, {"compile": True, "micro": 4}

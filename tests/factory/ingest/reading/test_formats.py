@@ -17,7 +17,7 @@ import pytest
 
 from factory.ingest.document import parse_json
 from factory.ingest.readers import RawRow, ShardProblem, read_rows
-from factory.ingest.reading.rows import BadRow, add_path, row_to_line, take_origin
+from factory.ingest.reading.rows import BadRow, add_path, pop_row_origin, row_to_line
 from factory.ingest.reading.streams import BLOCK
 from factory.ingest.rules.policy import ShardLimits
 from tests.support.messages import codes, refused
@@ -62,7 +62,7 @@ def decoded(row: RawRow) -> dict[str, Any]:
     assert not isinstance(row, BadRow), row
     found = parse_json(row_to_line(row))
     assert found == (parse_json(row) if isinstance(row, bytes) else json.loads(json.dumps(row)))
-    take_origin(found)
+    pop_row_origin(found)
     return found
 
 
@@ -108,7 +108,7 @@ def test_a_data_set_on_disk_is_read_in_the_order_of_its_files(tmp_path: Path) ->
     assert [decoded(row) for row in read(dataset(tmp_path / "one"))] == ROWS
     rows = read(dataset(tmp_path / "splits", ["train", "test"]))
     assert [decoded(dict(row)) for row in rows if isinstance(row, dict)] == [*ROWS, *ROWS]
-    assert [take_origin(row).path for row in rows][2:4] == [
+    assert [pop_row_origin(row).path for row in rows][2:4] == [
         "train/data-00002-of-00003.arrow",
         "test/data-00000-of-00003.arrow",
     ]
@@ -124,7 +124,7 @@ def test_rows_of_members_name_their_origin(tmp_path: Path) -> None:
     data = zipped({"a/x.jsonl": json_lines(ROWS[:1]), "b/y.csv": table(), "c/z.md": b"some text"})
     rows = read(shard(tmp_path, "a.zip", data))
     found = [parse_json(row_to_line(row)) for row in rows]
-    assert [take_origin(row).path for row in found] == ["a/x.jsonl", "b/y.csv", "b/y.csv", "b/y.csv", "c/z.md"]
+    assert [pop_row_origin(row).path for row in found] == ["a/x.jsonl", "b/y.csv", "b/y.csv", "b/y.csv", "c/z.md"]
     assert found[-1] == {"text": "some text", "source": "c/z.md"}
 
 
@@ -162,7 +162,7 @@ def test_a_row_is_dropped_only_if_ingest_needs_its_unreadable_value(tmp_path: Pa
     scores = pa.array([float("nan"), 1.5, None, float("inf")])
     write(pa.table({"text": ["a", "b", "c", "d"], "created": odd_times(), "score": scores}), str(path))
     rows = [parse_json(row_to_line(row)) for row in read(path)]
-    origins = [take_origin(row) for row in rows]
+    origins = [pop_row_origin(row) for row in rows]
     assert [row["text"] for row in rows] == ["a", "b", "c", "d"] and rows[1]["score"] == 1.5
     assert [sorted(origin.unreadable) for origin in origins] == [["created", "score"], ["created"], [], ["score"]]
     for origin in origins:
@@ -344,7 +344,7 @@ def test_hostile_arrow_offsets_are_refused_and_not_followed(tmp_path: Path) -> N
 @pytest.mark.parametrize("line", [b"{}", b' {"a": 1}', b'\xef\xbb\xbf{"a": 1}', b'{"a": {"b": "}"}}'])
 def test_a_line_keeps_what_it_says_beside_its_path(line: bytes) -> None:
     row = parse_json(row_to_line(add_path(line, 'a "b".jsonl')))
-    assert take_origin(row).path == 'a "b".jsonl' and row == parse_json(line)
+    assert pop_row_origin(row).path == 'a "b".jsonl' and row == parse_json(line)
 
 
 @pytest.mark.parametrize("line", [b"", b"[1]", b'{"a": ', b"\xff\xfe", b"nonsense"])

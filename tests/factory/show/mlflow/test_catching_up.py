@@ -10,8 +10,8 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import CandidateRow, Subject
 from factory.release import releases
 from factory.runs.arm import Arm
-from factory.runs.task_runs import Runs
-from factory.show.catching_up import show_missing
+from factory.runs.task_runs import TaskRuns
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow import registry
 from factory.show.mlflow.runs import ARM_SHOWN, ARMS, MlflowTracking
 from factory.show.mlflow.store import open_client
@@ -33,7 +33,7 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     rejected, good = add_candidate(workspace, ledger), add_candidate(workspace, ledger)
     add_verdict(ledger, rejected, "reject")
     releases.release_candidate(plant, add_verdict(ledger, good))
-    show_missing(plant)
+    show_unshown_items(plant)
     client = open_client(workspace)
     version = registry.find_version(client, rejected, CandidateRow.get(ledger, rejected).export_sha256)
     assert version and registry.read_aliases(client)["champion"] == "2"
@@ -42,7 +42,7 @@ def test_a_run_that_a_person_deleted_holds_up_no_alias_and_is_said_once(workspac
     better = add_candidate(workspace, ledger)
     releases.release_candidate(plant, add_verdict(ledger, better, against=good))
     for _ in range(3):
-        show_missing(plant)
+        show_unshown_items(plant)
     assert registry.read_aliases(client)["champion"] == "3"
     assert len([line for line in said.lines if "Candidate 1 cannot be shown" in line]) == 1
 
@@ -57,7 +57,7 @@ def test_a_page_that_cannot_be_made_holds_up_nothing(workspace: Workspace, ledge
     with ledger.begin() as tx:  # as an older factory, or a hand, left it
         tx.execute(evaluations.update().where(evaluations.c.candidate == bad).values(summary="odd"))
     for _ in range(2):
-        show_missing(plant)
+        show_unshown_items(plant)
     assert (workspace.reports / f"candidate-{good}.html").is_file()
     assert len([line for line in said.lines if "candidates' pages" in line]) == 1, said.lines
     assert registry.find_version(open_client(workspace), good, CandidateRow.get(ledger, good).export_sha256)
@@ -72,10 +72,10 @@ def test_a_page_is_not_written_in_each_pass_after_the_clock_was_set_back(workspa
     with ledger.begin() as tx:  # by a clock of tomorrow
         tx.execute(verdicts.update().values(created_at=time.time() + 86_400))
     for _ in range(2):  # MLflow's first showing writes it, too
-        show_missing(plant)
+        show_unshown_items(plant)
     page = workspace.reports / f"candidate-{number}.html"
     first = page.stat().st_ino
-    show_missing(plant)
+    show_unshown_items(plant)
     assert page.stat().st_ino == first
 
 
@@ -85,7 +85,7 @@ def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
     plant = Plant(with_store(workspace), ledger)
     base = {"recipe": {"optimizer": {"lr": 0.1}}, "data_plan": {"token_shards": []}, "first_step": 4, "last_step": 6}
     arm = Arm("low rate", {**base, "initial_checkpoint": None}, "c0ffee", recipe={"optimizer.lr": 0.01})
-    runs = Runs(plant, workspace.root / "certificate", "certificate", Subject("segment", 3))
+    runs = TaskRuns(plant, workspace.root / "certificate", "certificate", Subject("segment", 3))
     runs.folder(arm).mkdir(parents=True)
     write_metrics(runs.folder(arm) / "metrics.jsonl", 4, 6)
 
@@ -96,18 +96,18 @@ def test_a_run_beside_the_segments_is_shown_with_what_it_changes_and_its_curve(
         return found.info.status, found.data.tags
 
     with runs.record_rows({runs.folder(arm): arm}) as ends:
-        show_missing(plant)
+        show_unshown_items(plant)
         assert open_client(workspace).get_experiment_by_name(ARMS) is None, "it still runs"
         ends[arm.key] = "exit 2: no data"
-    show_missing(plant)
+    show_unshown_items(plant)
     status, tags = told()
     assert (status, tags["state"], tags["for"], tags["purpose"]) == ("FAILED", "failed", "segment:3", "certificate")
     with runs.record_rows({runs.folder(arm): arm}) as ends:
         ends[arm.key] = ""
     for _ in range(2):
-        show_missing(plant)
+        show_unshown_items(plant)
     assert (told()[0], told()[1]["state"]) == ("FINISHED", "done")
-    run = MlflowTracking.open(plant).place(f"arm:{arm.key}")
+    run = MlflowTracking.open(plant).find_run_and_experiment(f"arm:{arm.key}")
     assert run is not None
     client = open_client(workspace)
     assert client.get_run(run[0]).data.params["recipe.optimizer.lr"] == "0.01"

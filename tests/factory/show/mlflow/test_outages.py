@@ -19,7 +19,7 @@ from factory.ledger.plant import Plant
 from factory.ledger.rows import ReleaseRow, SegmentRow, find_champion
 from factory.release.published_link import read_published_note
 from factory.repairs.repairing import repair_all
-from factory.show.catching_up import show_missing
+from factory.show.catching_up import show_unshown_items
 from factory.show.mlflow import outages
 from factory.show.mlflow.outages import TrackingError, try_to_show
 from factory.show.mlflow.registry import CHAMPION, MODEL
@@ -99,7 +99,7 @@ def test_a_release_does_not_wait_for_a_damaged_store_and_the_alias_comes_later(
     assert reconcile(Plant(workspace, ledger, said)) == []
     assert len([line for line in said.lines if codes([line]) == ["outages.away"]]) == 1
     done = repair_all(workspace, False, said)
-    show_missing(plant)
+    show_unshown_items(plant)
     assert any(line.startswith("mlflow: repaired") for line in done), done
     assert any("the one of backup" in line for line in said.lines)
     client = open_client(workspace)
@@ -127,18 +127,18 @@ def test_a_store_that_was_lost_is_filled_from_the_ledger(workspace: Workspace, l
     number = add_candidate(workspace, ledger)
     with ledger.begin() as tx:
         tx.execute(segments.update().values(state="done"))
-    show_missing(Plant(workspace, ledger))
+    show_unshown_items(Plant(workspace, ledger))
     run = MlflowTracking.open(Plant(workspace, ledger)).segment_run
     segment = SegmentRow.get(ledger, 1)
     first = run(segment)
     assert len(open_client(workspace).get_metric_history(first, "loss/all")) == 100
     damage(workspace)
     said = Said()
-    show_missing(Plant(workspace, ledger, said))
+    show_unshown_items(Plant(workspace, ledger, said))
     assert said.lines == [], "what it has been shown is not looked for"
     (workspace.root / "backups").mkdir(exist_ok=True)
     repair_all(workspace, False, said)
-    show_missing(Plant(workspace, ledger, said))
+    show_unshown_items(Plant(workspace, ledger, said))
     second = run(segment)
     client = open_client(workspace)
     assert second != first and len(client.get_metric_history(second, "loss/all")) == 100

@@ -60,7 +60,7 @@ def test_tensors_of_many_ranks_are_read_back_in_any_region(tmp_path: Path) -> No
         held = {name: parts[rank][name].view_of(tensor) for name, tensor in whole.items() if name in parts[rank]}
         held |= {} if rank else {"c": whole["c"]}
         state = None if rank else {"step": 4}
-        path = checkpoints.save_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)
+        path = checkpoints.save_rank_share(tmp_path, 4, {"model": held, "optimizer": {}}, parts[rank], state, rank, 2)
     assert (
         not checkpoints.find_fault(path) and checkpoints.load(path).step == checkpoints.read_manifest(path)["step"] == 4
     )

@@ -17,7 +17,7 @@ from tests.support.trainer.segments import TINY, MakeShard, make_documents, plan
 from trainer.batch import PADDING, Batch, make_batch, prefetch
 from trainer.contract.data.data_order import DataOrder, decode_pending, document_indices_at, encode_pending
 from trainer.contract.data.data_plan import DataPlan
-from trainer.contract.data.document_stream import Piece
+from trainer.contract.data.document_stream import DocumentPiece
 from trainer.contract.data.packing import STRATEGIES
 from trainer.contract.data.permutation import BLOCK
 from trainer.contract.data.token_shard import TokenizedDocument, write_token_shard
@@ -148,7 +148,7 @@ def test_every_position_is_trained_on_once_an_epoch_whatever_the_stops(
     assert set((seen + waiting).values()) == {1} and set(seen + waiting) == every
 
 
-def positions_of(piece: Piece) -> list[tuple[str, int, int]]:
+def positions_of(piece: DocumentPiece) -> list[tuple[str, int, int]]:
     return [(piece.stream, piece.document, piece.start + i) for i in range(piece.positions)]
 
 
@@ -218,8 +218,8 @@ def test_a_stream_of_several_blocks_has_each_piece_once_an_epoch(make_shard: Mak
         orders.append([(p.document, p.start) for p in pieces])
         some = {0, 7, len(lengths) - 1}
         places = sorted(epoch * stream.pieces + i for i, p in enumerate(pieces) if p.document in some)
-        assert sorted(stream.places_of(some, epoch).tolist()) == places
-    assert orders[0] == orders[2] != orders[1] and stream.places_of([], 1).tolist() == []
+        assert sorted(stream.find_places_of_documents(some, epoch).tolist()) == places
+    assert orders[0] == orders[2] != orders[1] and stream.find_places_of_documents([], 1).tolist() == []
 
 
 # SHA-256 of the documents of the first three batches, in their order: a change moves every run that goes on, and must be meant.
@@ -364,7 +364,7 @@ def test_pending_pieces_are_encoded_by_their_places(streams: list[str], data: st
     pieces = []
     for name in streams:
         at[name] += data.draw(st.integers(1, 3) | st.integers(1, 10**9))
-        pieces.append(Piece(name, at[name] - 1, 0, 0, 1, 1, 0, 0))
+        pieces.append(DocumentPiece(name, at[name] - 1, 0, 0, 1, 1, 0, 0))
     encoded = encode_pending(pieces, at)
     assert decode_pending(encoded, at) == [(piece.stream, piece.place) for piece in pieces]
 

@@ -14,8 +14,8 @@ from tests.support.trainer.segments import plan_of, recipe_with, run_trainer, wr
 from trainer.contract.data.token_shard import (
     TokenizedDocument,
     TokenShard,
-    document_ranges,
-    document_rows,
+    format_row_ranges,
+    parse_row_ranges,
     write_token_shard,
 )
 from trainer.contract.errors import TokenShardError
@@ -65,5 +65,5 @@ def test_a_file_of_too_few_tokens_is_named(tmp_path: Path) -> None:
 
 def test_rows_as_text_and_back() -> None:
     rows = [0, 3, 4, 5, 9, 11, 12]
-    assert document_ranges(reversed(rows)) == "0,3-5,9,11-12" and document_rows("0,3-5,9,11-12") == rows
-    assert document_ranges([]) == "" and document_rows("") == []
+    assert format_row_ranges(reversed(rows)) == "0,3-5,9,11-12" and parse_row_ranges("0,3-5,9,11-12") == rows
+    assert format_row_ranges([]) == "" and parse_row_ranges("") == []

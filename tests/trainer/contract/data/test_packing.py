@@ -14,7 +14,7 @@ from trainer.contract.data.packing import (
     STRATEGIES,
     Packed,
     RowPart,
-    choose_row_pieces,
+    choose_best_fitting_pieces,
     count_pieces,
     cut_piece,
     fill_gaps,
@@ -115,7 +115,7 @@ def test_best_fit_takes_the_fullest_row_that_fits() -> None:
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=9))
 def test_a_row_is_completed_as_well_as_it_can_be(sizes: list[int]) -> None:
-    row = choose_row_pieces(sizes, 40, 0, range(1, len(sizes)))
+    row = choose_best_fitting_pieces(sizes, 40, 0, range(1, len(sizes)))
     every = itertools.chain.from_iterable(itertools.combinations(sizes[1:], n) for n in range(len(sizes)))
     assert row[0] == 0 and len(set(row)) == len(row)
     assert sum(sizes[i] for i in row) == max(s for s in (sizes[0] + sum(some) for some in every) if s <= 40)

@@ -113,8 +113,8 @@ def test_masks_are_read_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             wanted += len(held) * bool(held.any())
     for size in (1, 300, READ_AT_ONCE):
         monkeypatch.setattr(document_stream, "READ_AT_ONCE", size)
-        document_stream.positions_with_loss.cache_clear()
-        assert document_stream.positions_with_loss(str(shard.path), "chat", CONTEXT) == wanted
+        document_stream.count_positions_with_loss.cache_clear()
+        assert document_stream.count_positions_with_loss(str(shard.path), "chat", CONTEXT) == wanted
 
 
 def test_documents_that_a_plan_moves_are_counted_in_their_new_domain(tmp_path: Path) -> None:

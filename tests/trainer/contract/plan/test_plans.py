@@ -16,8 +16,8 @@ from trainer.contract.errors import RecipeError
 from trainer.contract.plan.gpus import GPUS
 from trainer.contract.plan.hf_config import shape_of_config
 from trainer.contract.plan.plan_report import plan_warnings, report_lines
-from trainer.contract.plan.run_plan import PlanRequest, SizingError, gathered_bytes, plan_run
-from trainer.contract.plan.sizing import Layout, layer_kinds, model_shape_of, total_bytes
+from trainer.contract.plan.run_plan import PlanRequest, SizingError, plan_run, weight_traffic_bytes
+from trainer.contract.plan.sizing import GpuLayout, layer_kinds, model_shape_of, total_bytes
 from trainer.contract.recipe import BatchRecipe
 
 KEPT = Path(__file__).with_name("plans.txt")
@@ -82,7 +82,11 @@ def test_a_model_that_fits_nowhere_is_refused_with_an_alternative(ask: PlanReque
 
 
 def test_one_gpu_gathers_nothing() -> None:
-    assert gathered_bytes(ASKS["one node"], Layout(1)) == 0.0 < gathered_bytes(ASKS["one node"], Layout(2))
+    assert (
+        weight_traffic_bytes(ASKS["one node"], GpuLayout(1))
+        == 0.0
+        < weight_traffic_bytes(ASKS["one node"], GpuLayout(2))
+    )
 
 
 def test_a_number_of_parameters_that_no_shape_has_is_refused() -> None:

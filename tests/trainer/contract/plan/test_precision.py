@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 from tests.support.trainer.segments import MakeShard, plan_of, train_here, write_spec
 from trainer.contract.errors import RecipeError, SpecError
 from trainer.contract.plan.precision import (
-    Probe,
+    PrecisionTimings,
     TimedPart,
     _grown,
     choose_precision,
@@ -67,7 +67,7 @@ def test_a_part_that_would_exceed_the_time_limit_is_not_timed() -> None:
     ],
 )
 def test_choice(asked: str, fp32: float, bf16: float, before: str, chosen: str, warned: bool) -> None:
-    found = decide_from_probe(asked, Probe("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
+    found = decide_from_probe(asked, PrecisionTimings("cpu", {"fp32": fp32, "bf16": bf16}, {}), before)
     assert found.precision == chosen
     assert bool(found.warning) == warned
     if warned:
@@ -142,7 +142,7 @@ def test_fp8_is_measured_where_a_recipe_asks_for_it_and_never_chosen() -> None:
         "fp32",
         "bf16",
     }
-    slow = Probe("cuda", {"fp32": 3.0, "bf16": 1.0, "fp8": 1.5}, {})
+    slow = PrecisionTimings("cuda", {"fp32": 3.0, "bf16": 1.0, "fp8": 1.5}, {})
     assert {**decide_from_probe("fp8", slow).warning.data} == {
         "precision": "fp8",
         "fastest": "bf16",

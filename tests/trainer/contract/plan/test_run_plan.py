@@ -23,21 +23,21 @@ from trainer.contract.plan.run_plan import (
     RECOMPUTED,
     PlanRequest,
     SizingError,
-    batch_by_rule,
-    estimate_effort,
+    deepseek_rule_batch,
+    deepseek_rule_lr,
     estimate_memory,
-    lr_by_rule,
+    estimate_time_and_cost,
     plan_run,
 )
-from trainer.contract.plan.sizing import GB, Layout, model_shape_of, total_bytes
-from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, SmallerBatch
+from trainer.contract.plan.sizing import GB, GpuLayout, model_shape_of, total_bytes
+from trainer.contract.recipe import BatchRecipe, ModelRecipe, Recipe, WarmupBatch
 
 EIGHT_BILLION = PlanRequest(model_shape_of(8e9, 128_256, 4096), 300e9, 32, GPUS["h100"])
 
 
 def gpu_hours(name: str, tokens: float, gpu: str, mfu: float | None = None) -> float:
     ask = PlanRequest(model_of(name), tokens, 1024, GPUS[gpu], mfu=mfu)
-    return estimate_effort(ask, Layout(1024), 1024).gpu_hours
+    return estimate_time_and_cost(ask, GpuLayout(1024), 1024).gpu_hours
 
 
 # -- published runs ------------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_flops_of_llama_3() -> None:
 def test_throughput_of_llama_3() -> None:
     """43 % on 8,192 H100 is 430 TFLOP/s each (arXiv 2407.21783 Table 4)."""
     ask = PlanRequest(model_of("Llama 3 405B"), 15.6e12, 8192, GPUS["h100"], mfu=0.43)
-    effort = estimate_effort(ask, Layout(8192, 8), 2048)
+    effort = estimate_time_and_cost(ask, GpuLayout(8192, 8), 2048)
     assert effort.tokens_per_second * ask.model.flops_per_token() / 8192 == pytest.approx(430e12, rel=0.02)
 
 
@@ -74,8 +74,8 @@ def test_throughput_of_palm() -> None:
     """540B on 6,144 TPU v4 at 46.2 % (45.7 % without attention): 238.3 K tokens/s (arXiv 2204.02311 §4.1, appendix B)."""
     palm = model_of("PaLM 540B")
     tpu = Gpu(275e12, 32 * GB, "TPU v4")
-    assert estimate_effort(
-        PlanRequest(palm, 780e9, 6144, tpu, mfu=0.462), Layout(6144), 2048
+    assert estimate_time_and_cost(
+        PlanRequest(palm, 780e9, 6144, tpu, mfu=0.462), GpuLayout(6144), 2048
     ).tokens_per_second == pytest.approx(238.3e3, rel=0.01)
     assert 0.457 * 6144 * 275e12 / (6 * palm.matmul_parameters) == pytest.approx(238.3e3, rel=0.001)
     assert 780e9 * 6 * palm.matmul_parameters == pytest.approx(2527.2e21, rel=0.002), "its compute table: 2527.2 ZFLOPs"
@@ -100,7 +100,7 @@ def test_iteration_times_of_megatron(
         d_ff=round(8 / 3 * hidden), context=2048,
     )  # fmt: skip
     ask = PlanRequest(model, batch * 2048, gpus, GPUS["a100"], mfu=mfu)
-    effort = estimate_effort(ask, Layout(gpus, 8), batch)
+    effort = estimate_time_and_cost(ask, GpuLayout(gpus, 8), batch)
     assert effort.steps == 1 and effort.days * 86400 == pytest.approx(seconds, rel=0.035)
 
 
@@ -117,8 +117,8 @@ def test_recomputing_costs_the_measured_time() -> None:
 )
 def test_rules_give_deepseeks_batch_and_rate(model: ModelRecipe, sequences: int, lr: float) -> None:
     """2 T tokens, context 4096 (arXiv 2401.02954 Table 2)."""
-    assert batch_by_rule(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)
-    assert lr_by_rule(model, 2e12) == pytest.approx(lr, rel=0.02)
+    assert deepseek_rule_batch(model, 2e12) == pytest.approx(sequences * 4096, rel=0.06)
+    assert deepseek_rule_lr(model, 2e12) == pytest.approx(lr, rel=0.02)
 
 
 def test_cost_of_deepseek_v3() -> None:
@@ -158,7 +158,7 @@ def test_blocks_are_recomputed_before_tensors_are_split() -> None:
 
 def test_many_gpus_split_rows_rather_than_outgrow_the_batch() -> None:
     found = plan_run(replace(EIGHT_BILLION, gpus=4096))
-    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * batch_by_rule(found.ask.model, 300e9)
+    assert found.layout.tensor > 1 and found.effort.tokens_per_step < 2.5 * deepseek_rule_batch(found.ask.model, 300e9)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_a_setting_that_fits() -> None:
@@ -187,12 +187,12 @@ def test_the_layout_is_the_first_that_fits(
         found = plan_run(ask)
     except SizingError:
         for tensor in (t for t in (1, 2, 4, 8) if gpus % t == 0 and ask.model.kv_heads % t == 0):
-            assert total_bytes(estimate_memory(ask, Layout(gpus, tensor, 1, "block"))) > gpu.memory
+            assert total_bytes(estimate_memory(ask, GpuLayout(gpus, tensor, 1, "block"))) > gpu.memory
         return
     layout = found.layout
     assert layout.tensor * layout.data == gpus and total_bytes(found.memory) <= gpu.memory
     assert found.sequences % (layout.data * layout.micro_sequences) == 0
-    per_rank = max(1, round(batch_by_rule(ask.model, ask.tokens) / context / layout.data))
+    per_rank = max(1, round(deepseek_rule_batch(ask.model, ask.tokens) / context / layout.data))
     if layout.micro_sequences < per_rank:
         larger = replace(layout, micro_sequences=layout.micro_sequences + 1)
         assert total_bytes(estimate_memory(ask, larger)) > gpu.memory, "a larger micro-batch would fit"
@@ -203,7 +203,7 @@ def test_the_layout_is_the_first_that_fits(
 @given(sequences=st.integers(1, 200), warm=st.integers(1, 200), gpus=st.integers(1, 64))
 @settings(deadline=None, max_examples=40)
 def test_a_recipes_batch_is_kept_and_divided(sequences: int, warm: int, gpus: int) -> None:
-    batch = BatchRecipe(sequences=sequences, warmup=[SmallerBatch(until_step=5, sequences=warm)])
+    batch = BatchRecipe(sequences=sequences, warmup=[WarmupBatch(until_step=5, sequences=warm)])
     ask = PlanRequest(model_shape_of(1e9, 128_256, 512), 2e10, gpus, GPUS["h100"], batch=batch)
     try:
         found = plan_run(ask)
@@ -224,27 +224,29 @@ MIXTURE = model_of("Qwen3-30B-A3B")
 def test_a_mixture_whose_experts_are_all_gathered_waits_for_the_network() -> None:
     """30.5 B weights move for 3 B that compute: 8 bytes each, 50 GB/s, 4096 tokens a GPU."""
     ask = PlanRequest(MIXTURE, 1e12, 16, GPUS["h100"])
-    effort = estimate_effort(ask, Layout(16), 256)
+    effort = estimate_time_and_cost(ask, GpuLayout(16), 256)
     assert effort.bound == "network"
     assert effort.tokens_per_second / 16 == pytest.approx(4096 / (8 * MIXTURE.parameters / 50e9), rel=1e-6)
-    apart = estimate_effort(replace(ask, expert=16), Layout(16, expert=16), 256)
+    apart = estimate_time_and_cost(replace(ask, expert=16), GpuLayout(16, expert=16), 256)
     assert apart.bound == "computing" and apart.tokens_per_second > 5 * effort.tokens_per_second
     assert apart.exchange == 4 * 2 * 2048 * 8 * (1 / 2) * 48, (
         "bytes: there and back, forward and backward, half of it to the other node"
     )
-    assert estimate_effort(replace(ask, network=500e9), Layout(16), 256).bound == "computing"
+    assert estimate_time_and_cost(replace(ask, network=500e9), GpuLayout(16), 256).bound == "computing"
 
 
 def test_a_measured_mfu_includes_waiting_times() -> None:
     ask = PlanRequest(MIXTURE, 1e12, 16, GPUS["h100"], mfu=0.05)
-    effort = estimate_effort(ask, Layout(16), 256)
+    effort = estimate_time_and_cost(ask, GpuLayout(16), 256)
     assert effort.reached == pytest.approx(0.05) and effort.days * 86400 == pytest.approx(
         effort.flops / (16 * 989.4e12 * 0.05)
     )
 
 
 def test_one_node_gathers_over_its_links() -> None:
-    one, two = (estimate_effort(PlanRequest(MIXTURE, 1e12, gpus, GPUS["h100"]), Layout(gpus), 16) for gpus in (8, 16))
+    one, two = (
+        estimate_time_and_cost(PlanRequest(MIXTURE, 1e12, gpus, GPUS["h100"]), GpuLayout(gpus), 16) for gpus in (8, 16)
+    )
     assert one.network_there == GPUS["h100"].link and two.network_there == GPUS["h100"].network
 
 

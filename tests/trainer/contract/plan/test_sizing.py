@@ -18,7 +18,7 @@ from tests.support.trainer.published import MODELS, Published, model_of
 from trainer.contract.errors import RecipeError
 from trainer.contract.plan.sizing import (
     GB,
-    Layout,
+    GpuLayout,
     MemoryPart,
     activation_elements,
     activation_part,
@@ -36,7 +36,7 @@ def by_name(parts: list[MemoryPart]) -> dict[str, float]:
     return {part.name: part.bytes for part in parts}
 
 
-def states(model: ModelRecipe, layout: Layout) -> float:
+def states(model: ModelRecipe, layout: GpuLayout) -> float:
     """Bytes of weights, gradients and optimiser."""
     parts = by_name(memory_parts(model, layout, 80 * GB))
     return parts["weights"] + parts["gradients"] + parts["optimiser"]
@@ -86,14 +86,14 @@ def test_states_are_zeros_figure_1(gpus: int, gigabytes: float) -> None:
     ZeRO's 16 are 2 + 2 + 12; ours are 4 fp32 weights + 4 fp32 gradients + 8 moments, the bf16 copies counted apart.
     """
     model = model_shape_of(7.5e9, 32_000, 4096)
-    assert states(model, Layout(gpus)) * 7.5e9 / model.parameters / GB == pytest.approx(gigabytes, rel=0.02)
+    assert states(model, GpuLayout(gpus)) * 7.5e9 / model.parameters / GB == pytest.approx(gigabytes, rel=0.02)
 
 
 def test_states_of_a_trillion_on_1024() -> None:
     """'16TB divided by 1024 is 16GB' (arXiv 1910.02054 §1), however the GPUs share."""
     model = model_shape_of(1e12, 32_000, 4096)
     for tensor in (1, 8):
-        assert states(model, Layout(1024, tensor)) / GB == pytest.approx(16, rel=0.05)
+        assert states(model, GpuLayout(1024, tensor)) / GB == pytest.approx(16, rel=0.05)
 
 
 def test_states_that_torchtitan_measured() -> None:
@@ -103,7 +103,7 @@ def test_states_that_torchtitan_measured() -> None:
     """
     model = model_of("Llama 3 8B")
     whole = model.parameters + model.vocab_size * model.d_model  # its head is a matrix of its own
-    difference = (states(model, Layout(8)) - states(model, Layout(128))) * whole / model.parameters / GIB
+    difference = (states(model, GpuLayout(8)) - states(model, GpuLayout(128))) * whole / model.parameters / GIB
     assert difference == pytest.approx(77.0 - 62.0, rel=0.08)
     assert difference == pytest.approx(82.4 - 67.0, rel=0.10)
 
@@ -111,7 +111,7 @@ def test_states_that_torchtitan_measured() -> None:
 def test_muon_keeps_one_moment_of_the_layers() -> None:
     model = model_of("Llama 3 8B")
     adamw, muon = (
-        by_name(memory_parts(model, Layout(1), 80 * GB, optimizer=o))["optimiser"] for o in ("adamw", "muon")
+        by_name(memory_parts(model, GpuLayout(1), 80 * GB, optimizer=o))["optimiser"] for o in ("adamw", "muon")
     )
     head = model.vocab_size * model.d_model
     assert adamw == 8 * model.parameters and muon == 8 * head + 4 * (model.parameters - head)
@@ -134,7 +134,7 @@ def test_activations_are_korthikantis(hidden: int, heads: int, layers: int) -> N
     )  # fmt: skip
     assert 2 * activation_elements(model, 0) == pytest.approx((34 - 2 + 4) * hidden, rel=1e-4)
     assert 2 * activation_elements(model, 0, tensor=8) == pytest.approx(32 * hidden / 8 + 4 * hidden, rel=1e-3)
-    whole = activation_part(model, Layout(8, 1, 4, "block"), 2).bytes
+    whole = activation_part(model, GpuLayout(8, 1, 4, "block"), 2).bytes
     assert whole == pytest.approx(2 * 4 * 2048 * hidden * layers + 36 * 4 * 2048 * hidden, rel=1e-4)
 
 
@@ -200,7 +200,7 @@ def test_memory_that_torchtitan_measured() -> None:
     holds beyond tensors is about our reserve (8 GB of 80; their cards have 96), is assumed.
     """
     model = model_of("Llama 3 70B")
-    parts = memory_parts(model, Layout(256, 8, 16, "block"), 80 * GB, logit_rows=None)
+    parts = memory_parts(model, GpuLayout(256, 8, 16, "block"), 80 * GB, logit_rows=None)
     # They split the embedding by TP as well; our tensor ranks split the tokens of the head, and each holds it whole.
     theirs = total_bytes(parts) - (2 + 10) * model.vocab_size * model.d_model * (1 - 1 / 8)
     assert theirs / GIB == pytest.approx(71.9, rel=0.05)
@@ -210,7 +210,7 @@ def test_torchtitans_measurements_lie_between_none_and_all_recomputed() -> None:
     """Table 3, compiled: 62.0 GiB on 128 GPUs with every second product recomputed."""
     model = model_of("Llama 3 8B")
     all_of_it, none = (
-        total_bytes(memory_parts(model, Layout(128, 1, 2, recompute), 80 * GB, logit_rows=None)) / GIB  # type: ignore[arg-type]
+        total_bytes(memory_parts(model, GpuLayout(128, 1, 2, recompute), 80 * GB, logit_rows=None)) / GIB  # type: ignore[arg-type]
         for recompute in ("block", "none")
     )
     assert all_of_it < 62.0 < none

@@ -181,6 +181,6 @@ def test_a_case_trains_its_recipe(tmp_path: Path) -> None:
         )
         assert (arm.first, arm.last - arm.first) == (case.first_step or 0, case.steps)
         check_arms([arm])
-    whole = plan.arm_of_all(CASES[2:], "decaf", "candidate")
+    whole = plan.combined_arm(CASES[2:], "decaf", "candidate")
     assert (whole.first, whole.last, whole.code) == (0, sum(case.steps for case in CASES[2:]), "decaf")
     assert whole.name == f"candidate, {len(CASES) - 2} tiny runs" and whole.base["initial_checkpoint"] is None

@@ -25,7 +25,7 @@ from factory.gates.patch.matrix.compare import (
     RoundingEffect,
     measure_rounding_effect,
 )
-from factory.gates.patch.matrix.runs import SideCode, copy_libraries
+from factory.gates.patch.matrix.runs import MatrixSide, copy_libraries
 from factory.gates.patch.stages import matrix
 from factory.ledger.ledger import Ledger
 from factory.ledger.plant import Plant
@@ -267,7 +267,7 @@ def test_only_changes_that_no_twin_shows_are_differences(
     plan: Any = "plan"
     baseline: Any = "baseline"
     found = measure_rounding_effect(
-        plan, SideCode(Path("code"), {}, Path("twins"), 1.0, ExitStack()), baseline, compared
+        plan, MatrixSide(Path("code"), {}, Path("twins"), 1.0, ExitStack()), baseline, compared
     )
     assert twins.asked == [(f"twins/{number}", number, names) for number, names in enumerate(asked, 1)]
     assert found.undecided == undecided and found.problem == ("no room" if beyond is None else "")

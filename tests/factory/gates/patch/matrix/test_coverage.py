@@ -13,7 +13,7 @@ import pytest
 from factory.gates.patch.changed_ops import ChangedOp
 from factory.gates.patch.execution_recorder import ExecutedCode, iterate_code_objects
 from factory.gates.patch.matrix.unexecuted_code import find_exempt_spans
-from factory.gates.patch.op_answers import answer_jobs, check_tests_unchanged
+from factory.gates.patch.op_answers import check_tests_unchanged, run_op_jobs
 from factory.gates.patch.policy import OraclePolicy
 from factory.gates.patch.stages.oracle import make_oracle_jobs
 from kernels.attention import cpp as attention_cpp
@@ -107,7 +107,7 @@ def executed_by_ops(work: Path) -> ExecutedCode:
     ]
     policy = OraclePolicy(cases=["small"])
     jobs = make_oracle_jobs(policy, ops, "bf16")  # fp32 and fp64 are among them
-    with answer_jobs(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
+    with run_op_jobs(jobs, policy, ROOT, ROOT, work, list(files())) as answers:
         assert not answers.missing and not answers.died, answers.missing or answers.died
         assert check_tests_unchanged(answers, policy.patience, ROOT, work) == {}
         return answers.executed

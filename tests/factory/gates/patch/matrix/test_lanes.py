@@ -15,7 +15,7 @@ import pytest
 from factory.gates.patch.execution_recorder import RECORDER_FILE
 from factory.gates.patch.matrix import runs as lanes
 from factory.gates.patch.matrix.cases import MatrixCase, MatrixTool
-from factory.gates.patch.matrix.runs import DRIVER, MatrixPlan, MatrixRuns, SideCode, run_cases
+from factory.gates.patch.matrix.runs import DRIVER, MatrixPlan, MatrixRuns, MatrixSide, run_cases
 from factory.gates.patch.matrix.start_checkpoints import make_data_plans
 from factory.sandbox import sandbox
 
@@ -79,7 +79,7 @@ def planned(tmp_path: Path) -> Any:
     with ExitStack() as after:
         yield (
             plan,
-            SideCode(
+            MatrixSide(
                 tmp_path / "code", kernels, tmp_path / "runs", 70.0, after, instructions=["trainer/a.py"], disturbed=3
             ),
         )

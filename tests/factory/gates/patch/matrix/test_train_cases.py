@@ -79,7 +79,7 @@ def test_a_disturbed_op_is_some_roundings_off_by_seed(
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(registry, "bind_ops", registry.bind_ops)  # put back
             if seed:
-                train_cases.disturb_ops(seed)
+                train_cases.perturb_op_results(seed)
             given = gate.clone().requires_grad_()
             result = registry.bind_ops({}).swiglu(given, up)
             (result * up).sum().backward()
@@ -102,7 +102,7 @@ def test_in_place_results_are_disturbed_by_shares() -> None:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(registry, "bind_ops", registry.bind_ops)
             if seed:
-                train_cases.disturb_ops(seed)
+                train_cases.perturb_op_results(seed)
             inputs = tree_map_only(torch.Tensor, lambda x: x.detach().clone(), list(op.inputs(op.cases[0])))
             before = [x.clone() for x in tree_leaves([inputs[n] for n in op.writes])]
             registry.bind_ops({}).adamw(*inputs)
@@ -120,7 +120,7 @@ def test_in_place_results_are_disturbed_by_shares() -> None:
 def test_only_floats_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "bind_ops", registry.bind_ops)
     plain = registry.bind_ops({})
-    train_cases.disturb_ops(3)
+    train_cases.perturb_op_results(3)
     disturbed, ids = registry.bind_ops({}), torch.tensor([[1, 2]])
     assert disturbed.prepare_attention is plain.prepare_attention
     table = torch.ones(4, 8, dtype=torch.float64)
