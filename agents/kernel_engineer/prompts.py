@@ -41,7 +41,8 @@ def task_message(target: ProfileTarget, evidence: str, rounds: int) -> str:
     about = f"the op {target.op!r}" if target.op else target.name.partition(":")[2]
     return (
         f"Target: {about}. It takes {target.share:.1%} of the eager step; at the roofline it would save {target.attainable:.1%} of the "
-        f"step, which is {target.gain_at_roofline:.3f} times as fast a step. If it took no time at all the step would be {target.largest_possible_gain:.3f} "
+        f"step, which is {target.gain_at_roofline:.3f} times as fast a step. "
+        f"If it took no time at all the step would be {target.largest_possible_gain:.3f} "
         f"times as fast: predict no more than that. Its hottest lines: {', '.join(target.lines)}.\n"
         f"You have {rounds} proposals.\n\n{evidence}"
     )

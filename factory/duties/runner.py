@@ -60,7 +60,7 @@ def _first(duty: Duty, look: DutyState) -> DutyTask | None:
     try:
         for subject in duty.due(look):
             errand = subject if isinstance(subject, DutyTask) else DutyTask(duty, subject)
-            if str(errand) not in look.resting and not errand.duty.why_held(look):
+            if str(errand) not in look.resting and not errand.duty.reason_for_waiting(look):
                 return errand
     except Exception:
         return again
