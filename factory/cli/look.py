@@ -154,7 +154,8 @@ def ui(
 def _login_needed(flag: str, host: str) -> InputError:
     return InputError(
         "look.login_needed",
-        "{flag} {host}: other machines could reach MLflow and approve releases there. To require a login, add '--user NAME'",
+        "{flag} {host}: other machines could reach MLflow at this address and approve releases. To require a login, add "
+        "'--user NAME'",
         flag=flag,
         host=host,
     )
@@ -187,7 +188,11 @@ def check(
     except WorkspaceError as error:
         workspace = None
         if not as_json:
-            print(Message("look.no_workspace", "  Only the machine is checked: {reason}", reason=error))
+            print(
+                Message(
+                    "look.no_workspace", "  The check covers only the machine, not a workspace: {reason}", reason=error
+                )
+            )
     progress = SILENT if as_json else Terminal()
     done: list[str] = []
     if mend and workspace:

@@ -77,7 +77,8 @@ def init(
     print(
         Message(
             "model_loop.next_step",
-            "Next, put shards into {inbox} and type 'factory run --once'. Or ingest files from elsewhere: 'factory ingest PATH'",
+            "Next, put shards into {inbox} and type 'factory run --once'. Or ingest files from another folder: 'factory ingest "
+            "PATH'",
             inbox=workspace.inbox,
         )
     )
@@ -187,7 +188,7 @@ def certify(
         say.line(
             Message(
                 "model_loop.no_certificate",
-                "  No certificate was made yet. The first one is made when the code's commit changes between two segments.",
+                "  No certificate was made yet. The first certificate is made when the code's commit changes between two segments.",
             )
         )
     for row in found:
@@ -263,7 +264,7 @@ def average(
     found = {"candidate": candidate, "segment": number, "averaged": result["averaged"]}
     said = Message(
         "model_loop.averaged",
-        "  Candidate {candidate} is the average. To judge it: 'factory evaluate {candidate}'",
+        "  Candidate {candidate} is the average of the checkpoints. To judge the candidate: 'factory evaluate {candidate}'",
         candidate=candidate,
     )
     say(found, said)
@@ -370,7 +371,8 @@ def release(
     terminal.line(
         Message(
             "model_loop.not_champion",
-            "  Release {release} is published, but release {champion} is champion. To change that: 'factory release --rollback {release}'",
+            "  Release {release} is published, but release {champion} is champion. To make release {release} champion: 'factory "
+            "release --rollback {release}'",
             release=done,
             champion=best.number if best else None,
         )
@@ -385,7 +387,8 @@ def _candidate(ledger: Ledger, number: int | None) -> int:
     if newest is None:
         raise InputError(
             "model_loop.no_candidate",
-            "There is no candidate yet. The factory makes one once it has shards to train on. To start it: 'factory run'",
+            "There is no candidate yet. The factory makes a candidate when it has shards to train on. To start the factory: "
+            "'factory run'",
         )
     return (newest if number is None else CandidateRow.get(ledger, number)).id
 

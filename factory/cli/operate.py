@@ -41,7 +41,7 @@ def pause(
     say.line(
         Message(
             "operate.pausing",
-            "  A trainer that runs now writes a checkpoint and then ends. Other work that has begun is finished first.",
+            "  If a trainer runs now, it writes a checkpoint and then ends. Other actions that are running are finished first.",
         )
     )
 
