@@ -53,7 +53,8 @@ def status(
 def duties(plant: Plant, say: AnswerPrinter) -> None:
     """List the daemon's duties, in the order of their priority.
 
-    For each: whether it is due now, what holds it back, until when it rests after a failure, and when it was last done.
+    The list shows whether a duty is due now, what holds the duty back, until when the duty rests after a failure, and when the duty was
+    last done.
     """
     from factory.core.time_formats import replace_moments_by_iso
     from factory.duties.listing import duty_facts, duty_lines

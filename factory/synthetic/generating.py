@@ -463,7 +463,7 @@ def _to_inbox(plant: Plant, made: GeneratedShard) -> str:
     if known:
         return Message(
             "synthetic.known_shard",
-            "not put into the inbox, because the shard was {state} before",
+            "the shard was not put into the inbox, because it was {state} before",
             state=known["state"],
         )
     place = plant.workspace.inbox / made.path.name

@@ -24,7 +24,9 @@ def provenance(
     document: Annotated[
         str | None, typer.Option(help="Show what happened to the document with this id or key.")
     ] = None,
-    release: Annotated[int | None, typer.Option(help="Show what this release was made of.")] = None,
+    release: Annotated[
+        int | None, typer.Option(help="Show the runs, shards, documents and licences that this release was made from.")
+    ] = None,
     documents: Annotated[
         bool, typer.Option("--documents", help="With --release: print each of its documents as one line of JSON.")
     ] = False,

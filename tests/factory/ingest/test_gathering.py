@@ -194,9 +194,7 @@ def test_the_exit_code_says_that_nothing_was_taken(
     assert "1 quarantined, 0 not ingested" in str(done.exception)
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "y.png").write_bytes(b"")
-    assert "files of these types are not supported:" in str(
-        command_here("ingest", str(tmp_path / "x"), home=workspace).exception
-    )
+    assert "1 of unknown formats" in str(command_here("ingest", str(tmp_path / "x"), home=workspace).exception)
     as_json = command_here("ingest", str(tmp_path / name), "--json", home=workspace)
     assert json.loads(as_json.output)[0]["state"] == "quarantined" and as_json.exit_code != 0
 
@@ -234,7 +232,7 @@ def test_a_person_can_allow_a_small_vocabulary(workspace: Workspace, ledger: Led
     put(workspace, b"A line of text, of which no vocabulary can be made: it is short.", "a.txt")
     assert "ingest.stays" in codes(one_pass(workspace, ledger).lines)
     said = json.loads(command_here("ingest", "--small-vocabulary", "--json", home=workspace).stdout)
-    assert said["files"] == [] and "next ingest" in said["says"]
+    assert said["files"] == [] and "next ingest" in said["says"]["text"]
     one_pass(workspace, ledger)
     assert names(ledger) == ["a.txt"] and Tokenizer.load(workspace.tokenizer).vocab_size < 400
 
